@@ -183,6 +183,11 @@ class Table:
         ]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
+    def section(self, level: int) -> str:
+        """A section of a page of Markdown: the title, the rows, the notes."""
+        notes = "".join(f"\n{note}\n" for note in self.notes)
+        return f"{'#' * level} {markdown_text(self.title)}\n\n{self.markdown()}{notes}"
+
     # --------------------------------------------------------------------------------------- CSV
 
     def csv(self) -> str:

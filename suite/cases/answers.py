@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardproof.contract import Batch, Event, Implementation, Kind, Observe, Piece, StepResult
+from shardproof.contract import Batch, Event, Implementation, Kind, Piece, StepResult
 from shardproof.registry.declaration import BrokenContract
 
 
@@ -86,12 +86,13 @@ def _within(ranges: Any, sizes: Sequence[int]) -> bool:
     )
 
 
-def step(system: Implementation, batch: Batch, observe: Observe) -> StepResult:
-    """``step``, with a loss and a norm that are numbers."""
-    method = f"step {batch.step}"
-    result: StepResult = asked(
-        system, method, system.step(batch, observe), StepResult, "a StepResult"
-    )
+def step(system: Implementation, step: int, value: Any) -> StepResult:
+    """What ``step`` returned, with a loss and a norm that are numbers.
+
+    Asked when the step is over: to read a tensor is an operator, which the ledger would count.
+    """
+    method = f"step {step}"
+    result: StepResult = asked(system, method, value, StepResult, "a StepResult")
     number(system, f"{method}: loss", result.loss)
     number(system, f"{method}: norm", result.norm)
     for value in asked(system, f"{method}: metrics", result.metrics, Mapping, "a dict").values():

@@ -282,7 +282,8 @@ class _Rank:
             if self.members.mesh.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
         with log.step(step) if log else nullcontext():
-            result = answers.step(self.implementation, batch, observe)
+            returned = self.implementation.step(batch, observe)
+        result = answers.step(self.implementation, step, returned)
         if self.memory and self.members.mesh.device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
             peak = torch.cuda.max_memory_allocated()

@@ -24,6 +24,7 @@ from shardproof.runs.integrity import require_unedited
 FORMAT = 1
 KIND = "shardproof baseline"
 MAX_BYTES = 64 << 20
+AGAIN = "make it again: `shardproof compare RUN --save FILE`"
 _GZIP = b"\x1f\x8b"
 #: No ratio is further from 1 than this, in log units.
 _FARTHEST = 50.0
@@ -72,7 +73,6 @@ def _packed(name: str) -> bool:
 
 
 def save(snapshot: Snapshot, path: Path) -> None:
-    """Write a baseline, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text(snapshot))
 
@@ -143,7 +143,7 @@ def read(path: Path) -> Snapshot:
 
     :raises SelectionError: not a baseline, damaged, or of another format.
     """
-    with _damage(path):
+    try:
         if path.stat().st_size > MAX_BYTES:
             what = f"is over {MAX_BYTES >> 20} MiB"
             raise SelectionError(Problem(what, "name a baseline", file=str(path)))
@@ -153,8 +153,7 @@ def read(path: Path) -> Snapshot:
             raise SelectionError(Problem("is neither run nor baseline", remedy, file=str(path)))
         if document.get("format") != FORMAT:
             what = f"is a baseline of format {document.get('format')!r}, this suite reads {FORMAT}"
-            remedy = "make it again: `shardproof compare RUN --save FILE`"
-            raise SelectionError(Problem(what, remedy, file=str(path)))
+            raise SelectionError(Problem(what, AGAIN, file=str(path)))
         versions = [Version(**row) for row in document["versions"]]
         if not versions or not all(isinstance(v.torch, str) for v in versions):
             raise ValueError("no versions")
@@ -169,18 +168,11 @@ def read(path: Path) -> Snapshot:
             kills={str(name): bool(killed) for name, killed in document["kills"].items()},
             keys=list(document["keys"]),
         )
-
-
-@contextmanager
-def _damage(path: Path) -> Iterator[None]:
-    try:
-        yield
     except SelectionError:
         raise
     except DAMAGE as error:
         what = f"is damaged: {type(error).__name__} {error}"
-        remedy = "make it again: `shardproof compare RUN --save FILE`"
-        raise SelectionError(Problem(what, remedy, file=str(path))) from None
+        raise SelectionError(Problem(what, AGAIN, file=str(path))) from None
 
 
 def _entries(

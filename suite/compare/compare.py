@@ -100,7 +100,6 @@ class Timing:
 
     @property
     def larger_is_better(self) -> bool:
-        """Efficiencies are better when larger."""
         return self.ratio.startswith(EFFICIENCY)
 
 

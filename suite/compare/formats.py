@@ -50,13 +50,7 @@ def terminal(report: ComparisonReport, console: Console) -> None:
 
 def markdown(report: ComparisonReport) -> str:
     parts = [f"{markdown_text(line)}\n" for line in report.summary]
-    return "\n".join([*parts, *(section(table, 2) for table in report.tables)])
-
-
-def section(table: Table, level: int) -> str:
-    """A table as a section of a Markdown page, its notes below it."""
-    notes = "".join(f"\n{note}\n" for note in table.notes)
-    return f"{'#' * level} {markdown_text(table.title)}\n\n{table.markdown()}{notes}"
+    return "\n".join([*parts, *(table.section(2) for table in report.tables)])
 
 
 def html(report: ComparisonReport) -> str:

@@ -67,16 +67,6 @@ class GateFinding:
         return self.file + (f":{self.line}" if self.line is not None else "")
 
 
-@dataclass(frozen=True)
-class _JudgedTime:
-    """A ratio beside a policy; ``least`` is the margin in log units."""
-
-    verdict: str
-    least: float
-    rule: Rule
-    note: str
-
-
 @dataclass
 class Gate:
     """What :func:`judge` says.
@@ -178,7 +168,7 @@ class _Judge:
         }
         open_ = "inconclusive"
         return decided | {
-            time.id for time in self.comparison.times if self._time(time).verdict != open_
+            time.id for time in self.comparison.times if self._time(time)[0].verdict != open_
         }
 
     def verdicts(self) -> Iterator[GateFinding]:
@@ -246,37 +236,31 @@ class _Judge:
 
     def times(self) -> Iterator[GateFinding]:
         """Ratios that are certainly worse by more than is allowed, or certainly better."""
-        rules = self.policy.times
         for time in self.comparison.times:
-            judged = self._time(time)
-            verdict = judged.verdict
-            changed = f"{time.ratio} changed by x{time.change}"
-            message = f"{verdict_of(replace(time, verdict=verdict))}: {changed}, margin "
-            message += f"{math.expm1(judged.least):.1%}{judged.note}"
-            by_verdict: dict[str, Rule] = {
-                "slower": judged.rule,
-                "faster": "too good",
-                "inconclusive": "time",
-            }
-            if verdict in by_verdict:
-                entry, level = self.comparison.after.timed[time.id], getattr(rules, verdict)
-                yield from self._perhaps(level, by_verdict[verdict], entry, message)
+            judged, slower, note = self._time(time)
+            message = f"{verdict_of(judged)}: {time.ratio} changed by x{time.change}, margin "
+            message += f"{math.expm1(judged.margin):.1%}{note}"
+            rules: dict[str, Rule] = {"faster": "too good", "inconclusive": "time"}
+            if rule := {"slower": slower, **rules}.get(judged.verdict):
+                entry = self.comparison.after.timed[time.id]
+                level = getattr(self.policy.times, judged.verdict)
+                yield from self._perhaps(level, rule, entry, message)
 
-    def _time(self, time: Timing) -> _JudgedTime:
-        """The verdict on a ratio with the slowdown that the policy allows."""
-        allowed = self._slowdown(time)
-        share = self.policy.times.slowdown if allowed is None else allowed.slowdown
-        note = ""
+    def _time(self, time: Timing) -> tuple[Timing, Rule, str]:
+        """``time`` with the margin that the policy allows; the rule of a slower one, and a note."""
+        allowed, note = self._slowdown(time), ""
         rule: Rule = "time"
+        share = self.policy.times.slowdown
         if allowed is not None:
-            note = f"; {share:.0%} allowed: {allowed.reason}"
+            note = f"; {allowed.slowdown:.0%} allowed: {allowed.reason}"
             if allowed.until is not None and allowed.until < self.today:
-                share, note = self.policy.times.slowdown, f"{note}, expired on {allowed.until}"
-                rule = "expired"
+                rule, note = "expired", f"{note}, expired on {allowed.until}"
+            else:
+                share = allowed.slowdown
         least = max(time.margin, math.log1p(share))
         verdict = verdict_on(time.difference, least, time.larger_is_better)
         verdict = "same" if time.before == time.after else verdict
-        return _JudgedTime(verdict, least, rule, note)
+        return replace(time, margin=least, verdict=verdict), rule, note
 
     def lost_ratios(self) -> Iterator[GateFinding]:
         """Ratios of the baseline that the run did not measure (again), though it has the result."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shardproof.compare import formats, tables
+from shardproof.compare import tables
 from shardproof.compare.gate import Gate, GateFinding, kind, ordered
 from shardproof.runs import junit
 from shardproof.table import Table, markdown_text, some
@@ -68,8 +68,7 @@ def summary(gate: Gate) -> str:
         tables.groups(comparison, "", only_changed=True),
         tables.times(comparison.times, only_changed=True),
     ):
-        if part.rows:
-            parts.append(formats.section(part, 3))
+        parts += [part.section(3)] if part.rows else []
     return "\n".join(parts)
 
 

@@ -15,19 +15,13 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from shardproof import old_words
+from shardproof import old_words, verdicts
 from shardproof.compare.snapshot import Snapshot
 from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Model, Reason
 from shardproof.scenarios.source import Node
-from shardproof.verdicts import (
-    JUDGE_ERROR,
-    OVER_BUDGET,
-    REPLICAS_ONLY,
-    WORKING_PRECISION_ONLY,
-    Verdict,
-)
+from shardproof.verdicts import Verdict
 
 Level = Literal["break", "report", "ignore"]
 VerdictLevel = Literal["break", "new", "report", "ignore"]
@@ -38,15 +32,15 @@ VERDICTS: Mapping[Verdict, VerdictLevel] = {
     "hang": "break",
     "refused": "break",
     "xpass": "report",
-    JUDGE_ERROR: "break",
-    OVER_BUDGET: "new",
+    verdicts.JUDGE_ERROR: "break",
+    verdicts.OVER_BUDGET: "new",
     "undecidable": "new",
     "inconclusive": "new",
     "precondition": "new",
-    REPLICAS_ONLY: "break",
+    verdicts.REPLICAS_ONLY: "break",
     "xfail": "new",
     "skip": "new",
-    WORKING_PRECISION_ONLY: "new",
+    verdicts.WORKING_PRECISION_ONLY: "new",
     "pass": "ignore",
 }
 #: Days that an expected failure may last from today on: someone looks at it again within a year.

@@ -205,24 +205,17 @@ def changes(differences: Sequence[Change]) -> Table:
 
 
 def times(timings: Sequence[Timing], only_changed: bool) -> Table:
-    rows: list[tuple[str, ...]] = []
-    marks: list[Mark] = []
-    for time in timings:
-        if only_changed and not time.moved:
-            continue
-        marks.append(_TIME_MARKS.get(time.verdict, ""))
-        rows.append(
-            (
-                time.id,
-                time.ratio,
-                interval(time.before),
-                interval(time.after),
-                time.change,
-                f"{time.difference.p_holm:.2g}",
-                f"{math.expm1(time.margin):.1%}",
-                verdict_of(time),
-            )
+    shown = [time for time in timings if time.moved or not only_changed]
+    rows = [
+        (
+            *(time.id, time.ratio, interval(time.before), interval(time.after), time.change),
+            f"{time.difference.p_holm:.2g}",
+            f"{math.expm1(time.margin):.1%}",
+            verdict_of(time),
         )
+        for time in shown
+    ]
+    marks = [_TIME_MARKS.get(time.verdict, "") for time in shown]
     headings = (
         *("pair", "ratio", "reference [95 %]", "now [95 %]", "change [95 %]", "p", "margin"),
         "verdict",

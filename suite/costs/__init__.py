@@ -37,12 +37,7 @@ from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.offload import offloaded
 from shardproof.costs.pipeline import Pipeline
 from shardproof.costs.tensor import TensorParallel
-from shardproof.costs.upstream.deepspeed import (
-    DeepSpeedZero0,
-    DeepSpeedZero1,
-    DeepSpeedZero2,
-    DeepSpeedZero3,
-)
+from shardproof.costs.upstream import deepspeed
 from shardproof.costs.upstream.pipelines import DeepSpeedPipeline, TorchPipelining
 from shardproof.costs.upstream.torch_hybrid import TorchHybrid
 from shardproof.costs.upstream.torch_sharded import FSDP1, FSDP2, ZeroRedundancyOptimizer
@@ -56,7 +51,8 @@ COST_MODELS: dict[str, type[CostModel]] = {
         *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP, TensorParallel),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         *(TorchTensorParallel, TorchHybrid),
-        *(DeepSpeedZero0, DeepSpeedZero1, DeepSpeedZero2, DeepSpeedZero3),
+        *(deepspeed.DeepSpeedZero0, deepspeed.DeepSpeedZero1),
+        *(deepspeed.DeepSpeedZero2, deepspeed.DeepSpeedZero3),
         *(Pipeline, TorchPipelining, DeepSpeedPipeline, Hybrid),
     )
 }

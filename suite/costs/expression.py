@@ -32,10 +32,7 @@ Term = Callable[[Facts], Fraction]
 #: The symbols of an expression.  Bytes are those of one copy of the model, tied tensors once.
 FACTS: dict[str, str] = {
     "world": "number of ranks",
-    "pipe": "ranks along the pipe axis (1 if absent)",
-    "replicate": "ranks along the replicate axis (1 if absent)",
-    "shard": "ranks along the shard axis (1 if absent)",
-    "tensor": "ranks along the tensor axis (1 if absent)",
+    **{axis: f"ranks along the {axis} axis (1 if absent)" for axis in AXES},
     "data_coordinates": "shares of the global batch: replicate * shard",
     "steps": "optimizer steps",
     "micro_batches": "micro-batches per data coordinate and window",

@@ -5,7 +5,6 @@ Written apart from the implementations' own layouts, so that an error in those s
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,17 +25,18 @@ class Flat:
 
     members: tuple[TensorFacts, ...]
     shards: int
-    #: Elements that a shard is a multiple of.
+    #: Elements that a shard is a multiple of, and at whose multiples members start.
     multiple: int = 1
+    alignment: int = 1
 
     @property
     def dtype(self) -> str:
         return self.members[0].dtype
 
-    @cached_property
+    @property
     def numel(self) -> int:
-        """Elements without padding."""
-        return sum(t.numel for t in self.members)
+        """Elements without padding at the end."""
+        return self.spans[-1][1]
 
     @cached_property
     def shard_numel(self) -> int:
@@ -56,15 +56,20 @@ class Flat:
         return self.shard_numel * ITEMSIZE[dtype or self.dtype]
 
     @cached_property
-    def _spans(self) -> list[tuple[int, int]]:
-        ends = [0, *itertools.accumulate(t.numel for t in self.members)]
-        return list(itertools.pairwise(ends))
+    def spans(self) -> list[tuple[int, int]]:
+        """First element of every member, and the one behind its last."""
+        spans, end = list[tuple[int, int]](), 0
+        for tensor in self.members:
+            start = -(-end // self.alignment) * self.alignment
+            end = start + tensor.numel
+            spans.append((start, end))
+        return spans
 
     def parts(self, shard: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of what one shard holds; a tensor of none lies where it starts."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         held = []
-        for tensor, (start, stop) in zip(self.members, self._spans, strict=True):
+        for tensor, (start, stop) in zip(self.members, self.spans, strict=True):
             first, last = max(start, low), min(stop, high)
             home = min(start // self.shard_numel, self.shards - 1) if self.shard_numel else 0
             if first < last or (start == stop and home == shard):

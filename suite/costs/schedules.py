@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -64,23 +65,19 @@ def _lockstep(setting: Setting) -> Fraction:
     return (setting.ranks - 1) * setting.work / setting.chunks
 
 
-def _filled(setting: Setting, rounds: int) -> Fraction | None:
-    """A bubble of ``(p-1)(T_F+T_B)`` less up to ``rounds`` T_W, where none is longer than T_F, T_B.
+def _filled(setting: Setting, times: int) -> Fraction | None:
+    """``(p-1)(T_F+T_B)`` less up to ``times (p-1)`` T_W, where none is longer than T_F, T_B.
 
     With fewer micro-batches there are fewer W to fill it with [derived].
     """
     if setting.weight_backward > min(setting.forward, setting.input_backward):
         return None
-    ramps = (setting.ranks - 1) * (setting.forward + setting.input_backward)
-    return ramps - min(setting.micro_batches - 1, rounds) * setting.weight_backward
+    others = setting.ranks - 1
+    ramps = others * (setting.forward + setting.input_backward)
+    return ramps - min(setting.micro_batches - 1, times * others) * setting.weight_backward
 
 
-def _h1(setting: Setting) -> Fraction | None:
-    return _filled(setting, setting.ranks - 1)
-
-
-def _h2(setting: Setting) -> Fraction | None:
-    return _filled(setting, 2 * (setting.ranks - 1))
+_h1, _h2 = partial(_filled, times=1), partial(_filled, times=2)
 
 
 def _h2_makespan(setting: Setting) -> Fraction | None:

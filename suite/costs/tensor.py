@@ -52,7 +52,6 @@ class TensorParallel(CostModel):
         self.is_loss = bool(facts.option("loss_parallel", is_cross_entropy))
 
     def in_unit(self, layer: str, names: Iterable[str]) -> bool:
-        """Whether ``layer`` is one of ``names`` in a unit."""
         return any(layer == f"{unit}.{name}" for unit in self.facts.units for name in names)
 
     def heads(self, layer: str) -> tuple[int, int]:
@@ -209,7 +208,6 @@ class TensorParallel(CostModel):
         return self.laid_out({t.name: n for t, n in self.parts(rank)})
 
     def laid_out(self, held: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """Name -> elements by layout."""
         split = {t.name for t in self.facts.parameters if self.ranks > 1 and self.is_split(t)}
         return {
             "split": {name: n for name, n in held.items() if name in split},

@@ -41,8 +41,6 @@ _OWN_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 class UnknownImplementation(SelectionError):
-    """No implementation or mutant of that name."""
-
     def __init__(self, name: str, remedy: str) -> None:
         super().__init__(Problem("unknown implementation", remedy, value=name))
 

@@ -13,22 +13,10 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args
 
-from shardproof import registry
+from shardproof import contract, registry
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.contract import (
-    FEATURES,
-    PROFILES,
-    TRAIT_FEATURES,
-    BufferRule,
-    Capabilities,
-    Exactness,
-    Implementation,
-    Options,
-    OracleKind,
-    Point,
-    Refused,
-)
+from shardproof.contract import Capabilities, Implementation, Options, Refused
 from shardproof.errors import nearest
 from shardproof.files import Stored
 from shardproof.workloads.traits import TRAITS
@@ -93,13 +81,13 @@ class Declaration(Capabilities, Stored):
         implies it; empty: nothing.  A misspelt word must not pass for one that was not said.
         """
         words: dict[str, tuple[Collection[object], Collection[str]]] = {
-            "features": (sorted(self.features), FEATURES),
+            "features": (sorted(self.features), contract.FEATURES),
             "declines": (self.declines, TRAITS),
             "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
-            "points": (self.points, get_args(Point)),
-            "exactness": ((self.exactness,), get_args(Exactness)),
-            "oracle": ((self.oracle,), get_args(OracleKind)),
-            "buffers": ((self.buffers,), get_args(BufferRule)),
+            "points": (self.points, get_args(contract.Point)),
+            "exactness": ((self.exactness,), get_args(contract.Exactness)),
+            "oracle": ((self.oracle,), get_args(contract.OracleKind)),
+            "buffers": ((self.buffers,), get_args(contract.BufferRule)),
             "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
         }
         for name, (said, known) in words.items():
@@ -107,9 +95,9 @@ class Declaration(Capabilities, Stored):
                 if word not in known:
                     what = f"{name}: {word!r} means nothing here"
                     return f"{what}; {nearest(str(word), known, 'valid')}"
-        profile = PROFILES.get(self.strategy, frozenset())
+        profile = contract.PROFILES.get(self.strategy, frozenset())
         for trait in self.declines:
-            feature = TRAIT_FEATURES.get(trait)
+            feature = contract.TRAIT_FEATURES.get(trait)
             if feature in profile:
                 return (
                     f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"

@@ -31,6 +31,13 @@ State = Literal["fail", "open", "xfail", "working precision only", "pass", "skip
 #: case of it passed in another lane.
 STATES: tuple[State, ...] = get_args(State)
 
+#: Those that one case brings about, the gravest first, and its verdicts.
+_WORSE: dict[State, frozenset[str]] = {
+    "fail": verdicts.RED,
+    "open": verdicts.OPEN,
+    "xfail": frozenset({"xfail"}),
+}
+
 #: Capability -> what it says, in the order of columns.
 CAPABILITIES: dict[str, str] = {
     "numbers": "loss, gradients, parameters and state equal one process's; replicas are equal",
@@ -191,12 +198,9 @@ class CapabilityCell:
 
     @property
     def state(self) -> State:
-        if self._number(verdicts.RED):
-            return "fail"
-        if self._number(verdicts.OPEN):
-            return "open"
-        if self.counts["xfail"]:
-            return "xfail"
+        for state, kinds in _WORSE.items():
+            if self._number(kinds):
+                return state
         if self.counts["pass"]:
             return "pass"
         if self.passed:
@@ -209,12 +213,7 @@ class CapabilityCell:
         state = self.state
         if state in ("pass", "working precision only"):
             return f"{state} {self.passed}/{self.judged}"
-        numbers = {
-            "fail": self._number(verdicts.RED),
-            "open": self._number(verdicts.OPEN),
-            "xfail": self.counts["xfail"],
-        }
-        return f"{state} {numbers[state]}" if state in numbers else state
+        return f"{state} {self._number(_WORSE[state])}" if state in _WORSE else state
 
     @property
     def sentence(self) -> str:

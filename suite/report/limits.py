@@ -7,13 +7,12 @@ was not looked at stands here with how often it occurred.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardproof import verdicts
 from shardproof.bench import lines
 from shardproof.checks import CHECKS, Outcome
-from shardproof.checks.results import CaseResult
 from shardproof.report import capability_matrix, looks, summary
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, some
@@ -44,87 +43,71 @@ class Limit:
 
 
 def limits(run: Run) -> list[Limit]:
-    return [
-        limit
-        for limit in (
-            _unfinished(run),
-            _left_out(run),
-            _skipped(run.cases),
-            _open(run.cases),
-            _open_times(run),
-            _skipped_checks(run.cases),
-            _never_asked(run),
-            _not_tested(run.cases),
-            _not_judged(run.cases),
-            _working_precision_only(run.cases),
-        )
-        if limit.rows
-    ]
+    return [limit for limit in (*_of_cases(run), _open_times(run), *_of_checks(run)) if limit.rows]
 
 
 def _limit(
     title: str,
     why: str,
     headings: Sequence[str],
-    groups: Mapping[tuple[str, ...], Sequence[str]],
+    pairs: Iterable[tuple[tuple[str, ...], str]],
     listed: bool = False,
+    named: int = 0,
 ) -> Limit:
-    """A row for each group, the largest first: how many it has, and what they share.
+    """A row for each key of ``pairs``, the largest first: how many members it has, and the key.
 
-    ``groups`` has what is counted; ``listed``: it is also listed on demand.
+    ``listed``: the members are also listed on demand; so many ``named`` ones stand in the row.
     """
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for key, member in pairs:
+        groups[key].append(member)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     shown, rest = ordered[:MOST], len(ordered[MOST:])
-    rows = tuple((str(len(members)), *key) for key, members in shown)
+    rows = tuple(
+        (str(len(members)), *key, *([some(sorted(set(members)), named)] if named else []))
+        for key, members in shown
+    )
     items = tuple(tuple(members) for _, members in shown) if listed else ()
     return Limit(title, why, ("cases", *headings), rows, items, rest)
 
 
-def _grouped(pairs: Iterable[tuple[tuple[str, ...], str]]) -> dict[tuple[str, ...], list[str]]:
-    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for key, member in pairs:
-        groups[key].append(member)
-    return groups
-
-
-def _unfinished(run: Run) -> Limit:
-    key = ("planned, without a result: the run ended before",)
-    groups = _grouped((key, name) for name in summary.unfinished(run))
-    why = "Planned by an invocation that was stopped."
-    return _limit("Planned and missing", why, ("reason",), groups, listed=True)
-
-
-def _left_out(run: Run) -> Limit:
-    lines = [((line.reason,), line.id) for line in run.left_out]
-    lines += [((f"fault: {kill.why_not}",), kill.name) for kill in run.kills if kill.left_out]
-    return _limit("Left out", "Selected and not run.", ("reason",), _grouped(lines), listed=True)
-
-
-def _of_kinds(
-    results: Iterable[CaseResult],
-    kinds: Collection[str],
-    key: Callable[[CaseResult], tuple[str, ...]],
-) -> dict[tuple[str, ...], list[str]]:
-    return _grouped((key(r), r.id) for r in results if verdicts.kind(r.verdict) in kinds)
-
-
-def _skipped(results: Iterable[CaseResult]) -> Limit:
-    return _limit(
+def _of_cases(run: Run) -> Iterator[Limit]:
+    """Cases without a verdict, or with one that says less than it seems to."""
+    unfinished = ("planned, without a result: the run ended before",)
+    yield _limit(
+        "Planned and missing",
+        "Planned by an invocation that was stopped.",
+        ("reason",),
+        ((unfinished, name) for name in summary.unfinished(run)),
+        listed=True,
+    )
+    late = [((line.reason,), line.id) for line in run.left_out]
+    late += [((f"fault: {kill.why_not}",), kill.name) for kill in run.kills if kill.left_out]
+    yield _limit("Left out", "Selected and not run.", ("reason",), late, listed=True)
+    kinds = [(verdicts.kind(r.verdict), r, r.case.implementation) for r in run.cases]
+    yield _limit(
         "Skipped cases",
         "The implementation does not claim to do this, or this machine lacks something.",
         ("implementation", "reason"),
-        _of_kinds(results, ("skip",), lambda r: (r.case.implementation, r.reason)),
+        (((name, r.reason), r.id) for kind, r, name in kinds if kind == "skip"),
         listed=True,
     )
-
-
-def _open(results: Iterable[CaseResult]) -> Limit:
-    return _limit(
+    yield _limit(
         "Not decided",
         "These ran, but their records do not suffice for a verdict.",
         ("verdict", "implementation", "reason"),
-        _of_kinds(results, verdicts.OPEN, lambda r: (r.verdict, r.case.implementation, r.reason)),
+        (((r.verdict, name, r.reason), r.id) for kind, r, name in kinds if kind in verdicts.OPEN),
         listed=True,
+    )
+    yield _limit(
+        "Judged in working precision only",
+        "Their bound is a multiple of one device's own error, so small faults go unseen.",
+        ("implementation", "precision"),
+        (
+            ((name, ", ".join(sorted({r.case.dtype, *r.case.precision.values()}))), r.id)
+            for kind, r, name in kinds
+            if kind == verdicts.WORKING_PRECISION_ONLY
+        ),
     )
 
 
@@ -158,30 +141,49 @@ def _open_times(run: Run) -> Limit:
     return Limit(*_OPEN_TIMES, tuple(rows[:MOST]), rest=len(rows[MOST:]))
 
 
-def _judged(results: Iterable[CaseResult]) -> Iterator[tuple[str, Outcome]]:
-    for result in results:
-        if verdicts.kind(result.verdict) != "skip":
-            yield from ((result.case.implementation, outcome) for outcome in result.checks)
-
-
-def _with_members(
-    groups: Mapping[tuple[str, ...], list[str]], most: int
-) -> dict[tuple[str, ...], list[str]]:
-    return {(*key, some(sorted(set(members)), most)): members for key, members in groups.items()}
-
-
-def _skipped_checks(results: Iterable[CaseResult]) -> Limit:
-    groups = _grouped(
-        ((outcome.check, outcome.message), name)
-        for name, outcome in _judged(results)
-        if outcome.status not in ("pass", "fail")
-    )
-    return _limit(
+def _of_checks(run: Run) -> Iterator[Limit]:
+    """What checks of cases that ran did not look at."""
+    judged = [
+        (result.case.implementation, outcome)
+        for result in run.cases
+        if verdicts.kind(result.verdict) != "skip"
+        for outcome in result.checks
+    ]
+    yield _limit(
         "Checks that did not judge in cases that ran",
         "The case has a verdict from its other checks.",
         ("check", "reason", "implementations"),
-        _with_members(groups, 4),
+        (((o.check, o.message), name) for name, o in judged if o.status not in ("pass", "fail")),
+        named=4,
     )
+    yield _never_asked(run)
+    untested = [(str(item), o) for _, o in judged for item in o.figures.get("not_tested", ())]
+    yield _limit(
+        "Tensors without power",
+        "A rolled, halved or rescaled copy of these would also have passed, so their pass says "
+        "little (a step counter, a tensor of zeros or of one element).",
+        ("when", "tensor", "check"),
+        ((text.partition(": ")[::2], o.check) for text, o in untested),
+        named=len(CHECKS),
+    )
+    yield _limit(
+        "Figures that were measured and not judged",
+        "Their check passed without them.",
+        ("what", "implementation", "reason"),
+        (
+            ((f"{o.check}: {kind.replace('_', ' ')}", name, why), name)
+            for name, o in judged
+            for kind, why in _not_judged(o)
+        ),
+    )
+
+
+def _not_judged(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    for kind, why in (outcome.figures.get("not_judged") or {}).items():
+        yield kind, str(why)
+    note = outcome.figures.get("activations")
+    if isinstance(note, str):
+        yield "activations", note.removeprefix("not judged: ")
 
 
 def _never_asked(run: Run) -> Limit:
@@ -199,51 +201,4 @@ def _never_asked(run: Run) -> Limit:
         "An empty place in the matrix, on every backend.",
         ("capability", "implementations", "which"),
         tuple(rows),
-    )
-
-
-def _not_tested(results: Iterable[CaseResult]) -> Limit:
-    def pairs() -> Iterator[tuple[tuple[str, ...], str]]:
-        for _, outcome in _judged(results):
-            for item in outcome.figures.get("not_tested", ()):
-                phase, _, tensor = str(item).partition(": ")
-                yield (phase, tensor), outcome.check
-
-    return _limit(
-        "Tensors without power",
-        "A rolled, halved or rescaled copy of these would also have passed, so their pass says "
-        "little (a step counter, a tensor of zeros or of one element).",
-        ("when", "tensor", "check"),
-        _with_members(_grouped(pairs()), most=len(CHECKS)),
-    )
-
-
-def _not_judged(results: Iterable[CaseResult]) -> Limit:
-    def pairs() -> Iterator[tuple[tuple[str, ...], str]]:
-        for name, outcome in _judged(results):
-            for kind, why in (outcome.figures.get("not_judged") or {}).items():
-                yield (f"{outcome.check}: {kind.replace('_', ' ')}", name, str(why)), name
-            note = outcome.figures.get("activations")
-            if isinstance(note, str):
-                why = note.removeprefix("not judged: ")
-                yield (f"{outcome.check}: activations", name, why), name
-
-    return _limit(
-        "Figures that were measured and not judged",
-        "Their check passed without them.",
-        ("what", "implementation", "reason"),
-        _grouped(pairs()),
-    )
-
-
-def _working_precision_only(results: Iterable[CaseResult]) -> Limit:
-    def precision(result: CaseResult) -> tuple[str, str]:
-        case = result.case
-        return case.implementation, ", ".join(sorted({case.dtype, *case.precision.values()}))
-
-    return _limit(
-        "Judged in working precision only",
-        "Their bound is a multiple of one device's own error, so small faults go unseen.",
-        ("implementation", "precision"),
-        _of_kinds(results, (verdicts.WORKING_PRECISION_ONLY,), precision),
     )

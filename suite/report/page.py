@@ -65,8 +65,6 @@ def html(run: Run) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters |= {"look": look, "parts": parts, "kind": verdicts.kind, "error": error_of}
-    jinja.filters["sent"] = _sent
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     capabilities = capability_matrix.matrix(run)
     numbers = {name: str(number) for number, (name, _) in enumerate(capabilities.columns)}
@@ -76,7 +74,8 @@ def html(run: Run) -> str:
         names = capability_matrix.capabilities(case)
         return " ".join(numbers[name] for name in names if name in numbers)
 
-    jinja.filters["about"] = about
+    jinja.filters |= {"look": look, "parts": parts, "kind": verdicts.kind, "error": error_of}
+    jinja.filters |= {"sent": _sent, "about": about}
     broken = _broken(run)
     anchors = {one.item.name: one.anchor for one in broken}
     grouped = _groups(run.cases)

@@ -39,11 +39,10 @@ def document(run: Run) -> str:
     answer = summary.headline(run)
     lines = [f"# Shardproof: run {run.path.name}", "", f"**{answer.sentence}**", ""]
     lines += [f"- {markdown_text(detail)}" for detail in answer.details]
-    lines += ["", _safe(run.provenance)]
-    for section in (_broken, _matrix, _results, _timed, _scaling, _killed, _limits):
+    lines += ["", _safe(run.provenance), ""]
+    for section in (_broken, _judged, _timed, _scaling, _killed, _limits):
         lines += section(run)
-    lines += _section(environment(run))
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, environment(run).section(2)])
 
 
 def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
@@ -68,10 +67,10 @@ def _broken(run: Run) -> Iterator[str]:
     broken = summary.breaks(run)
     if not broken:
         return
-    yield from ("", "## What broke", "")
+    yield "## What broke\n"
     if len(broken) > IN_FULL:
         yield summary.by_cause(broken).markdown()
-        yield from (f"The first {IN_FULL} of {len(broken)}:", "")
+        yield f"The first {IN_FULL} of {len(broken)}:\n"
     for item in broken[:IN_FULL]:
         name = item.name.replace("`", "'")
         yield f"- **{markdown_text(item.verdict)}** `{name}`"
@@ -80,73 +79,47 @@ def _broken(run: Run) -> Iterator[str]:
         yield from ("", *(f"  {line}".rstrip() for line in fenced), "")
 
 
-def _matrix(run: Run) -> Iterator[str]:
-    capabilities = capability_matrix.matrix(run)
-    if capabilities.rows:
-        table = capabilities.table()
-        yield from (*_section(table), *table.notes)
-
-
-def _results(run: Run) -> Iterator[str]:
-    if not run.cases:
-        return
-    yield from _section(tables.table(run.cases))
-    if (state := memory.table(run.cases)).rows:
-        yield from ("## Memory", "", *_titled(state))
-    if (beside := memory.allocator(run.cases)).rows:
-        yield from _titled(beside)
-    pipelines = bubbles.tables(run.cases)
-    if pipelines:
-        yield from ("## Pipelines", "")
-        for table in pipelines:
-            yield from _titled(table)
+def _judged(run: Run) -> Iterator[str]:
+    matrix = capability_matrix.matrix(run).table()
+    memories = memory.table(run.cases), memory.allocator(run.cases)
+    for table in (matrix, tables.table(run.cases), *memories, *bubbles.tables(run.cases)):
+        if table.rows:
+            yield table.section(2)
 
 
 def _timed(run: Run) -> Iterator[str]:
     if not run.benches:
         return
     timed = stored.pairs(run)
-    yield from _section(times.table(timed).titled("Comparisons of times"))
+    yield times.table(timed).titled("Comparisons of times").section(2)
     for line in timed:
-        yield from ("", *_fenced(times.details(line)))
+        yield from (*_fenced(times.details(line)), "")
 
 
 def _scaling(run: Run) -> Iterator[str]:
     if run.scalings:
         cells = stored.cells(run)
-        yield from _section(curves.table(cells))
+        yield curves.table(cells).section(2)
         for heading, items in remarks_by_system(cells):
             yield f"- {markdown_text(heading)}"
             yield from (f"  - {markdown_text(item)}" for item in items)
+        yield ""
 
 
 def _killed(run: Run) -> Iterator[str]:
     judged = kills.judged(run.kills)
     if judged:
-        table = kills.table(judged)
-        yield from _section(table)
-        for note in table.notes:
-            yield from (note, "")
+        yield kills.table(judged).section(2)
 
 
 def _limits(run: Run) -> Iterator[str]:
-    yield from ("", "## What was not checked")
+    yield "## What was not checked\n"
     unchecked = limits(run)
     if not unchecked:
-        yield from ("", "Nothing was left out, skipped or left open.")
+        yield "Nothing was left out, skipped or left open.\n"
     for limit in unchecked:
-        yield from ("", f"### {limit.title}", "", limit.why, "", limit.table.markdown())
+        yield f"### {limit.title}\n\n{limit.why}\n\n{limit.table.markdown()}"
         yield from limit.table.notes
-
-
-def _section(table: Table) -> tuple[str, ...]:
-    return ("", f"## {table.title}", "", table.markdown())
-
-
-def _titled(table: Table) -> Iterator[str]:
-    yield from (f"{table.title}:", "", table.markdown())
-    for note in table.notes:
-        yield from (note, "")
 
 
 def _folded(table: Table) -> str:

@@ -12,8 +12,6 @@ _KEPT = 5
 
 
 class Durations:
-    """Seconds that each case took in its last runs; plans fit cases into a budget with it."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, list[float]] = {}
@@ -34,12 +32,10 @@ class Durations:
         return statistics.median(values) if values else None
 
     def note(self, identifier: str, seconds: float) -> None:
-        """Remember one duration."""
         values = self._known.setdefault(identifier, [])
         values.append(round(seconds, 4))
         del values[:-_KEPT]
 
     def save(self) -> None:
-        """Write the file, whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, json.dumps(self._known, indent=0, sort_keys=True) + "\n")

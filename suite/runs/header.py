@@ -96,11 +96,9 @@ class Header(_Part):
 
     @property
     def last(self) -> Invocation:
-        """The invocation that wrote last."""
         return self.invocations[-1]
 
     def text(self) -> str:
-        """The file's text."""
         return json.dumps(self.model_dump(exclude_unset=True), indent=1) + "\n"
 
 

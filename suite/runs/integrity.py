@@ -35,10 +35,8 @@ def _differences(path: Path) -> Iterator[tuple[bool, str]]:
         yield True, str(error)
         return
     if not listed:
-        yield (
-            False,
-            f"{path / Manifest.NAME}: no manifest, so nothing shows that the run is unchanged",
-        )
+        lack = "no manifest, so nothing shows that the run is unchanged"
+        yield False, f"{path / Manifest.NAME}: {lack}"
         return
     cases = path / "cases.jsonl"
     is_there = cases.is_file()
@@ -91,7 +89,6 @@ def require_unedited(path: Path) -> None:
 
 
 def _refuse(damages: list[str], why: str) -> None:
-    """Raise if there are any damages."""
     if damages:
         remedy = f"take a whole copy, or run it again: {why}"
         raise SelectionError([Problem(text, remedy) for text in damages[:_MOST]]) from None

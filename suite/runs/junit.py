@@ -53,7 +53,6 @@ def _of_result(result: CaseResult) -> Item:
 
 
 def render(name: str, tests: Iterable[Item]) -> str:
-    """A suite called ``name`` as XML."""
     suite = ElementTree.Element("testsuite", name=name)
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     seconds = 0.0

@@ -43,7 +43,6 @@ def begun(command: Sequence[str], now: str) -> Invocation:
 
 
 def fingerprint() -> Fingerprint:
-    """The allow-listed facts about this machine."""
     return Fingerprint(
         cpu=_cpu_model(),
         cores=cores(),

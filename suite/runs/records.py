@@ -194,7 +194,6 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
     with open_input(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 

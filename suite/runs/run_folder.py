@@ -34,14 +34,7 @@ from shardproof.checks.results import CaseResult, Kill, LeftOut
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import DAMAGE, UNWRITABLE, lines_of, open_input, read_input, write_whole
-from shardproof.runs.header import (
-    FORMAT,
-    NAME,
-    ComparisonKey,
-    Header,
-    other_format,
-    read_header,
-)
+from shardproof.runs.header import FORMAT, NAME, ComparisonKey, Header, other_format, read_header
 from shardproof.runs.records import Manifest, append_line, require_inside, write
 
 #: What a line of ``cases.jsonl`` is about.
@@ -191,7 +184,6 @@ class RunFolder:
             write_whole(self.path / file, content)
 
     def leave_out(self, case: Case, reason: str) -> None:
-        """Record a case that was selected and not run."""
         self.add(LeftOut(case.id, case, None, reason), "left out")
 
     def leave_out_bench(self, pair: Options, reason: str) -> None:

@@ -170,11 +170,8 @@ def _paths(argument: str, root: Path) -> list[Path]:
     stems = {candidate.stem: candidate for candidate in _files_below(root)}
     if argument in stems:
         return [stems[argument]]
-    folders = (
-        {candidate.name: candidate for candidate in root.iterdir() if candidate.is_dir()}
-        if root.is_dir()
-        else {}
-    )
+    inside = root.iterdir() if root.is_dir() else ()
+    folders = {candidate.name: candidate for candidate in inside if candidate.is_dir()}
     if argument in folders:
         return _judged_in(folders[argument])
     for candidate in timed_files(root):

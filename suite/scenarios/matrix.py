@@ -23,21 +23,8 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.files import from_plain
+from shardproof.scenarios import schema
 from shardproof.scenarios.load import SHIPPED, ScenarioFile
-from shardproof.scenarios.schema import (
-    Expect,
-    ImplementationChoice,
-    Include,
-    Match,
-    Matrix,
-    OptimizerChoice,
-    Other,
-    PrecisionChoice,
-    RelationName,
-    SameAs,
-    Scenario,
-    WorkloadChoice,
-)
 from shardproof.scenarios.vocabulary import Vocabulary
 
 #: Keys and numbers that lead to a part of a file.
@@ -64,14 +51,14 @@ _AXES = (
 
 @dataclass(frozen=True)
 class Cell:
-    implementation: ImplementationChoice
+    implementation: schema.ImplementationChoice
     backend: str
     mesh: tuple[tuple[str, int], ...]
-    optimizer: OptimizerChoice
+    optimizer: schema.OptimizerChoice
     clip: float | None
     lane: str
-    precision: PrecisionChoice | None
-    workload: WorkloadChoice | None
+    precision: schema.PrecisionChoice | None
+    workload: schema.WorkloadChoice | None
     tier: str | None = None
 
     @property
@@ -112,7 +99,7 @@ def expand(file: ScenarioFile, vocabulary: Vocabulary) -> list[Case]:
 class _Expansion:
     def __init__(self, file: ScenarioFile, vocabulary: Vocabulary) -> None:
         self.file = file
-        self.scenario: Scenario = file.scenario
+        self.scenario: schema.Scenario = file.scenario
         self.vocabulary = vocabulary
         self.problems: list[Problem] = []
 
@@ -142,12 +129,11 @@ class _Expansion:
         scenario = self.scenario
         for index, check in enumerate(scenario.checks):
             self._check_name(["checks", index], "check", check)
-        self._check_axes(["matrix"], scenario.matrix)
-        for index, include in enumerate(scenario.include):
-            self._check_axes(["include", index], include)
+        for path, axes in self._parts():
+            self._check_axes(path, axes)
         for path, expect in self._expectations():
             other = expect.relation
-            if isinstance(other, SameAs) and other.same_as.implementation is not None:
+            if isinstance(other, schema.SameAs) and other.same_as.implementation is not None:
                 place = [*path, "relation", "same_as", "implementation"]
                 self._check_name(place, "implementation", other.same_as.implementation)
         refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
@@ -160,14 +146,14 @@ class _Expansion:
                 ", ".join(scenario.checks),
             )
 
-    def _check_axes(self, path: Keys, axes: Matrix | Include) -> None:
+    def _check_axes(self, path: Keys, axes: schema.Matrix | schema.Include) -> None:
         for index, choice in enumerate(axes.implementation):
             place = [*path, "implementation", index, "name"]
             self._check_name(place, "implementation", choice.name)
         for index, backend in enumerate(axes.backend):
             self._check_name([*path, "backend", index], "backend", backend)
-        variants: Sequence[WorkloadChoice | None] = axes.workload
-        if not variants and isinstance(axes, Matrix):
+        variants: Sequence[schema.WorkloadChoice | None] = axes.workload
+        if not variants and isinstance(axes, schema.Matrix):
             variants = (None,)
         for index, variant in enumerate(variants):
             at: Keys = ["workload"] if variant is None else [*path, "workload", index]
@@ -180,12 +166,12 @@ class _Expansion:
         self._add(path, f"unknown {kind}", nearest(name, known, f"{kind}s"), name)
         return False
 
-    def _parts(self) -> Iterator[tuple[Keys, Matrix | Include]]:
+    def _parts(self) -> Iterator[tuple[Keys, schema.Matrix | schema.Include]]:
         yield ["matrix"], self.scenario.matrix
         for index, include in enumerate(self.scenario.include):
             yield ["include", index], include
 
-    def _expectations(self) -> Iterator[tuple[Keys, Expect]]:
+    def _expectations(self) -> Iterator[tuple[Keys, schema.Expect]]:
         """Every ``expect`` of the file and its path, overriding ones first."""
         for axis in ("workload", "implementation"):
             for path, axes in self._parts():
@@ -194,7 +180,7 @@ class _Expansion:
                         yield [*path, axis, index, "expect"], choice.expect
         yield ["expect"], self.scenario.expect
 
-    def _check_workload(self, path: Keys, variant: WorkloadChoice | None) -> None:
+    def _check_workload(self, path: Keys, variant: schema.WorkloadChoice | None) -> None:
         spec = self._workload(variant)
         at: Keys = [*path, "name"] if variant is None or variant.name else ["workload", "name"]
         if not self._check_name(at, "workload", spec.name):
@@ -236,7 +222,9 @@ class _Expansion:
             self._add(["exclude"], "leaves no cell", "exclude less", scenario.name)
         return list(cells.values())
 
-    def _product(self, path: Keys, matrix: Matrix, include: Include | None) -> Iterator[Cell]:
+    def _product(
+        self, path: Keys, matrix: schema.Matrix, include: schema.Include | None
+    ) -> Iterator[Cell]:
         def axis(name: str) -> list[Any]:
             own: list[Any] = getattr(include, name) if include is not None else []
             return own or getattr(matrix, name) or [None]
@@ -270,7 +258,7 @@ class _Expansion:
             yield (
                 ["checks"],
                 "expect.relation and the check `relations` belong together",
-                f"give both or neither: {', '.join(get_args(RelationName))} or same_as",
+                f"give both or neither: {', '.join(get_args(schema.RelationName))} or same_as",
             )
         if (other := self._other(cell)) is not None:
             mesh, choice = dict(cell.mesh), cell.implementation
@@ -301,13 +289,13 @@ class _Expansion:
                 f"exclude {{lane: {cell.lane}, clip: ...}}, or take lane fp64",
             )
 
-    def _related(self, cell: Cell) -> Expect:
+    def _related(self, cell: Cell) -> schema.Expect:
         own = (cell.workload and cell.workload.expect, cell.implementation.expect)
         return next((e for e in own if e and e.relation is not None), self.scenario.expect)
 
-    def _other(self, cell: Cell) -> Other | None:
+    def _other(self, cell: Cell) -> schema.Other | None:
         relation = self._related(cell).relation
-        return relation.same_as if isinstance(relation, SameAs) else None
+        return relation.same_as if isinstance(relation, schema.SameAs) else None
 
     def _relation_at(self, cell: Cell) -> Keys:
         given = self._related(cell)
@@ -327,7 +315,7 @@ class _Expansion:
                 marks.setdefault(key, reason)
         return marks
 
-    def _workload(self, variant: WorkloadChoice | None) -> WorkloadSpec:
+    def _workload(self, variant: schema.WorkloadChoice | None) -> WorkloadSpec:
         values = self.scenario.workload.model_dump()
         if variant is not None:
             own = variant.model_dump(exclude={"label", "expect"}, exclude_none=True)
@@ -343,7 +331,7 @@ class _Expansion:
         return expect
 
     def _optimizer(
-        self, choice: OptimizerChoice, clip: float | None, traits: Iterable[str]
+        self, choice: schema.OptimizerChoice, clip: float | None, traits: Iterable[str]
     ) -> OptimizerSpec:
         fields = choice.model_dump(exclude={"label"}) | {"clip_norm": clip}
         if choice.lr is None:
@@ -389,7 +377,7 @@ class _Expansion:
             source=self._source(choice),
         )
 
-    def _source(self, choice: ImplementationChoice) -> str:
+    def _source(self, choice: schema.ImplementationChoice) -> str:
         for path, axes in self._parts():
             for index, own in enumerate(axes.implementation):
                 if own is choice:
@@ -411,7 +399,7 @@ def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], 
         yield tuple(zip(choice, sizes, strict=True))
 
 
-def matches(rule: Match, cell: Cell) -> bool:
+def matches(rule: schema.Match, cell: Cell) -> bool:
     label = cell.implementation.label or ""
     words = {
         "implementation": (cell.implementation.name, cell.system),

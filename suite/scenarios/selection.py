@@ -112,14 +112,14 @@ class Selection:
             if backend not in vocabulary.backends:
                 remedy = nearest(backend, vocabulary.backends, "backends")
                 raise SelectionError(Problem("--backend: unknown backend", remedy, backend))
-        if self.backends:
-            there = sorted({case.backend for case in cases})
-            cases = [case for case in cases if case.backend in self.backends]
-            _some(cases, "--backend", " ".join(self.backends), there)
-        if self.worlds:
-            sizes = sorted({case.world for case in cases})
-            cases = [case for case in cases if case.world in self.worlds]
-            _some(cases, "--world", " ".join(map(str, self.worlds)), map(str, sizes))
+        filters: tuple[tuple[str, Sequence[str | int], Callable[[Case], str | int]], ...] = (
+            ("--backend", self.backends, lambda case: case.backend),
+            ("--world", self.worlds, lambda case: case.world),
+        )
+        for option, values, value_of in filters:
+            there = sorted({value_of(case) for case in cases})
+            cases = [case for case in cases if not values or value_of(case) in values]
+            _some(cases, option, " ".join(map(str, values)), map(str, there))
         if self.seed is not None:
             cases = reseed(cases, self.seed)
         cases = [case for case in cases if matches(case.id)]

@@ -30,32 +30,24 @@ class Vocabulary:
 
 @cache
 def installed() -> Vocabulary:
-    from shardproof import registry
+    from shardproof import registry, workloads
     from shardproof.backends import BACKENDS
     from shardproof.checks import CHECKS
-    from shardproof.workloads import (
-        TRAITS,
-        WORKLOADS,
-        WorkloadError,
-        check,
-        in_lane,
-        suggested_groups,
-    )
 
     def fault_of(spec: WorkloadSpec) -> str | None:
         try:
-            check(spec)
-        except WorkloadError as error:
+            workloads.check(spec)
+        except workloads.WorkloadError as error:
             return str(error)
         return None
 
     return Vocabulary(
         implementations=tuple(registry.names()),
         backends=tuple(BACKENDS),
-        workloads=tuple(WORKLOADS),
-        traits=tuple(TRAITS),
+        workloads=tuple(workloads.WORKLOADS),
+        traits=tuple(workloads.TRAITS),
         checks=tuple(CHECKS),
-        groups=suggested_groups,
+        groups=workloads.suggested_groups,
         fault_of=fault_of,
-        dyadic=in_lane("dyadic"),
+        dyadic=workloads.in_lane("dyadic"),
     )

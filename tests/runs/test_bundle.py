@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
 from shardproof.registry import load_mutant
 from shardproof.runs.bundle import packing
-from shardproof.runs.bundle.form import LISTING
+from shardproof.runs.bundle.form import LISTING, Member
 from shardproof.runs.bundle.packing import pack
 from shardproof.runs.bundle.unpacking import notes, open_run, unpacked
 from shardproof.runs.durations import Durations
@@ -226,15 +225,15 @@ def test_a_run_that_goes_on_meanwhile_is_not_packed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: bytes
 ) -> None:
     """A file that is cut, and one that grows, after it was measured."""
-    measure = packing._size_and_digest
+    measure = packing._member
 
-    def meddle(source: Path | bytes) -> tuple[int, str]:
-        found = measure(source)
+    def meddle(name: str, source: Path | bytes) -> Member:
+        found = measure(name, source)
         if isinstance(source, Path) and source.name == "cases.jsonl":
             source.write_bytes(source.read_bytes() + change if change else b"")
         return found
 
-    monkeypatch.setattr(packing, "_size_and_digest", meddle)
+    monkeypatch.setattr(packing, "_member", meddle)
     with pytest.raises(SelectionError, match="changed while it was packed"):
         pack(run, tmp_path / "b.tar.gz")
     assert not (tmp_path / "b.tar.gz").exists()
@@ -415,8 +414,8 @@ def test_a_signal_leaves_nothing_behind(packed: Path, temporary: Path) -> None:
 def test_another_version_judges_with_a_note(packed: Path) -> None:
     _, listing = verify_archive(packed)
     assert len(notes(listing)) == 1
-    [_, note] = notes(replace(listing, judged_by=("0.0.9", VERSION)))
-    assert "\x1b" not in notes(replace(listing, judged_by=("\x1b[2J",)))[1]
+    [_, note] = notes(listing.model_copy(update={"judged_by": ("0.0.9", VERSION)}))
+    assert "\x1b" not in notes(listing.model_copy(update={"judged_by": ("\x1b[2J",)}))[1]
     assert "judged by shardproof 0.0.9" in note and f"again by {VERSION}" in note
 
 

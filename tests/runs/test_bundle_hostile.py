@@ -108,7 +108,7 @@ def test_more_bytes_than_listed_are_refused(
 ) -> None:
     """Zeros shrink to a thousandth: neither a listed, an added nor a hidden file may swell."""
     monkeypatch.setattr(unpacking, "_GRACE", 1 << 16)
-    monkeypatch.setattr(unpacking, "CHUNK", 1 << 12)
+    monkeypatch.setattr(unpacking.form, "CHUNK", 1 << 12)
     zeros = bytes(8 << 20)
     for name in ("r/run.json", "r/added"):
         with pytest.raises(SelectionError, match=r"more bytes than (any run|its list)"):
@@ -135,7 +135,7 @@ def test_headers_cannot_take_memory_or_hide(tmp_path: Path) -> None:
 
 
 def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacking, "MAX_FILES", 10)
+    monkeypatch.setattr(unpacking.form, "MAX_FILES", 10)
     more: list[Part] = [(f"r/{n}", b"") for n in range(20)]
     with pytest.raises(SelectionError, match="more than 10 files"):
         verify_archive(small(tmp_path / "forged.tar.gz", *more))

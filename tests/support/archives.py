@@ -30,6 +30,7 @@ def forge(path: Path, contents: list[Part]) -> Path:
 
 def small(path: Path, *more: Part, **fields: Any) -> Path:
     """An archive of one listed file, changed by ``fields`` of its list, and ``more``."""
-    member = Member("run.json", 2, hashlib.sha256(b"{}").hexdigest())
-    told = json.loads(Listing("r", VERSION, (VERSION,), (member,), ()).text()) | fields
+    member = Member(name="run.json", bytes=2, sha256=hashlib.sha256(b"{}").hexdigest())
+    listing = Listing(run="r", suite=VERSION, judged_by=(VERSION,), members=(member,), left_out=())
+    told = json.loads(listing.text()) | fields
     return forge(path, [(f"r/{LISTING}", json.dumps(told).encode()), ("r/run.json", b"{}"), *more])

@@ -121,7 +121,6 @@ class DeepSpeedZero1(_Sharded):
 
     @property
     def flats(self) -> list[Flat]:
-        """The flat buffer of each group."""
         return [Flat(tuple(group), self.ranks, multiple=2) for group in self.groups]
 
     @property

@@ -10,11 +10,11 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from shardproof.costs.ddp import DDP
-from shardproof.costs.layout import chunk, unit_names, units, within
+from shardproof.costs.layout import Flat, chunk, unit_names, units, within
 from shardproof.costs.model import (
     Bytes,
     CostModel,
@@ -208,45 +208,17 @@ class FSDP2(_Upstream):
 ALIGNMENT = 16
 
 
-@dataclass(frozen=True)
-class FlatParameter:
-    """FSDP1's flat parameter: members at multiples of 16 bytes, the end padded for ``ranks``.
+class FlatParameter(Flat):
+    """FSDP1's flat parameter: members at multiples of 16 bytes of what they are computed in."""
 
-    The bytes are those of ``compute``, the dtype that it is gathered and computed in.
-    """
-
-    members: tuple[TensorFacts, ...]
-    ranks: int
-    compute: str
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """First element of every member, and the end of the last, before padding for the ranks."""
-        starts, at, step = [], 0, ALIGNMENT // ITEMSIZE[self.compute]
-        for tensor in self.members:
-            at = -(-at // step) * step
-            starts.append(at)
-            at += tensor.numel
-        return [*starts, at]
-
-    @property
-    def dtype(self) -> str:
-        return self.members[0].dtype
-
-    @property
-    def padded(self) -> int:
-        return -(-self.starts[-1] // self.ranks) * self.ranks
-
-    def overlap(self, index: int, shard: int, shards: int) -> int | None:
-        """Elements of member ``index`` in one of ``shards`` shards (``None``: it has no part).
-
-        One of no elements has its part in the shard that it lies inside of, at an edge in none.
-        """
-        size = self.padded // shards
-        start, stop = self.starts[index], self.starts[index] + self.members[index].numel
-        if start == stop:
-            return 0 if shard * size < start < (shard + 1) * size else None
-        return max(0, min(stop, (shard + 1) * size) - max(start, shard * size)) or None
+    def parts(self, shard: int) -> list[tuple[TensorFacts, int]]:
+        """As every layout; a tensor of no elements at the edge of a shard has a part in none."""
+        inside = {
+            tensor.name
+            for tensor, (start, _) in zip(self.members, self.spans, strict=True)
+            if self.shard_numel and start % self.shard_numel
+        }
+        return [(t, n) for t, n in super().parts(shard) if n or t.name in inside]
 
 
 class FSDP1(_Upstream):
@@ -274,12 +246,13 @@ class FSDP1(_Upstream):
 
     @cached_property
     def flats(self) -> list[tuple[str, FlatParameter]]:
-        """Unit and flat parameter, the root first."""
-        axis = "replicate" if self.kind == "NO_SHARD" else "shard"
-        ranks, compute = self.facts.size(axis), self.facts.compute
+        """Unit and flat parameter, the root first; one that is whole is padded for the ranks."""
+        facts = self.facts
+        multiple = facts.size("replicate") if self.kind == "NO_SHARD" else 1
+        alignment = {dtype: ALIGNMENT // ITEMSIZE[facts.compute(dtype)] for dtype in ITEMSIZE}
         return [
-            (name, FlatParameter(members, ranks, compute(members[0].dtype)))
-            for name, members in whole_units(self.facts)
+            (name, FlatParameter(members, self.shards, multiple, alignment[members[0].dtype]))
+            for name, members in whole_units(facts)
         ]
 
     @staticmethod
@@ -291,7 +264,7 @@ class FSDP1(_Upstream):
         self.refuse_recomputed()
         silent = self.reductions < facts.rounds
         for (name, flat), reduced in zip(self.flats, self.reduced_bytes(), strict=True):
-            gathered = [flat.padded * ITEMSIZE[facts.compute(flat.dtype)]]
+            gathered = [flat.padded_bytes(facts.compute(flat.dtype))]
             if self.kind == "NO_SHARD":
                 flows += flow(facts, "replicate", "all_reduce", [reduced], self.reductions)
                 continue
@@ -327,33 +300,27 @@ class FSDP1(_Upstream):
         """Whole flat parameters, if anything in them is trained."""
         reduction = self.facts.reduction
         return [
-            flat.padded * ITEMSIZE[reduction(flat.dtype)] * self.trained(flat)
-            for _, flat in self.flats
+            flat.padded_bytes(reduction(flat.dtype)) * self.trained(flat) for _, flat in self.flats
         ]
 
     def parts(self, flat: FlatParameter, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of what the shard of ``rank`` holds of ``flat``."""
-        shard = self.facts.place(rank, "shard") if self.shards > 1 else 0
-        counts = (flat.overlap(index, shard, self.shards) for index in range(len(flat.members)))
-        return [(t, n) for t, n in zip(flat.members, counts, strict=True) if n is not None]
+        return flat.parts(self.facts.place(rank, "shard") if self.shards > 1 else 0)
 
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
         return [part for _, flat in self.flats for part in self.parts(flat, rank)]
 
-    def shard_bytes(self, flat: FlatParameter) -> int:
-        return flat.padded // self.shards * ITEMSIZE[flat.dtype]
-
     def gradient_bytes(self, rank: int) -> int:
         """Whole shards in which ``rank`` owns a part of something that is trained."""
         return sum(
-            self.shard_bytes(flat)
+            flat.shard_bytes()
             for _, flat in self.flats
             if any(t.trainable and t.first_use is not None for t, _ in self.parts(flat, rank))
         )
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         return {
-            "parameters": sum(self.shard_bytes(f) for _, f in self.flats if self.parts(f, rank)),
+            "parameters": sum(f.shard_bytes() for _, f in self.flats if self.parts(f, rank)),
             "masters": 0,
             "gradients": self.gradient_bytes(rank),
             "optimizer_state": state_bytes(self.facts, self.kept(rank), updated),
@@ -363,7 +330,7 @@ class FSDP1(_Upstream):
         """Gradients, too, of shards that hold padding and frozen parameters only: FSDP keeps them
         with the others'.
         """
-        every = sum(self.shard_bytes(flat) for _, flat in self.flats if self.trained(flat))
+        every = sum(flat.shard_bytes() for _, flat in self.flats if self.trained(flat))
         return super().communication_at_rest(rank, step) + every - self.gradient_bytes(rank)
 
 

@@ -30,7 +30,7 @@ _WIDTH, _HEIGHT = 300.0, 26.0
 
 @dataclass(frozen=True)
 class Bar:
-    """A row: texts of ``headings``, and the drawing between the first and the others."""
+    """A row: its texts, and the drawing between the first and the others."""
 
     name: str
     cells: tuple[str, ...]
@@ -39,26 +39,22 @@ class Bar:
 
 
 def memory_table(results: Iterable[CaseResult]) -> Table:
-    drawn = "held above, formula below"
-    return _table("Memory against formula", drawn, MEMORY_HEADINGS, memory_bars(results))
+    headings = ("optimizer", "precision", "ranks", "held", "formula", "whole copies", "less")
+    return _table("Memory against formula", "held", headings, memory_bars(results))
 
 
 def traffic_table(results: Iterable[CaseResult]) -> Table:
-    drawn = "sent above, formula below"
-    return _table("Traffic against formula", drawn, TRAFFIC_HEADINGS, traffic_bars(results))
+    headings = ("backend", "ranks", "sent", "formula", "times the textbook's")
+    return _table("Traffic against formula", "sent", headings, traffic_bars(results))
 
 
-def _table(title: str, drawn: str, headings: Sequence[str], bars: Sequence[Bar]) -> Table:
+def _table(title: str, verb: str, headings: Sequence[str], bars: Sequence[Bar]) -> Table:
     rows: list[Row] = [
         (bar.name, Cell("", html=str(bar.image), style_class="image"), *bar.cells) for bar in bars
     ]
     marks: list[Mark] = ["bad" if bar.red else "" for bar in bars]
-    heading = Cell(drawn, style_class="unsorted")
+    heading = Cell(f"{verb} above, formula below", style_class="unsorted")
     return Table(title, ("implementation", heading, *headings), rows, marks)
-
-
-MEMORY_HEADINGS = ("optimizer", "precision", "ranks", "held", "formula", "whole copies", "less")
-TRAFFIC_HEADINGS = ("backend", "ranks", "sent", "formula", "times the textbook's")
 
 
 def memory_bars(results: Iterable[CaseResult]) -> list[Bar]:

@@ -26,7 +26,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 14.0, 38.0
 
 
 def table(lines: Sequence[CellLine]) -> Table:
-    made = tables.table(sorted(lines, key=_key), fold=False)
+    ordered = sorted(lines, key=lambda line: (line.cell.name, line.title, line.backend, line.world))
+    made = tables.table(ordered, fold=False)
     rows = [[*row[:4], chip(str(row[4])), *row[5:]] for row in made.rows]
     return replace(made, rows=rows, align="lllrl" + "r" * 13, row_header=1)
 
@@ -40,10 +41,6 @@ def panels(lines: Iterable[CellLine]) -> list[tuple[str, Markup]]:
         (f"{name} on {backend}, {scenario} scaling", _draw(scenario, name, backend, members))
         for (scenario, name, backend), members in sorted(groups.items())
     ]
-
-
-def _key(line: CellLine) -> tuple[str, str, str, int]:
-    return line.cell.name, line.title, line.backend, line.world
 
 
 def _measured(line: CellLine, base: str) -> tuple[float, float, float] | None:
@@ -64,7 +61,10 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -
     top = min(-(-top * 5 // 1) / 5, 2.0)  # the next fifth
     x = svg.Scale(min(worlds), max(*worlds, 2), _LEFT + 14, _WIDTH - _RIGHT - 14, log=True)
     y = svg.Scale(0.0, top, _HEIGHT - _BOTTOM, _TOP)
-    parts = [*_axes(x, y, worlds, top), *_target(y, ordered[0].target)]
+    parts = _axes(x, y, worlds, top)
+    target, label = y(ordered[0].target), f"target {ordered[0].target:.0%}"
+    parts.append(svg.line(_LEFT, target, _WIDTH - _RIGHT, target, "target"))
+    parts.append(svg.text(_WIDTH - _RIGHT, target - 4, label, "target-label", "end"))
     if modelled:
         parts.append(svg.path([(x(w), y(m)) for w, m in modelled], "s-modelled"))
         parts += [svg.marker("diamond", x(w), y(m), "m-modelled", 2.6) for w, m in modelled]
@@ -119,9 +119,3 @@ def _axes(x: svg.Scale, y: svg.Scale, worlds: Sequence[int], top: float) -> list
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(svg.text(middle, _HEIGHT - 6, "ranks", "axis-label", "middle"))
     return parts
-
-
-def _target(y: svg.Scale, target: float) -> list[Markup]:
-    at = y(target)
-    label = svg.text(_WIDTH - _RIGHT, at - 4, f"target {target:.0%}", "target-label", "end")
-    return [svg.line(_LEFT, at, _WIDTH - _RIGHT, at, "target"), label]

@@ -43,12 +43,10 @@ def axis(lines: Sequence[PairLine]) -> Markup | None:
     scale = _scale(lines)
     parts, last = [], -100.0
     for value in _TICKS:
-        if scale.low <= value <= scale.high and (value == 1 or scale(value) - last > 30):
-            at = scale(value)
-            if value > 1 and at - scale(1.0) < 26:
-                continue
-            if value < 1 and scale(1.0) - at < 26:
-                continue
+        at = scale(value)
+        beside_one = value != 1 and abs(at - scale(1.0)) < 26
+        clear = value == 1 or at - last > 30
+        if scale.low <= value <= scale.high and clear and not beside_one:
             parts.append(svg.line(at, 16, at, 22, "axis"))
             parts.append(svg.text(at, 12, f"{value:g}", "tick-label", "middle"))
             last = at

@@ -60,34 +60,24 @@ def _chosen(results: Iterable[CaseResult]) -> list[CaseResult]:
     Ranks that are processes come before threads, which take turns.
     """
     best: dict[tuple[str, int, int], CaseResult] = {}
-    for result in results:
+    piped = (r for r in results if r.case.mesh.get("pipe", 1) > 1 and r.record and r.checks)
+    for result in sorted(piped, key=_telling):
         case = result.case
-        if case.mesh.get("pipe", 1) < 2 or not result.record or not result.checks:
-            continue
         key = (case.system, case.mesh["pipe"], case.workload.micro_batches)
-        if key not in best or _rank(result) < _rank(best[key]):
-            best[key] = result
+        best.setdefault(key, result)
     turns: Counter[str] = Counter()
     ordered = []
-    for key, result in sorted(best.items(), key=lambda item: _telling(item[1])):
-        ordered.append((not _broke(result), turns[key[0]], key, result))
+    for key, result in best.items():
+        ordered.append((_telling(result)[0], turns[key[0]], key, result))
         turns[key[0]] += 1
     return [result for *_, result in sorted(ordered, key=lambda item: item[:3])]
 
 
 def _telling(result: CaseResult) -> tuple[bool, bool, int, int]:
     """Broken ones first, then processes, then those with more micro-batches and ranks to show."""
-    case = result.case
+    case, broke = result.case, verdicts.kind(result.verdict) in verdicts.RED
     more = min(case.workload.micro_batches, 16), min(case.mesh["pipe"], 4)
-    return *_rank(result), -more[0], -more[1]
-
-
-def _rank(result: CaseResult) -> tuple[bool, bool]:
-    return not _broke(result), result.case.backend == "in_memory"
-
-
-def _broke(result: CaseResult) -> bool:
-    return verdicts.kind(result.verdict) in verdicts.RED
+    return not broke, case.backend == "in_memory", -more[0], -more[1]
 
 
 Action = Mapping[str, Any]
@@ -233,15 +223,8 @@ def _strip(
 
 def _ticks(x: svg.Scale, seconds: float, bottom: float) -> list[Markup]:
     """Round milliseconds since the first computation."""
-    step = next(
-        (
-            s * 10.0**e
-            for e in range(-3, 7)
-            for s in (1, 2, 5)
-            if seconds * 1e3 / (s * 10.0**e) <= 8
-        ),
-        seconds * 1e3,
-    )
+    rounded = (digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5))
+    step = next((size for size in rounded if seconds * 1e3 / size <= 8), seconds * 1e3)
     parts, value = [], 0.0
     while step > 0 and value <= seconds * 1e3 + 1e-9:
         at = x(x.low + value / 1e3)

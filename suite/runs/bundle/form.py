@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from shardproof.runs.records import Manifest
 
@@ -25,18 +27,32 @@ CHUNK = 1 << 20
 _PART = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._+=@,-]{1,200}")
 
 
-@dataclass(frozen=True)
-class Member:
+def unsafe(name: str) -> bool:
+    """Whether ``name`` is anything but a relative path of at most four plain parts."""
+    parts = name.split("/")
+    return len(parts) > 4 or not all(_PART.fullmatch(part) for part in parts)
+
+
+def _plain(name: str) -> str:
+    if unsafe(name):
+        raise ValueError(f"{name!r} is no plain name")
+    return name
+
+
+class Member(BaseModel):
     """A file of a bundle; ``name`` is that inside the run's folder."""
 
-    name: str
-    bytes: int
-    sha256: str
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    name: Annotated[str, AfterValidator(_plain)]
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-@dataclass(frozen=True)
-class Listing:
+class Listing(BaseModel):
     """``bundle.json``.  ``suite`` packed the run, the versions in ``judged_by`` judged it."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
 
     run: str
     suite: str
@@ -46,7 +62,6 @@ class Listing:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
         return sum(member.bytes for member in self.members)
 
     @property
@@ -56,20 +71,5 @@ class Listing:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def text(self) -> str:
-        """The file's text, which ``unpacking`` reads."""
-        fields = {
-            "format": FORMAT,
-            "run": self.run,
-            "suite": self.suite,
-            "judged_by": list(self.judged_by),
-            "digest": self.digest,
-            "members": [vars(member) for member in self.members],
-            "left_out": list(self.left_out),
-        }
+        fields = {"format": FORMAT, **self.model_dump(), "digest": self.digest}
         return json.dumps(fields, indent=1) + "\n"
-
-
-def unsafe(name: str) -> bool:
-    """Whether ``name`` is anything but a relative path of at most four plain parts."""
-    parts = name.split("/")
-    return len(parts) > 4 or not all(_PART.fullmatch(part) for part in parts)

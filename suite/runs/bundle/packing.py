@@ -16,18 +16,8 @@ from typing import Any, BinaryIO
 
 from shardproof import VERSION
 from shardproof.errors import Problem, SelectionError
-from shardproof.runs.bundle.form import (
-    ALWAYS,
-    LISTING,
-    MAX_BYTES,
-    MAX_FILE,
-    MAX_FILES,
-    REPORTS,
-    SUFFIX,
-    Listing,
-    Member,
-    unsafe,
-)
+from shardproof.runs.bundle import form
+from shardproof.runs.bundle.form import REPORTS, Listing, Member
 from shardproof.runs.integrity import require_unchanged
 from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import read
@@ -35,8 +25,6 @@ from shardproof.runs.run_folder import read
 
 @dataclass(frozen=True)
 class Packed:
-    """What :func:`pack` wrote."""
-
     path: Path
     listing: Listing
     bytes: int
@@ -59,28 +47,29 @@ def pack(
     run = read(folder)
     name = _plain_name(run.name)
     if output is None or output.is_dir():
-        output = (output or Path()) / f"{name}{SUFFIX}"
+        output = (output or Path()) / f"{name}{form.SUFFIX}"
     if not force and output.exists():
         raise _exists(output)
     require_unchanged(folder)
     sources: dict[str, Path | bytes] = {}
-    for file in sorted({*(file for file, _ in Manifest(folder).read()), *ALWAYS, *REPORTS}):
+    for file in sorted({*(file for file, _ in Manifest(folder).read()), *form.ALWAYS, *REPORTS}):
         if (folder / file).exists():
             sources[file] = _plain(folder, file)
         elif file in REPORTS and reports and file in reports:
             sources[file] = reports[file].encode()
     versions = {invocation.suite for invocation in run.header.invocations}
     listing = Listing(
-        name,
-        VERSION,
-        tuple(sorted(versions)),
-        tuple(Member(file, *_size_and_digest(source)) for file, source in sources.items()),
-        tuple(_left_out(folder, sources)),
+        run=name,
+        suite=VERSION,
+        judged_by=tuple(sorted(versions)),
+        members=tuple(_member(file, source) for file, source in sources.items()),
+        left_out=tuple(_left_out(folder, sources)),
     )
     largest = max(member.bytes for member in listing.members)
-    if len(sources) >= MAX_FILES or listing.bytes > MAX_BYTES or largest > MAX_FILE:
+    if len(sources) >= form.MAX_FILES or listing.bytes > form.MAX_BYTES or largest > form.MAX_FILE:
         extent = f"{len(sources):,} files of {listing.bytes:,} bytes"
-        remedy = f"a bundle holds {MAX_FILES:,} files and {MAX_BYTES >> 30} GiB: copy the folder"
+        most = f"{form.MAX_FILES:,} files and {form.MAX_BYTES >> 30} GiB"
+        remedy = f"a bundle holds {most}: copy the folder"
         raise SelectionError(Problem("the run is too big for a bundle", remedy, extent))
     try:
         size = _write(output, listing, sources, force)
@@ -100,7 +89,7 @@ def _plain_name(text: str) -> str:
 def _plain(folder: Path, name: str) -> Path:
     """The file ``name`` of the run, if it is one, under a name that any machine can have."""
     path = folder / name
-    if unsafe(name) or not path.is_file() or path.resolve() != folder.resolve() / name:
+    if form.unsafe(name) or not path.is_file() or path.resolve() != folder.resolve() / name:
         remedy = "a run holds plain files with plain names: copy it without links"
         raise SelectionError(Problem("cannot be packed", remedy, file=str(path)))
     return path
@@ -119,11 +108,10 @@ def _left_out(folder: Path, packed: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} ({count} files)" if name.endswith("/") else name
 
 
-def _size_and_digest(source: Path | bytes) -> tuple[int, str]:
-    """Bytes and SHA-256."""
+def _member(name: str, source: Path | bytes) -> Member:
     with _open(source) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
-        return stream.seek(0, os.SEEK_END), digest
+        return Member(name=name, bytes=stream.seek(0, os.SEEK_END), sha256=digest)
 
 
 def _open(source: Path | bytes) -> BinaryIO:
@@ -155,7 +143,7 @@ def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], 
                 tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
             ):
                 listed = listing.text().encode()
-                archive.addfile(_header(listing.run, LISTING, len(listed)), io.BytesIO(listed))
+                archive.addfile(_header(listing.run, form.LISTING, len(listed)), io.BytesIO(listed))
                 for member in listing.members:
                     _add(archive, listing.run, member, sources[member.name])
                 for member in listing.members:

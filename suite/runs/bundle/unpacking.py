@@ -17,7 +17,7 @@ import tarfile
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,17 +27,8 @@ from typing import Any, BinaryIO, NoReturn
 from shardproof import VERSION
 from shardproof.errors import Problem, SelectionError, one_line
 from shardproof.files import DAMAGE
-from shardproof.runs.bundle.form import (
-    CHUNK,
-    FORMAT,
-    LISTING,
-    MAX_BYTES,
-    MAX_FILES,
-    MAX_LISTING,
-    Listing,
-    Member,
-    unsafe,
-)
+from shardproof.runs.bundle import form
+from shardproof.runs.bundle.form import Listing
 from shardproof.runs.run_folder import find_run
 
 #: It may unpack to so many times its size: records are compressed already, lines of text shrink to
@@ -45,7 +36,6 @@ from shardproof.runs.run_folder import find_run
 MAX_RATIO, _GRACE = 200, 64 << 20
 
 _BLOCK = tarfile.BLOCKSIZE
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 #: The one extended header that is written: a name that the plain one has no room for.
 _LONG_NAME = re.compile(rb"(\d+) path=([^\n\0]+)\n")
 _KINDS = {
@@ -134,7 +124,7 @@ class _Reader:
     def __init__(self, archive: Path, stream: BinaryIO, limit: int) -> None:
         self.archive = archive
         self._stream = stream
-        self._left = min(limit, MAX_BYTES + _GRACE)
+        self._left = min(limit, form.MAX_BYTES + _GRACE)
 
     def refuse(self, what: str, value: str | None = None) -> NoReturn:
         """Raise: this is not safe, or no bundle."""
@@ -166,11 +156,11 @@ class _Reader:
             if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
                 kind = _KINDS.get(info.type, "of no plain kind")
                 self.refuse(f"holds what is {kind}: a bundle has plain files only", name)
-            if unsafe(name) or "/" not in name:
+            if form.unsafe(name) or "/" not in name:
                 self.refuse("holds a file with an unsafe name", name)
             count += 1
-            if count > MAX_FILES:
-                self.refuse(f"holds more than {MAX_FILES:,} files")
+            if count > form.MAX_FILES:
+                self.refuse(f"holds more than {form.MAX_FILES:,} files")
             yield name, info.size
         self._end()
 
@@ -179,7 +169,7 @@ class _Reader:
             info = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
         except (tarfile.TarError, ValueError):
             self.refuse("is damaged: a header cannot be read")
-        if not 0 <= info.size <= MAX_BYTES:
+        if not 0 <= info.size <= form.MAX_BYTES:
             self.refuse("holds a file of an impossible size", f"{info.name}: {info.size} bytes")
         return info
 
@@ -196,7 +186,7 @@ class _Reader:
         """The bytes of a file, in pieces."""
         left = size
         while left:
-            data = self._take(min(left, CHUNK))
+            data = self._take(min(left, form.CHUNK))
             left -= len(data)
             yield data
         self._take(-size % _BLOCK)
@@ -213,10 +203,10 @@ def _unpack(reader: _Reader, size: int, place: Path) -> Unpacked:
     headers = reader.headers()
     first, length = next(headers, ("", 0))
     run, _, name = first.partition("/")
-    if name != LISTING:
-        reader.refuse(f"is no bundle: its first file is not {LISTING}", first or "empty")
-    if length > MAX_LISTING:
-        reader.refuse(f"has a list of more than {MAX_LISTING >> 20} MiB", f"{length} bytes")
+    if name != form.LISTING:
+        reader.refuse(f"is no bundle: its first file is not {form.LISTING}", first or "empty")
+    if length > form.MAX_LISTING:
+        reader.refuse(f"has a list of more than {form.MAX_LISTING >> 20} MiB", f"{length} bytes")
     listing, problems = _listing(reader, run, b"".join(reader.content(length)))
     _fits(reader, listing, size, place)
     wanted = {member.name: member for member in listing.members}
@@ -259,7 +249,7 @@ def _extract(reader: _Reader, path: Path, length: int) -> tuple[int, str]:
 def _fits(reader: _Reader, listing: Listing, size: int, place: Path) -> None:
     """The list's own bytes against limits and disk, before anything is written."""
     wanted = listing.bytes
-    if wanted > MAX_BYTES or wanted > size * MAX_RATIO + _GRACE:
+    if wanted > form.MAX_BYTES or wanted > size * MAX_RATIO + _GRACE:
         reader.refuse(f"would unpack to {wanted:,} bytes, from {size:,}")
     free = shutil.disk_usage(place).free
     if wanted + _GRACE > free:
@@ -272,37 +262,20 @@ def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]
     """The list of a bundle, and what is wrong with its own digest."""
     try:
         fields = json.loads(text)
-        if fields["format"] != FORMAT:
+        if fields["format"] != form.FORMAT:
             by = f"format {fields['format']!r}, packed by shardproof {fields.get('suite')}"
-            remedy = f"verify it with that version: this one ({VERSION}) knows format {FORMAT}"
+            remedy = f"verify it with that version: this one ({VERSION}) knows format {form.FORMAT}"
             problem = Problem("has another format", remedy, by, str(reader.archive))
             raise SelectionError(problem)
-        listing = Listing(
-            str(fields["run"]),
-            str(fields["suite"]),
-            tuple(str(version) for version in fields["judged_by"]),
-            tuple(_member(member) for member in fields["members"]),
-            tuple(str(name) for name in fields["left_out"]),
-        )
+        listing = Listing.model_validate_json(text)
     except SelectionError:
         raise
     except DAMAGE as error:
-        reader.refuse(f"has a damaged {LISTING}: {type(error).__name__}", str(error))
-    if listing.run != run or len({member.name for member in listing.members}) != len(
-        listing.members
-    ):
-        reader.refuse(f"has a damaged {LISTING}: another run, or a file listed twice", run)
+        reader.refuse(f"has a damaged {form.LISTING}: {type(error).__name__}", one_line(str(error)))
+    if listing.run != run or len({m.name for m in listing.members}) != len(listing.members):
+        reader.refuse(f"has a damaged {form.LISTING}: another run, or a file listed twice", run)
     wrong = fields.get("digest") != listing.digest
-    return listing, [f"{reader.archive / LISTING}: was changed"] if wrong else []
-
-
-def _member(fields: Mapping[str, Any]) -> Member:
-    member = Member(fields["name"], fields["bytes"], fields["sha256"])
-    if unsafe(member.name) or type(member.bytes) is not int or member.bytes < 0:
-        raise ValueError(f"{member.name!r}, {member.bytes!r} bytes")
-    if not _SHA256.fullmatch(member.sha256):
-        raise ValueError(f"{member.name!r}: no SHA-256")
-    return member
+    return listing, [f"{reader.archive / form.LISTING}: was changed"] if wrong else []
 
 
 def notes(listing: Listing) -> Sequence[str]:
