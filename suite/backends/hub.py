@@ -47,7 +47,6 @@ class Pending:
 
     @property
     def is_exchange(self) -> bool:
-        """Whether this is a send or a receive."""
         return self.number < 0
 
     def missing(self) -> list[int]:
