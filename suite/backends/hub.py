@@ -22,17 +22,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.backends import arithmetic
-from shardproof.backends.errors import (
-    CollectiveMismatch,
-    CommError,
-    Deadlock,
-    PeerTimeout,
-    RankEnded,
-    RankFailed,
-    name_ranks,
-    spans,
-)
+from shardproof.backends import arithmetic, errors
 from shardproof.backends.request import Request
 
 GroupKey = tuple[str, tuple[int, ...], int]
@@ -57,7 +47,6 @@ class Pending:
 
     @property
     def is_exchange(self) -> bool:
-        """Whether this is a send or a receive."""
         return self.number < 0
 
     def missing(self) -> list[int]:
@@ -83,7 +72,7 @@ class Pending:
         text = request.text()
         if request.peer is not None and self.group.ranks != tuple(range(len(self.group.ranks))):
             text += f" (peer is global rank {self.group.ranks[request.peer]})"
-        return f"{text} of group {spans(self.group.ranks)}" + (
+        return f"{text} of group {errors.spans(self.group.ranks)}" + (
             "" if self.is_exchange else f", its call {self.number}"
         )
 
@@ -121,7 +110,7 @@ class Hub:
         self.world, self.timeout_s = world, timeout_s
         self.delay, self.poison, self.transform = delay or poison, poison, transform
         self.store = dist.HashStore()
-        self.failure: CommError | None = None
+        self.failure: errors.CommError | None = None
         self._lock = threading.Lock()
         self._wakers = [threading.Condition(self._lock) for _ in range(world)]
         self._groups: dict[GroupKey, Shared] = {}
@@ -140,7 +129,7 @@ class Hub:
             self._ended.add(rank)
             if self.failure is None:
                 name = type(error).__name__
-                self._fail(RankFailed(f"rank {rank} raised {name}: {error}", rank))
+                self._fail(errors.RankFailed(f"rank {rank} raised {name}: {error}", rank))
 
     def rank_done(self, rank: int) -> None:
         """Rank ``rank`` returned; whoever waits for it never will be answered."""
@@ -183,7 +172,7 @@ class Hub:
             complete = len(pending.posts) == len(shared.ranks)
             if complete:
                 if pending.mismatched:
-                    self._fail(CollectiveMismatch(_mismatch(pending)))
+                    self._fail(errors.CollectiveMismatch(_mismatch(pending)))
                     self._raise_failure()
                 del shared.calls[number]
         if complete:
@@ -211,7 +200,7 @@ class Hub:
             if any(r.numel() != s.numel() or r.dtype != s.dtype for r, s in pairs):
                 giver, taker = shared.ranks[source], shared.ranks[target]
                 text = f"rank {giver} calls {sent.text()}, but rank {taker} calls {received.text()}"
-                self._fail(CollectiveMismatch(text))
+                self._fail(errors.CollectiveMismatch(text))
                 self._raise_failure()
         if self.delay:
             receiver.writes = [[(to, arithmetic.copy(value)) for to, value in pairs]]
@@ -238,9 +227,9 @@ class Hub:
                     self._raise_failure()
                     left = deadline - time.monotonic()
                     if left <= 0 and pending.mismatched:
-                        self._fail(CollectiveMismatch(_mismatch(pending)))
+                        self._fail(errors.CollectiveMismatch(_mismatch(pending)))
                     elif left <= 0:
-                        self._fail(PeerTimeout(self._timed_out(rank, pending, limit)))
+                        self._fail(errors.PeerTimeout(self._timed_out(rank, pending, limit)))
                     else:
                         self._wakers[rank].wait(left)
             finally:
@@ -253,9 +242,9 @@ class Hub:
         requests = [pending.posts[i] for i in range(len(pending.group.ranks))]
         try:
             writes = arithmetic.run(requests)
-        except CommError as error:
+        except errors.CommError as error:
             with self._lock:
-                self._fail(CollectiveMismatch(f"{error}; {_mismatch(pending)}"))
+                self._fail(errors.CollectiveMismatch(f"{error}; {_mismatch(pending)}"))
                 self._raise_failure()
         pending.writes = [[] for _ in writes]
         if self.delay:
@@ -276,7 +265,7 @@ class Hub:
             if waited is pending:
                 self._wakers[rank].notify()
 
-    def _fail(self, error: CommError) -> None:
+    def _fail(self, error: errors.CommError) -> None:
         if self.failure is None:
             self.failure = error
         for waker in self._wakers:
@@ -295,10 +284,10 @@ class Hub:
             return
         gone = [r for r in pending.missing() if r in self._ended]
         if gone and pending.mismatched:
-            self._fail(CollectiveMismatch(_mismatch(pending)))
+            self._fail(errors.CollectiveMismatch(_mismatch(pending)))
         elif gone:
-            text = f"{name_ranks(gone)} ended without joining {pending.call(rank)}"
-            self._fail(RankEnded(f"{text}, where rank {rank} waits", gone[0]))
+            text = f"{errors.name_ranks(gone)} ended without joining {pending.call(rank)}"
+            self._fail(errors.RankEnded(f"{text}, where rank {rank} waits", gone[0]))
 
     def _check_deadlock(self) -> None:
         """Fail if every rank that still runs waits and no waiter's condition holds."""
@@ -309,25 +298,25 @@ class Hub:
             return
         mismatched = next((p for p in self._waiting.values() if p.mismatched), None)
         if mismatched is not None:
-            self._fail(CollectiveMismatch(_mismatch(mismatched)))
+            self._fail(errors.CollectiveMismatch(_mismatch(mismatched)))
             return
         alike: dict[str, list[int]] = {}
         for rank in live:
             pending = self._waiting[rank]
-            what = f"in {pending.call(rank)} for {name_ranks(pending.missing())}"
+            what = f"in {pending.call(rank)} for {errors.name_ranks(pending.missing())}"
             alike.setdefault(what, []).append(rank)
         lines = [
-            f"{name_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {what}"
+            f"{errors.name_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {what}"
             for what, ranks in alike.items()
         ]
         lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
-        self._fail(Deadlock("deadlock: " + "; ".join(lines)))
+        self._fail(errors.Deadlock("deadlock: " + "; ".join(lines)))
 
     def _timed_out(self, rank: int, pending: Pending, limit: float) -> str:
         missing = pending.missing()
         last = "; ".join(f"the last call of rank {r} was {self._last[r]}" for r in missing)
         return (
-            f"no answer from {name_ranks(missing)} in {limit:g} s: rank {rank} waits in "
+            f"no answer from {errors.name_ranks(missing)} in {limit:g} s: rank {rank} waits in "
             f"{pending.call(rank)}; {last}"
         )
 
@@ -355,12 +344,13 @@ def _mismatch(pending: Pending) -> str:
     for i, request in sorted(pending.posts.items()):
         alike.setdefault(request.text(), []).append(pending.group.ranks[i])
     lines = [
-        f"{name_ranks(ranks)} {'call' if len(ranks) > 1 else 'calls'} {text}"
+        f"{errors.name_ranks(ranks)} {'call' if len(ranks) > 1 else 'calls'} {text}"
         for text, ranks in alike.items()
     ]
     if missing := pending.missing():
         have = "have" if len(missing) > 1 else "has"
-        lines.append(f"{name_ranks(missing)} {have} not come yet")
-    return f"call {pending.number} of group {spans(pending.group.ranks)} does not match: " + (
-        "; ".join(lines)
+        lines.append(f"{errors.name_ranks(missing)} {have} not come yet")
+    return (
+        f"call {pending.number} of group {errors.spans(pending.group.ranks)} does not match: "
+        + ("; ".join(lines))
     )

@@ -9,22 +9,20 @@ program can see (futures, callbacks) happens on its own thread at a point of its
 is why a future is completed by whoever owns it: where it is waited for, or when the backward pass
 ends in which it was taken, just before DDP's reducer looks at it.
 
-What threads share and processes do not: the default random generator (:func:`own_random` separates
-it), the environment, ``sys.excepthook``.
+What threads share and processes do not: the default random generator, the environment,
+``sys.excepthook``.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.backends import arithmetic, world
 from shardproof.backends.base import GroupBase, Handle
@@ -32,7 +30,7 @@ from shardproof.backends.disturbances import Disturbances, poison
 from shardproof.backends.hub import Hub, Pending
 from shardproof.backends.request import Request
 
-__all__ = ["Hub", "join", "leave", "own_random"]
+__all__ = ["Hub", "join", "leave"]
 
 NAME = "threaded"
 _RANK = threading.local()
@@ -240,36 +238,3 @@ def leave() -> None:
         _RANK.autograd.__exit__(None, None, None)
         _RANK.hub = None
         world.exit()
-
-
-class _OwnRandom(TorchDispatchMode):
-    """Swaps the default generator's state around operations that draw from it."""
-
-    _lock = threading.RLock()
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._state = torch.Generator().manual_seed(seed).get_state()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        with self._lock:
-            shared = torch.default_generator.get_state()
-            torch.default_generator.set_state(self._state)
-            try:
-                return func(*args, **(kwargs or {}))
-            finally:
-                self._state = torch.default_generator.get_state()
-                torch.default_generator.set_state(shared)
-
-
-@contextmanager
-def own_random(seed: int) -> Iterator[None]:
-    """Give the calling rank a default generator of its own, seeded with ``seed``.
-
-    For native code that draws from the default generator; costs a dispatch per operation.
-    ``torch.manual_seed`` inside still seeds the shared one.
-    """
-    with _OwnRandom(seed):
-        yield

@@ -10,18 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from shardproof.bench import stats
-from shardproof.bench.lines import (
-    CellLine,
-    JudgedCell,
-    JudgedPair,
-    Line,
-    MeasuredCell,
-    MeasuredPair,
-    PairLine,
-    Telemetry,
-    pairs,
-)
+from shardproof.bench import lines, stats
 from shardproof.bench.model import scorecard
 from shardproof.bench.same_training import alike, losses_of, targets_of
 from shardproof.bench.scaling import judge
@@ -38,19 +27,21 @@ _COLUMNS = {"int": "int32", "str": "string", "float": "float64"}
 _LATER = ("samples_per_second", "trained_alike", "scorecard")
 
 
-def result(measured: Measured) -> PairLine | CellLine:
+def result(measured: Measured) -> lines.PairLine | lines.CellLine:
     """The line of ``cases.jsonl``, judged."""
     subject = measured.subject
     if isinstance(subject, Pair):
         pair = _of_pair(subject, measured)
-        return PairLine.model_validate(pair.to_dict() | conclude(pair, measured.rows).to_dict())
+        return lines.PairLine.model_validate(
+            pair.to_dict() | conclude(pair, measured.rows).to_dict()
+        )
     cell = _of_cell(subject, measured)
     judged = judge.conclude(cell, (measured.source or measured).rows)
-    return CellLine.model_validate(cell.to_dict() | judged.to_dict())
+    return lines.CellLine.model_validate(cell.to_dict() | judged.to_dict())
 
 
-def _of_pair(pair: Pair, measured: Measured) -> MeasuredPair:
-    line = _by_name(MeasuredPair, pair, measured)
+def _of_pair(pair: Pair, measured: Measured) -> lines.MeasuredPair:
+    line = _by_name(lines.MeasuredPair, pair, measured)
     line |= {"pair": pair, "losses": losses(measured, LETTERS), "telemetry": _telemetry(measured)}
     if measured.records:
         first = measured.records[0]
@@ -60,15 +51,15 @@ def _of_pair(pair: Pair, measured: Measured) -> MeasuredPair:
             "segment_steps": [ranks[0].segment_steps["a"] for ranks in measured.records],
             "targets_per_step": {side: targets_of(first, side) for side in LETTERS},
         }
-    return MeasuredPair.model_validate(line)
+    return lines.MeasuredPair.model_validate(line)
 
 
-def _of_cell(cell: Cell, measured: Measured) -> MeasuredCell:
+def _of_cell(cell: Cell, measured: Measured) -> lines.MeasuredCell:
     source = measured.source or measured
     records = source.records
     sides = (*BASES, *([] if measured.refused else ["ranks"]))
-    return MeasuredCell(
-        **_by_name(MeasuredCell, cell, measured) | {"probed": source.probed},
+    return lines.MeasuredCell(
+        **_by_name(lines.MeasuredCell, cell, measured) | {"probed": source.probed},
         implementation=cell.system.implementation,
         cell=cell,
         mesh=measured.meshes.get("ranks", {}),
@@ -80,14 +71,14 @@ def _of_cell(cell: Cell, measured: Measured) -> MeasuredCell:
     )
 
 
-def _by_name(kind: type[Line], subject: Subject, measured: Measured) -> dict[str, Any]:
+def _by_name(kind: type[lines.Line], subject: Subject, measured: Measured) -> dict[str, Any]:
     """The fields of a line that the subject or what was measured has under the same name."""
     names = [(place, name) for place in (subject, measured) for name in kind.model_fields]
     shared = {name: getattr(place, name) for place, name in names if hasattr(place, name)}
     return shared | {"seconds": round(measured.seconds, 3)}
 
 
-def conclude(line: MeasuredPair, rows: Sequence[stats.TimedStep]) -> JudgedPair:
+def conclude(line: lines.MeasuredPair, rows: Sequence[stats.TimedStep]) -> lines.JudgedPair:
     """Verdict, reason and figures that raw times and the rest of the line give."""
     word: str
     word, blocks, figures = stats.judge(rows)
@@ -109,7 +100,7 @@ def conclude(line: MeasuredPair, rows: Sequence[stats.TimedStep]) -> JudgedPair:
         met = figures.high <= goal
     seconds = {} if figures is None else figures.median_seconds
     samples = line.pair.workload.global_batch
-    return JudgedPair(
+    return lines.JudgedPair(
         verdict=word,
         blocks=blocks,
         figures=figures,
@@ -124,10 +115,10 @@ def conclude(line: MeasuredPair, rows: Sequence[stats.TimedStep]) -> JudgedPair:
     )
 
 
-def _telemetry(measured: Measured) -> Telemetry:
+def _telemetry(measured: Measured) -> lines.Telemetry:
     seen = measured.seen
     places = [r.pci for records in measured.records for r in records if r.pci is not None]
-    return Telemetry(
+    return lines.Telemetry(
         launches=sampling.summary(seen, places or None) if seen.samples else None,
         sides=measured.sides,
         no_gpu=measured.no_gpu or None,
@@ -172,7 +163,7 @@ def load_times(path: Path) -> list[stats.TimedStep]:
         raise RecordError(f"{path}: no readable times: {error}") from None
 
 
-def keep(folder: run_folder.RunFolder, measured: Measured) -> PairLine | CellLine:
+def keep(folder: run_folder.RunFolder, measured: Measured) -> lines.PairLine | lines.CellLine:
     """Write raw times and the line of a comparison or a cell; the line.
 
     A refused cell's raw times are those of its source, which is kept before it.
@@ -189,7 +180,7 @@ def keep(folder: run_folder.RunFolder, measured: Measured) -> PairLine | CellLin
 
 def keep_report(folder: run_folder.RunFolder) -> None:
     """Write what stands of all comparisons in the folder when they are shown together."""
-    report = stats.family(pairs(run_folder.read(folder.path)))
+    report = stats.family(lines.pairs(run_folder.read(folder.path)))
     if report:
         comparisons = {name: beside.to_dict() for name, beside in report.items()}
         folder.add({"id": "report", "comparisons": comparisons}, "bench report")
@@ -198,11 +189,11 @@ def keep_report(folder: run_folder.RunFolder) -> None:
 def verify_line(run: Path, stored: Mapping[str, Any]) -> str | None:
     """Where a stored line differs from its raw times, judged again (``None``: nowhere)."""
     rows = load_times(run / stored["times"]) if stored.get("times") else []
-    judged: JudgedPair | JudgedCell
-    if stored["kind"] == CellLine.kind:
-        judged = judge.conclude(MeasuredCell.model_validate(stored), rows)
+    judged: lines.JudgedPair | lines.JudgedCell
+    if stored["kind"] == lines.CellLine.kind:
+        judged = judge.conclude(lines.MeasuredCell.model_validate(stored), rows)
     else:
-        judged = conclude(MeasuredPair.model_validate(stored), rows)
+        judged = conclude(lines.MeasuredPair.model_validate(stored), rows)
     for key, value in json.loads(json.dumps(run_folder.standard(judged.to_dict()))).items():
         if stored.get(key) != value and (key in stored or key not in _LATER):
             return f"{stored['id']}: the raw times give {key} {value!r}, not {stored.get(key)!r}"

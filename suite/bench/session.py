@@ -219,10 +219,9 @@ class Session:
             try:
                 with sampler:
                     ranks = self._one_side("alone", AloneRecord, measured, letter, workdir)
+                measured.sides[letter] = sampling.of_side(sampler.seen, ranks)
             except LaunchFailed as failed:
                 measured.sides[letter] = NoFigures(problem=failed.reason)
-            else:
-                measured.sides[letter] = sampling.of_side(sampler.seen, ranks)
 
     def _sampler(self, measured: Measured, workdir: Path) -> sampling.Sampler:
         """Who looks at the ranks of ``workdir``, and at GPUs if these compute there."""

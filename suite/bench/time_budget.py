@@ -6,7 +6,7 @@ As for cases (``scenarios.budget``); nothing is cut short: the number of blocks 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from shardproof.bench.session import Measured
 from shardproof.bench.sides import SEGMENT_SECONDS, WARM_SECONDS
@@ -53,8 +53,7 @@ def duration_name(subject: Subject, passes: Passes) -> str:
     name = f"{subject.id}::{subject.blocks}x{subject.launches}"
     if isinstance(subject, Cell):
         return name
-    names = (("alone", passes.alone), ("profile", passes.profile), ("score", passes.score))
-    return f"{name}::{'+'.join(word for word, on in names if on) or 'times'}"
+    return f"{name}::{'+'.join(word for word, on in asdict(passes).items() if on) or 'times'}"
 
 
 def estimates(

@@ -60,8 +60,6 @@ def diagnose(launch: RankLaunch, processes: Sequence[RankProcess]) -> list[RankO
 
 
 class _Dead:
-    """One dead rank process."""
-
     def __init__(
         self, launch: RankLaunch, process: RankProcess, heartbeats: Sequence[heartbeat.Heartbeat]
     ) -> None:

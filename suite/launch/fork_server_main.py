@@ -26,17 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardproof.files import write_whole
-from shardproof.launch import process_control
-from shardproof.launch.fork_server import (
-    Failed,
-    Fork,
-    Kill,
-    LeaderExit,
-    Preload,
-    Ready,
-    receive,
-    send,
-)
+from shardproof.launch import fork_server, process_control
 
 #: What a training step would otherwise import lazily, in every rank of every case.
 LAZY_MODULES = (
@@ -99,7 +89,7 @@ class _Server:
                     if self._wakeup in ready:
                         os.read(self._wakeup, 4096)
                     if self._connection.fileno() in ready:
-                        for message in receive(self._connection, 0.0):
+                        for message in fork_server.receive(self._connection, 0.0):
                             self._handle(message)
                     self._collect()
         except EOFError:
@@ -115,20 +105,20 @@ class _Server:
             _import_all()
             _check_threads("torch")
         except Exception:
-            self._send(Failed(traceback.format_exc()))
+            self._send(fork_server.Failed(traceback.format_exc()))
             raise
         self._importing = False
-        self._send(Ready())
+        self._send(fork_server.Ready())
 
-    def _handle(self, message: Fork | Kill | Preload) -> None:
+    def _handle(self, message: fork_server.Fork | fork_server.Kill | fork_server.Preload) -> None:
         match message:
-            case Fork():
+            case fork_server.Fork():
                 self._fork(message)
-            case Kill(ticket):
+            case fork_server.Kill(ticket):
                 for leader in self._leaders.values():
                     if leader.ticket == ticket:
                         process_control.kill_group(leader.pid)
-            case Preload(module):
+            case fork_server.Preload(module):
                 self._preload(module)
 
     def _preload(self, module: str) -> None:
@@ -143,10 +133,10 @@ class _Server:
         try:
             _check_threads(module)
         except RuntimeError as error:
-            self._send(Failed(str(error)))
+            self._send(fork_server.Failed(str(error)))
             raise
 
-    def _fork(self, order: Fork) -> None:
+    def _fork(self, order: fork_server.Fork) -> None:
         output = os.memfd_create("leader")
         began, parent = time.monotonic(), os.getpid()
         pid = os.fork()
@@ -156,7 +146,7 @@ class _Server:
             os.setpgid(pid, pid)
         self._leaders[pid] = _Leader(order.ticket, pid, began, output)
 
-    def _lead(self, order: Fork, output: int, parent: int) -> NoReturn:
+    def _lead(self, order: fork_server.Fork, output: int, parent: int) -> NoReturn:
         code = TASK_RAISED
         try:
             os.setpgid(0, 0)
@@ -205,12 +195,16 @@ class _Server:
             code = None if signaled else os.WEXITSTATUS(status)
             signum = os.WTERMSIG(status) if signaled else None
             output = _drain(leader.output)
-            self._send(LeaderExit(leader.ticket, leader.pid, code, signum, seconds, output))
+            self._send(
+                fork_server.LeaderExit(leader.ticket, leader.pid, code, signum, seconds, output)
+            )
         process_control.end_adopted(self._leaders.keys())
 
-    def _send(self, message: Ready | Failed | LeaderExit) -> None:
+    def _send(
+        self, message: fork_server.Ready | fork_server.Failed | fork_server.LeaderExit
+    ) -> None:
         try:
-            send(self._connection, message)
+            fork_server.send(self._connection, message)
         except OSError:
             self._ending = True  # the parent is gone
 

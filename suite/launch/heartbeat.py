@@ -123,15 +123,13 @@ def current() -> Writer | None:
 
 def note(text: str) -> None:
     """Record that the calling rank issued ``text``; nothing outside ranks.  About 1 microsecond."""
-    writer = getattr(_thread, "writer", None) or _process
-    if writer is not None:
+    if (writer := current()) is not None:
         writer.note(text)
 
 
 def wait(begins: bool) -> None:
     """Record that the calling rank begins or ends to be blocked inside a call."""
-    writer = getattr(_thread, "writer", None) or _process
-    if writer is not None:
+    if (writer := current()) is not None:
         writer.wait(begins)
 
 

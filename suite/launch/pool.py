@@ -146,7 +146,6 @@ class Pool:
         running[ticket] = _Running(key, payload, value, now, now + deadline_s)
 
     def _advance(self, running: dict[int, _Running[P]]) -> list[TaskEnd[P]]:
-        """Wait for an end or a deadline, and deal with it."""
         now = time.monotonic()
         for ticket, item in running.items():
             if now >= item.deadline and not item.timed_out:

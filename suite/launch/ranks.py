@@ -74,8 +74,6 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class _SuiteLink:
-    """A backend of the suite by its name."""
-
     name: str
 
     @property

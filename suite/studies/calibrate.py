@@ -26,13 +26,7 @@ from torch import Tensor
 
 from shardproof import VERSION
 from shardproof.case import Case, WorkloadSpec
-from shardproof.checks import working_precision
-from shardproof.checks.numbers import (
-    FP64_BOUND,
-    WORKING_PRECISION_FACTORS,
-    relative_frobenius,
-    split_zero,
-)
+from shardproof.checks import numbers, working_precision
 from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
 from shardproof.files import write_whole
@@ -75,8 +69,8 @@ class Calibration(BaseModel):
 
 def thresholds() -> dict[str, float]:
     return {
-        "float64": FP64_BOUND,
-        **{d: WORKING_PRECISION_FACTORS[d] for d in DTYPES if d != "float64"},
+        "float64": numbers.FP64_BOUND,
+        **{d: numbers.WORKING_PRECISION_FACTORS[d] for d in DTYPES if d != "float64"},
     }
 
 
@@ -129,9 +123,11 @@ def ring_error(dtype: str, seed: int, world: int) -> float:
     zeros = workload.zero_gradient
     if dtype != "float64":
         return max(working_precision.ratios(ring, gradients(workload), truth, zeros).values())
-    compare = relative_frobenius(FP64_BOUND)
+    compare = numbers.relative_frobenius(numbers.FP64_BOUND)
     return max(
-        compare(*(split_zero(each[name], zeros.get(name, []))[0] for each in (ring, truth))).error
+        compare(
+            *(numbers.split_zero(each[name], zeros.get(name, []))[0] for each in (ring, truth))
+        ).error
         for name in truth
     )
 

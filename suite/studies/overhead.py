@@ -19,21 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof import tensor_bytes, workloads
+from shardproof import contract, tensor_bytes, workloads
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.rank_program import run_rank
 from shardproof.comm import Mesh
-from shardproof.contract import (
-    Batch,
-    Capabilities,
-    Implementation,
-    Kind,
-    Observe,
-    OptimizerSpec,
-    Options,
-    Piece,
-    StepResult,
-)
 from shardproof.launch.ranks import run_ranks
 from shardproof.schedules import problems
 
@@ -49,23 +38,23 @@ SCHEDULE_LIMIT = 5.0
 BLOCKS = 8
 
 
-class Null(Implementation):
+class Null(contract.Implementation):
     strategy = "single"
 
     @classmethod
-    def capabilities(cls, options: Options) -> Capabilities:
-        return Capabilities(max_world=1)
+    def capabilities(cls, options: contract.Options) -> contract.Capabilities:
+        return contract.Capabilities(max_world=1)
 
     def setup(self, *_: object, **__: object) -> None:
         self.loss = torch.zeros(())
 
-    def step(self, batch: Batch, observe: Observe) -> StepResult:
+    def step(self, batch: contract.Batch, observe: contract.Observe) -> contract.StepResult:
         """The two observations that every step must have."""
         observe("gradients_final")
         observe("after_update")
-        return StepResult(loss=self.loss)
+        return contract.StepResult(loss=self.loss)
 
-    def local_state(self, kind: Kind) -> list[Piece]:
+    def local_state(self, kind: contract.Kind) -> list[contract.Piece]:
         return []
 
 
@@ -75,8 +64,8 @@ class _NoWork:
     units: tuple[str, ...] = ()
     cross_entropy = None
 
-    def batch(self, step: int, coordinates: int) -> list[Batch]:
-        return [Batch(step, ())] * coordinates
+    def batch(self, step: int, coordinates: int) -> list[contract.Batch]:
+        return [contract.Batch(step, ())] * coordinates
 
     def build_for(self, rank: int, coordinate: int = 0) -> Any:
         return self
@@ -97,7 +86,7 @@ def harness_seconds(steps: int = STEPS) -> float:
         backend="in_memory",
         mesh={"replicate": 1},
         workload=WorkloadSpec("charnames_gpt"),
-        optimizer=OptimizerSpec(),
+        optimizer=contract.OptimizerSpec(),
         lane="fp64",
         checks=(),
         steps=steps,
@@ -123,7 +112,7 @@ def gpt_step_seconds(steps: int = 30) -> float:
         workload = workloads.make(spec, "float32")
         plain = Plain()
         build = workload.build_for(0)
-        plain.setup(build, workload.state(), OptimizerSpec(), Mesh({"replicate": 1}), {})
+        plain.setup(build, workload.state(), contract.OptimizerSpec(), Mesh({"replicate": 1}), {})
         times = []
         for step in range(steps + 5):
             batch = workload.batch(step, 1)[0]

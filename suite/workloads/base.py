@@ -21,17 +21,9 @@ from torch.nn import functional as F
 
 from shardproof.case import WorkloadSpec
 from shardproof.contract import Batch, CrossEntropy, MicroBatch
+from shardproof.workloads import layers
 from shardproof.workloads.draws import generators
 from shardproof.workloads.knobs import Knob, Params, check_traits, lookup
-from shardproof.workloads.layers import (
-    Place,
-    Stack,
-    StackPart,
-    initial_value,
-    load_state,
-    named_tensors,
-    seed_number,
-)
 from shardproof.workloads.traits import FLAGS, SPIKES, TRAITS
 
 #: A part of a tensor: one ``(start, stop)`` per dimension.
@@ -87,7 +79,7 @@ class Family(ABC):
         """Number of samples in the data set."""
 
     @abstractmethod
-    def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
+    def model(self, params: Params, traits: Collection[str], place: layers.Place) -> layers.Stack:
         """A fresh, uninitialised model; frozen parameters already marked."""
 
     @abstractmethod
@@ -96,7 +88,7 @@ class Family(ABC):
 
     def initial(self, seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
         """The initial value of the parameter or buffer ``name``, in fp64."""
-        return initial_value(seed, name, tensor, owner)
+        return layers.initial_value(seed, name, tensor, owner)
 
     def weights(self, valid: Tensor) -> Tensor:
         """Target weights (fp64) that sum to 1 over the global batch; 0 where not ``valid``."""
@@ -144,21 +136,21 @@ class ModelBuild:
         module = self._workload.model(device)
         for name, generator in generators(module).items():
             seed = f"{self._workload.spec.seed}/draws/{name}/{self._coordinate}"
-            generator.manual_seed(seed_number(seed))
+            generator.manual_seed(layers.seed_number(seed))
         if device == "meta":
             return module
         seed = f"{self._workload.spec.seed}/perturbed/{self._rank}"
         with torch.no_grad():
-            for name, tensor, owner in named_tensors(module):
+            for name, tensor, owner in layers.named_tensors(module):
                 value = self._workload.family.initial(seed, name, tensor, owner)
                 tensor.copy_(value if value.is_floating_point() else value + 1000 + self._rank)
         return module
 
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``module`` with blocks ``start`` to ``stop - 1``."""
-        if not isinstance(module, Stack) or not 0 <= start < stop <= len(module.blocks):
+        if not isinstance(module, layers.Stack) or not 0 <= start < stop <= len(module.blocks):
             raise ValueError(f"units {start} to {stop} are no part of a {type(module).__name__}")
-        return StackPart(module, start, stop)
+        return layers.StackPart(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
         return self._workload.family.loss(self._workload.params, outputs, micro)
@@ -191,7 +183,7 @@ class Workload:
     def digest(self) -> str:
         return self.family.digest
 
-    def model(self, device: str = "cpu") -> Stack:
+    def model(self, device: str = "cpu") -> layers.Stack:
         """An uninitialised model on ``device``."""
         return self.family.model(self.params, self.traits, {"device": device, "dtype": self._dtype})
 
@@ -210,7 +202,7 @@ class Workload:
     def _state(self) -> dict[str, Tensor]:
         seed = f"{self.spec.seed}/state"
         state = {}
-        for name, tensor, owner in named_tensors(self._skeleton):
+        for name, tensor, owner in layers.named_tensors(self._skeleton):
             value = self.family.initial(seed, name, tensor, owner)
             if value.is_floating_point():
                 value = value.to(self._narrow).to(self._dtype)
@@ -218,7 +210,7 @@ class Workload:
         return state
 
     @cached_property
-    def _skeleton(self) -> Stack:
+    def _skeleton(self) -> layers.Stack:
         return self.model("meta")
 
     @cached_property
@@ -270,7 +262,7 @@ class Workload:
         return self.family.zero_gradient(self.params)
 
     def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
-        load_state(module, self._state if state is None else state)
+        layers.load_state(module, self._state if state is None else state)
 
     def batch(self, step: int, coordinates: int) -> list[Batch]:
         """The shares of ``coordinates`` data coordinates in ``step``, in their order."""
@@ -307,7 +299,9 @@ class Workload:
         flags = [self._flags(step, place) for place in range(size)]
         keys = None
         if "dropout_counter" in self.traits:
-            keys = [seed_number(f"{self.spec.seed}/key/{step}/{i}") >> 32 for i in range(size)]
+            keys = [
+                layers.seed_number(f"{self.spec.seed}/key/{step}/{i}") >> 32 for i in range(size)
+            ]
         samples = self.family.samples(self.params, Picks(index, draws, flags, keys, self._dtype))
         valid, targets = self._mask(samples.valid), samples.targets
         if "ignore_index" in self.traits:
@@ -397,4 +391,4 @@ def _trimmed(micro: MicroBatch) -> MicroBatch:
 
 
 def _generator(text: str) -> torch.Generator:
-    return torch.Generator().manual_seed(seed_number(text))
+    return torch.Generator().manual_seed(layers.seed_number(text))

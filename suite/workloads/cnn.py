@@ -112,7 +112,6 @@ class DigitsCNN(Family):
         return stack
 
     def depends_on_cut(self, params: Params) -> bool:
-        """Batch norm takes its statistics from the micro-batch."""
         return bool(params["norm"] == "batch")
 
     def samples(self, params: Params, picks: Picks) -> Samples:

@@ -47,8 +47,6 @@ class Ternary(Linear):
 
 
 class Head(Ternary):
-    """Whole-number scores."""
-
     def forward(self, values: Tensor) -> Tensor:
         return _floor(super().forward(values))
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_ranks import processes, succeed, threads
-from neutral_checks import NEUTRAL, STRICTER, data, same
+from neutral_checks import NEUTRAL, STRICTER, data
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof import backends
-from shardproof.backends import errors, in_memory
+from shardproof.backends import errors
 from shardproof.backends.hub import Hub
 from shardproof.ledgers import program_order, traffic
 
@@ -316,17 +316,6 @@ def test_no_weather_is_asked_for() -> None:
 
 
 # --------------------------------------------------------------------------- threads as ranks
-
-
-def test_a_private_default_generator() -> None:
-    def body(rank: int, _: int) -> torch.Tensor:
-        with in_memory.own_random(7):
-            return torch.cat([torch.randn(20), nn.functional.dropout(torch.ones(20), 0.5)])
-
-    before = torch.default_generator.get_state()
-    found = succeed(body, 4)
-    same(found, [found[0]] * 4)
-    same(torch.default_generator.get_state(), before)
 
 
 def test_threads_leave_no_trace() -> None:

@@ -1,16 +1,6 @@
 """What a step should take: measured compute of one rank + alpha-beta communication.  Pure.
 
-    calls    what a rank sends in a step: seen by the traffic ledger, or promised at any world
-    predict  their seconds (alpha_beta.py) beside the seconds of compute, in two bounds
-    scorecard  figures without a unit, the only ones that are compared between machines
-
-**Compute** is that of all ranks at once, each alone on a mesh of itself with its share of the
-batch: they share memory bandwidth and cores as in the step that is predicted, and send nothing.
-Copies into buckets, hooks and the optimizer are in it, because the implementation itself runs.
-
-**Bounds.**  Above, nothing is hidden: compute + communication.  Below, all is: the longer of the
-two, but no less than the cores have to do (helper threads of the backend take core time, too).
-Which of them is *the* prediction: :func:`overlap_of`.
+docs/model.md says what compute is, which two bounds there are, and which is the prediction.
 """
 
 from __future__ import annotations

@@ -9,16 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shardproof import registry
-from shardproof.bench.sides import (
-    Faults,
-    SideModel,
-    TimedScenario,
-    WorkloadModel,
-    check_backend,
-    check_launches,
-    default_optimizer,
-    named,
-)
+from shardproof.bench import sides
 from shardproof.bench.subjects import BASES, CELL_BLOCKS, LAUNCHES, Cell, Mode, Side
 from shardproof.case import WorkloadSpec
 from shardproof.errors import Problem, ScenarioError, SelectionError
@@ -29,7 +20,7 @@ from shardproof.scenarios.schema import Label, Size, Words
 MOST_SAMPLES = 4096
 
 
-class SystemModel(SideModel):
+class SystemModel(sides.SideModel):
     """An implementation and its options; a bare name stands for `{implementation: ...}`."""
 
     label: Label | None = Field(None, description="distinguishes option sets in ids and tables")
@@ -44,11 +35,11 @@ class SystemModel(SideModel):
 
 
 SystemField = Annotated[
-    SystemModel, BeforeValidator(named, json_schema_input_type=str | SystemModel)
+    SystemModel, BeforeValidator(sides.named, json_schema_input_type=str | SystemModel)
 ]
 
 
-class ScaledWorkload(WorkloadModel):
+class ScaledWorkload(sides.WorkloadModel):
     """Model, data and batch shape; which of the two batches is given depends on the mode."""
 
     global_batch: int | None = Field(
@@ -73,7 +64,7 @@ def _both(base: list[str]) -> list[str]:
     return base
 
 
-class ScalingScenario(TimedScenario):
+class ScalingScenario(sides.TimedScenario):
     """A file of systems that run on more and more ranks."""
 
     mode: Mode = Field(description="strong: the global batch stays; weak: that of a rank does")
@@ -98,7 +89,7 @@ def read(paths: Iterable[Path]) -> list[Cell]:
     :raises InputError: faulty files, each fault with its line.
     """
     cells: list[Cell] = []
-    faults = Faults()
+    faults = sides.Faults()
     for path in paths:
         model, node = load.read_as(path, ScalingScenario)
         base = None
@@ -111,7 +102,7 @@ def read(paths: Iterable[Path]) -> list[Cell]:
                 cells += _cells(model, item, base)
         for index, backend in enumerate(model.backends):
             with faults.at(path, node, "backends", index):
-                check_backend(backend)
+                sides.check_backend(backend)
     faults.end()
     ids = [cell.id for cell in cells]
     if twice := [name for name in ids if ids.count(name) > 1]:
@@ -144,7 +135,7 @@ def _cells(model: ScalingScenario, item: SystemModel, base: WorkloadSpec) -> lis
             world=world,
             workload=base,
             base=base,
-            optimizer=default_optimizer(model.optimizer),
+            optimizer=sides.default_optimizer(model.optimizer),
             target=model.target,
             label=item.label or "",
             dtype=model.dtype,
@@ -169,7 +160,7 @@ def check(cell: Cell) -> None:
 
     :raises SelectionError: a backend that does not exist, or a world of one.
     """
-    check_backend(cell.backend)
+    sides.check_backend(cell.backend)
     if cell.world < 2:
         raise SelectionError(Problem("one rank is the base case", "worlds start at 2", "1"))
-    check_launches(cell)
+    sides.check_launches(cell)
