@@ -52,15 +52,13 @@ def opened(name: str, root: Path = Path("results")) -> Iterator[Path | None]:
 
     :raises SelectionError: nothing of that name, or a bundle that is not what its list says.
     """
-    if not Path(name).is_file():
-        yield run_folder.find_run(name, root)
-    elif _packed(name):
-        from shardproof.runs.bundle.unpacking import open_run
-
-        with open_run(name, root) as folder:
-            yield folder
-    else:
+    if Path(name).is_file() and not _packed(name):
         yield None
+        return
+    from shardproof.runs.bundle.unpacking import open_run
+
+    with open_run(name, root) as folder:
+        yield folder
 
 
 def _packed(name: str) -> bool:

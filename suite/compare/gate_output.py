@@ -88,9 +88,8 @@ def _test(name: str, findings: Sequence[GateFinding]) -> junit.Item:
         return junit.Item(name, text=text)
     first = findings[0]
     message = f"{first.rule}: {first.headline}"
-    if first.state == "breaks":
-        return junit.Item(name, "failure", message, text, kind=first.rule)
-    return junit.Item(name, "skipped", message, text, kind=first.rule)
+    tag: junit.Tag = "failure" if first.state == "breaks" else "skipped"
+    return junit.Item(name, tag, message, text, kind=first.rule)
 
 
 def github(gate: Gate) -> Iterator[str]:

@@ -19,6 +19,8 @@ NOTE = (
     "two machines are never compared. Beside it stands how it differs from the first column "
     "(Welch, p by Holm), where versions, cell and data are the same."
 )
+SCALING = "Scaling"
+TITLES = ("Time against DDP", "Time of A over B", SCALING)
 
 
 def report(
@@ -81,33 +83,28 @@ def ratios(reference: Snapshot, others: Sequence[RunComparison], only_changed: b
         for name, entry in _in_order(snapshot):
             for ratio in entry.samples:
                 keys.setdefault((name, ratio), entry)
+    rows: dict[str, list[tuple[str, ...]]] = {title: [] for title in TITLES}
+    for (name, ratio), entry in keys.items():
+        times = [timings.get((name, ratio)) for timings in compared]
+        if only_changed and not any(time is not None and time.moved for time in times):
+            continue
+        texts = []
+        for snapshot, time, others_apart in zip(columns, times, apart, strict=True):
+            here = snapshot.timed.get(name)
+            if here is None or ratio not in here.samples:
+                texts.append(here.verdict if here is not None else "-")
+                continue
+            more = " (not comparable)" if name in others_apart else ""
+            more = f" {verdict_of(time)}" if time is not None else more
+            texts.append(interval(here.samples[ratio]) + more)
+        title = _title(ratio, entry)
+        kind = [ratio] if title == SCALING else []
+        rows[title].append((_what(name, entry), entry.backend, str(entry.world), *kind, *texts))
     tables = []
-    for title in ("Time against DDP", "Time of A over B", "Scaling"):
-        rows = []
-        for (name, ratio), entry in keys.items():
-            if _title(ratio, entry) != title:
-                continue
-            texts, moved = [], False
-            for number, snapshot in enumerate(columns):
-                here = snapshot.timed.get(name)
-                if here is None or ratio not in here.samples:
-                    texts.append(here.verdict if here is not None else "-")
-                    continue
-                text, time = interval(here.samples[ratio]), compared[number].get((name, ratio))
-                if time is not None:
-                    moved = moved or time.moved
-                    text += f" {verdict_of(time)}"
-                elif name in apart[number]:
-                    text += " (not comparable)"
-                texts.append(text)
-            if only_changed and not moved:
-                continue
-            kind = [ratio] if title == "Scaling" else []
-            rows.append((_what(name, entry), entry.backend, str(entry.world), *kind, *texts))
-        if rows:
-            kind = ["ratio"] if title == "Scaling" else []
-            headings = ("what", "backend", "world", *kind, *_names(columns))
-            tables.append(Table(title, headings, rows, notes=[NOTE]))
+    for title, of_title in rows.items():
+        kind = ["ratio"] if title == SCALING else []
+        headings = ("what", "backend", "world", *kind, *_names(columns))
+        tables += [Table(title, headings, of_title, notes=[NOTE])] if of_title else []
     beside = _beside(columns)
     return tables + ([beside] if beside.rows else [])
 
@@ -144,9 +141,9 @@ def _in_order(snapshot: Snapshot) -> list[tuple[str, Entry]]:
 
 def _title(ratio: str, entry: Entry) -> str:
     if ratio != "time":
-        return "Scaling"
+        return SCALING
     against = entry.implementation.split(" v ")[-1]
-    return "Time against DDP" if against.endswith("/ddp") else "Time of A over B"
+    return TITLES[0] if against.endswith("/ddp") else TITLES[1]
 
 
 def _what(name: str, entry: Entry) -> str:

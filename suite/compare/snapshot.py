@@ -136,24 +136,22 @@ def of_run(run: Run) -> Snapshot:
         for name in (*invocation.planned, *invocation.benches)
     }
     machines = [invocation.fingerprint for invocation in invocations]
-    snapshot = Snapshot(
+    last = versions[-1]
+    pairs = {pair.id: _bench(pair, by_id.get(pair.id, last)) for pair in timed.pairs(run)}
+    cells = {cell.id: _scaling(cell, by_id.get(cell.id, last)) for cell in timed.cells(run)}
+    return Snapshot(
         name=run.path.resolve().name,
         hardware=" and ".join(dict.fromkeys(machine.label for machine in machines)),
         machine=machines[-1].model_dump(exclude_unset=True),
         taken=run.header.last.started[:10],
         versions=list(dict.fromkeys(versions)),
-        cases={r.id: _case(r, by_id.get(r.id, versions[-1])) for r in run.cases},
-        timed={},
+        cases={r.id: _case(r, by_id.get(r.id, last)) for r in run.cases},
+        timed=pairs | cells,
         kills={kill.name: kill.killed for kill in run.kills if not kill.left_out},
         left_out={FAULTS + kill.name: kill.why_not for kill in run.kills if kill.left_out}
         | {line.id: line.reason for line in run.left_out},
         keys=[one.key.model_dump(exclude_unset=True) for one in invocations if one.key is not None],
     )
-    for pair in timed.pairs(run):
-        snapshot.timed[pair.id] = _bench(pair, by_id.get(pair.id, versions[-1]))
-    for cell in timed.cells(run):
-        snapshot.timed[cell.id] = _scaling(cell, by_id.get(cell.id, versions[-1]))
-    return snapshot
 
 
 def _version(invocation: Invocation, run: Run) -> Version:
@@ -222,10 +220,8 @@ def _bench(line: PairLine, version: Version) -> Entry:
 
 
 def _scaling(line: CellLine, version: Version) -> Entry:
-    samples = {}
-    for base, efficiency in (line.efficiency or {}).items():
-        if _means_something(line):
-            samples[f"efficiency ({base})"] = _sample(efficiency.log)
+    known = (line.efficiency or {}) if _means_something(line) else {}
+    samples = {f"efficiency ({base})": _sample(one.log) for base, one in known.items()}
     # A cell that was refused repeats what its source measured.
     if samples and line.wrapping is not None:
         samples["time (wrapped / plain)"] = _sample(line.wrapping.log)

@@ -13,15 +13,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from shardproof.costs.model_facts import (
-    ITEMSIZE,
-    ModelFacts,
-    TensorFacts,
-    counter_bytes,
-    slots,
-    used,
-    used_by,
-)
+from shardproof.costs import model_facts
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 
 Operation = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send", "recv"
@@ -95,9 +88,9 @@ class Local:
         own = held if updated is None else updated
         now, ever = (
             {t.name: own[t.name] for t in find(facts.parameters, facts.steps - 1) if t.name in own}
-            for find in (used, used_by)
+            for find in (model_facts.used, model_facts.used_by)
         )
-        return cls(held, now, ever if slots(facts) else {})
+        return cls(held, now, ever if model_facts.slots(facts) else {})
 
 
 @dataclass(frozen=True)
@@ -261,9 +254,10 @@ def state_bytes(
     Slots in ``dtype`` (``None``: as built) and one step counter per part, for those that had a
     gradient by then.
     """
-    ready = {t.name for t in used_by(facts.parameters, step)}
+    ready = {t.name for t in model_facts.used_by(facts.parameters, step)}
     return sum(
-        slots(facts) * count * ITEMSIZE[dtype or tensor.dtype] + counter_bytes(facts)
+        model_facts.slots(facts) * count * ITEMSIZE[dtype or tensor.dtype]
+        + model_facts.counter_bytes(facts)
         for tensor, count in parts
         if tensor.name in ready
     )

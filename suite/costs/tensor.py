@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 
+from shardproof.costs import model
 from shardproof.costs.layout import chunk
-from shardproof.costs.model import (
-    Bytes,
-    CostModel,
-    Flow,
-    Local,
-    NoCostModel,
-    Operation,
-    flow,
-    grouped_flow,
-    norm_flow,
-    state_bytes,
-)
+from shardproof.costs.model import Bytes, CostModel, Flow, Local, Operation
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 from shardproof.costs.stages import comes_apart
 
@@ -154,7 +144,7 @@ class TensorParallel(CostModel):
 
     def each(self, operation: Operation, payloads: list[int], times: int = 1) -> list[Flow]:
         """``times`` calls for every payload, in the tensor group of its data coordinate."""
-        return grouped_flow("tensor", operation, payloads, self.ranks, times)
+        return model.grouped_flow("tensor", operation, payloads, self.ranks, times)
 
     def outputs(self) -> list[Flow]:
         """Numbers a target in the dtype of its weight, or whole logits."""
@@ -183,14 +173,14 @@ class TensorParallel(CostModel):
         facts = self.facts
         terms = [(t, n * ITEMSIZE[t.dtype]) for t, n in self.terms()]
         if not facts.option("sum_each_backward", False):
-            return flow(facts, "tensor", "all_reduce", [sum(n for _, n in terms)])
+            return model.flow(facts, "tensor", "all_reduce", [sum(n for _, n in terms)])
         idle = next((t.name for t, _ in terms if not t.in_every_backward), None)
         if idle is not None:
-            raise NoCostModel(f"{idle!r} goes unused: sums in each backward are not promised")
+            raise model.NoCostModel(f"{idle!r} goes unused: sums in each backward are not promised")
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
     def norms(self) -> list[Flow]:
-        return norm_flow(self.facts, "tensor")
+        return model.norm_flow(self.facts, "tensor")
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
         return [(t, self.elements(t, rank)) for t in self.facts.parameters]
@@ -219,15 +209,13 @@ class TensorParallel(CostModel):
         facts, own = self.facts, self.parts(rank)
         held = [(t, self.held_elements(t, rank)) for t, _ in own]
         now = {t.name for t in used(facts.parameters, step)}
+        trained = [(t, n) for t, n in own if t.trainable]
+        gradients = [(t, n) for t, n in (held if self.pads_gradients else own) if t.name in now]
         return {
             "parameters": sum(n * ITEMSIZE[t.dtype] for t, n in held),
             "masters": 0,
-            "gradients": sum(
-                n * ITEMSIZE[t.dtype]
-                for t, n in (held if self.pads_gradients else own)
-                if t.name in now
-            ),
-            "optimizer_state": state_bytes(facts, [(t, n) for t, n in own if t.trainable], updated),
+            "gradients": sum(n * ITEMSIZE[t.dtype] for t, n in gradients),
+            "optimizer_state": model.state_bytes(facts, trained, updated),
         }
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:

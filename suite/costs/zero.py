@@ -25,20 +25,9 @@ from functools import cached_property
 from itertools import takewhile
 
 from shardproof.case import DATA_AXES
+from shardproof.costs import model
 from shardproof.costs.layout import Flat, Unit, buckets, units
-from shardproof.costs.model import (
-    VOTE_BYTES,
-    Bound,
-    Bytes,
-    CostModel,
-    Flow,
-    Local,
-    NoCostModel,
-    Prefetch,
-    flow,
-    norm_flow,
-    state_bytes,
-)
+from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, Prefetch
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
 
 _ZERO = "ZeRO (arXiv 1910.02054)"
@@ -78,11 +67,10 @@ class Zero1(CostModel):
         gradients = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
         parameters = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in self.flats]
         return [
-            *flow(
-                facts, "shard", "reduce_scatter", gradients, self.reductions
-            ),  # (N-1) G each time
-            *flow(facts, "shard", "all_gather", parameters),  # (N-1) P
-            *norm_flow(facts, "shard"),
+            # (N-1) G each time, and (N-1) P
+            *model.flow(facts, "shard", "reduce_scatter", gradients, self.reductions),
+            *model.flow(facts, "shard", "all_gather", parameters),
+            *model.norm_flow(facts, "shard"),
         ]
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
@@ -100,7 +88,7 @@ class Zero1(CostModel):
             if narrow
             else self.strided_copies,
             "gradients": self.gradient_bytes(rank),
-            "optimizer_state": state_bytes(facts, parts, updated),
+            "optimizer_state": model.state_bytes(facts, parts, updated),
         }
 
     @property
@@ -235,12 +223,12 @@ class Zero3(CostModel):
         self.refuse_uncalled()
         for unit in self.units:
             gathered = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in unit.flats]
-            flows += flow(facts, "shard", "all_gather", gathered, self.gathers_per_step(unit))
+            flows += model.flow(facts, "shard", "all_gather", gathered, self.gathers_per_step(unit))
         reduced = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.reduced]
         return [
             *flows,
-            *flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
-            *norm_flow(facts, "shard"),
+            *model.flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
+            *model.norm_flow(facts, "shard"),
         ]
 
     @cached_property
@@ -260,7 +248,7 @@ class Zero3(CostModel):
     def refuse_uncalled(self) -> None:
         for name in self.uncalled:
             text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
-            raise NoCostModel(text)
+            raise model.NoCostModel(text)
 
     def gathers_per_step(self, unit: Unit) -> int:
         """How often a step gathers ``unit`` from shards, which may come up from the host."""
@@ -277,7 +265,7 @@ class Zero3(CostModel):
             "parameters": sum(f.shard_bytes() for f in self.flats if f.parts(mine)),
             "masters": 0,
             "gradients": self.gradient_bytes(rank, used(self.facts.parameters, step)),
-            "optimizer_state": state_bytes(self.facts, self.parts(rank), updated),
+            "optimizer_state": model.state_bytes(self.facts, self.parts(rank), updated),
         }
 
     def gradient_bytes(self, rank: int, tensors: Iterable[TensorFacts]) -> int:
@@ -447,7 +435,7 @@ def _with_root(sizes: Mapping[str, int], others: int) -> list[int]:
 
 def votes(facts: ModelFacts) -> int:
     """Bytes of the integers by which ranks agree on what was used."""
-    return VOTE_BYTES * (1 + len(facts.parameters))
+    return model.VOTE_BYTES * (1 + len(facts.parameters))
 
 
 def owned(facts: ModelFacts, flats: Iterable[Flat], rank: int) -> list[Flat]:

@@ -39,10 +39,6 @@ _KINDS: dict[type, tuple[Any, str]] = {
 }
 
 
-def _several(value: object) -> Iterable[object]:
-    return value if isinstance(value, Iterable) else ()
-
-
 @dataclass(frozen=True)
 class Declaration(Capabilities, Stored):
     """The capabilities of a system under some options, and the ``strategy`` that it claims."""
@@ -71,7 +67,8 @@ class Declaration(Capabilities, Stored):
             value = fields[field.name]
             kinds, wanted = _KINDS.get(type(field.default), (Mapping, "a mapping of str"))
             right = isinstance(value, kinds) and not isinstance(value, bool)
-            if not right or not all(isinstance(word, str) for word in _several(value)):
+            words = value if isinstance(value, Iterable) else ()
+            if not right or not all(isinstance(word, str) for word in words):
                 came = f"{field.name}={value!r:.80}"
                 raise BrokenContract(f"{method} returned {came}, asked is {wanted}")
         return cls(**fields, strategy=system.strategy)

@@ -24,11 +24,9 @@ def head(verdict: object) -> str:
 
 
 def look(verdict: object) -> str:
-    if verdict in _LOOKS:
-        return _LOOKS[str(verdict)]
-    word = head(verdict)
-    if word in _LOOKS:
-        return _LOOKS[word]
+    for word in (str(verdict), head(verdict)):
+        if word in _LOOKS:
+            return _LOOKS[word]
     kind = verdicts.kind(str(verdict))
     return "fail" if kind in verdicts.RED else "open" if kind in verdicts.OPEN else kind
 

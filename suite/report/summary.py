@@ -79,32 +79,24 @@ def headline(run: Run) -> Headline:
     """The one line at the top, from the worst of all that was judged."""
     counts = verdicts.count(run.cases)
     judged = sum(n for verdict, n in counts.items() if verdict != "skip")
-    red = sum(counts[verdict] for verdict in verdicts.RED)
-    undecided = sum(counts[verdict] for verdict in verdicts.OPEN)
-    planted = kills.judged(run.kills)
-    alive = kills.survivors(run.kills)
-    timed = run.timed
+    planted, timed = kills.judged(run.kills), run.timed
     heads = Counter(looks.head(line["verdict"]) for line in timed)
-    fallen = sum(heads[word] for word in BROKEN)
-    unsure = sum(heads[word] for word in OPEN)
-    missing = unfinished(run)
     broke = _told(
-        (red, f"of {judged} judged cases broke"),
-        (len(alive), f"of {len(planted)} planted faults survive"),
-        (fallen, f"of {len(timed)} timings broke"),
+        (sum(counts[verdict] for verdict in verdicts.RED), f"of {judged} judged cases broke"),
+        (len(kills.survivors(run.kills)), f"of {len(planted)} planted faults survive"),
+        (sum(heads[word] for word in BROKEN), f"of {len(timed)} timings broke"),
     )
     opened = _told(
-        (undecided, f"of {judged} cases are not decided"),
-        (unsure, f"of {len(timed)} timings are not decided"),
-        (len(missing), "planned ones have no result"),
+        (sum(counts[verdict] for verdict in verdicts.OPEN), f"of {judged} cases are not decided"),
+        (sum(heads[word] for word in OPEN), f"of {len(timed)} timings are not decided"),
+        (len(unfinished(run)), "planned ones have no result"),
     )
-    anything = judged or planted or timed
     details = tuple(_details(run, counts))
     if broke:
         return Headline("broke", f"It did not hold: {', '.join([*broke, *opened])}.", details)
     if opened:
         return Headline("open", f"Not decided: {', '.join(opened)}.", details)
-    if not anything:
+    if not (judged or planted or timed):
         return Headline("open", "Nothing was judged.", details)
     nouns = ((judged, "judged case"), (len(planted), "planted fault"), (len(timed), "timing"))
     held = _told(*((count, f"{noun}{'s' * (count != 1)}") for count, noun in nouns))

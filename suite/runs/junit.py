@@ -14,6 +14,7 @@ from shardproof.runs.run_folder import Run
 
 #: Characters that XML 1.0 cannot hold.
 _FORBIDDEN = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+Tag = Literal["", "failure", "error", "skipped"]
 _COUNTED = {"failure": "failures", "error": "errors", "skipped": "skipped"}
 
 
@@ -25,7 +26,7 @@ class Item:
     """
 
     id: str
-    tag: Literal["", "failure", "error", "skipped"] = ""
+    tag: Tag = ""
     message: str = ""
     text: str = ""
     seconds: float = 0.0
@@ -48,7 +49,7 @@ def _of_result(result: CaseResult) -> Item:
     message = f"{result.verdict}: {reason}".split("\n")[0]
     text = f"{reason}\nrerun: {result.rerun}"
     # A verdict of the judge is a failure; what kept it from one is an error.
-    tag: Literal["failure", "error"] = "failure" if kind in ("fail", "xpass") else "error"
+    tag: Tag = "failure" if kind in ("fail", "xpass") else "error"
     return Item(name, tag, message, text, seconds, kind)
 
 

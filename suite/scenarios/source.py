@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -132,12 +132,6 @@ def parse(text: str, file: str, noun: str = SCENARIO, optional: bool = False) ->
     return node
 
 
-def _events(text: str) -> Iterator[Any]:
-    """PyYAML's events; its stubs lack anchors, tags and marks of node events."""
-    events: Iterator[Any] = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return events
-
-
 class _Reader:
     def __init__(self, file: str, noun: str) -> None:
         self.file = file
@@ -157,9 +151,10 @@ class _Reader:
         return node
 
     def _events(self, text: str) -> Iterator[Any]:
-        documents = 0
+        """PyYAML's events, whose stubs lack anchors, tags and marks of node events."""
+        loader, documents = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
         try:
-            for event in _events(text):
+            for event in cast(Iterator[Any], yaml.parse(text, Loader=loader)):
                 documents += isinstance(event, yaml.DocumentStartEvent)
                 if documents > 1:
                     line, remedy = event.start_mark.line + 1, "per file; remove `---`"

@@ -13,18 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
+from shardproof.costs import model
 from shardproof.costs.ddp import DDP
 from shardproof.costs.layout import Flat, chunk, unit_names, units, within
-from shardproof.costs.model import (
-    Bytes,
-    CostModel,
-    Flow,
-    Local,
-    NoCostModel,
-    flow,
-    grouped_flow,
-    state_bytes,
-)
+from shardproof.costs.model import Bytes, CostModel, Flow, Local
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 
 
@@ -70,7 +62,7 @@ class _Upstream(CostModel):
 
     def overflow(self, axis: str) -> list[Flow]:
         """The scaler's agreement on an overflow: one fp32 number."""
-        return flow(self.facts, axis, "all_reduce", [4] if self.facts.scaled else [])
+        return model.flow(self.facts, axis, "all_reduce", [4] if self.facts.scaled else [])
 
     @abstractmethod
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
@@ -143,7 +135,7 @@ class FSDP2(_Upstream):
             return
         name = self.recomputed(name for name, _ in self.units)
         if name is not None and self.ranks > 1:
-            raise NoCostModel(
+            raise model.NoCostModel(
                 f"the unit {name!r} lies inside of a block that is computed again, and gathers "
                 "others ahead each time: no traffic is promised with prefetch_forward"
             )
@@ -154,18 +146,17 @@ class FSDP2(_Upstream):
         for (name, members), reduced in zip(self.units, self.reduced_bytes(), strict=True):
             gathered = sum(self.padded(t) * ITEMSIZE[facts.compute(t.dtype)] for t in members)
             # Called c times: all but the first backward find it sharded, as the first forward does.
-            flows += flow(
-                facts, "shard", "all_gather", [gathered], facts.rounds * self.called(name)
-            )
+            first = facts.rounds * self.called(name)
+            flows += model.flow(facts, "shard", "all_gather", [gathered], first)
             flows += self.second(name, gathered)
             # The first backward of several finds the gradients that were kept, the last its own.
             kept = self.called(name) > 1 and self.reductions < facts.rounds
             times = self.reductions + kept
-            flows += flow(facts, "shard", "reduce_scatter", [reduced], times)
-            flows += flow(facts, "replicate", "all_reduce", [reduced // self.ranks], times)
+            flows += model.flow(facts, "shard", "reduce_scatter", [reduced], times)
+            flows += model.flow(facts, "replicate", "all_reduce", [reduced // self.ranks], times)
         if facts.clipped:
             norms = [ITEMSIZE[t.dtype] for t in facts.parameters if self.reduced(t)]
-            flows += flow(facts, "shard", "all_reduce", [sum(norms)])  # coalesced
+            flows += model.flow(facts, "shard", "all_reduce", [sum(norms)])  # coalesced
         return [*flows, *self.overflow("shard")]
 
     def reduced_bytes(self) -> list[int]:
@@ -182,7 +173,7 @@ class FSDP2(_Upstream):
         """The gathers of unit ``name`` before its first backward and its further forwards."""
         facts, k = self.facts, self.regathered(name)
         times = facts.world // k * facts.rounds * self.called(name)
-        return grouped_flow("shard", "all_gather", [payload], k, times)
+        return model.grouped_flow("shard", "all_gather", [payload], k, times)
 
     def called(self, name: str) -> int:
         return self.facts.called(name) if name else 1
@@ -197,7 +188,7 @@ class FSDP2(_Upstream):
             "parameters": sum(self._chunk(t) for t in self.facts.parameters),
             "masters": 0,
             "gradients": sum(self._chunk(t) for t in self.facts.parameters if self.reduced(t)),
-            "optimizer_state": state_bytes(self.facts, self.kept(rank), updated),
+            "optimizer_state": model.state_bytes(self.facts, self.kept(rank), updated),
         }
 
     def _chunk(self, tensor: TensorFacts) -> int:
@@ -266,19 +257,19 @@ class FSDP1(_Upstream):
         for (name, flat), reduced in zip(self.flats, self.reduced_bytes(), strict=True):
             gathered = [flat.padded_bytes(facts.compute(flat.dtype))]
             if self.kind == "NO_SHARD":
-                flows += flow(facts, "replicate", "all_reduce", [reduced], self.reductions)
+                flows += model.flow(facts, "replicate", "all_reduce", [reduced], self.reductions)
                 continue
             if self.kind == "SHARD_GRAD_OP":
                 times = 1 if silent else facts.rounds
             else:
                 times = facts.rounds * (facts.called(name) + 1 if name else 1)
-            flows += flow(facts, "shard", "all_gather", gathered, times)
-            flows += flow(facts, "shard", "reduce_scatter", [reduced], self.reductions)
+            flows += model.flow(facts, "shard", "all_gather", gathered, times)
+            flows += model.flow(facts, "shard", "reduce_scatter", [reduced], self.reductions)
             crossing = [reduced // self.shards]
-            flows += flow(facts, "replicate", "all_reduce", crossing, self.reductions)
+            flows += model.flow(facts, "replicate", "all_reduce", crossing, self.reductions)
         if facts.clipped and self.kind != "NO_SHARD":
             wide = facts.trainable[0].dtype == "float64"
-            flows += flow(facts, "shard", "all_reduce", [8 if wide else 4])
+            flows += model.flow(facts, "shard", "all_reduce", [8 if wide else 4])
         return [*flows, *self.overflow("replicate" if self.kind == "NO_SHARD" else "shard")]
 
     def refuse_recomputed(self) -> None:
@@ -291,7 +282,7 @@ class FSDP1(_Upstream):
             return
         name = self.recomputed(name for name, _ in self.flats)
         if name is not None:
-            raise NoCostModel(
+            raise model.NoCostModel(
                 f"the unit {name!r} lies inside of a block that is computed again, not always "
                 "to its end: no traffic is promised"
             )
@@ -323,7 +314,7 @@ class FSDP1(_Upstream):
             "parameters": sum(f.shard_bytes() for _, f in self.flats if self.parts(f, rank)),
             "masters": 0,
             "gradients": self.gradient_bytes(rank),
-            "optimizer_state": state_bytes(self.facts, self.kept(rank), updated),
+            "optimizer_state": model.state_bytes(self.facts, self.kept(rank), updated),
         }
 
     def communication_at_rest(self, rank: int, step: int) -> int:
@@ -373,12 +364,12 @@ class ZeroRedundancyOptimizer(CostModel):
         moved = [replace(one, axis="shard") for one in self.ddp.flows()]
         if facts.skipped:
             return moved
-        copies = flow(facts, "shard", "broadcast", sent)  # empty parameters are sent, too
+        copies = model.flow(facts, "shard", "broadcast", sent)  # empty parameters are sent, too
         return [*moved, *(replace(one, calls=len(sent) * facts.world) for one in copies)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         mine = [(t, t.numel) for t in self.facts.trainable if self.owner[t.name] == rank]
-        state = state_bytes(self.facts, mine, updated)
+        state = model.state_bytes(self.facts, mine, updated)
         held = self.ddp.resident(rank, step, updated) | {"optimizer_state": state}
         if not self.facts.option("gradient_as_bucket_view", False):
             held["gradients"] = sum(t.nbytes for t in used(self.facts.parameters, step))

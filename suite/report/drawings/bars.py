@@ -73,8 +73,7 @@ def memory_bars(results: Iterable[CaseResult]) -> list[Bar]:
             f"Memory of {name}, {optimizer}, {precision}, {world} ranks",
             f"Held {figures['bytes_held']:,} bytes ({by_class or 'nothing'}); "
             f"formula {cost_model}; whole copies {full:,}.",
-            _WIDTH,
-            _HEIGHT,
+            (_WIDTH, _HEIGHT),
             _pair(held, promised or ({} if limit is None else {"total": limit}), full, "k"),
             "bar",
             stretch=True,
@@ -149,15 +148,11 @@ def _traffic_bar(name: str, backend: str, world: int, members: Sequence[CaseResu
     mix = ", ".join(
         f"{_plain(k)} {v / sum(formula.values()):.0%}" for k, v in _ordered(formula).items()
     )
-    image = svg.drawing(
-        f"Traffic of {name} on {backend}, {world} ranks",
-        f"Bytes sent {bytes_text(sent, expected)}" + (f"; by the formula: {mix}." if mix else "."),
-        _WIDTH,
-        _HEIGHT,
-        parts,
-        "bar",
-        stretch=True,
+    title = f"Traffic of {name} on {backend}, {world} ranks"
+    text = f"Bytes sent {bytes_text(sent, expected)}" + (
+        f"; by the formula: {mix}." if mix else "."
     )
+    image = svg.drawing(title, text, (_WIDTH, _HEIGHT), parts, "bar", stretch=True)
     red = any(
         check.check == "traffic" and check.status == "fail"
         for result in members
@@ -165,12 +160,8 @@ def _traffic_bar(name: str, backend: str, world: int, members: Sequence[CaseResu
         for check in result.checks
     )
     same = "= formula" if sent == expected else whole(expected)
-    return Bar(
-        name,
-        (backend, str(world), whole(sent), same, f"{times:.3g} x {book}" if book else "-"),
-        image,
-        red,
-    )
+    of_book = f"{times:.3g} x {book}" if book else "-"
+    return Bar(name, (backend, str(world), whole(sent), same, of_book), image, red)
 
 
 def _scaled(parts: Mapping[str, float], total: Fraction) -> dict[str, float]:

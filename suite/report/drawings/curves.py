@@ -79,14 +79,9 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -
             parts.append(svg.line(at, y(low), at, y(high), f"s-{base}"))
             parts += [svg.line(at - 3, y(end), at + 3, y(end), f"s-{base}") for end in (low, high)]
             parts.append(svg.marker(mark, at, y(ratio), f"m-{base}{hollow}", 2.8))
-    return svg.drawing(
-        f"{scenario.capitalize()} scaling of {name} on {backend}",
-        " ".join(_sentence(line) for line in ordered),
-        _WIDTH,
-        _HEIGHT,
-        parts,
-        "chart",
-    )
+    title = f"{scenario.capitalize()} scaling of {name} on {backend}"
+    text = " ".join(_sentence(line) for line in ordered)
+    return svg.drawing(title, text, (_WIDTH, _HEIGHT), parts, "chart")
 
 
 def _sentence(line: CellLine) -> str:

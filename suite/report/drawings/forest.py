@@ -51,9 +51,8 @@ def axis(lines: Sequence[PairLine]) -> Markup | None:
             parts.append(svg.text(at, 12, f"{value:g}", "tick-label", "middle"))
             last = at
     title = "Axis of the ratios A over B: left of 1 A is faster, right of 1 slower"
-    return svg.drawing(
-        title, f"From {scale.low:.2f} to {scale.high:.2f}.", _WIDTH, 22, parts, "ruler"
-    )
+    text = f"From {scale.low:.2f} to {scale.high:.2f}."
+    return svg.drawing(title, text, (_WIDTH, 22), parts, "ruler")
 
 
 def _scale(lines: Iterable[PairLine]) -> svg.Scale:
@@ -87,8 +86,7 @@ def _draw(line: PairLine, figures: PairFigures, scale: svg.Scale) -> Markup:
         f"{line.pair.a.implementation} over {line.pair.b.implementation}: {line.verdict}",
         f"Ratio of times {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}; "
         f"margin {margin:.1%}.{twins}",
-        _WIDTH,
-        _HEIGHT,
+        (_WIDTH, _HEIGHT),
         parts,
         "forest",
     )

@@ -96,8 +96,7 @@ def _map(case_id: str, check: str, cells: Cells) -> Map:
     image = svg.drawing(
         f"Errors against their bounds by tensor and step, check {check}: {case_id}",
         f"Beyond their bound: {listed or 'none'}.",
-        _NAME + _CELL * len(steps) + 4,
-        _TOP + _ROW * len(shown) + 4,
+        (_NAME + _CELL * len(steps) + 4, _TOP + _ROW * len(shown) + 4),
         parts,
         "heat",
         fixed=True,

@@ -40,17 +40,17 @@ def number(value: object) -> object:
 def drawing(
     title: str,
     description: str,
-    width: float,
-    height: float,
+    size: tuple[float, float],
     parts: Iterable[Markup],
-    class_: str = "",
+    class_: str,
     stretch: bool = False,
     fixed: bool = False,
 ) -> Markup:
-    """A drawing of ``width`` x ``height`` units.
+    """A drawing of ``size``, its width and height in units.
 
     ``stretch``: the width alone follows the space; ``fixed``: a unit is a pixel.
     """
+    width, height = size
     return element(
         "svg",
         element("title", title),
@@ -59,7 +59,7 @@ def drawing(
         role="img",
         aria_label=title,
         viewBox=f"0 0 {number(width)} {number(height)}",
-        class_=class_ or None,
+        class_=class_,
         preserveAspectRatio="none" if stretch else None,
         width=width if fixed else None,
         height=height if fixed else None,

@@ -164,8 +164,7 @@ def _draw(
     return svg.drawing(
         f"Timeline of {heading}",
         f"{count} computations of {len(lanes)} ranks{took}. {order}.",
-        _WIDTH,
-        bottom + (22 if clocked else 4),
+        (_WIDTH, bottom + (22 if clocked else 4)),
         parts,
         "timeline",
     )
