@@ -233,10 +233,11 @@ class Session:
     def score(self, measured: Measured) -> None:
         """Both sides beside their predictions, probed in a launch of its own."""
         backend = measured.subject.backend
-        reasons = {
-            letter: scorecard.unscored(backend, measured.meshes[letter]) for letter in LETTERS
+        others = {
+            letter: NoFigures(problem=why)
+            for letter in LETTERS
+            if (why := scorecard.unscored(backend, measured.meshes[letter]))
         }
-        others = {letter: NoFigures(problem=why) for letter, why in reasons.items() if why}
         letters = [letter for letter in LETTERS if letter not in others]
         if not letters:
             measured.probed = PairProbes(sides=others)

@@ -1,8 +1,4 @@
-"""Pairs from scenario files and options, and the procedure's constants.
-
-A speed scenario (``scenarios/speed/*.yaml``) lists pairs that share workload and backend; its
-``goal`` is the upper end of the interval of A over B, at most.
-"""
+"""Pairs from speed scenarios (``scenarios/speed/*.yaml``), and the procedure's constants."""
 
 from __future__ import annotations
 

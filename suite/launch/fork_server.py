@@ -5,10 +5,8 @@ milliseconds.  Forking is safe only while the parent has a single thread: after 
 two, the child hangs.  So this is a process of its own that imports, forks and collects, and
 never computes; that it has one thread is checked before it says that it is ready.
 
-The two talk over a socket that keeps messages apart (``SOCK_SEQPACKET``), in pickled
-:class:`Fork`, :class:`Kill` and :class:`Preload` one way, :class:`Ready`, :class:`Failed` and
-:class:`LeaderExit` the other.  Only a leader, never the fork server, unpickles the job of a
-:class:`Fork`: that imports the task's module.
+The two talk in pickled messages over a socket that keeps them apart (``SOCK_SEQPACKET``).  Only a
+leader, never the fork server, unpickles the job of a :class:`Fork`: that imports the task's module.
 
 It ends, and with it everything that it started, when the parent closes the socket or dies.
 """

@@ -82,12 +82,10 @@ class Pool:
         self._started = 0
 
     def __enter__(self) -> Pool:
-        self.folder = self._space.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            self.folder = stack.enter_context(self._space)
             self.fork_server.__enter__()
-        except BaseException:
-            self._space.__exit__()
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

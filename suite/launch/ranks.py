@@ -1,8 +1,7 @@
 """Start the ranks of one case, watch them, end them in time, and say how each ended.
 
-In goes a function of rank and world size; out comes how each rank ended, with the file that holds
-what the function returned.  Ranks are forked, so the calling process must not have native threads
-running (leaders come from the fork server, which has none).  Five things end a rank that does not
+Ranks are forked, so the calling process must not have native threads running (leaders come from the
+fork server, which has none).  Five things end a rank that does not
 end itself: a standstill of all (``launch/watchdog.py``), its budget of CPU seconds, a peer's
 failure (after a grace period), its memory limit, and too much output.
 """

@@ -1,11 +1,9 @@
 """How often ``shardproof bench`` errs here: ``shardproof study false-alarms``.
 
-Two rates, measured once a release on sessions of the default procedure, each with fresh ranks:
+Two rates, from sessions of the default procedure, each with fresh ranks:
 
 false alarms   an implementation beside itself; its interval excludes "the same"
 detection      the same implementation made 10 % slower; the verdict is ``slower``
-
-Comparisons of other runs by the default number of blocks have A/A blocks, too, which may count.
 
 A session has two sets of blocks, A/B and A/A.  Where B is A once more, both are comparisons of
 alike code; where A is the slowed one, the A/A blocks are.  Sessions of both kinds take turns, so

@@ -84,9 +84,8 @@ def _scikit_learn_digits() -> np.ndarray:
         path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
         if path.is_file():
             text = gzip.decompress(path.read_bytes())
-            return np.array(
-                text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=float
-            ).reshape(-1, 65)
+            numbers = text.replace(b"\n", b",").rstrip(b",").split(b",")
+            return np.array(numbers, dtype=float).reshape(-1, 65)
     places = ", ".join(str(path) for path in DIGITS_FILES)
     raise DataError(
         f"the digits images are not here: install scikit-learn, or write one of {places} "

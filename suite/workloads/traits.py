@@ -181,8 +181,7 @@ class OneLayer(nn.Module):
 class Tied(nn.Module):
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()
-        self.first = Linear(width, width, **place)
-        self.second = Linear(width, width, **place)
+        self.first, self.second = (Linear(width, width, **place) for _ in range(2))
         self.second.weight = self.first.weight
 
     def forward(self, hidden: Tensor) -> Tensor:

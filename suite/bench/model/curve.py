@@ -80,11 +80,8 @@ def update_share(cost_model: CostModel) -> float:
     facts = cost_model.facts
     whole = sum(t.numel for t in facts.trainable)
     some = dict.fromkeys([*range(min(facts.world, 8)), facts.world - 1])
-    own = []
-    for rank in some:
-        local = cost_model.local(rank)
-        held = local.optimizer or local.gradients or local.parameters
-        own.append(sum(held.values()))
+    locals_ = map(cost_model.local, some)
+    own = [sum((at.optimizer or at.gradients or at.parameters).values()) for at in locals_]
     if whole and not max(own):
         raise NoCostModel(
             f"{cost_model.strategy} has no formula of what a rank updates on this mesh"

@@ -2,7 +2,6 @@
 
 Every figure is one call of ``pynvml`` (package nvidia-ml-py).  A figure that the GPU, its driver or
 the container does not support is ``None`` with the reason beside it; the other figures stay.
-Tests play recorded answers back (tests/support/nvml_recording.py).
 
 Source: NVML API reference, NVIDIA, chapter 5 "Device Queries" and "NvmlClocksEventReasons".
 """
