@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from shardproof.backends.base import GroupBase, Request
 from shardproof.contract import Piece
 from shardproof.ledgers.memory import MemoryLedger, MemoryLog, communicated, watch
+from shardproof.ledgers.memory.summary import summary
 
 STATE = ("parameters", "gradients", "optimizer_state")
 W = 256 * 256 * 4
@@ -246,6 +247,16 @@ def test_recomputed_activations_are_temporary(run: Run) -> None:
     each = 32 * 16 * 4
     # Inputs, four outputs of tanh, the loss; with recomputation inputs, the last output, the loss.
     assert sizes == [each * 5 + 4, each * 2 + 4]
+
+
+def test_a_mark_before_any_event_holds_nothing_and_hides_no_other() -> None:
+    run = Run()
+    with run.ledger:
+        run.ledger.log.marks.append(("gradients_final", 0, 0))
+        kept = torch.zeros(10)
+        run.ledger.mark("after_update")
+    marks = [row for row in summary(run.ledger.log) if row.moment == "mark"]
+    assert {row.where for row in marks} == {"after_update"} and kept.sum() == 0
 
 
 def test_an_exception_closes_the_ledger() -> None:

@@ -53,7 +53,8 @@ def summary(log: MemoryLog) -> list[MemoryRow]:
     """
     rows: list[MemoryRow] = []
     best: dict[tuple[int, str], Levels] = {}
-    now, marks = None, deque(log.marks)
+    # Before the first event nothing is held.
+    now, marks = None, deque(mark for mark in log.marks if mark[2])
     for event, (moment, levels, changed) in enumerate(log.replay(), 1):
         if moment[1] in PHASES:
             most = best.setdefault(moment, {})
