@@ -304,6 +304,7 @@ class Manifest:
         before = hashlib.sha256(self._last).hexdigest()
         entry = ManifestEntry(file=file, line=line, sha256=sha256, before=before)
         line_bytes = json.dumps(entry.model_dump()).encode()
+        self._last = None  # a signal may come between the line and this note of it
         append_line(self._path, line_bytes)
         self._last = line_bytes
 
@@ -359,6 +360,9 @@ def append_line(path: Path, line: bytes) -> None:
         except OSError as error:
             stream.truncate(before)
             raise OSError(error.errno, error.strerror, str(path)) from None
+        except KeyboardInterrupt:
+            stream.truncate(before)
+            raise
 
 
 def _raw_lines(path: Path) -> Iterable[bytes]:

@@ -210,12 +210,14 @@ def test_one_folder_takes_one_runner_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = start(folder)
     wait_for(folder, first, 1)
+    first.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
     for more in ((), ("--resume",)):
         second = start(folder, *more)
         output = second.communicate(timeout=60)[0]
         assert second.returncode == 2, output
         assert f"another process writes into this run (pid {first.pid}) - " in output, output
     first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGCONT)
     first.communicate(timeout=60)
     assert verify(folder).problems == []
     assert len(read(folder).header.invocations) == 1

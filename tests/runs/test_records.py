@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,27 @@ def test_junit_tells_every_case(made: Path) -> None:
 
 def test_the_newest_run_is_found(made: Path) -> None:
     assert find_run(None, made.parent) == made
+
+
+@pytest.mark.parametrize("after", ["the write", "the line"])
+def test_a_signal_between_a_line_and_its_note_breaks_no_chain(
+    after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Manifest(tmp_path)
+    manifest.seal("a", "0" * 64)
+    append = records.append_line
+
+    def interrupted(*given: Any) -> None:
+        if after == "the line":
+            append(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if after == "the line":
+            patch.setattr(records, "append_line", interrupted)
+        else:
+            patch.setattr(os, "fsync", interrupted)
+        manifest.seal("b", "1" * 64)
+    manifest.seal("c", "2" * 64)
+    sealed = {file for file, _ in manifest.read()}
+    assert sealed == ({"a", "b", "c"} if after == "the line" else {"a", "c"})
