@@ -56,13 +56,12 @@ class Watchdog:
         """Take one sample of the living processes; 20 a second are asked for."""
         beats = heartbeat.read(self._beats)
         self._alive = []
-        for rank in (rank for process in alive for rank in process.ranks):
+        for pid, rank in ((process.pid, rank) for process in alive for rank in process.ranks):
             beat, seen = beats[rank], self._ranks[rank]
             seen.state = beat.state
             if self._link.threads and beat.state >= heartbeat.DONE:
                 continue  # its thread has ended, its process has not
             self._alive.append(seen)
-            pid = next(process.pid for process in alive if rank in process.ranks)
             thread = beat.native if self._link.threads else None
             letter, cpu = process_control.activity_of(pid, thread)
             waited, seen.waits = seen.waits, beat.waits % 2 == 1

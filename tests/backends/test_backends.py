@@ -366,3 +366,16 @@ def nothing_is_installed(rank: int, _: int, process: bool = False) -> None:
 def test_ledgers_off_installs_nothing(tmp_path: Path) -> None:
     succeed(nothing_is_installed, 2)
     processes(nothing_is_installed, 2, tmp_path, False, True)
+
+
+def test_a_deadlock_of_many_ranks_is_told_briefly() -> None:
+    """Ranks that wait alike are named together: 48 of them fill no screen."""
+
+    def body(rank: int, _: int) -> None:
+        if rank == 0:
+            dist.recv(torch.ones(4), 1)
+        dist.all_reduce(torch.ones(4))
+
+    found = _fail(body, world=48)
+    _all_say(found, errors.Deadlock, "ranks 1-47 wait in all_reduce")
+    assert max(len(str(error)) for error in found) < 300

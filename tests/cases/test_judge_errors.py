@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from made_case import made_case
 
 from shardproof import verdicts
-from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks.results import CaseResult
-from shardproof.contract import OptimizerSpec
 
 HERE = Path(__file__).parents[1] / "support"
 
@@ -21,15 +20,11 @@ def _run(name: str, patch: pytest.MonkeyPatch, folder: Path, *beside: str) -> li
     patch.setenv("PYTHONPATH", str(HERE))
     patch.setenv("FAULTY_RANKS_FLAG", str(folder / "flag"))
     cases = [
-        Case(
+        made_case(
+            implementation,
+            {"replicate": 2},
             id=implementation,
-            scenario="judge",
-            implementation=implementation,
             backend="gloo",
-            mesh={"replicate": 2},
-            workload=WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16}),
-            optimizer=OptimizerSpec(),
-            lane="fp64",
             checks=("equivalence", "replicas"),
             steps=2,
         )
