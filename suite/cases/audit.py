@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardproof.case import Lane
 from shardproof.checks import Outcome
 from shardproof.checks.equivalence import judged_lane
 from shardproof.checks.norm import BOUNDS as NORM_BOUNDS
@@ -61,13 +62,14 @@ def _expected(figures: Figures) -> Iterator[Place]:
     if figures.declaration.oracle == "replay":
         yield from ((figures.steps[-1], "drained parameters", name) for name in names)
         return
-    replayed = _updates_are_replayed(figures)
+    lane = judged_lane(figures)
+    replayed = _updates_are_replayed(figures, lane)
     update = "replayed update of {}" if replayed else "after_update {}"
     yield from ((step, update.format("parameters"), n) for step in figures.steps for n in names)
     for row in figures.tensors:
         if row.kind == "optimizer" and row.point == "after_update":
             yield row.step, update.format("optimizer"), row.name
-        elif judged_lane(figures) != "working_precision" and (phase := _phase(figures, row)):
+        elif lane != "working_precision" and (phase := _phase(figures, row, replayed)):
             yield row.step, phase, row.name
 
 
@@ -75,11 +77,12 @@ def _denied(figures: Figures) -> str:
     """The first tensor whose norm is not the oracle's: no bound of a passing lane allows it."""
     if figures.declaration.oracle == "replay":
         return ""
-    if judged_lane(figures) == "working_precision":
+    lane = judged_lane(figures)
+    if lane == "working_precision":
         return _global_norm_denied(figures)
-    seen = 0
+    replayed, seen = _updates_are_replayed(figures, lane), 0
     for row in figures.tensors:
-        phase = _phase(figures, row)
+        phase = _phase(figures, row, replayed)
         truth = figures.oracle.steps[row.step].norms.get(phase, {}) if phase else {}
         if row.name not in truth or row.dtype != figures.case.dtype:
             continue  # held rounded, beside a master
@@ -110,7 +113,7 @@ def _global_norm_denied(figures: Figures) -> str:
     )
 
 
-def _phase(figures: Figures, row: TensorRow) -> str:
+def _phase(figures: Figures, row: TensorRow, replayed: bool) -> str:
     """The phase in which the oracle's own trajectory is compared with ``row`` (empty: in none)."""
     if row.step < 0:
         return ""
@@ -119,12 +122,11 @@ def _phase(figures: Figures, row: TensorRow) -> str:
         known = row.point in ("gradients_final", "after_clip") and clipped
         return row.point if known and not figures.oracle.steps[row.step].skipped else ""
     if row.kind in ("parameters", "optimizer") and row.point == "after_update":
-        return "" if _updates_are_replayed(figures) else f"after_update {row.kind}"
+        return "" if replayed else f"after_update {row.kind}"
     return ""
 
 
-def _updates_are_replayed(figures: Figures) -> bool:
-    lane = judged_lane(figures)
+def _updates_are_replayed(figures: Figures, lane: Lane) -> bool:
     return lane == "working_precision" or (
         lane == "fp64" and figures.case.optimizer.name == "adamw"
     )

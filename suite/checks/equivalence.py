@@ -243,7 +243,8 @@ def _tied_over_stages(evidence: Figures) -> bool:
     if facts is None or "pipe" not in facts.axes:
         return False
     stages = stages_of(facts)
-    return any(len(stages.homes(tensor)) > 1 for tensor in facts.trainable)
+    shared = (tensor for tensor in facts.trainable if len(tensor.units) > 1)
+    return any(len(stages.homes(tensor)) > 1 for tensor in shared)
 
 
 def _check_names(

@@ -56,7 +56,9 @@ def decide(evidence: Figures) -> Outcome:
                 for call in step_calls(record, step)
                 if call.operation in REDUCTIONS and call.phase == "backward"
             ]
+            begun = [event[1:] for event in record.events_of(step)]
             units = [n for n, kind, _ in record.events_of(step) if kind == "backward"]
+            several = len({unit for kind, unit in begun if kind == "backward" and unit}) > 1
             if not units:
                 continue  # a rank without micro-batches computes nothing to hide behind
             late = [call for call in calls if not call.inside_backward]
@@ -68,7 +70,6 @@ def decide(evidence: Figures) -> Outcome:
             # A bucket with a parameter that this rank did not use can only leave after backward.
             allowed, waits, problem = int(evidence.workload.unused_possible), False, ""
             if ahead is not None and cost_model is not None:
-                begun = [(kind, unit) for _, kind, unit in record.events_of(step)]
                 rounds = begun.count(("forward", ""))  # passes of the whole model
                 idle = cost_model.facts.rounds - rounds
                 allowed, waits = ahead.after_backward(rounds, idle), idle > 0
@@ -88,8 +89,9 @@ def decide(evidence: Figures) -> Outcome:
                     f"{len(exposed)} of {len(early)} reductions issued in time are waited for "
                     "before any further unit computes"
                 )
-            # Gradients that wait for a round in which only others compute leave late.
-            elif len(calls) > 2 and not early and not waits:
+            # Gradients that wait for a round in which only others compute leave late, and a single
+            # unit has no other behind it.
+            elif len(calls) > 2 and not early and not waits and several:
                 problem = (
                     f"none of {len(calls)} reductions is issued before the last unit's backward"
                 )

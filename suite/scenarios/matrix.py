@@ -114,8 +114,17 @@ class _Expansion:
         cases = []
         for cell in cells:
             tier = cell.tier or ("quick" if cell.key in quick else self.scenario.tier)
-            skip, xfail = skips.get(cell.key), xfails.get(cell.key)
-            cases.append(self._case(cell, tier, skip, xfail, several_clips=len(clips) > 1))
+            marks = skips.get(cell.key), xfails.get(cell.key)
+            case = self._case(cell, tier, *marks, several_clips=len(clips) > 1)
+            small = self._workload(cell.workload, self.scenario.quick_size)
+            if tier == "quick" and small != case.workload:
+                whole = f"{case.id.removesuffix('quick')}full"
+                cases.append(dataclasses.replace(case, workload=small))
+                case = dataclasses.replace(case, id=whole, tier="full")
+            cases.append(case)
+        if self.scenario.quick_size and len(cases) == len(cells):
+            self._add(["quick_size"], "changes no quick case", "correct or remove it", "")
+            self._stop_if_faulty()
         return cases
 
     def _stop_if_faulty(self) -> None:
@@ -189,11 +198,13 @@ class _Expansion:
             self._check_name([*path, "traits", index], "trait", trait)
             for index, trait in enumerate(spec.traits)
         ]
-        if all(known):
-            fault = self.vocabulary.fault_of(spec)
+        small = self._workload(variant, self.scenario.quick_size)
+        for place, each in ((path, spec), (["quick_size"], small)) if all(known) else ():
+            fault = self.vocabulary.fault_of(each)
             if fault is not None:
                 remedy = "correct it, or see `shardproof list traits`"
-                self._add(path, f"this workload cannot be built: {fault}", remedy, spec.name)
+                self._add(place, f"this workload cannot be built: {fault}", remedy, spec.name)
+                return
 
     def _cells(self) -> list[Cell]:
         scenario = self.scenario
@@ -315,8 +326,13 @@ class _Expansion:
                 marks.setdefault(key, reason)
         return marks
 
-    def _workload(self, variant: schema.WorkloadChoice | None) -> WorkloadSpec:
+    def _workload(
+        self, variant: schema.WorkloadChoice | None, size: schema.Size | None = None
+    ) -> WorkloadSpec:
         values = self.scenario.workload.model_dump()
+        if size is not None and (variant is None or variant.name is None):
+            params = values["params"] | size.params
+            values |= size.model_dump(exclude_none=True) | {"params": params}
         if variant is not None:
             own = variant.model_dump(exclude={"label", "expect"}, exclude_none=True)
             values |= {**own, "params": {**values["params"], **own.get("params", {})}}
