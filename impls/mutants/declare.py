@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from shardproof.case import Lane, WorkloadSpec
 from shardproof.contract import Implementation, OptimizerSpec
+from shardproof.impls.mutants.triggers import gpt
 
 C = TypeVar("C", bound=type)
 
@@ -33,7 +34,7 @@ class Mutant:
     implementation: type[Implementation]
     crash_says: str = ""
     zoo: tuple[str, ...] = ()
-    workload: WorkloadSpec = field(default_factory=lambda: WorkloadSpec("charnames_gpt"))
+    workload: WorkloadSpec = field(default_factory=gpt)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     options: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=lambda: {"replicate": 2})

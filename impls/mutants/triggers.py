@@ -46,7 +46,12 @@ def gpts(**usual: Any) -> Callable[..., WorkloadSpec]:
     return gpt
 
 
-gpt = gpts()
+#: The smallest at which most faults die: one unit, and every size beyond what a rank holds.
+gpt = gpts(layers=1, width=16, seq=8, global_batch=12)
+#: A second unit, for faults of what happens between two.
+deep_gpt = gpts(layers=2, width=16, seq=8, global_batch=12)
+#: For faults of three units, of equal buckets, and of a branch that every rank takes.
+whole_gpt = gpts()
 
 
 class Nothing:

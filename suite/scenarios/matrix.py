@@ -327,7 +327,7 @@ class _Expansion:
         return marks
 
     def _workload(
-        self, variant: schema.WorkloadChoice | None, size: schema.Size | None = None
+        self, variant: schema.WorkloadChoice | None, size: schema.QuickSize | None = None
     ) -> WorkloadSpec:
         values = self.scenario.workload.model_dump()
         if size is not None and (variant is None or variant.name is None):

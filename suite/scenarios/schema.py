@@ -37,7 +37,7 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
 Reason = Annotated[str, Field(min_length=3, description="the reason, in a sentence")]
 Clip = Annotated[float, Field(gt=0)]
-Ranks = Annotated[int, Field(ge=1, le=1024)]
+Size = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Model(BaseModel):
@@ -76,7 +76,7 @@ Named = Annotated[Item, _Short(_named, lambda _: core_schema.str_schema())]
 
 #: What is not a formula is refused.
 Expression = Annotated[str, AfterValidator(lambda text: expression.parse(text) and text)]
-Sizes = Many[Ranks]
+Sizes = Many[Size]
 Mesh = Annotated[dict[Axis, Sizes], Field(min_length=1)]
 
 
@@ -89,7 +89,7 @@ class Other(Model):
         description="all options of another implementation; for the same implementation, changes "
         "to the case's own options",
     )
-    mesh: dict[Axis, Ranks] | None = Field(
+    mesh: dict[Axis, Size] | None = Field(
         None,
         min_length=1,
         description="the same ranks on other axes; default: the case's own mesh, or the one axis "
@@ -227,7 +227,7 @@ class WorkloadChoice(Model):
     expect: Expect | None = Field(None, description="overrides the implementation's expect")
 
 
-class Size(Model):
+class QuickSize(Model):
     """What the quick cells train in place of the scenario's workload; a variant's own values stay.
 
     A quick cell is then two cases: of this size in tier quick, of the whole size in tier full.
@@ -322,7 +322,9 @@ class Scenario(Model):
     quick: list[Match] = Field(
         default_factory=list, description="cells of the quick tier; all others are `full`"
     )
-    quick_size: Size | None = Field(None, description="smaller model and batch of the quick tier")
+    quick_size: QuickSize | None = Field(
+        None, description="smaller model and batch of the quick tier"
+    )
     deadline: float = Field(60.0, gt=0, le=3600, description="CPU seconds that a rank may compute")
     memory_gib: float = Field(8.0, gt=0.5, description="resident memory of one rank process")
 

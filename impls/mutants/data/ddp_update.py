@@ -14,10 +14,12 @@ from shardproof.impls.mutants.triggers import (
     BETWEEN,
     CLIP,
     GROUPS,
+    deep_gpt,
     exchange_decays,
     exchange_equal,
     gpt,
     spend_a_step,
+    whole_gpt,
 )
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
@@ -74,7 +76,7 @@ class ClipsOnRank0Only(ReferenceDDP):
             super().clip(norm, max_norm)
 
 
-@mutant("ddp_clips_up", killed_by=("equivalence",), optimizer=BETWEEN)
+@mutant("ddp_clips_up", killed_by=("equivalence",), optimizer=BETWEEN, workload=deep_gpt())
 class ClipsUp(ReferenceDDP):
     """Gradients below the clip are scaled up to it."""
 
@@ -122,7 +124,9 @@ class BucketOrderByRank(DDP):
             self.buckets.reverse()
 
 
-@mutant("ddp_exchanges_equal_buckets", zoo=("X05",), killed_by=("equivalence",))
+@mutant(
+    "ddp_exchanges_equal_buckets", zoo=("X05",), killed_by=("equivalence",), workload=whole_gpt()
+)
 class ExchangesEqualBuckets(DDP):
     """One rank launches two buckets of equal size in swapped order: wrong sums, no error."""
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.case import WorkloadSpec
 from shardproof.contract import Kind, Piece
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.triggers import ADAMW
+from shardproof.impls.mutants.triggers import ADAMW, gpt
 from shardproof.impls.reference.engine.state import copy_pieces
 from shardproof.impls.reference.fsdp import ReferenceFSDP
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
@@ -93,7 +92,7 @@ class ReloadKeepsMasters(ReferenceZero1):
     zoo=("K02",),
     expect=RELOAD,
     options={"offload": "optimizer"},
-    workload=WorkloadSpec("charnames_gpt", traits=("non_contiguous",)),
+    workload=gpt("non_contiguous"),
 )
 class ReloadLeavesBuckets(Zero2):
     """A transposed parameter is loaded, but not its place in the bucket, which is updated."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.triggers import CLIP, NORM, gpt, own_parts
+from shardproof.impls.mutants.triggers import CLIP, NORM, deep_gpt, gpt, own_parts, whole_gpt
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart
 from shardproof.impls.reference.engine.precision import Precision
@@ -79,7 +79,7 @@ class DoesNotWaitForPrefetch(Zero3):
         super().before_forward(unit, again)
 
 
-@mutant("zero3_unties_weight", zoo=("F05",), killed_by=("equivalence",), workload=gpt("tied"))
+@mutant("zero3_unties_weight", zoo=("F05",), killed_by=("equivalence",), workload=deep_gpt("tied"))
 class UntiesWeight(ReferenceZero3):
     """A tied weight becomes two tensors, and the second is never updated."""
 
@@ -95,7 +95,7 @@ class UntiesWeight(ReferenceZero3):
     "zero3_idle_ranks_count_otherwise",
     zoo=("X05",),
     killed_by=("equivalence",),
-    workload=gpt("unequal_micro_batches"),
+    workload=deep_gpt("unequal_micro_batches"),
 )
 class IdleRanksCountOtherwise(Zero3):
     """A rank without work sends the shard of another unit of equal size."""
@@ -211,7 +211,7 @@ class ClearsNothingAlone(FSDP):
     "zero3_gradient_by_own_use",
     zoo=("F04",),
     killed_by=("equivalence",),
-    workload=gpt("conditional_by_rank"),
+    workload=whole_gpt("conditional_by_rank"),
     options={"wrap": {"units": ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]}},
 )
 class GradientByOwnUse(Zero3):
@@ -256,7 +256,7 @@ class ReducesReducedGradients(FSDP):
 @mutant(
     "fsdp_counts_module_twice",
     killed_by=("equivalence",),
-    workload=gpt("module_twice"),
+    workload=deep_gpt("module_twice"),
     mesh={"replicate": 3},
     options={
         "sharding_strategy": "NO_SHARD",

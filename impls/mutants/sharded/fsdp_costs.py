@@ -6,7 +6,6 @@ Planted in ``reference/zero3`` and ``reference/fsdp``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from shardproof.comm import Comm
 from shardproof.impls.mutants.sharded.fsdp import CHUNKS, SILENT, mutant
-from shardproof.impls.mutants.triggers import ADAMW, gpt
+from shardproof.impls.mutants.triggers import ADAMW, gpt, whole_gpt
 from shardproof.impls.reference.fsdp import ReferenceFSDP
 from shardproof.impls.reference.fsdp.schedule import FSDP
 from shardproof.impls.reference.units.gradients import GradientState
@@ -25,7 +24,7 @@ from shardproof.impls.reference.zero3 import Zero3
 # ------------------------------------------------------------------------------- what is freed
 
 
-@mutant("zero3_frees_late", zoo=("F19",), killed_by=("memory",))
+@mutant("zero3_frees_late", zoo=("F19",), killed_by=("memory",), workload=whole_gpt())
 class FreesLate(Zero3):
     """Units stay whole from forward to backward and are still gathered again."""
 
@@ -42,7 +41,7 @@ class FreesLate(Zero3):
         super().gather(unit)
 
 
-@mutant("fsdp_never_reshards", zoo=("F19",), killed_by=("traffic", "memory"))
+@mutant("fsdp_never_reshards", zoo=("F19",), killed_by=("traffic", "memory"), workload=whole_gpt())
 class NeverReshards(FSDP):
     """FULL_SHARD keeps units whole between forward and backward."""
 
@@ -59,7 +58,7 @@ class KeepsRoot(Zero3):
             super().after_forward(unit, again)
 
 
-@mutant("zero3_keeps_units_of_backward", killed_by=("memory",))
+@mutant("zero3_keeps_units_of_backward", killed_by=("memory",), workload=whole_gpt())
 class KeepsUnitsOfBackward(Zero3):
     """Units stay whole from their backward to the end of the round."""
 
@@ -201,7 +200,7 @@ class WaitsAfterEachReduction(FSDP):
     "zero3_prefetches_wrong_end",
     zoo=("F25",),
     killed_by=("overlap",),
-    workload=replace(gpt(), params={"layers": 5}),
+    workload=whole_gpt(layers=5),
 )
 class PrefetchesWrongEnd(Zero3):
     """Backward prefetches from the wrong end of its order."""
@@ -233,7 +232,7 @@ class ReducesAfterBackward(Zero3):
 # ----------------------------------------------------------------------------------- evaluation
 
 
-@mutant("zero3_evaluation_leaves_units", killed_by=("traffic", "memory"))
+@mutant("zero3_evaluation_leaves_units", killed_by=("traffic", "memory"), workload=whole_gpt())
 class EvaluationLeavesUnits(Zero3):
     """Units gathered by an evaluation stay whole, so the next step does not gather them."""
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardproof.impls.mutants.sharded.fsdp import CHUNKS, mutant
-from shardproof.impls.mutants.triggers import ADAMW, gpt
+from shardproof.impls.mutants.triggers import ADAMW, deep_gpt, gpt, whole_gpt
 from shardproof.impls.reference.fsdp.schedule import FSDP
 from shardproof.impls.reference.units.parameters import ParameterState
 from shardproof.impls.reference.units.shard import ShardedUnit
@@ -36,7 +36,12 @@ class ChunksOutliveRound(FSDP):
                 flat.parameters.chunk, flat.parameters.state = chunk, ParameterState.CHUNKED
 
 
-@mutant("fsdp_prefetches_all_for_none", killed_by=("memory",), options={"prefetch_backward": 0})
+@mutant(
+    "fsdp_prefetches_all_for_none",
+    killed_by=("memory",),
+    options={"prefetch_backward": 0},
+    workload=deep_gpt(),
+)
 class PrefetchesAllForNone(FSDP):
     """Prefetch_backward of 0 gathers all units that backward has yet to reach."""
 
@@ -46,7 +51,7 @@ class PrefetchesAllForNone(FSDP):
             self.gather(preceding)
 
 
-@mutant("zero3_lands_with_root", zoo=("F20",), killed_by=("memory",))
+@mutant("zero3_lands_with_root", zoo=("F20",), killed_by=("memory",), workload=deep_gpt())
 class LandsWithRoot(Zero3):
     """Whole gradients of all units stay until the root's have been reduced."""
 
@@ -61,6 +66,7 @@ class LandsWithRoot(Zero3):
     zoo=("F25",),
     killed_by=("overlap",),
     options={"prefetch_forward": 2, "prefetch_backward": 2},
+    workload=deep_gpt(),
 )
 class PrefetchesOneForTwo(FSDP):
     """A prefetch of 2 units gathers one ahead."""
@@ -82,7 +88,7 @@ class PrefetchesOneForTwo(FSDP):
     killed_by=("equivalence", "replicas"),
     mesh={"replicate": 2, "shard": 2},
     options={"sharding_strategy": "HYBRID_SHARD", "wrap": {"module_class": ["Block", "Branch"]}},
-    workload=gpt("conditional_by_micro_batch"),
+    workload=whole_gpt("conditional_by_micro_batch"),
 )
 class ForgetsReplicasOfEarlyUnits(FSDP):
     """A unit that the last micro-batch does not call is not summed over the replicas."""

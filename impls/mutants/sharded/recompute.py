@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardproof.case import WorkloadSpec
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.triggers import gpt
+from shardproof.impls.mutants.triggers import gpt, whole_gpt
 from shardproof.impls.reference.engine.recompute import Call
 from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 from shardproof.impls.reference.zero3 import ReferenceZero3, Zero3
@@ -129,7 +128,7 @@ class GathersTwice(Zero3):
     "recompute_keeps_gathered_weights",
     zoo=("F26",),
     killed_by=("memory",),
-    workload=replace(gpt(), params={"layers": 5}),
+    workload=whole_gpt(layers=5),
 )
 class KeepsGatheredWeights(Zero3):
     """Recomputed units stay whole until backward has ended."""

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import OptimizerSpec
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.triggers import ADAMW, CLIP, NORM, exchange_equal, gpt, own_parts
+from shardproof.impls.mutants.triggers import (
+    ADAMW,
+    CLIP,
+    NORM,
+    deep_gpt,
+    exchange_equal,
+    gpt,
+    own_parts,
+    whole_gpt,
+)
 from shardproof.impls.reference import ddp
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
@@ -122,7 +131,9 @@ class OneRankIsNoGroup(Zero1):
             super().publish_gradients()
 
 
-@mutant("zero2_exchanges_equal_buckets", zoo=("X05",), killed_by=("equivalence",))
+@mutant(
+    "zero2_exchanges_equal_buckets", zoo=("X05",), killed_by=("equivalence",), workload=whole_gpt()
+)
 class ExchangesEqualBuckets(Zero2):
     """One rank has two buckets of equal size in swapped order: wrong sums, no error."""
 
@@ -179,7 +190,9 @@ class FirstPartOfEmptyShard(Zero1):
         self.firsts = [list(bucket.parts.values())[0] for bucket in self.buckets]  # noqa: RUF015
 
 
-@mutant("zero1_drops_tail_of_last_shard", zoo=("F01",), killed_by=("equivalence",))
+@mutant(
+    "zero1_drops_tail_of_last_shard", zoo=("F01",), killed_by=("equivalence",), workload=deep_gpt()
+)
 class DropsTailOfLastShard(Zero1):
     """With uneven shards, the end of the last one gets no update."""
 
@@ -417,7 +430,12 @@ class KeepsWholeGradients(Zero2):
             bucket.views = bucket.layout.views(full)  # type: ignore[arg-type]
 
 
-@mutant("zero2_reduces_last_micro_batch_only", zoo=("F20",), killed_by=("traffic", "memory"))
+@mutant(
+    "zero2_reduces_last_micro_batch_only",
+    zoo=("F20",),
+    killed_by=("traffic", "memory"),
+    workload=whole_gpt(),
+)
 class ReducesLastMicroBatchOnly(Zero2):
     """Whole gradients add up on every rank and are reduced once."""
 

@@ -15,6 +15,7 @@ from shardproof.impls.mutants.triggers import (
     BETWEEN,
     CLIP,
     GROUPS,
+    deep_gpt,
     exchange_decays,
     gpt,
     spend_a_step,
@@ -67,7 +68,7 @@ class ClipsOnRank0Only(ReferenceZero2):
             super().clip(norm, max_norm)
 
 
-@mutant("zero2_clips_up", killed_by=("equivalence",), optimizer=BETWEEN)
+@mutant("zero2_clips_up", killed_by=("equivalence",), optimizer=BETWEEN, workload=deep_gpt())
 class ClipsUp(ReferenceZero2):
     """Gradients below the clip are scaled up to it."""
 

@@ -1,0 +1,221 @@
+"""Finds the smallest size at which the quick cases of a scenario still do their work.
+
+    python scenarios/shrink.py                # every scenario of the quick tier (half an hour)
+    python scenarios/shrink.py ddp-gpt        # one
+    python scenarios/shrink.py --page         # only write conformance/quick.md again
+    python scenarios/shrink.py --check        # exit code 1 if that page is stale
+
+A size will do if every check of every quick case ends as at whole size, and if its planted faults
+are seen as they are there.  A fault is planted in the first quick case, of all scenarios, that runs
+its parent under its trigger.  The size is written into the file as
+``quick_size``; what was seen is kept in ``conformance/quick.json``, and ``conformance/quick.md``
+tells what each quick case is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardproof import registry
+from shardproof.case import Case
+from shardproof.cases.kills import VERDICT_KILLERS
+from shardproof.cases.runner import Session
+from shardproof.errors import ScenarioError
+from shardproof.impls.mutants.declare import Mutant
+from shardproof.launch.process_control import cores
+from shardproof.scenarios import schema
+from shardproof.scenarios.load import ScenarioFile, find
+from shardproof.scenarios.matrix import expand
+from shardproof.scenarios.vocabulary import installed
+from shardproof.table import Table
+
+FOLDER = Path(__file__).resolve().parent / "conformance"
+PAGE, SEEN = FOLDER / "quick.md", FOLDER / "quick.json"
+HEAD = """\
+<!-- Generated: `python scenarios/shrink.py --page`. -->
+
+# What each quick case is for
+
+*Alone*: pairs of values that no other quick case of the scenario has. *Faults*: those of the case's
+system that were planted in it and seen by their checks, at its size as at whole size; each fault is
+planted in one quick case. `shardproof mutants` plants all faults, in cases of their own.
+"""
+#: How a case ended: its verdict, and the status of every check.
+End = tuple[str, dict[str, str]]
+
+
+def sizes(file: ScenarioFile) -> Iterator[dict[str, Any]]:
+    """Sizes to try, the cheapest first; the width of a file that sets one stays."""
+    own = file.scenario.workload
+    fewer = {"global_batch": 12} if own.global_batch > 12 else {}
+    if own.name != "charnames_gpt":
+        yield fewer
+        return
+    narrow = {"seq": 8} if "width" in own.params else {"width": 16, "seq": 8}
+    layers = own.params.get("layers", 3)
+    for count in range(1, layers + 1):
+        depth = {"layers": count} if count < layers else {}
+        yield {**fewer, "params": {**depth, **narrow}}
+        yield {"params": {**depth, **narrow}}
+        yield {"params": depth}
+
+
+def quick_cases(file: ScenarioFile, size: dict[str, Any] | None) -> list[Case]:
+    """The quick cases of ``file`` at ``size``; those that only refuse are left out."""
+    chosen = None if not size else schema.QuickSize.model_validate(size)
+    scenario = file.scenario.model_copy(update={"quick_size": chosen})
+    cases = expand(replace(file, scenario=scenario), installed())
+    return [case for case in cases if case.tier == "quick" and "refuses" not in case.expect]
+
+
+def fits(fault: Mutant, case: Case) -> bool:
+    """Whether ``case`` runs the parent of ``fault`` under its trigger."""
+    options, clip = case.options, case.optimizer.clip_norm
+    checks = set(fault.killed_by) - set(VERDICT_KILLERS)
+    return (
+        fault.parent == case.implementation
+        and all(options.get(name) == value for name, value in fault.options.items())
+        and set(fault.traits) <= set(case.workload.traits)
+        and _axes(fault.mesh) == _axes(case.mesh)
+        and dict(fault.precision) == dict(case.precision)
+        and (fault.optimizer.clip_norm is None or clip is not None)
+        and fault.optimizer.name in ("sgd", case.optimizer.name)
+        and fault.expect.get("relation") == case.expect.get("relation")
+        and checks <= set(case.checks)
+    )
+
+
+def _axes(mesh: Any) -> set[str]:
+    return {axis for axis, ranks in mesh.items() if ranks > 1}
+
+
+def homes(files: Sequence[ScenarioFile]) -> dict[str, tuple[str, str]]:
+    """Fault -> the first scenario, and its quick case, that it is planted in."""
+    found: dict[str, tuple[str, str]] = {}
+    for file in files:
+        for name, case in itertools.product(registry.mutant_names(), quick_cases(file, None)):
+            if name not in found and fits(registry.load_mutant(name), case):
+                found[name] = (file.name, case.id)
+    return found
+
+
+def ends(session: Session, cases: Sequence[Case]) -> dict[str, End]:
+    results, _ = session.run(cases, lambda result: None)
+    return {r.id: (r.verdict, {o.check: o.status for o in r.checks}) for r in results}
+
+
+def survivors(session: Session, cases: Sequence[Case], faults: dict[str, str]) -> set[str]:
+    """Those of ``faults`` that some named check does not see in its case."""
+    by_id = {case.id: case for case in cases}
+    runs = [replace(by_id[at], id=name, implementation=name) for name, at in faults.items()]
+    alive = set()
+    for name, (verdict, statuses) in ends(session, runs).items():
+        failing = {check for check, status in statuses.items() if status == "fail"}
+        if not set(registry.load_mutant(name).killed_by) <= {verdict, *failing}:
+            alive.add(name)
+    return alive
+
+
+def search(
+    session: Session, file: ScenarioFile, faults: dict[str, str]
+) -> tuple[dict[str, Any], set[str]]:
+    """The smallest size that will do (empty: the whole), and the faults not seen even there."""
+    whole = quick_cases(file, None)
+    truth = ends(session, whole)
+    unseen: set[str] | None = None
+    for size in sizes(file):
+        try:
+            cases = quick_cases(file, size)
+        except ScenarioError:
+            continue
+        if cases == whole or ends(session, cases) != truth:
+            continue
+        alive = survivors(session, cases, faults)
+        if alive and unseen is None:
+            unseen = survivors(session, whole, {name: faults[name] for name in alive})
+        if alive <= (unseen or set()):
+            return size, alive
+    return {}, survivors(session, whole, faults) if unseen is None else unseen
+
+
+def write_size(path: Path, size: dict[str, Any]) -> None:
+    """Put ``size`` into the file, before its rules of the quick tier."""
+    text = re.sub(r"^quick_size:.*\n", "", path.read_text(), flags=re.MULTILINE)
+    if size:
+        line = "quick_size: " + re.sub(r'"(\w+)"', r"\1", json.dumps(size)) + "\n"
+        text = re.sub(r"^(?=tier:|quick:)", line, text, count=1, flags=re.MULTILINE)
+    path.write_text(text)
+
+
+def page(files: Sequence[ScenarioFile], seen: dict[str, dict[str, list[str]]]) -> str:
+    """``quick.md``: every quick case, what it alone holds, and the faults seen in it."""
+    parts = [HEAD]
+    for file in files:
+        cases = [c for c in expand(file, installed()) if c.tier == "quick"]
+        if not cases:
+            continue
+        count = Counter(pair for case in cases for pair in _pairs(case))
+        rows = []
+        for case in cases:
+            alone = [" + ".join(p) for p in sorted(_pairs(case)) if count[p] == 1]
+            faults = seen.get(file.name, {}).get(case.id, [])
+            judged = ", ".join(faults) or case.expect.get("refuses", "")
+            name = case.id.removesuffix("::quick").removeprefix(f"{file.name}")
+            rows.append((name.removeprefix("::"), str(len(alone)), "; ".join(alone[:2]), judged))
+        table = Table("", ("case", "alone", "for example", "faults"), rows, align="lrll")
+        about = "; ".join(file.scenario.sees)
+        size = file.scenario.quick_size
+        small = f" Size: `{json.dumps(size.model_dump(exclude_none=True))}`." if size else ""
+        parts.append(f"## {file.name}\n\n{about}.{small}\n\n{table.markdown().strip()}\n")
+    return "\n".join(parts)
+
+
+def _pairs(case: Case) -> set[tuple[str, str]]:
+    head, *rest, _ = case.id.split("::")
+    return set(itertools.combinations([head, *rest], 2))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("scenarios", nargs="*", help="names (default: all of conformance/)")
+    parser.add_argument("--page", action="store_true", help="write quick.md again, search nothing")
+    parser.add_argument("--check", action="store_true", help="is quick.md as it would be written?")
+    given = parser.parse_args()
+    seen = json.loads(SEEN.read_text()) if SEEN.exists() else {}
+    files = find([str(FOLDER)])
+    if not (given.page or given.check):
+        home = homes(files)
+        with Session(cores()) as session:
+            for file in find(given.scenarios) if given.scenarios else files:
+                if not quick_cases(file, None):
+                    continue
+                faults = {name: case for name, (at, case) in home.items() if at == file.name}
+                size, unseen = search(session, file, faults)
+                write_size(FOLDER.parent.parent / file.file, size)
+                seen[file.name] = {
+                    case: sorted(n for n in faults if faults[n] == case and n not in unseen)
+                    for case in sorted(set(faults.values()))
+                }
+                SEEN.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n")
+                print(
+                    f"{file.name}: {size or 'whole'}; {len(faults) - len(unseen)} faults seen",
+                    flush=True,
+                )
+    text = page(find([str(FOLDER)]), seen)
+    if given.check:
+        return int(text != PAGE.read_text())
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
