@@ -136,12 +136,24 @@ def mutant_cases(pairs: Sequence[Pair]) -> list[Case]:
     return cases
 
 
+def kinds(mutant: Any) -> set[tuple[str, str]]:
+    """Pairs of a check that kills ``mutant`` and its class: the folder that declares it."""
+    folder = mutant.implementation.__module__.split(".")[-2]
+    return {(check, folder) for check in mutant.killed_by}
+
+
 def _in_turn(pairs: Sequence[Pair]) -> list[Pair]:
-    """The mutants in turns: one of each file, then the next of each."""
+    """A fault for every pair of check and class, of few ranks; then one of each file in turn."""
+    left = set().union(*(kinds(item.mutant) for item in pairs))
+    order: list[Pair] = []
+    while left:
+        order.append(max(pairs, key=lambda p: (len(kinds(p.mutant) & left), -p.case.world)))
+        left -= kinds(order[-1].mutant)
     files: dict[str, list[Pair]] = {}
     for item in pairs:
         files.setdefault(item.mutant.implementation.__module__, []).append(item)
-    return [p for turn in zip_longest(*files.values()) for p in turn if p is not None]
+    turns = [p for turn in zip_longest(*files.values()) for p in turn if p is not None]
+    return [*order, *(item for item in turns if item not in order)]
 
 
 def run_mutants(
@@ -153,7 +165,7 @@ def run_mutants(
 ) -> list[Kill]:
     """Run every mutant beside its parent and say which were killed.
 
-    Where time may run out (``stop_after``) every file of faults gets its turn.
+    Where time may run out (``stop_after``) every pair of check and class comes first.
     """
     order = pairs if stop_after is None else _in_turn(pairs)
     results, _ = run_cases(mutant_cases(order), jobs, on_result, stop_after, on_account)

@@ -58,7 +58,7 @@ def execute_mutants(
 ) -> int:
     """Run every mutant beside its parent and print the kill matrix.  Returns the exit code."""
     from shardproof import report
-    from shardproof.cases.kills import mutant_cases, pair, run_mutants
+    from shardproof.cases.kills import kinds, mutant_cases, pair, run_mutants
     from shardproof.commands.console import FaultProgress, make_console, print_line
     from shardproof.commands.supervision import supervised
     from shardproof.runs.run_folder import read
@@ -89,6 +89,14 @@ def execute_mutants(
         survivors, left_out = len(judged) - killed, len(kills) - len(judged)
         counts = f"{killed} killed, {survivors} survive"
         print_line(console, f"{len(judged)} faults judged ({counts}), {left_out} left out")
+        names = {kill.name for kill in judged}
+        wanted, seen = (
+            set[tuple[str, str]]().union(*map(kinds, chosen))
+            for chosen in (mutants, [m for m in mutants if m.name in names])
+        )
+        print_line(
+            console, f"{len(seen)} of {len(wanted)} pairs of check and class of fault judged"
+        )
         if survivors:
             return verdicts.BROKEN
         open_end = not judged or (left_out > 0 and all_must_run)
