@@ -123,7 +123,9 @@ class _Expansion:
                 case = dataclasses.replace(case, id=whole, tier="full")
             cases.append(case)
         if self.scenario.quick_size and len(cases) == len(cells):
-            self._add(["quick_size"], "changes no quick case", "correct or remove it", "")
+            self._add(
+                ["quick_size"], "quick_size changes no quick case", "correct or remove it", ""
+            )
             self._stop_if_faulty()
         return cases
 

@@ -14,7 +14,9 @@ import torch
 from made_case import made_case
 from test_costs import plan
 
+from shardproof.case import WorkloadSpec
 from shardproof.cases import leader
+from shardproof.cases.runner import run_cases
 from shardproof.checks import Outcome, active, memory, overlap, traffic
 from shardproof.checks.results import CaseResult
 from shardproof.contract import PROFILES
@@ -404,3 +406,18 @@ def test_what_rests_beside_state_does_not_grow_with_the_world(tmp_path: Path) ->
             if row.moment == "mark" and row.kind in ("activations", "temporary")
         }
     assert resting[2] and resting[2] == resting[5]
+
+
+def test_a_single_unit_has_nothing_to_overlap_with() -> None:
+    """Reductions of one round can leave before another unit's backward only if there is one."""
+    usual = WorkloadSpec("charnames_gpt", global_batch=12, params={"layers": 1, "width": 16})
+    options = {"sharding_strategy": "HYBRID_SHARD", "accumulate_without_communication": True}
+    case = made_case(
+        "reference/fsdp",
+        {"replicate": 2, "shard": 2},
+        workload=usual,
+        options=options,
+        checks=("overlap",),
+    )
+    (result,), _ = run_cases([case], 1, lambda result: None)
+    assert [outcome.status for outcome in result.checks] == ["pass"], result.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,6 +129,60 @@ quick:
     assert quick == [name for name in found if name.endswith("::quick")]
     assert all("::sgd::noclip::" in name for name in quick)
     assert len(quick) == 2 * 2 + 1
+
+
+SMALLER = """\
+tier: full
+quick:
+  - {clip: null, world: 2}
+quick_size: {global_batch: 6, params: {layers: 1}}
+"""
+
+
+def test_quick_cells_train_a_smaller_model_and_the_whole_one_in_tier_full() -> None:
+    free = dataclasses.replace(WORDS, fault_of=lambda spec: None)
+    usual, smaller = (
+        {case.id: case for case in expand(load_text(text, "f.yaml"), free)}
+        for text in (GOOD + SMALLER.rpartition("quick_size")[0], GOOD + SMALLER)
+    )
+    quick = {name for name, case in usual.items() if case.tier == "quick"}
+    assert quick == {name for name, case in smaller.items() if case.tier == "quick"} != set()
+    for name in quick:
+        small, whole = smaller[name], smaller[name.replace("::quick", "::full")]
+        assert (small.workload.global_batch, dict(small.workload.params)) == (6, {"layers": 1})
+        assert whole.workload == usual[name].workload and whole.tier == "full"
+    assert len(smaller) == len(usual) + len(quick)
+
+
+def test_what_a_variant_sets_stays_at_the_quick_size() -> None:
+    variants = (
+        "  workload:\n"
+        "    - {label: deep, global_batch: 20, params: {layers: 4}}\n"
+        "    - {label: other, name: cnn}\n"
+        "checks:"
+    )
+    free = dataclasses.replace(WORDS, fault_of=lambda spec: None)
+    text = GOOD.replace("checks:", variants) + SMALLER.replace("}}", ", width: 8}}")
+    quick = [c for c in expand(load_text(text, "f.yaml"), free) if c.tier == "quick"]
+    deep, other = (
+        {(c.workload.global_batch, *c.workload.params.items()) for c in quick if label in c.id}
+        for label in ("[deep]", "[other]")
+    )
+    assert deep == {(20, ("layers", 4), ("width", 8))}
+    assert other == {(24,)}
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        ("{params: {layers: 1}}", "f.yaml:19: this workload cannot be built: params: ['layers']"),
+        ("{global_batch: 24}", "f.yaml:19: quick_size changes no quick case"),
+        ("{batch: 6}", "f.yaml:19: unknown key quick_size.batch"),
+    ],
+)
+def test_a_quick_size_that_will_not_do_is_told(size: str, says: str) -> None:
+    message = refused(GOOD + SMALLER.rpartition("quick_size")[0] + f"quick_size: {size}\n")
+    assert says in message, message
 
 
 def test_the_workload_can_be_an_axis() -> None:
