@@ -78,8 +78,9 @@ compare: setup ## regenerate the table across hardware from the committed baseli
 report: setup ## regenerate the tables of results/README.md from the newest run
 	@$(BIN)/shardproof report --into results/README.md
 
-docs: setup ## regenerate docs/bug-zoo.md
+docs: setup ## regenerate docs/bug-zoo.md and scenarios/conformance/quick.md
 	@$(BIN)/python docs/make_bug_zoo.py
+	@$(BIN)/python scenarios/shrink.py --page
 
 lint: setup ## style and types
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

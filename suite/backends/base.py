@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardproof.backends.errors import name_ranks
 from shardproof.backends.request import Request, chunks, listed, reduction, root_of, rows
 from shardproof.ledgers import memory, traffic
 from shardproof.ledgers.program_order import inside_backward
@@ -185,7 +186,7 @@ class GroupBase(dist.ProcessGroup):
         if self.transform is not None:
             request = self.transform(request)
         if _on_call is not None:
-            _on_call(f"{request.text()} on {self.global_ranks}")
+            _on_call(f"{request.text()} on {name_ranks(self.global_ranks)}")
         ledger = traffic.current()
         calls = None
         memory.communicated(t for item in (*request.inputs, *request.outputs) for t in item)

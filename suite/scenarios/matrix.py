@@ -445,16 +445,17 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
 
     Serves systems that no scenario names: a user's own, or a mutant.  It drops cells that expect a
     refusal or the result of another system (both depend on options), and ``skip``, ``xfail`` and
-    expected ``buckets``.  A cell is in the quick tier if any implementation has it there.
+    expected ``buckets``.  A cell is in the quick tier if any implementation has it there, and in
+    both where it has a smaller size there.
     """
-    substituted: dict[str, Case] = {}
+    substituted: dict[tuple[str, str], Case] = {}
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
         if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
             continue
         scenario, _, *middle, tier = case.id.split("::")
         cell = "::".join([scenario, implementation.replace("::", ":"), *middle])
         substituted.setdefault(
-            cell,
+            (cell, str(case.workload)),
             dataclasses.replace(
                 case,
                 id=f"{cell}::{tier}",

@@ -13,6 +13,8 @@ from shardproof.contract import OptimizerSpec, Piece
 
 def param_groups(spec: OptimizerSpec, named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Torch parameter groups over ``named`` (the tensors that this rank updates)."""
+    if not named:  # torch refuses an optimizer without a group, and takes an empty group
+        return [{"params": [], "param_names": [], "weight_decay": 0.0, "lr_scale": 1.0}]
     return [
         {
             "params": [(name, named[name]) for name in names],
