@@ -1,13 +1,19 @@
-"""``shardproof`` in a process of its own, as people start it."""
+"""``shardproof`` in a process of its own, as people start it, and in this one."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
+
+import pytest
+
+from shardproof.commands import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +30,35 @@ def shardproof(
     :raises subprocess.TimeoutExpired: it took longer than ``timeout`` seconds.
     """
     return _done(_command(arguments), cwd, paths, timeout, stdout)
+
+
+def here(
+    *arguments: str, cwd: Path = ROOT, paths: Sequence[Path] = ()
+) -> subprocess.CompletedProcess[str]:
+    """As :func:`shardproof`, in this process, which has imported torch already.
+
+    Modules of ``cwd`` and ``paths`` that it imported are forgotten afterwards.
+    """
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    known = {*sys.modules}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["shardproof", *arguments])
+        patch.setenv("COLUMNS", "60")
+        for path in (cwd, *paths):
+            patch.syspath_prepend(str(path))
+        with pytest.raises(SystemExit) as end:
+            main.main()
+    for name in {*sys.modules} - known:
+        file = Path(getattr(sys.modules[name], "__file__", None) or ROOT)
+        if not file.is_relative_to(ROOT) and {cwd, *paths} & {*file.parents}:
+            del sys.modules[name]
+    texts = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(arguments, int(end.value.code or 0), *texts)
 
 
 def script(path: Path, cwd: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
