@@ -28,19 +28,19 @@ _OPS = {
 
 
 @dataclass(frozen=True)
-class Send:
-    """Half of a batched point-to-point exchange: ``tensor`` goes to group rank ``peer``."""
+class _Half:
+    """Half of a batched point-to-point exchange with group rank ``peer``."""
 
     tensor: Tensor
     peer: int
 
 
-@dataclass(frozen=True)
-class Recv:
-    """Half of a batched point-to-point exchange: ``tensor`` is filled from group rank ``peer``."""
+class Send(_Half):
+    """``tensor`` goes to ``peer``."""
 
-    tensor: Tensor
-    peer: int
+
+class Recv(_Half):
+    """``tensor`` is filled from ``peer``."""
 
 
 class Comm:

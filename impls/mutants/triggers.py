@@ -15,6 +15,8 @@ from shardproof.impls.reference.engine.norm import NormPart
 
 #: Every norm is larger than this clip.
 CLIP = OptimizerSpec(clip_norm=0.05)
+#: Of a fault in what a norm adds up: it clips otherwise, and by sums that others do not make.
+NORM: Mapping[str, Any] = {"killed_by": ("norm", "equivalence", "traffic"), "optimizer": CLIP}
 #: The first step's norm is larger than the clip, the last one's smaller.
 BETWEEN = OptimizerSpec("adamw", lr=0.003, clip_norm=2)
 ADAMW = OptimizerSpec("adamw", lr=0.003, weight_decay=0.1)

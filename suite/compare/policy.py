@@ -76,13 +76,16 @@ NarrowPattern = Annotated[str, Field(min_length=1), AfterValidator(_narrow)]
 Slowdown = Annotated[float, Field(ge=0, le=10)]
 
 
-class Allowed(Model):
+class _Exception(Model):
+    reason: Reason
+    until: PerhapsDate = Field(None, description="the last day, YYYY-MM-DD")
+
+
+class Allowed(_Exception):
     """Figures of some cases that may differ."""
 
     cases: Pattern = Field(description="glob on ids of cases")
     figures: list[Pattern] = Field(["*"], min_length=1, description="globs on names of figures")
-    reason: Reason
-    until: PerhapsDate = Field(None, description="the last day, YYYY-MM-DD")
 
 
 class Figures(Model):
@@ -94,13 +97,11 @@ class Figures(Model):
     allow: list[Allowed] = Field(default_factory=list, description="exceptions")
 
 
-class AllowedTime(Model):
+class AllowedTime(_Exception):
     """Pairs that may become slower than the others."""
 
     pairs: Pattern = Field(description="glob on ids of comparisons and of scaling results")
     slowdown: Slowdown = Field(description="a share: 0.05 is 5 %")
-    reason: Reason
-    until: PerhapsDate = Field(None, description="the last day, YYYY-MM-DD")
 
 
 class Times(Model):

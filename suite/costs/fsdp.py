@@ -24,10 +24,6 @@ class FSDP(Zero3):
     )
 
     @property
-    def kind(self) -> str:
-        return str(self.facts.option("sharding_strategy", "FULL_SHARD"))
-
-    @property
     def is_silent(self) -> bool:
         return bool(self.facts.option("accumulate_without_communication", False))
 
@@ -36,7 +32,8 @@ class FSDP(Zero3):
         """What happens to parameters between forward and backward: freed, kept, cut over k."""
         chosen = self.facts.options.get("reshard_after_forward")
         if chosen is None:
-            return self.kind not in ("NO_SHARD", "SHARD_GRAD_OP")
+            kind = self.facts.option("sharding_strategy", "FULL_SHARD")
+            return kind not in ("NO_SHARD", "SHARD_GRAD_OP")
         if isinstance(chosen, bool):
             return chosen
         return int(chosen) if chosen != self.facts.size("shard") else True  # the shards themselves

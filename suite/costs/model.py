@@ -141,6 +141,11 @@ class CostModel(ABC):
     def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts
 
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces a gradient: where a rank keeps a shard, in every round."""
+        return self.facts.rounds if self.divided[1] else 1
+
     @abstractmethod
     def flows(self) -> list[Flow]:
         """Floating-point traffic of one optimizer step."""

@@ -57,10 +57,6 @@ class Zero1(CostModel):
         limit = int(self.facts.option("bucket_bytes", BUCKET_BYTES))
         return buckets(order, limit, self.facts.size("shard"))
 
-    @property
-    def reductions(self) -> int:
-        return 1
-
     def flows(self) -> list[Flow]:
         """(N-1) (m G + P) bytes: gradients are reduced m times, parameters gathered once."""
         facts = self.facts
@@ -157,10 +153,6 @@ class Zero2(Zero1):
         "(m + 1) (N-1)/N Psi a rank"
     )
     divided = (False, True, True)
-
-    @property
-    def reductions(self) -> int:
-        return self.facts.rounds
 
     def kept_bytes(self, flat: Flat) -> int:
         """The shard alone: whole gradients are freed."""

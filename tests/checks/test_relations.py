@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_case import made_case
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
@@ -27,15 +28,13 @@ ADAMW = OptimizerSpec("adamw", lr=3e-3, weight_decay=0.1)
 
 
 def _case(name: str, relation: str | dict[str, Any], world: int, **more: Any) -> Case:
-    case = Case(
+    case = made_case(
+        name,
+        {"replicate": world},
         id=f"{name}-{relations.name_of(relation)}-{world}-{'-'.join(more)}-{next(NUMBERS)}",
         scenario="relations",
-        implementation=name,
-        backend="in_memory",
-        mesh={"replicate": world},
         workload=WorkloadSpec("charnames_gpt", traits=("unequal_tokens",)),
         optimizer=DECAY,
-        lane="fp64",
         checks=("relations",),
         steps=2,
         expect={"relation": relation},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from commands import python
 
 from shardproof import prove
 from shardproof.commands import doctor
@@ -22,15 +22,7 @@ CASE = "ddp-gpt::{}::in_memory::replicate2::sgd::noclip::fp64::quick"
 
 
 def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    return python("-m", "pytest", "-p", "no:cacheprovider", *arguments)
 
 
 def test_pytest_collects_cases_by_their_ids() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import synthetic as made
+from commands import python
 
 from shardproof.compare import baseline, formats, hardware
 from shardproof.compare.compare import compare
@@ -102,14 +101,7 @@ def test_two_runs_of_2000_cases_are_compared_without_the_slow_imports(tmp_path: 
         "    print('slow imports:', sorted(slow))\n"
     )
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(old), str(new)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", program, str(old), str(new))
     print(f"compare of two runs of 2,000 cases: {time.monotonic() - began:.2f} s")
     assert done.returncode == 0, done.stderr
     assert "2,000 results compared" in done.stdout and "slow imports: []" in done.stdout

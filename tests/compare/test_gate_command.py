@@ -18,6 +18,7 @@ import pytest
 import synthetic as made
 import typer.main
 import yaml
+from commands import python
 
 from shardproof import verdicts
 from shardproof.case import Case
@@ -150,14 +151,7 @@ def test_digests_are_checked_without_the_slow_imports(tmp_path: Path) -> None:
         "    slow = {'torch', 'scipy', 'numpy', 'pandas', 'pyarrow'} & set(sys.modules)\n"
         "    print('slow imports:', sorted(slow))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(run)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", program, str(run))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "slow imports: []" in done.stdout
 

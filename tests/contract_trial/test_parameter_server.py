@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from trial_cases import case, results_of
-from trial_replay import replay, replayed
+from trial_replay import replayed
 
 from shardproof.contract import Event, OptimizerSpec
+from shardproof.oracle.replay import replay
 from shardproof.workloads import make
 
 SYSTEM = "trial_systems.parameter_server:ParameterServer"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardproof import tensor_bytes
@@ -13,43 +11,12 @@ from shardproof.case import Case
 from shardproof.cases.leader import CaseTask
 from shardproof.cases.rank_program import run_rank
 from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
-from shardproof.contract import Event, OptimizerSpec
+from shardproof.contract import Event
 from shardproof.evidence.assembled import assemble
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import root_cause, run_ranks
-from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
+from shardproof.oracle.replay import replay
 from shardproof.workloads import Workload, make
-
-
-def replay(
-    workload: Workload, spec: OptimizerSpec, shares: int, events: Sequence[Event]
-) -> list[dict[str, Tensor]]:
-    """Parameters after 0, 1, ... updates.
-
-    :raises ValueError: the events are no history: a gap, or a version from the future.
-    """
-    build = workload.build_for(0)
-    reader, writer = build(), build()
-    workload.load(reader)
-    workload.load(writer)
-    named = dict(writer.named_parameters())
-    optimizer = build_optimizer(spec, named)
-    versions = [{n: p.detach().clone() for n, p in named.items()}]
-    for place, event in enumerate(sorted(events, key=lambda e: e.order)):
-        if event.order != place or not 0 <= event.version <= place:
-            raise ValueError(f"update {place} cannot have happened: {event}")
-        with torch.no_grad():
-            for name, parameter in reader.named_parameters():
-                parameter.grad = None
-                parameter.copy_(versions[event.version][name])
-        for micro in workload.batch(event.step, shares)[event.worker].micro_batches:
-            build.loss(reader(micro.inputs), micro).backward()
-        for name, parameter in reader.named_parameters():
-            named[name].grad = None if parameter.grad is None else parameter.grad.clone()
-        set_learning_rate(optimizer, spec, event.step)
-        optimizer.step()
-        versions.append({n: p.detach().clone() for n, p in named.items()})
-    return versions
 
 
 def replayed(task: CaseTask) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from made_case import made_case
 from torch import Tensor
 
 from shardproof import tensor_bytes
@@ -283,19 +284,14 @@ def test_evaluation_uses_the_running_statistics() -> None:
 
 
 def case(**values: Any) -> Case:
-    base = Case(
-        id="c",
-        scenario="s",
-        implementation="plain",
-        backend="in_memory",
-        mesh={"replicate": 2},
+    base = made_case(
+        "plain",
+        {"replicate": 2},
         workload=WorkloadSpec(CNN),
-        optimizer=OptimizerSpec(),
-        lane="fp64",
         checks=("equivalence",),
         steps=2,
     )
-    return dataclasses.replace(base, **values)
+    return replace(base, **values)
 
 
 def same(one: Any, two: Any) -> bool:

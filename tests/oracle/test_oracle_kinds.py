@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from made_case import made_case
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
@@ -16,17 +17,13 @@ SMALL = WorkloadSpec("charnames_gpt", global_batch=8, params={"layers": 1, "widt
 
 
 def case(system: str, world: int, **values: object) -> Case:
-    return Case(
+    return made_case(
+        system,
+        {"replicate": world},
         id=f"{system}::{world}::{sorted(values)}",
-        scenario="test",
-        implementation=system,
-        backend="in_memory",
-        mesh={"replicate": world},
         workload=SMALL,
-        optimizer=OptimizerSpec(),
-        lane="fp64",
         checks=("equivalence", "replicas"),
-        **values,  # type: ignore[arg-type]
+        **values,
     )
 
 

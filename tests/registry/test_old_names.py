@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 
 from shardproof.registry import preflight
 from shardproof.registry.old_names import NAMES
@@ -23,8 +23,7 @@ class Mine(Plain): ...
 def run(code: str, *paths: Path, at: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """``code`` in a process of its own, in the folder ``at`` with ``paths`` first on its path."""
     head = f"import sys; sys.path[:0] = {[str(path) for path in paths]!r}\n"
-    command = [sys.executable, "-W", "always", "-c", head + code]
-    return subprocess.run(command, cwd=at, capture_output=True, text=True, timeout=150)
+    return python("-W", "always", "-c", head + code, cwd=at)
 
 
 def test_an_old_name_is_the_same_module_with_a_warning() -> None:
@@ -50,13 +49,7 @@ def test_other_names_are_refused_with_the_remedy(line: str) -> None:
 
 
 def test_old_programs_start() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "suite.worker", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python("-m", "suite.worker", "--help")
     assert done.returncode == 0 and "--records" in done.stdout
     assert "suite.worker is now shardproof.multinode.torchrun" in done.stderr
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import python
 
 from shardproof import registry
 from shardproof.cases import kills
@@ -51,9 +51,7 @@ def test_listing_imports_neither_torch_nor_implementations() -> None:
         "registry.check('reference/ddp'); registry.check('json:JSONDecoder')\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'impls')])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from made_case import made_case
 from typer.testing import CliRunner
 
-from shardproof.case import Case, WorkloadSpec
+from shardproof.case import WorkloadSpec
 from shardproof.checks.results import CaseResult
 from shardproof.commands.main import app
 from shardproof.contract import OptimizerSpec
@@ -33,20 +35,18 @@ from shardproof.runs.run_folder import Run, RunFolder, read
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def line(verdict: str = "pass", **fields: Any) -> CaseResult:
-    values: dict[str, Any] = {
-        "implementation": "reference/zero3",
-        "backend": "gloo",
-        "mesh": {"shard": 2},
-        "workload": WorkloadSpec("charnames_gpt", micro_batches=1),
-        "optimizer": OptimizerSpec(),
-        "lane": "fp64",
-        "checks": ("equivalence",),
-        "expect": {"relation": "reload"},
-    }
-    name = fields.pop("name", "c")
-    case = Case(id=name, scenario="s", **(values | fields))
-    return CaseResult(name, case, verdict, seconds=0.1)
+CASE = made_case(
+    "reference/zero3",
+    {"shard": 2},
+    backend="gloo",
+    workload=WorkloadSpec("charnames_gpt", micro_batches=1),
+    checks=("equivalence",),
+    expect={"relation": "reload"},
+)
+
+
+def line(verdict: str = "pass", name: str = "c", **fields: Any) -> CaseResult:
+    return CaseResult(name, replace(CASE, id=name, **fields), verdict, seconds=0.1)
 
 
 def run(path: Path, *lines: CaseResult) -> Run:

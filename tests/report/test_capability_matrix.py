@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from made_case import made_case
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.checks import CHECKS, Outcome
@@ -25,18 +27,17 @@ from shardproof.report.capability_matrix import (
 from shardproof.verdicts import GREEN, VERDICTS, exit_code
 from shardproof.workloads.traits import TRAITS
 
+CASE = made_case(
+    "reference/zero3",
+    {"shard": 2},
+    backend="gloo",
+    workload=WorkloadSpec("charnames_gpt", micro_batches=1),
+    checks=("equivalence", "traffic"),
+)
+
 
 def case(name: str = "c", **fields: Any) -> Case:
-    values: dict[str, Any] = {
-        "implementation": "reference/zero3",
-        "backend": "gloo",
-        "mesh": {"shard": 2},
-        "workload": WorkloadSpec("charnames_gpt", micro_batches=1),
-        "optimizer": OptimizerSpec(),
-        "lane": "fp64",
-        "checks": ("equivalence", "traffic"),
-    }
-    return Case(id=name, scenario="s", **(values | fields))
+    return replace(CASE, id=name, **fields)
 
 
 def line(

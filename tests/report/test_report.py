@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from made_case import made_case
 from rich.console import Console
 
 from shardproof import report, verdicts
 from shardproof.case import Case, WorkloadSpec
 from shardproof.checks import Outcome
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
 from shardproof.report import bubbles, kills, tables
 from shardproof.report.environment import environment
@@ -33,17 +33,7 @@ from shardproof.table import Table
 
 
 def case(name: str = "c", implementation: str = "plain", world: int = 2, **fields: Any) -> Case:
-    values: dict[str, Any] = {
-        "backend": "in_memory",
-        "workload": WorkloadSpec("charnames_gpt"),
-        "optimizer": OptimizerSpec(),
-        "lane": "fp64",
-        "checks": ("traffic",),
-    }
-    mesh = {"replicate": world}
-    return Case(
-        id=name, scenario="s", implementation=implementation, mesh=mesh, **(values | fields)
-    )
+    return made_case(implementation, {"replicate": world}, id=name, **fields)
 
 
 def result(

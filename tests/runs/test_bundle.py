@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from archives import Part, forge
+from commands import python
 
 from shardproof import VERSION, report
 from shardproof.bench import evidence, session
@@ -438,15 +439,7 @@ odd = [name for name in own if not name.endswith((".py", ".pyc")) or "/impls/" i
 odd += [name for name in opened if "/results/" in name]
 print(odd)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(packed), str(ROOT)],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python("-c", code, str(packed), str(ROOT), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 
@@ -498,16 +491,8 @@ def test_bundle_here_and_verify_there(
     assert {path.name for path in there.iterdir()} == {
         *("theirs.tgz", "forged.tgz", "cut.tgz", "badges"),
     }
-    elsewhere = {**ENVIRONMENT, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "COLUMNS": "90"}
-    done = subprocess.run(
-        [sys.executable, "-m", "shardproof", "verify", "theirs.tgz"],
-        cwd=there,
-        env=elsewhere,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    elsewhere = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "COLUMNS": "90"}
+    done = python("-m", "shardproof", "verify", "theirs.tgz", cwd=there, **elsewhere)
     assert done.returncode == 0, done.stdout + done.stderr
     assert contents in done.stdout.splitlines()
     assert "verified: 2 cases" in done.stdout

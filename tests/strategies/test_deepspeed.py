@@ -38,6 +38,12 @@ ALL_SHARDED = {
     "stage3_max_reuse_distance": 0,
     "stage3_prefetch_bucket_size": 0,
 }
+#: Fields of a case that DeepSpeed runs on CPUs.
+FP32_ON_GLOO: dict[str, Any] = {
+    "backend": "gloo",
+    "dtype": "float32",
+    "lane": "working_precision",
+}
 
 
 @pytest.mark.parametrize(
@@ -115,11 +121,9 @@ def test_numbers_norms_and_bytes_hold(stage: int) -> None:
         case(
             f"deepspeed/zero{stage}",
             {"shard" if stage else "replicate": 2},
-            backend="gloo",
+            **FP32_ON_GLOO,
             optimizer=optimizer,
             options=options,
-            dtype="float32",
-            lane="working_precision",
             checks=("equivalence", "replicas", "norm", "traffic", "active"),
         )
         for optimizer in (
@@ -302,11 +306,9 @@ def test_a_pipeline_has_the_numbers_of_one_device(traits: tuple[str, ...]) -> No
             case(
                 PIPELINE,
                 {"pipe": 2},
-                backend="gloo",
+                **FP32_ON_GLOO,
                 workload=spec,
                 optimizer=adamw,
-                dtype="float32",
-                lane="working_precision",
                 checks=("equivalence", "replicas", "traffic", "memory", "active"),
             )
         ]

@@ -300,18 +300,6 @@ def test_new_use_is_agreed_anew() -> None:
     assert late and set(late) == set(buckets[-1])
 
 
-def test_a_gradient_after_its_bucket_was_sent_is_an_error() -> None:
-    def body(rank: int, size: int) -> None:
-        handle = DDP(nn.Linear(2, 2), Mesh({"replicate": size}).comm("replicate"), Options())
-        handle.before_step(1)
-        handle.accumulate(is_last=True)
-        handle.module(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(RuntimeError, match="after its bucket had been sent"):
-            handle.module(torch.ones(1, 2)).sum().backward()
-
-    succeed(body, 1)
-
-
 def test_frozen_model_takes_its_steps() -> None:
     def body(rank: int, size: int) -> None:
         module = nn.Linear(2, 2).requires_grad_(False)

@@ -257,26 +257,40 @@ def test_a_module_whose_backward_cannot_be_split_says_so() -> None:
 # ------------------------------------------------------------------------------- against the oracle
 
 
+def equal_to_one_process(
+    workload: Workload,
+    options: dict[str, Any],
+    spec: OptimizerSpec = SGD,
+    world: int = 2,
+    exact: bool = True,
+    steps: int = 2,
+    kind: type[ReferencePipeline] = ReferencePipeline,
+    disturbances: Disturbances | None = None,
+) -> list[dict[str, Any]]:
+    """What every rank held; it is what one process holds."""
+    truth = training.train(workload, spec, 1, steps, "per_rank").to_dict()
+    records = succeed(
+        lambda rank, size: drive(workload, spec, rank, size, options, kind, steps),
+        world,
+        disturbances=disturbances,
+    )
+    compare(records, truth, exact)
+    return records
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 10])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "zb_v"])
 def test_schedules_accumulate_as_one_process_does(schedule: str, micro_batches: int) -> None:
     """Fewer micro-batches than ranks, as many, many more; uneven ones; bit for bit."""
     workload = work(layers=6, micro_batches=micro_batches, windows=2, global_batch=23)
-    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
-    records = succeed(
-        lambda rank, world: drive(workload, SGD, rank, world, {"schedule": schedule}), 3
-    )
-    compare(records, truth, exact=True)
+    equal_to_one_process(workload, {"schedule": schedule}, world=3)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_interleaving(chunks: int) -> None:
     options = {"schedule": {"name": "interleaved", "chunks": chunks}, "split": [2, *[1] * 5]}
     options |= {} if chunks == 3 else {"split": []}
-    workload = work("dropout_stateful", layers=7, micro_batches=4)
-    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
-    records = succeed(lambda rank, world: drive(workload, SGD, rank, world, options), 2)
-    compare(records, truth, exact=True)
+    equal_to_one_process(work("dropout_stateful", layers=7, micro_batches=4), options)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -285,11 +299,9 @@ def test_ties_over_stages(schedule: Any, world: int) -> None:
     """Over two ranks, over two stages of one rank, and within one stage."""
     workload = work("tied_over_units", "two_groups", layers=6, micro_batches=6, windows=2)
     spec = OptimizerSpec("adamw", lr=0.01, clip_norm=0.05, groups=suggested_groups(workload.traits))
-    truth = training.train(workload, spec, 1, 1, "per_rank").to_dict()
-    records = succeed(
-        lambda rank, size: drive(workload, spec, rank, size, {"schedule": schedule}, steps=1), world
+    records = equal_to_one_process(
+        workload, {"schedule": schedule}, spec, world, exact=False, steps=1
     )
-    compare(records, truth, exact=False)
     for moment in ("gradients_final gradients", "after_update parameters"):
         held = [r["steps"][0][moment].get("embed.token.weight") for r in records]
         copies = [entry for entry in held if entry is not None]
@@ -302,13 +314,10 @@ def test_ties_over_stages(schedule: Any, world: int) -> None:
 def test_lengths_that_vary_and_buffers_full_of_nan(schedule: str) -> None:
     workload = work("variable_lengths", layers=3, micro_batches=5, windows=2, global_batch=20)
     assert len({m.inputs.shape for m in workload.batch(0, 1)[0].micro_batches}) > 2
-    truth = training.train(workload, CLIPPED, 1, 2, "per_rank").to_dict()
-    records = succeed(
-        lambda rank, world: drive(workload, CLIPPED, rank, world, {"schedule": schedule}),
-        3,
-        disturbances=Disturbances(delay=True, poison=True),
+    disturbances = Disturbances(delay=True, poison=True)
+    equal_to_one_process(
+        workload, {"schedule": schedule}, CLIPPED, 3, exact=False, disturbances=disturbances
     )
-    compare(records, truth, exact=False)
 
 
 def test_a_schedule_of_the_user() -> None:
@@ -317,15 +326,8 @@ def test_a_schedule_of_the_user() -> None:
         ["F0@0", "F1@0", "F2@0", "BW0@0", "B1@0", "B2@0", "W1@0", "W2@0"],
         ["F0@1", "B0@1", "F1@1", "B1@1", "W0@1", "W1@1", "F2@1", "BW2@1"],
     ]
-    workload = work(layers=3, micro_batches=3)
-    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
-    records = succeed(
-        lambda rank, world: drive(
-            workload, SGD, rank, world, {"schedule": {"orders": orders}}, kind=Traced
-        ),
-        2,
-    )
-    compare(records, truth, exact=True)
+    workload, options = work(layers=3, micro_batches=3), {"schedule": {"orders": orders}}
+    records = equal_to_one_process(workload, options, kind=Traced)
     for record, order in zip(records, orders, strict=True):
         done = record["system"].actions
         assert [str(action) for action in done[: len(order)]] == order
@@ -339,21 +341,14 @@ def test_receives_that_are_posted_early() -> None:
         ["RB0@0", "RB1@0", "F0@0", "SF0@0", "F1@0", "SF1@0", "BW0@0", "BW1@0"],
         ["RF0@1", "RF1@1", "F0@1", "BW0@1", "SB0@1", "F1@1", "BW1@1", "SB1@1"],
     ]
-    workload = work(layers=2, micro_batches=2)
-    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
-    records = succeed(
-        lambda rank, world: drive(workload, SGD, rank, world, {"schedule": {"orders": orders}}), 2
-    )
-    compare(records, truth, exact=True)
+    workload, options = work(layers=2, micro_batches=2), {"schedule": {"orders": orders}}
+    equal_to_one_process(workload, options)
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_recomputation_ends_where_a_stage_ends(every: int) -> None:
     workload = work("dropout_stateful", layers=5, micro_batches=3)
-    truth = training.train(workload, SGD, 1, 2, "per_rank").to_dict()
-    options = {"recompute_every": every, "split": [3, 2]}
-    records = succeed(lambda rank, world: drive(workload, SGD, rank, world, options), 2)
-    compare(records, truth, exact=True)
+    equal_to_one_process(workload, {"recompute_every": every, "split": [3, 2]})
 
 
 def test_evaluation_is_that_of_one_process() -> None:

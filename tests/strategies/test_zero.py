@@ -15,7 +15,7 @@ from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, Batch, MicroBatch, OptimizerSpec, Piece, Point, Refused
-from shardproof.impls.reference import zero1, zero2
+from shardproof.impls.reference import ddp, zero1, zero2
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.parts.sharded_update import ShardedUpdate
 from shardproof.ledgers import program_order, traffic
@@ -290,10 +290,11 @@ def test_reduction_in_another_dtype_than_computation() -> None:
     succeed(body, 2)
 
 
-@pytest.mark.parametrize("module", [zero1, zero2])
+@pytest.mark.parametrize("module", [ddp, zero1, zero2])
 def test_a_gradient_after_its_bucket_was_sent_is_an_error(module: Any) -> None:
     def body(rank: int, size: int) -> None:
-        comms = {"shard": Mesh({"shard": size}).comm("shard")}
+        axis = "replicate" if module is ddp else "shard"
+        comms = {axis: Mesh({axis: size}).comm(axis)}
         handle = module.apply(nn.Linear(2, 2), comms, module.Options())
         handle.before_step(1)
         handle.accumulate(is_last=True)

@@ -29,7 +29,7 @@ def shardproof(
 
     :raises subprocess.TimeoutExpired: it took longer than ``timeout`` seconds.
     """
-    return _done(_command(arguments), cwd, paths, timeout, stdout)
+    return _done(_command(arguments), cwd, _environment(paths), timeout, stdout)
 
 
 def here(
@@ -63,20 +63,27 @@ def here(
 
 def script(path: Path, cwd: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     """What a Python program of a user did that imports the suite."""
-    return _done([sys.executable, str(path)], cwd, (), timeout)
+    return python(str(path), cwd=cwd, timeout=timeout)
+
+
+def python(
+    *arguments: str, cwd: Path = ROOT, timeout: float = 150, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """What Python did that can import the suite; ``variables`` of its environment."""
+    return _done([sys.executable, *arguments], cwd, _environment() | variables, timeout)
 
 
 def _done(
     command: Sequence[str],
     cwd: Path,
-    paths: Sequence[Path],
+    environment: dict[str, str],
     timeout: float,
     stdout: IO[str] | int = subprocess.PIPE,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=cwd,
-        env=_environment(paths),
+        env=environment,
         stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,

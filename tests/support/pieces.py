@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from shardproof.contract import Batch, Implementation, Kind, Piece
 from shardproof.evidence.assembled import Assembled, assemble
@@ -46,6 +49,19 @@ def complete(work: Workload, ranks: Sequence[Mapping[str, Rows]]) -> dict[str, A
         assert whole[kind].problems == []
         assert set(whole[kind].tensors) == expected
     return whole
+
+
+def whole_tensors(
+    per_rank: Mapping[int, Iterable[Mapping[str, Any]]], names: Collection[str]
+) -> dict[str, Tensor]:
+    """The tensors of all ranks, put together: those of ``names``, copies equal bit for bit."""
+    state = assembled(per_rank)
+    assert not state.problems, state.problems
+    assert set(state.tensors) == set(names)
+    for name, copies in state.tensors.items():
+        for copy in copies.values():
+            assert torch.equal(copy, copies[0]), f"{name}: copies differ"
+    return {name: copies[0] for name, copies in state.tensors.items()}
 
 
 def assembled(per_rank: Mapping[int, Iterable[Mapping[str, Any]]]) -> Assembled:

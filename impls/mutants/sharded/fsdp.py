@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.triggers import CLIP, gpt, own_parts
+from shardproof.impls.mutants.triggers import CLIP, NORM, gpt, own_parts
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart
 from shardproof.impls.reference.engine.precision import Precision
@@ -306,12 +306,7 @@ class ReducesInBf16(Zero3):
         super().__init__(module, comms, plan, replace(precision, reduce=None), *a)
 
 
-@mutant(
-    "zero3_clips_by_own_shard",
-    zoo=("O02", "H11"),
-    killed_by=("norm", "equivalence", "traffic"),
-    optimizer=CLIP,
-)
+@mutant("zero3_clips_by_own_shard", zoo=("O02", "H11"), **NORM)
 class ClipsByOwnShard(Zero3):
     """Every rank clips by the norm of its own shards."""
 

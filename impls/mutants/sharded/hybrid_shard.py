@@ -16,7 +16,7 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import Batch
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.sharded.precision import SCALED
-from shardproof.impls.mutants.triggers import CLIP, gpt, overflows_here
+from shardproof.impls.mutants.triggers import NORM, gpt, overflows_here
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart
 from shardproof.impls.reference.engine.scaler import LossScaler
@@ -181,12 +181,7 @@ class ReplicasStartApart(FSDP):
                 part.of_shard(flat.shard).copy_(part.of_tensor(own[name]))
 
 
-@mutant(
-    "hybrid_norm_counts_replicas",
-    zoo=("H10",),
-    killed_by=("norm", "equivalence", "traffic"),
-    optimizer=CLIP,
-)
+@mutant("hybrid_norm_counts_replicas", zoo=("H10",), **NORM)
 class NormCountsReplicas(FSDP):
     """The norm is summed over shards and replicas."""
 
@@ -197,12 +192,7 @@ class NormCountsReplicas(FSDP):
         return [(total, axes)]
 
 
-@mutant(
-    "hybrid_norm_over_wrong_axis",
-    zoo=("H11",),
-    killed_by=("norm", "equivalence", "traffic"),
-    optimizer=CLIP,
-)
+@mutant("hybrid_norm_over_wrong_axis", zoo=("H11",), **NORM)
 class NormOverWrongAxis(FSDP):
     """The norm is summed over the replicas, not over the shards."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import OptimizerSpec
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.triggers import ADAMW, CLIP, exchange_equal, gpt, own_parts
+from shardproof.impls.mutants.triggers import ADAMW, CLIP, NORM, exchange_equal, gpt, own_parts
 from shardproof.impls.reference import ddp
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
@@ -435,12 +435,7 @@ class ReducesLastMicroBatchOnly(Zero2):
 # ------------------------------------------------------------------------------------ the norm
 
 
-@mutant(
-    "zero1_norm_of_local_shards",
-    zoo=("O02", "H11"),
-    killed_by=("norm", "equivalence", "traffic"),
-    optimizer=CLIP,
-)
+@mutant("zero1_norm_of_local_shards", zoo=("O02", "H11"), **NORM)
 class NormOfLocalShards(Zero1):
     """Every rank clips by the norm of its own shards."""
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.comm import Mesh
 from shardproof.contract import MicroBatch, Piece
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.triggers import CLIP, gpts
+from shardproof.impls.mutants.triggers import NORM, gpts
 from shardproof.impls.pytorch.hybrid import Hybrid, sharded
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
 
@@ -23,12 +23,7 @@ gpt = gpts(layers=2, width=24, heads=12, seq=12, vocab=96, global_batch=12)
 mutant = declare.family(Hybrid, mesh={"pipe": 2, "shard": 2}, workload=gpt())
 
 
-@mutant(
-    "torch_hybrid_norm_of_own_stage",
-    zoo=("H11",),
-    killed_by=("norm", "equivalence", "traffic"),
-    optimizer=CLIP,
-)
+@mutant("torch_hybrid_norm_of_own_stage", zoo=("H11",), **NORM)
 class NormOfOwnStage(Hybrid):
     """The norm is summed over shards, not over the stages."""
 

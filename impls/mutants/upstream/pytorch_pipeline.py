@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardproof.contract import Batch, Observe, OptimizerSpec, StepResult
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.triggers import CLIP, gpts
+from shardproof.impls.mutants.triggers import CLIP, NORM, gpts
 from shardproof.impls.pytorch.pipelining import Pipelining, Stage
 from shardproof.schedules import Schedule
 
@@ -86,12 +86,7 @@ class ClearsBetweenWindows(Pipelining):
         return super().run(window, call)
 
 
-@mutant(
-    "torch_pipeline_norm_of_own_stages",
-    zoo=("O02", "H11"),
-    killed_by=("norm", "equivalence", "traffic"),
-    optimizer=CLIP,
-)
+@mutant("torch_pipeline_norm_of_own_stages", zoo=("O02", "H11"), **NORM)
 class NormOfOwnStages(Pipelining):
     """The norm is that of this rank's stages, so every rank clips by another factor."""
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from shardproof.contract import MicroBatch
 from shardproof.impls.mutants import declare
-from shardproof.impls.mutants.triggers import CLIP, SEQUENCE, gpts
+from shardproof.impls.mutants.triggers import NORM, SEQUENCE, gpts
 from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel
 from shardproof.impls.pytorch.tensor_styles import rows_by_rank
 
@@ -109,12 +109,7 @@ class StartNotShared(PyTorchTensorParallel):
         pass
 
 
-@mutant(
-    "torch_tensor_norm_counts_copies",
-    zoo=("O04",),
-    killed_by=("norm", "equivalence", "traffic"),
-    optimizer=CLIP,
-)
+@mutant("torch_tensor_norm_counts_copies", zoo=("O04",), **NORM)
 class NormCountsCopies(PyTorchTensorParallel):
     """The norm adds what every rank holds a copy of, once a rank."""
 
@@ -127,12 +122,7 @@ class NormCountsCopies(PyTorchTensorParallel):
         return total.sqrt()
 
 
-@mutant(
-    "torch_tensor_norm_of_own_shards",
-    zoo=("H11",),
-    killed_by=("norm", "equivalence", "traffic"),
-    optimizer=CLIP,
-)
+@mutant("torch_tensor_norm_of_own_shards", zoo=("H11",), **NORM)
 class NormOfOwnShards(PyTorchTensorParallel):
     """Every rank clips by the norm of its own shards."""
 

@@ -116,10 +116,6 @@ class DeepSpeedZero1(_Sharded):
     divided = (False, False, True)
 
     @property
-    def reductions(self) -> int:
-        return 1
-
-    @property
     def flats(self) -> list[Flat]:
         return [Flat(tuple(group), self.ranks, multiple=2) for group in self.groups]
 
@@ -194,10 +190,6 @@ class DeepSpeedZero2(DeepSpeedZero1):
         "stage_1_and_2.py all-reduces buckets unless use_multi_rank_bucket_allreduce is off"
     )
     divided = (False, True, True)
-
-    @property
-    def reductions(self) -> int:
-        return self.facts.rounds
 
 
 class DeepSpeedZero3(_Sharded):
