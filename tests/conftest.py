@@ -10,12 +10,29 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from kept_fork_server import KeptForkServer
 
 from shardproof.commands import main
+from shardproof.launch import pool
 
 # How long an example takes depends on the machine's load, which is no finding.
 settings.register_profile("shardproof", deadline=None)
 settings.load_profile("shardproof")
+
+
+@pytest.fixture(scope="session")
+def one_fork_server() -> Iterator[None]:
+    """Ends the fork servers that were kept for the next test."""
+    yield
+    KeptForkServer.end_all()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keeps_fork_servers(one_fork_server: None) -> Iterator[None]:
+    """Pools of this process share a fork server.  Tests of the fork server itself override this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "ForkServer", KeptForkServer)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import shardproof, started
+from commands import here, started
 
 from shardproof.bench import session, stats, time_budget
 from shardproof.bench.evidence import load_times, write_times
@@ -340,13 +340,13 @@ def test_judging_leaves_timed_files_to_bench(tmp_path: Path) -> None:
 
 
 def test_commands_know_timed_files() -> None:
-    done = shardproof("check-scenario", str(STRONG), str(STRONG.with_name("bubble.yaml")))
+    done = here("check-scenario", str(STRONG), str(STRONG.with_name("bubble.yaml")))
     assert done.returncode == 0 and "strong, 70 cells" in done.stdout, done.stderr
-    listed = shardproof("list", "scenarios").stdout.splitlines()
+    listed = here("list", "scenarios").stdout.splitlines()
     assert {"scaling/strong", "scaling/weak", "speed/data-parallel", "bubble"} <= set(listed)
-    schema = json.loads(shardproof("schema", "scaling").stdout)
+    schema = json.loads(here("schema", "scaling").stdout)
     assert "mode" in schema["required"] and schema["title"] == "Shardproof scaling"
-    done = shardproof("bench", "scaling/weak", "-k", "zero3 and ::2::", "--dry-run")
+    done = here("bench", "scaling/weak", "-k", "zero3 and ::2::", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["scaling::weak::reference/zero3::gloo::2::charnames_gpt+1m"]
 
@@ -433,9 +433,7 @@ def test_a_dry_run_tells_what_fits_into_the_budget(tmp_path: Path) -> None:
     # Worlds beyond the machine are modelled from 4 ranks, which do not fit.
     assert chosen(1.0) == (group[:1], 40.0)
     assert chosen(0.5) == ([], 0.0)
-    done = shardproof(
-        "bench", str(small(tmp_path, worlds=(2, 64))), "--dry-run", "--budget", "0.01"
-    )
+    done = here("bench", str(small(tmp_path, worlds=(2, 64))), "--dry-run", "--budget", "0.01")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "0 cells, about 0 s, 2 left out by the budget" in done.stderr
 
@@ -505,7 +503,7 @@ def test_the_plain_program_is_an_implementation() -> None:
 
 def test_a_session_leaves_evidence_that_verifies(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = shardproof("bench", str(small(tmp_path, worlds=(2, 64))), "--results", str(run))
+    done = here("bench", str(small(tmp_path, worlds=(2, 64))), "--results", str(run))
     assert done.returncode in (0, 3), done.stdout + done.stderr
     found = {line["world"]: line for line in read(run).scalings}
     two = found[2]
@@ -523,7 +521,7 @@ def test_a_session_leaves_evidence_that_verifies(tmp_path: Path) -> None:
     assert "oversubscribed" in done.stdout and "reference/ddp" in done.stdout
     told = verify(run)
     assert not told.problems and told.scalings == 2
-    table_again = shardproof("report", str(run), "--format", "markdown").stdout
+    table_again = here("report", str(run), "--format", "markdown").stdout
     assert "| strong | reference/ddp | gloo | 2 |" in table_again
 
     rows = load_times(run / two["times"])
@@ -547,7 +545,7 @@ def test_every_system_of_the_shipped_scenarios_scales_somehow(backend: str, tmp_
     )
     path = small(tmp_path, "weak", systems=systems, backend=backend)
     run = tmp_path / "run"
-    done = shardproof("bench", str(path), "--results", str(run))
+    done = here("bench", str(path), "--results", str(run))
     assert done.returncode in (0, 3), done.stdout + done.stderr
     told = {line["cell"]["system"]["implementation"]: line for line in read(run).scalings}
     assert set(told) == {name for name, _ in names}
@@ -577,7 +575,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_the_budget_is_left_out_by_name(tmp_path: Path) -> None:
     run = tmp_path / "run"
     more = ("--budget", "0.01", "--results", str(run))
-    done = shardproof("bench", str(small(tmp_path, worlds=(2, 64))), *more)
+    done = here("bench", str(small(tmp_path, worlds=(2, 64))), *more)
     assert done.returncode == 3, done.stdout + done.stderr
     assert done.stdout.count("left out by the budget: scaling::small::reference/ddp") == 2
     assert len(read(run).left_out) == 2 and not read(run).scalings and not verify(run).problems
@@ -588,13 +586,13 @@ def test_a_budget_leaves_figures_of_an_earlier_invocation(tmp_path: Path) -> Non
     with RunFolder(run, ["shardproof", "bench"]) as folder:
         (cell,) = matrix.read([path])
         folder.add(line_of(cell, 2, simulated(0.9)), "scaling")
-    done = shardproof("bench", str(path), "--budget", "0.01", "--results", str(run))
+    done = here("bench", str(path), "--budget", "0.01", "--results", str(run))
     assert done.returncode == 3, done.stdout + done.stderr
     assert "left out by the budget" in done.stdout
     assert len(read(run).scalings) == 1 and not read(run).left_out
     with RunFolder(run, ["shardproof", "bench"]) as folder:  # a failure of before is not hidden
         folder.add(read(run).scalings[0] | {"verdict": "crash"}, "scaling")
-    done = shardproof("bench", str(path), "--budget", "0.01", "--results", str(run))
+    done = here("bench", str(path), "--budget", "0.01", "--results", str(run))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "(stays as it was: crash)" in done.stdout
 
@@ -607,7 +605,7 @@ def test_a_system_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> No
         "        raise OverflowError('on purpose')\n"
     )
     path = small(tmp_path, worlds=(2, 4), systems="['falls:Falls']")
-    done = shardproof("bench", str(path), "--results", "run", cwd=tmp_path)
+    done = here("bench", str(path), "--results", "run", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     told = {line["world"]: line for line in read(tmp_path / "run").scalings}
     assert told[2]["verdict"] == "crash" and "OverflowError: on purpose" in told[2]["reason"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import shardproof, started
+from commands import here, started
 
 from shardproof.bench import evidence, session, sides, stats
 from shardproof.bench.launches import RankTimes
@@ -264,7 +264,7 @@ def test_two_comparisons_of_one_id_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_refused_option_is_bad_input() -> None:
-    done = shardproof("bench", "reference/ddp", "pytorch/ddp", "--option-a", "bucket_byte=1")
+    done = here("bench", "reference/ddp", "pytorch/ddp", "--option-a", "bucket_byte=1")
     assert done.returncode == 2 and "bucket_bytes" in done.stderr
 
 
@@ -272,7 +272,7 @@ def test_a_refused_option_is_bad_input() -> None:
 def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     sides = ("reference/ddp", "pytorch/ddp")
-    done = shardproof("bench", *sides, *SMALL, "--backend", backend, "--results", str(run))
+    done = here("bench", *sides, *SMALL, "--backend", backend, "--results", str(run))
     assert done.returncode in (0, 3), done.stdout + done.stderr
     (line,) = read(run).benches
     assert line["blocks"] == 4 and line["launches"] == 1 and line["aa"]["blocks"] == 4
@@ -303,7 +303,7 @@ def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -
 def test_a_scorecard_of_both_sides_is_made_again_by_verify(tmp_path: Path) -> None:
     run = tmp_path / "run"
     more = ("--score", "--results", str(run))
-    done = shardproof("bench", "reference/zero1", "reference/ddp", *SMALL, *more)
+    done = here("bench", "reference/zero1", "reference/ddp", *SMALL, *more)
     assert done.returncode in (0, 3), done.stdout + done.stderr
     (line,) = read(run).benches
     assert line["strategies"] == {"a": "zero1", "b": "ddp"}
@@ -313,9 +313,7 @@ def test_a_scorecard_of_both_sides_is_made_again_by_verify(tmp_path: Path) -> No
         assert card["memory_over_formula"] > 1 and card["achieved_over_probed"] > 0
         assert f"scorecard of {letter.upper()}: achieved / predicted" in done.stdout
     assert not verify(run).problems
-    assert (
-        "achieved over predicted, B" in shardproof("compare", str(run), "--by", "hardware").stdout
-    )
+    assert "achieved over predicted, B" in here("compare", str(run), "--by", "hardware").stdout
     slower = MeasuredPair.model_validate(line | {"probed": _twice_as_long(line["probed"])})
     again = evidence.conclude(slower, []).to_dict()
     first = line["scorecard"]["a"]["achieved_over_predicted"]
@@ -349,7 +347,7 @@ def test_what_cannot_be_predicted_says_why() -> None:
 def test_sides_that_train_differently_are_not_compared(tmp_path: Path) -> None:
     run = tmp_path / "run"
     more = ("--optimizer", "sgd", "--no-memory", "--results", str(run))
-    done = shardproof("bench", "reference/ddp", "mutants/ddp_divides_by_world", *SMALL, *more)
+    done = here("bench", "reference/ddp", "mutants/ddp_divides_by_world", *SMALL, *more)
     (line,) = read(run).benches
     assert line["verdict"] == "fail" and "do not train the same" in line["reason"]
     assert done.returncode == 1
@@ -364,7 +362,7 @@ def test_a_side_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> None
         "        raise OverflowError('on purpose')\n"
     )
     more = ("--results", str(run))
-    done = shardproof("bench", "reference/ddp", "falls:Falls", *SMALL, *more, cwd=tmp_path)
+    done = here("bench", "reference/ddp", "falls:Falls", *SMALL, *more, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = read(run).benches
     assert line["verdict"] == "crash" and "OverflowError: on purpose" in line["reason"]
@@ -373,7 +371,7 @@ def test_a_side_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> None
 def test_a_side_that_refuses_the_model_is_a_precondition(tmp_path: Path) -> None:
     run = tmp_path / "run"
     sides = ("reference/tensor", "pytorch/tensor_parallel")
-    done = shardproof("bench", *sides, *SMALL, "--world", "3", "--results", str(run))
+    done = here("bench", *sides, *SMALL, "--world", "3", "--results", str(run))
     assert done.returncode == 3, done.stdout + done.stderr
     (line,) = read(run).benches
     assert line["verdict"] == "precondition" and "which so many ranks cannot" in line["reason"]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import here
 from small_disk import remount, small_disk
 
 from shardproof.commands.verify import verify
@@ -110,7 +111,15 @@ def killed_at(folder: Path, moment: float, cases: int) -> None:
         assert all(name in named for name in missing)
 
 
-@pytest.mark.parametrize("attempt", range(3))
+def resumed(folder: Path) -> str:
+    """What finishing the run printed."""
+    done = here("run", *SELECTION, "--results", str(folder), "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert verify(folder).problems == []
+    return done.stdout
+
+
+@pytest.mark.parametrize("attempt", range(2))
 def test_kill_9_loses_the_running_cases_at_most(tmp_path: Path, attempt: int) -> None:
     killed_at(tmp_path / "run", random.Random(attempt).uniform(0, 1.5), attempt)
 
@@ -127,10 +136,7 @@ def test_a_killed_run_is_finished_by_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     killed_at(folder, 0.1, 2)
     before = {case.id for case in read(folder).cases}
-    process = start(folder, "--resume")
-    output = process.communicate(timeout=170)[0]
-    assert process.returncode == 0, output
-    assert verify(folder).problems == []
+    output = resumed(folder)
     run = read(folder)
     assert {case.id for case in run.cases} == {case.id for case in planned(folder)} > before
     again = set(run.header.invocations[1].planned)
@@ -154,15 +160,12 @@ def test_ctrl_c_once_and_twice(tmp_path: Path, times: int) -> None:
     assert run.cases and run.left_out
     assert run.header.invocations[0].exit_code == 130
     assert verify(folder).problems == []
+    assert (folder / "report.html").exists()
     done = {line.id for line in (*run.cases, *run.left_out)}
     assert done == {case.id for case in planned(folder)}
 
 
-@pytest.mark.parametrize("sent", [signal.SIGHUP, signal.SIGTERM])
-def test_other_signals_end_a_run_as_ctrl_c_does(tmp_path: Path, sent: signal.Signals) -> None:
-    folder = tmp_path / "run"
-    process = start(folder)
-    wait_for(folder, process, 1)
+def ends_as_by_ctrl_c(process: subprocess.Popen[str], folder: Path, sent: signal.Signals) -> None:
     process.send_signal(sent)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
@@ -170,6 +173,13 @@ def test_other_signals_end_a_run_as_ctrl_c_does(tmp_path: Path, sent: signal.Sig
     assert all_gone(folder), left_running(folder)
     assert read(folder).header.last.exit_code == 130
     assert verify(folder).problems == []
+
+
+def test_a_hangup_ends_a_run_as_ctrl_c_does(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for(folder, process, 1)
+    ends_as_by_ctrl_c(process, folder, signal.SIGHUP)
 
 
 def test_a_terminal_that_is_closed_ends_its_run(tmp_path: Path) -> None:
@@ -191,7 +201,7 @@ def test_a_terminal_that_is_closed_ends_its_run(tmp_path: Path) -> None:
     assert verify(folder).problems == []
 
 
-def test_nohup_keeps_a_run_from_ending(tmp_path: Path) -> None:
+def test_nohup_keeps_a_run_from_ending_until_it_is_terminated(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -202,8 +212,7 @@ def test_nohup_keeps_a_run_from_ending(tmp_path: Path) -> None:
     process.send_signal(signal.SIGHUP)
     wait_for(folder, process, 2)
     assert process.poll() is None and lines(folder) >= 2
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) and process.returncode == 130
+    ends_as_by_ctrl_c(process, folder, signal.SIGTERM)
 
 
 def test_one_folder_takes_one_runner_at_a_time(tmp_path: Path) -> None:
@@ -212,10 +221,9 @@ def test_one_folder_takes_one_runner_at_a_time(tmp_path: Path) -> None:
     wait_for(folder, first, 1)
     first.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
     for more in ((), ("--resume",)):
-        second = start(folder, *more)
-        output = second.communicate(timeout=60)[0]
-        assert second.returncode == 2, output
-        assert f"another process writes into this run (pid {first.pid}) - " in output, output
+        second = here("run", *SELECTION, "--results", str(folder), *more)
+        assert second.returncode == 2, second.stdout + second.stderr
+        assert f"another process writes into this run (pid {first.pid}) - " in second.stderr
     first.send_signal(signal.SIGINT)
     first.send_signal(signal.SIGCONT)
     first.communicate(timeout=60)
@@ -243,8 +251,5 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(disk: Path) -> None:
     assert run.cases, "cases that ended before are kept"
     assert all((folder / case.record).is_file() for case in run.cases)
     remount(disk, "size=64m")
-    process = start(folder, "--resume")
-    output = process.communicate(timeout=170)[0]
-    assert process.returncode == 0, output
-    assert verify(folder).problems == []
+    resumed(folder)
     assert {c.id for c in read(folder).cases} == {case.id for case in planned(folder)}

@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import shardproof, started
+from commands import here, shardproof
 
-from shardproof.commands.main import main
 from shardproof.runs.run_folder import read
 
 ROOT = Path(__file__).parents[2]
 CASE = "ddp-gpt::reference/ddp+small_buckets::in_memory::replicate2::sgd::noclip::fp64::quick"
-
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The same in this process, for commands that start no others: torch is imported once."""
-
-    def call(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["shardproof", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        code = end.value.code
-        return subprocess.CompletedProcess(
-            arguments, code if isinstance(code, int) else 0, out, err
-        )
-
-    return call
 
 
 def test_help_teaches_by_examples_and_needs_no_torch() -> None:
@@ -73,7 +48,7 @@ def test_version() -> None:
         ("cases", CASE),
     ],
 )
-def test_piped_lists_print_one_full_name_a_line(here: Command, what: str, name: str) -> None:
+def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
     done = here("list", what)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -119,16 +94,14 @@ def test_piped_lists_print_one_full_name_a_line(here: Command, what: str, name: 
         (("study", "model-check", "--records", "docs"), "--records: Is a directory (docs)"),
     ],
 )
-def test_bad_selections_end_with_code_2_and_one_line(
-    here: Command, arguments: tuple[str, ...], says: str
-) -> None:
+def test_bad_selections_end_with_code_2_and_one_line(arguments: tuple[str, ...], says: str) -> None:
     done = here(*arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_check_scenario_tells_every_fault_of_every_file(here: Command, tmp_path: Path) -> None:
+def test_check_scenario_tells_every_fault_of_every_file(tmp_path: Path) -> None:
     good = ROOT / "scenarios" / "conformance" / "data" / "plain.yaml"
     bad = tmp_path / "bad.yaml"
     bad.write_text(
@@ -148,7 +121,7 @@ def test_check_scenario_tells_every_fault_of_every_file(here: Command, tmp_path:
     assert here("check-scenario", str(good)).returncode == 0
 
 
-def test_dry_run_prints_ids_and_writes_nothing(here: Command, tmp_path: Path) -> None:
+def test_dry_run_prints_ids_and_writes_nothing(tmp_path: Path) -> None:
     done = here("run", "--dry-run", "--budget", "0.2", cwd=tmp_path)
     assert done.returncode == 0
     ids = done.stdout.splitlines()
@@ -157,7 +130,7 @@ def test_dry_run_prints_ids_and_writes_nothing(here: Command, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_whole_id_selects_one_case_in_any_tier(here: Command) -> None:
+def test_a_whole_id_selects_one_case_in_any_tier() -> None:
     for arguments in ((CASE,), ("-k", CASE), ("ddp-gpt", "--tier", "full", "-k", CASE)):
         assert here("run", "--dry-run", *arguments).stdout.splitlines() == [CASE]
     full = CASE.replace("sgd::noclip", "adamw::noclip").replace("quick", "full")
@@ -167,16 +140,16 @@ def test_a_whole_id_selects_one_case_in_any_tier(here: Command) -> None:
     assert here("run", "--dry-run", other).stdout.splitlines() == [other]
 
 
-def test_systems_without_scenario_take_every_cell(here: Command) -> None:
+def test_systems_without_scenario_take_every_cell() -> None:
     done = here("run", "ddp-gpt", "--impl", "shardproof.impls.plain:Plain", "--dry-run")
     ids = done.stdout.splitlines()
     assert ids
     assert all(name.split("::")[1] == "shardproof.impls.plain:Plain" for name in ids)
 
 
-def test_a_run_leaves_evidence_and_can_be_shown_again(here: Command, tmp_path: Path) -> None:
+def test_a_run_leaves_evidence_and_can_be_shown_again(tmp_path: Path) -> None:
     selection = "replicate2 and small_buckets and sgd and fp64"
-    done = shardproof("run", "ddp-gpt", "--backend", "in_memory", "-k", selection, cwd=tmp_path)
+    done = here("run", "ddp-gpt", "--backend", "in_memory", "-k", selection, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 judged (2 pass), 0 xfailed, 0 skipped, 0 left out" in done.stdout
     assert "in_memory" in done.stdout
@@ -205,9 +178,9 @@ def test_a_run_leaves_evidence_and_can_be_shown_again(here: Command, tmp_path: P
 
 def test_one_folder_takes_a_run_and_its_mutants(tmp_path: Path) -> None:
     folder = tmp_path / "both"
-    first = shardproof("run", CASE, "--results", str(folder), "-j", "1")
+    first = here("run", CASE, "--results", str(folder), "-j", "1")
     assert first.returncode == 0, first.stdout + first.stderr
-    second = shardproof("mutants", "--impl", "ddp_never_reduces", "--results", str(folder))
+    second = here("mutants", "--impl", "ddp_never_reduces", "--results", str(folder))
     assert second.returncode == 0, second.stdout + second.stderr
     assert "1 faults judged (1 killed, 0 survive), 0 left out" in second.stdout
     run = read(folder)
@@ -219,7 +192,7 @@ def test_one_folder_takes_a_run_and_its_mutants(tmp_path: Path) -> None:
 
 def test_a_mutant_named_exactly_fails_with_a_rerun_line(tmp_path: Path) -> None:
     selection = "in_memory and replicate2 and sgd and fp64"
-    done = shardproof(
+    done = here(
         "run", "ddp-gpt", "--impl", "mutants/ddp_never_reduces", "-k", selection, cwd=tmp_path
     )
     assert done.returncode == 1, done.stdout + done.stderr
@@ -257,7 +230,7 @@ include:
 """
     (tmp_path / "refused.yaml").write_text(text)
     results = str(tmp_path / "run")
-    done = shardproof("run", str(tmp_path / "refused.yaml"), "-j", "2", "--results", results)
+    done = here("run", str(tmp_path / "refused.yaml"), "-j", "2", "--results", results)
     assert done.returncode == 2, done.stdout + done.stderr
     told = {r.case.label: r for r in read(tmp_path / "run").cases if r.case.label}
     for number, says in enumerate(REFUSED.values()):
@@ -294,27 +267,10 @@ include:
         choice = f"name: reference/hybrid, label: n{number}, options: {options}"
         text += f"  - {{reason: a fault, implementation: {{{choice}}}, mesh: {{{mesh}}}\n"
     (tmp_path / "own.yaml").write_text(text)
-    done = shardproof("run", "own.yaml", "-j", "2", "--results", "run", cwd=tmp_path)
+    done = here("run", "own.yaml", "-j", "2", "--results", "run", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     told = {r.case.label: r for r in read(tmp_path / "run").cases if r.case.label}
     for number, says in enumerate(HYBRIDS.values()):
         reason = told[f"n{number}"].reason
         assert reason.startswith(f"own.yaml:{8 + number}: ") and says in reason, reason
         assert reason in done.stdout
-
-
-def test_ctrl_c_ends_with_130_and_records_what_was_left(tmp_path: Path) -> None:
-    process = started("run", "ddp-gpt", "-j", "1", "--results", "stopped", cwd=tmp_path)
-    lines = tmp_path / "stopped" / "cases.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (lines.exists() and lines.stat().st_size):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "stopped: " in output
-    run = read(tmp_path / "stopped")
-    assert run.cases
-    assert run.left_out
-    assert run.header.invocations[0].exit_code == 130
-    assert (tmp_path / "stopped" / "report.html").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import shardproof
+from commands import here
 
 from shardproof.commands.verify import verify
 from shardproof.errors import printable
@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (place / "evil.py").write_text(MODULE)
     named = [word for name in ("Raises", "Refuses", "Names") for word in ("--impl", f"evil:{name}")]
     cell = "sgd and noclip and fp64 and replicate1"
-    done = shardproof(
+    done = here(
         *("run", "ddp-gpt", *named, "-k", cell, "--backend", "in_memory", "--tier", "full"),
         *("--results", "run", "--junit", "junit.xml"),
         cwd=place,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,9 @@ def test_the_committed_table_is_what_the_command_makes(tmp_path: Path) -> None:
     assert all(path.stat().st_size < 500_000 for path in files)
 
 
-def test_two_runs_of_2000_cases_are_compared_without_the_slow_imports(tmp_path: Path) -> None:
-    """The measure is under 3 s with start-up; no test asserts seconds, but what would cost them."""
-    lines = made.results(2000)
+def test_two_runs_are_compared_without_the_slow_imports(tmp_path: Path) -> None:
+    """Two runs of 2,000 cases in 3 s are the aim; what would cost more is asserted, not seconds."""
+    lines = made.results(200)
     old = made.write(tmp_path / "old", lines)
     new = made.write(
         tmp_path / "new", made.changed(lines, 9, made.figure("traffic", "bytes_sent", "7"))
@@ -100,8 +99,6 @@ def test_two_runs_of_2000_cases_are_compared_without_the_slow_imports(tmp_path: 
         "    slow = {'torch', 'scipy', 'numpy', 'pandas', 'pyarrow'} & set(sys.modules)\n"
         "    print('slow imports:', sorted(slow))\n"
     )
-    began = time.monotonic()
     done = python("-c", program, str(old), str(new))
-    print(f"compare of two runs of 2,000 cases: {time.monotonic() - began:.2f} s")
     assert done.returncode == 0, done.stderr
-    assert "2,000 results compared" in done.stdout and "slow imports: []" in done.stdout
+    assert "200 results compared" in done.stdout and "slow imports: []" in done.stdout

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from commands import script, shardproof
+from commands import here, script
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -24,7 +24,7 @@ def judge(folder: Path, *selection: str) -> subprocess.CompletedProcess[str]:
     command = re.search(r"^ +shardproof (run .*--impl mine:Mine)$", README, re.MULTILINE)
     assert command, "the README does not say how to judge mine.py"
     arguments = (*command[1].split(), *selection, "--results", str(folder))
-    return shardproof(*arguments, paths=[folder.parent])
+    return here(*arguments, paths=[folder.parent])
 
 
 def test_the_example_passes_its_proof(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def own_schedule(folder: Path, leave_out: str = "") -> subprocess.CompletedProce
     found = re.search(r"```yaml\n(# mine\.yaml\n.*?)```", README, re.DOTALL)
     assert found and re.search(r"^ +shardproof run mine\.yaml$", README, re.MULTILINE)
     (folder / "mine.yaml").write_text(found[1].replace(leave_out, "") if leave_out else found[1])
-    return shardproof("run", "mine.yaml", "--results", "run", cwd=folder)
+    return here("run", "mine.yaml", "--results", "run", cwd=folder)
 
 
 def test_the_schedule_passes_its_proof(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def _case(name: str, backend: str) -> Case:
         lane="fp64",
         checks=("equivalence", "replicas"),
         steps=2,
-        deadline=8.0 if EXPECTED[name][0] in ("hang", "over budget") else 60.0,
+        deadline=4.0 if EXPECTED[name][0] in ("hang", "over budget") else 60.0,
         memory_gib=1.0,
     )
 
@@ -74,5 +74,6 @@ def test_verdict_and_sentence(results: dict[str, dict[str, Any]], name: str, bac
 
 
 def test_nothing_is_left(results: dict[str, dict[str, Any]]) -> None:
-    children = psutil.Process().children(recursive=True)
-    assert not [c for c in children if "fork_server_main" in " ".join(c.cmdline())]
+    """Of leaders and ranks; the fork server itself is kept for the next test."""
+    kept = [c for c in psutil.Process().children() if "fork_server_main" in " ".join(c.cmdline())]
+    assert kept and not [child for server in kept for child in server.children(recursive=True)]

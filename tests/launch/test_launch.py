@@ -530,5 +530,7 @@ def test_a_fork_server_survives_the_thread_that_started_it(importable: None) -> 
         time.sleep(0.2)
         ticket = fork_server.submit(launch_programs.sleep, {"seconds": 0.0})
         assert await_end(fork_server, ticket).exit_code == 0
+        pid = fork_server.pid
     finally:
         fork_server.close()
+    assert not psutil.pid_exists(pid)

@@ -5,6 +5,7 @@ Here one fault a file and a killer is planted; ``make mutants`` plants all of th
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -33,15 +34,29 @@ KERNELS = (
 )
 
 
+@functools.cache
 def representatives() -> list[Any]:
-    """The first fault of each file of faults, and the first that each check or verdict kills."""
-    met, found = set[str](), list[Any]()
-    for name in registry.mutant_names():
-        mutant = registry.load_mutant(name)
-        if not met.issuperset(shown := {mutant.implementation.__module__, *mutant.killed_by}):
-            met |= shown
-            found.append(mutant)
-    return found
+    """Faults of each file of faults and of each check or verdict that kills, few and small.
+
+    Of equal use are rather those whose parent's case is judged already.
+    """
+    faults = {name: registry.load_mutant(name) for name in registry.mutant_names()}
+    shown = {n: {fault.implementation.__module__, *fault.killed_by} for n, fault in faults.items()}
+    pairs = {name: pair(fault) for name, fault in faults.items()}
+    wanted, judged, chosen = set[str]().union(*shown.values()), set[str](), list[Any]()
+    while wanted:
+        best = max(
+            faults,
+            key=lambda name: (
+                len(shown[name] & wanted),
+                pairs[name].parent.id in judged,
+                -pairs[name].case.world * pairs[name].case.steps,
+            ),
+        )
+        wanted -= shown[best]
+        judged.add(pairs[best].parent.id)
+        chosen.append(faults[best])
+    return chosen
 
 
 @pytest.mark.timeout(600)

@@ -190,7 +190,7 @@ def test_a_budget_hides_no_failure_of_before(
     durations = Durations(run.parent / "none.json")
     chosen = CaseSchedule([], again, 0.0) if planned else CaseSchedule(again, [], 0.0)
     with RunFolder(run, ["test", "--rerun-failed"]) as folder:
-        code = run_command.execute(folder, chosen, 1, 1e-5, durations, kept)
+        code = run_command.execute(folder, chosen, 1, 1e-9, durations, kept)
     assert code == 1
     told = capsys.readouterr().out
     assert "not run again, earlier results stay (2): no room in a budget of" in told

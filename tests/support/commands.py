@@ -1,13 +1,21 @@
-"""``shardproof`` in a process of its own, as people start it."""
+"""``shardproof`` in a process of its own, as people start it, and in this one."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
+
+import pytest
+
+from shardproof.commands import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,9 +34,45 @@ def shardproof(
     return _done(_command(arguments), cwd, _environment(paths), timeout, stdout)
 
 
-def script(path: Path, cwd: Path, timeout: float = 150) -> subprocess.CompletedProcess[str]:
-    """What a Python program of a user did that imports the suite."""
-    return python(str(path), cwd=cwd, timeout=timeout)
+def here(
+    *arguments: str, cwd: Path = ROOT, paths: Sequence[Path] = ()
+) -> subprocess.CompletedProcess[str]:
+    """As :func:`shardproof`, in this process, which has imported torch already."""
+    return _here(main.main, ["shardproof", *arguments], [cwd, *paths])
+
+
+def script(path: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """What a Python program of a user did that imports the suite, in this process."""
+    program = functools.partial(runpy.run_path, str(path), run_name="__main__")
+    return _here(program, [str(path)], [cwd, path.parent])
+
+
+def _here(
+    program: Callable[[], object], words: list[str], paths: Sequence[Path]
+) -> subprocess.CompletedProcess[str]:
+    """What ``program`` did in the first of ``paths``; modules there are forgotten afterwards."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    known, code = {*sys.modules}, 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.chdir(paths[0])
+        patch.setattr(sys, "argv", words)
+        patch.setenv("COLUMNS", "60")
+        for path in paths:
+            patch.syspath_prepend(str(path))
+        try:
+            program()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    for name in {*sys.modules} - known:
+        file = Path(getattr(sys.modules[name], "__file__", None) or ROOT)
+        if not file.is_relative_to(ROOT) and {*paths} & {*file.parents}:
+            del sys.modules[name]
+    texts = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(words, code, *texts)
 
 
 def python(
