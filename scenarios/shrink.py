@@ -2,12 +2,12 @@
 
     python scenarios/shrink.py                # every scenario of the quick tier (half an hour)
     python scenarios/shrink.py ddp-gpt        # one
+    python scenarios/shrink.py --keep         # plant the faults again, at the sizes that stand
     python scenarios/shrink.py --page         # only write conformance/quick.md again
-    python scenarios/shrink.py --check        # exit code 1 if that page is stale
 
-A size will do if every check of every quick case ends as at whole size, and if its planted faults
-are seen as they are there.  A fault is planted in the first quick case, of all scenarios, that runs
-its parent under its trigger.  The size is written into the file as
+A size will do if every check of every quick case ends as at whole size, and if every planted fault
+that its named checks see at whole size is seen by them.  A fault is planted in the first quick case
+of the scenario that runs its parent under its trigger.  The size is written into the file as
 ``quick_size``; what was seen is kept in ``conformance/quick.json``, and ``conformance/quick.md``
 tells what each quick case is for.
 """
@@ -45,9 +45,9 @@ HEAD = """\
 
 # What each quick case is for
 
-*Alone*: pairs of values that no other quick case of the scenario has. *Faults*: those of the case's
-system that were planted in it and seen by their checks, at its size as at whole size; each fault is
-planted in one quick case. `shardproof mutants` plants all faults, in cases of their own.
+*Alone*: pairs of values that no other quick case of the scenario has. *Faults*: those that were
+planted in the case's system and seen by their checks, at its size and at whole size; each is
+planted in one case of a scenario. `shardproof mutants` plants all faults, in cases of their own.
 """
 #: How a case ended: its verdict, and the status of every check.
 End = tuple[str, dict[str, str]]
@@ -87,7 +87,7 @@ def fits(fault: Mutant, case: Case) -> bool:
         and set(fault.traits) <= set(case.workload.traits)
         and _axes(fault.mesh) == _axes(case.mesh)
         and dict(fault.precision) == dict(case.precision)
-        and (fault.optimizer.clip_norm is None or clip is not None)
+        and fault.optimizer.clip_norm in (None, clip)
         and fault.optimizer.name in ("sgd", case.optimizer.name)
         and fault.expect.get("relation") == case.expect.get("relation")
         and checks <= set(case.checks)
@@ -98,14 +98,11 @@ def _axes(mesh: Any) -> set[str]:
     return {axis for axis, ranks in mesh.items() if ranks > 1}
 
 
-def homes(files: Sequence[ScenarioFile]) -> dict[str, tuple[str, str]]:
-    """Fault -> the first scenario, and its quick case, that it is planted in."""
-    found: dict[str, tuple[str, str]] = {}
-    for file in files:
-        for name, case in itertools.product(registry.mutant_names(), quick_cases(file, None)):
-            if name not in found and fits(registry.load_mutant(name), case):
-                found[name] = (file.name, case.id)
-    return found
+def homes(cases: Sequence[Case]) -> dict[str, str]:
+    """Fault -> the first of ``cases`` that fits it."""
+    names = registry.mutant_names()
+    first = ((n, next((c for c in cases if fits(registry.load_mutant(n), c)), None)) for n in names)
+    return {name: case.id for name, case in first if case is not None}
 
 
 def ends(session: Session, cases: Sequence[Case]) -> dict[str, End]:
@@ -126,13 +123,19 @@ def survivors(session: Session, cases: Sequence[Case], faults: dict[str, str]) -
 
 
 def search(
-    session: Session, file: ScenarioFile, faults: dict[str, str]
-) -> tuple[dict[str, Any], set[str]]:
-    """The smallest size that will do (empty: the whole), and the faults not seen even there."""
+    session: Session, file: ScenarioFile, keep: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The smallest size that will do (empty: the whole), and the faults seen at whole size.
+
+    ``keep``: no other size than the file's own is tried.
+    """
     whole = quick_cases(file, None)
-    truth = ends(session, whole)
-    unseen: set[str] | None = None
-    for size in sizes(file):
+    truth, faults = ends(session, whole), homes(whole)
+    unseen = survivors(session, whole, faults)
+    seen = {name: case for name, case in faults.items() if name not in unseen}
+    own = file.scenario.quick_size
+    kept = own.model_dump(exclude_none=True) if own else {}
+    for size in [kept] if keep else sizes(file):
         try:
             cases = quick_cases(file, size)
         except ScenarioError:
@@ -141,14 +144,9 @@ def search(
         few = cases[:: 1 + len(cases) // 4]
         if cases == whole or not ends(session, few).items() <= truth.items():
             continue
-        if ends(session, cases) != truth:
-            continue
-        alive = survivors(session, cases, faults)
-        if alive and unseen is None:
-            unseen = survivors(session, whole, {name: faults[name] for name in alive})
-        if alive <= (unseen or set()):
-            return size, alive
-    return {}, survivors(session, whole, faults) if unseen is None else unseen
+        if ends(session, cases) == truth and not survivors(session, cases, seen):
+            return size, seen
+    return {}, seen
 
 
 def write_size(path: Path, size: dict[str, Any]) -> None:
@@ -191,33 +189,20 @@ def _pairs(case: Case) -> set[tuple[str, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("scenarios", nargs="*", help="names (default: all of conformance/)")
+    parser.add_argument("--keep", action="store_true", help="try no other size than the file's")
     parser.add_argument("--page", action="store_true", help="write quick.md again, search nothing")
-    parser.add_argument("--check", action="store_true", help="is quick.md as it would be written?")
     given = parser.parse_args()
     seen = json.loads(SEEN.read_text()) if SEEN.exists() else {}
-    files = find([str(FOLDER)])
-    if not (given.page or given.check):
-        home = homes(files)
-        with Session(cores()) as session:
-            for file in find(given.scenarios) if given.scenarios else files:
-                if not quick_cases(file, None):
-                    continue
-                faults = {name: case for name, (at, case) in home.items() if at == file.name}
-                size, unseen = search(session, file, faults)
-                write_size(FOLDER.parent.parent / file.file, size)
-                seen[file.name] = {
-                    case: sorted(n for n in faults if faults[n] == case and n not in unseen)
-                    for case in sorted(set(faults.values()))
-                }
-                SEEN.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n")
-                print(
-                    f"{file.name}: {size or 'whole'}; {len(faults) - len(unseen)} faults seen",
-                    flush=True,
-                )
-    text = page(find([str(FOLDER)]), seen)
-    if given.check:
-        return int(text != PAGE.read_text())
-    PAGE.write_text(text)
+    files = [] if given.page else find(given.scenarios or [str(FOLDER)])
+    with Session(cores()) as session:
+        for file in (file for file in files if quick_cases(file, None)):
+            size, faults = search(session, file, given.keep)
+            write_size(FOLDER.parent.parent / file.file, size)
+            by_case = sorted(set(faults.values()))
+            seen[file.name] = {c: sorted(n for n in faults if faults[n] == c) for c in by_case}
+            SEEN.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n")
+            print(f"{file.name}: {size or 'whole'}; {len(faults)} faults seen", flush=True)
+    PAGE.write_text(page(find([str(FOLDER)]), seen))
     return 0
 
 

@@ -118,6 +118,8 @@ class _Expansion:
             case = self._case(cell, tier, *marks, several_clips=len(clips) > 1)
             small = self._workload(cell.workload, self.scenario.quick_size)
             if tier == "quick" and small != case.workload:
+                self._check_can_be_built(["quick_size"], small)
+                self._stop_if_faulty()
                 whole = f"{case.id.removesuffix('quick')}full"
                 cases.append(dataclasses.replace(case, workload=small))
                 case = dataclasses.replace(case, id=whole, tier="full")
@@ -200,13 +202,14 @@ class _Expansion:
             self._check_name([*path, "traits", index], "trait", trait)
             for index, trait in enumerate(spec.traits)
         ]
-        small = self._workload(variant, self.scenario.quick_size)
-        for place, each in ((path, spec), (["quick_size"], small)) if all(known) else ():
-            fault = self.vocabulary.fault_of(each)
-            if fault is not None:
-                remedy = "correct it, or see `shardproof list traits`"
-                self._add(place, f"this workload cannot be built: {fault}", remedy, spec.name)
-                return
+        if all(known):
+            self._check_can_be_built(path, spec)
+
+    def _check_can_be_built(self, path: Keys, spec: WorkloadSpec) -> None:
+        fault = self.vocabulary.fault_of(spec)
+        if fault is not None:
+            remedy = "correct it, or see `shardproof list traits`"
+            self._add(path, f"this workload cannot be built: {fault}", remedy, spec.name)
 
     def _cells(self) -> list[Cell]:
         scenario = self.scenario
@@ -448,14 +451,17 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
     expected ``buckets``.  A cell is in the quick tier if any implementation has it there, and in
     both where it has a smaller size there.
     """
-    substituted: dict[tuple[str, str], Case] = {}
+    substituted: dict[str, Case] = {}
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
         if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
             continue
         scenario, _, *middle, tier = case.id.split("::")
         cell = "::".join([scenario, implementation.replace("::", ":"), *middle])
+        quick = substituted.get(f"{cell}::quick")
+        if quick is not None and quick.workload == case.workload:
+            continue
         substituted.setdefault(
-            (cell, str(case.workload)),
+            f"{cell}::{tier}",
             dataclasses.replace(
                 case,
                 id=f"{cell}::{tier}",

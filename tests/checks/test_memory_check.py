@@ -421,3 +421,26 @@ def test_a_single_unit_has_nothing_to_overlap_with() -> None:
     )
     (result,), _ = run_cases([case], 1, lambda result: None)
     assert [outcome.status for outcome in result.checks] == ["pass"], result.reason
+
+
+@pytest.mark.parametrize(("strategy", "alone"), [("zero1", True), ("zero3", False)])
+def test_reductions_that_all_leave_in_the_last_unit_fail(strategy: str, alone: bool) -> None:
+    """Unless it is the only one, and its gradients leave as one: where units are sharded."""
+    found = figures(strategy)
+    found.declaration = replace(found.declaration, features=frozenset(["overlap"]))
+    for record in found.records:
+        last = max(number for number, phase, _ in record.events if phase == "backward")
+        reductions = [c for c in record.traffic if c.operation in overlap.REDUCTIONS]
+        more = [replace(call) for call in reductions * 3]
+        record.traffic += more
+        for call in (*reductions, *more):
+            call.issued, call.waited, call.phase = last + 1, last + 50, "backward"
+        record.steps = [replace(s, calls=(0, len(record.traffic))) for s in record.steps]
+    outcome = overlap.decide(found)
+    assert outcome.status == "fail"
+    told = "reductions is issued before the last unit's backward"
+    assert told in outcome.message
+    for record in found.records:
+        units = [event for event in record.events if event[1] == "backward" and event[2]]
+        record.events = [event for event in record.events if event not in units[:-1]]
+    assert (told in overlap.decide(found).message) == alone

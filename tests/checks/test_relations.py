@@ -189,7 +189,7 @@ def test_pairs_have_a_quick_tier_of_the_family_and_a_small_full_one() -> None:
     cases = expand(file, installed())
     quick = [case for case in cases if case.tier == "quick"]
     assert {relations.name_of(case.expect["relation"]) for case in quick} == {"same_as", "reload"}
-    assert len(quick) <= 8 and len(cases) <= 52
+    assert len(quick) <= 8 and len(cases) - len(quick) <= 52
     exact = [case for case in cases if case.lane == "bitwise" and case.label == "is_ddp"]
     assert all(case.backend == "in_memory" or case.world <= 2 for case in exact)
 

@@ -43,6 +43,11 @@ def importable() -> Iterator[None]:
     sys.path.remove(HERE)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def keeps_fork_servers() -> None:
+    """Pools of this file start and end their own."""
+
+
 @pytest.fixture(scope="module")
 def fork_server(importable: None) -> Iterator[ForkServer]:
     with ForkServer(["launch_programs"]) as fork_server:
@@ -390,7 +395,8 @@ def test_what_a_task_returns_comes_back(importable: None) -> None:
         values = {end.key: end.value for end in pool.run(launch_programs.double, items)}
         assert values == {"0": [0], "1": [2], "2": [4]}
         assert list(pool.folder.glob("value*")) == []
-    assert not pool.folder.exists()
+        server = pool.fork_server.pid
+    assert not pool.folder.exists() and not psutil.pid_exists(server)
 
 
 def test_a_payload_may_be_larger_than_what_a_socket_takes_at_once(importable: None) -> None:
@@ -429,7 +435,7 @@ def test_pool_keeps_its_jobs_busy_and_ends_what_is_late(importable: None) -> Non
         late = ended.key == "late"
         assert ended.timed_out == late and (ended.signal == signal.SIGKILL) == late
         assert ended.seconds > 0.29
-    assert running == [1, 2, 2, 2, 2, 2], "two at a time, drawn only when a leader can start"
+    assert running[:2] == [1, 2] and max(running) == 2, "drawn only when a leader can start"
 
 
 def test_a_caller_that_stops_early_leaves_nothing(importable: None) -> None:

@@ -15,7 +15,13 @@ from shardproof.costs import ModelFacts, cost_model_of
 from shardproof.costs.model_facts import TensorFacts
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.offload import HostMemory
-from shardproof.impls.reference.engine.optimizer import build_optimizer, seed_state
+from shardproof.impls.reference.engine.optimizer import (
+    build_optimizer,
+    param_groups,
+    seed_state,
+    set_learning_rate,
+    slot_pieces,
+)
 from shardproof.impls.reference.zero1 import ReferenceZero1
 from shardproof.impls.reference.zero2 import ReferenceZero2
 from shardproof.ledgers.memory import MemoryLedger, MemoryLog, summary
@@ -145,3 +151,13 @@ def test_whole_parameters_cannot_rest_on_the_host(implementation: Any) -> None:
         implementation.capabilities({"offload": "parameters"})
     with pytest.raises(Refused, match="none or optimizer or parameters"):
         implementation.capabilities({"offload": "disk"})
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_rank_without_elements_has_an_optimizer(name: str) -> None:
+    """With more ranks than elements the last shards are empty."""
+    spec = OptimizerSpec(name)
+    optimizer = build_optimizer(spec, param_groups(spec, {}))
+    set_learning_rate(optimizer, spec, 0)
+    optimizer.step()
+    assert slot_pieces(optimizer, lambda *_: pytest.fail("there is no slot")) == []

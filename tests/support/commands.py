@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -63,10 +64,13 @@ def _here(
         patch.setenv("COLUMNS", "60")
         for path in paths:
             patch.syspath_prepend(str(path))
+        pipe = signal.getsignal(signal.SIGPIPE)
         try:
             program()
         except SystemExit as end:
             code = int(end.code or 0)
+        finally:
+            signal.signal(signal.SIGPIPE, pipe)  # `list` lets a closed pipe end the process
     for name in {*sys.modules} - known:
         file = Path(getattr(sys.modules[name], "__file__", None) or ROOT)
         if not file.is_relative_to(ROOT) and {*paths} & {*file.parents}:

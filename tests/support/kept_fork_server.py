@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from shardproof import registry
 from shardproof.launch.fork_server import (
     ENVIRONMENT,
     FOREIGN,
@@ -48,6 +49,7 @@ def run_placed(placed: _Placed) -> object:
     sys.path[:] = placed.path
     tempfile.tempdir = None
     importlib.invalidate_caches()
+    registry._entry_points.cache_clear()  # of the packages that were on the path before
     task, payload = pickle.loads(placed.job)
     return task(payload)
 

@@ -22,7 +22,7 @@ from shardproof.impls.mutants.triggers import (
     whole_gpt,
 )
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
-from shardproof.impls.reference.engine.norm import NormPart, power_sum
+from shardproof.impls.reference.engine.norm import EPSILON, NormPart, power_sum
 from shardproof.impls.reference.parts.buckets import GradientBucket
 
 # -------------------------------------------------------------------------------- norm and update
@@ -81,7 +81,7 @@ class ClipsUp(ReferenceDDP):
     """Gradients below the clip are scaled up to it."""
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        self.scale_gradients(max_norm / norm)
+        self.scale_gradients(max_norm / (norm + EPSILON))
 
 
 @mutant(

@@ -20,7 +20,7 @@ from shardproof.impls.mutants.triggers import (
     gpt,
     spend_a_step,
 )
-from shardproof.impls.reference.engine.norm import NormPart
+from shardproof.impls.reference.engine.norm import EPSILON, NormPart
 from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
@@ -74,7 +74,7 @@ class ClipsUp(ReferenceZero2):
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         # Without the upper bound of 1.
-        self.handle.scale_gradients(max_norm / norm)
+        self.handle.scale_gradients(max_norm / (norm + EPSILON))
 
 
 @mutant(
