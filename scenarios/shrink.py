@@ -6,8 +6,8 @@
     python scenarios/shrink.py --page         # only write conformance/quick.md again
 
 A size will do if every check of every quick case ends as at whole size, and if every planted fault
-that its named checks see at whole size is seen by them.  A fault is planted in the first quick case
-of the scenario that runs its parent under its trigger.  The size is written into the file as
+that its named checks see at whole size is seen by them.  A fault is planted in one quick case: the
+first of all scenarios that runs its parent under its trigger.  The size is written into the file as
 ``quick_size``; what was seen is kept in ``conformance/quick.json``, and ``conformance/quick.md``
 tells what each quick case is for.
 """
@@ -46,8 +46,8 @@ HEAD = """\
 # What each quick case is for
 
 *Alone*: pairs of values that no other quick case of the scenario has. *Faults*: those that were
-planted in the case's system and seen by their checks, at its size and at whole size; each is
-planted in one case of a scenario. `shardproof mutants` plants all faults, in cases of their own.
+planted in the case's system and seen by their checks at this size; each is planted in one quick
+case. `shardproof mutants` plants all faults, in cases of their own.
 """
 #: How a case ended: its verdict, and the status of every check.
 End = tuple[str, dict[str, str]]
@@ -98,11 +98,15 @@ def _axes(mesh: Any) -> set[str]:
     return {axis for axis, ranks in mesh.items() if ranks > 1}
 
 
-def homes(cases: Sequence[Case]) -> dict[str, str]:
-    """Fault -> the first of ``cases`` that fits it."""
-    names = registry.mutant_names()
-    first = ((n, next((c for c in cases if fits(registry.load_mutant(n), c)), None)) for n in names)
-    return {name: case.id for name, case in first if case is not None}
+def homes(files: Sequence[ScenarioFile]) -> dict[str, dict[str, str]]:
+    """Scenario -> fault -> the quick case that it is planted in."""
+    found: dict[str, dict[str, str]] = {file.name: {} for file in files}
+    for name in registry.mutant_names():
+        fault = registry.load_mutant(name)
+        cases = (case for file in files for case in quick_cases(file, None))
+        if (case := next((case for case in cases if fits(fault, case)), None)) is not None:
+            found[case.scenario][name] = case.id
+    return found
 
 
 def ends(session: Session, cases: Sequence[Case]) -> dict[str, End]:
@@ -123,18 +127,18 @@ def survivors(session: Session, cases: Sequence[Case], faults: dict[str, str]) -
 
 
 def search(
-    session: Session, file: ScenarioFile, keep: bool
+    session: Session, file: ScenarioFile, faults: dict[str, str], keep: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The smallest size that will do (empty: the whole), and the faults seen at whole size.
+    """The smallest size that will do (empty: the whole), and those of ``faults`` seen.
 
     ``keep``: no other size than the file's own is tried.
     """
     whole = quick_cases(file, None)
-    truth, faults = ends(session, whole), homes(whole)
+    truth = ends(session, whole)
     unseen = survivors(session, whole, faults)
     seen = {name: case for name, case in faults.items() if name not in unseen}
     own = file.scenario.quick_size
-    kept = own.model_dump(exclude_none=True) if own else {}
+    kept = own.model_dump(exclude_defaults=True) if own else {}
     for size in [kept] if keep else sizes(file):
         try:
             cases = quick_cases(file, size)
@@ -193,16 +197,18 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="write quick.md again, search nothing")
     given = parser.parse_args()
     seen = json.loads(SEEN.read_text()) if SEEN.exists() else {}
-    files = [] if given.page else find(given.scenarios or [str(FOLDER)])
+    every = find([str(FOLDER)])
+    files = [] if given.page else find(given.scenarios) if given.scenarios else every
+    home = homes(every) if files else {}
     with Session(cores()) as session:
         for file in (file for file in files if quick_cases(file, None)):
-            size, faults = search(session, file, given.keep)
+            size, faults = search(session, file, home[file.name], given.keep)
             write_size(FOLDER.parent.parent / file.file, size)
             by_case = sorted(set(faults.values()))
             seen[file.name] = {c: sorted(n for n in faults if faults[n] == c) for c in by_case}
             SEEN.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n")
             print(f"{file.name}: {size or 'whole'}; {len(faults)} faults seen", flush=True)
-    PAGE.write_text(page(find([str(FOLDER)]), seen))
+    PAGE.write_text(page(every, seen))
     return 0
 
 

@@ -37,10 +37,10 @@ def test_every_fault_is_planted_where_its_trigger_is(shrink: ModuleType) -> None
         for file in find([str(shrink.FOLDER)])
         for case in shrink.quick_cases(file, None)
     }
-    planted = {
+    planted = [
         (name, case) for cases in seen.values() for case, names in cases.items() for name in names
-    }
-    assert len({name for name, _ in planted}) > 150
+    ]
+    assert len(planted) == len({name for name, _ in planted}) > 150
     for name, case in planted:
         assert shrink.fits(registry.load_mutant(name), standing[case]), (name, case)
 
