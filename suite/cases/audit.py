@@ -62,8 +62,7 @@ def _expected(figures: Figures) -> Iterator[Place]:
     if figures.declaration.oracle == "replay":
         yield from ((figures.steps[-1], "drained parameters", name) for name in names)
         return
-    lane = judged_lane(figures)
-    replayed = _updates_are_replayed(figures, lane)
+    replayed = _updates_are_replayed(figures, lane := judged_lane(figures))
     update = "replayed update of {}" if replayed else "after_update {}"
     yield from ((step, update.format("parameters"), n) for step in figures.steps for n in names)
     for row in figures.tensors:
@@ -77,8 +76,7 @@ def _denied(figures: Figures) -> str:
     """The first tensor whose norm is not the oracle's: no bound of a passing lane allows it."""
     if figures.declaration.oracle == "replay":
         return ""
-    lane = judged_lane(figures)
-    if lane == "working_precision":
+    if (lane := judged_lane(figures)) == "working_precision":
         return _global_norm_denied(figures)
     replayed, seen = _updates_are_replayed(figures, lane), 0
     for row in figures.tensors:

@@ -89,14 +89,10 @@ def execute_mutants(
         survivors, left_out = len(judged) - killed, len(kills) - len(judged)
         counts = f"{killed} killed, {survivors} survive"
         print_line(console, f"{len(judged)} faults judged ({counts}), {left_out} left out")
-        names = {kill.name for kill in judged}
-        wanted, seen = (
-            set[tuple[str, str]]().union(*map(kinds, chosen))
-            for chosen in (mutants, [m for m in mutants if m.name in names])
-        )
-        print_line(
-            console, f"{len(seen)} of {len(wanted)} pairs of check and class of fault judged"
-        )
+        planted = {kill.name for kill in judged}
+        wanted = {kind for mutant in mutants for kind in kinds(mutant)}
+        seen = {kind for m in mutants if m.name in planted for kind in kinds(m)}
+        print_line(console, f"{len(seen)} of {len(wanted)} pairs of check and class of fault")
         if survivors:
             return verdicts.BROKEN
         open_end = not judged or (left_out > 0 and all_must_run)

@@ -125,9 +125,7 @@ class _Expansion:
                 case = dataclasses.replace(case, id=whole, tier="full")
             cases.append(case)
         if self.scenario.quick_size and len(cases) == len(cells):
-            self._add(
-                ["quick_size"], "quick_size changes no quick case", "correct or remove it", ""
-            )
+            self._add(["quick_size"], "changes no quick case", "correct or remove it", "quick_size")
             self._stop_if_faulty()
         return cases
 
@@ -206,8 +204,7 @@ class _Expansion:
             self._check_can_be_built(path, spec)
 
     def _check_can_be_built(self, path: Keys, spec: WorkloadSpec) -> None:
-        fault = self.vocabulary.fault_of(spec)
-        if fault is not None:
+        if (fault := self.vocabulary.fault_of(spec)) is not None:
             remedy = "correct it, or see `shardproof list traits`"
             self._add(path, f"this workload cannot be built: {fault}", remedy, spec.name)
 

@@ -228,10 +228,7 @@ class WorkloadChoice(Model):
 
 
 class QuickSize(Model):
-    """What the quick cells train in place of the scenario's workload; a variant's own values stay.
-
-    A quick cell is then two cases: of this size in tier quick, of the whole size in tier full.
-    """
+    """What quick cells train in place of the workload; a variant's own values stay."""
 
     global_batch: int | None = Field(None, ge=1, le=4096)
     params: Values = Field(default_factory=dict, description="knobs of the workload")

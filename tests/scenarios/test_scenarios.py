@@ -176,7 +176,7 @@ def test_what_a_variant_sets_stays_at_the_quick_size() -> None:
     ("size", "says"),
     [
         ("{params: {layers: 1}}", "f.yaml:19: this workload cannot be built: params: ['layers']"),
-        ("{global_batch: 24}", "f.yaml:19: quick_size changes no quick case"),
+        ("{global_batch: 24}", "f.yaml:19: changes no quick case (quick_size)"),
         ("{batch: 6}", "f.yaml:19: unknown key quick_size.batch"),
     ],
 )
