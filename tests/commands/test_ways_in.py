@@ -35,7 +35,7 @@ def test_pytest_shows_the_judges_reason_and_works_with_xdist(tmp_path: Path) -> 
     told = tmp_path / "junit.xml"
     selection = "replicate2 and in_memory and fp64 and sgd and noclip"
     files = "scenarios/conformance/data/ddp-gpt.yaml"
-    impls = ("--impl", "mutants/ddp_never_reduces", "--impl", "reference/naive_ddp")
+    impls = ("--impl", "mutants/ddp_never_reduces", "--impl", "reference/ddp")
     done = run_pytest(files, "-n", "2", "-k", selection, *impls, f"--junitxml={told}")
     assert done.returncode == 1, done.stdout
     assert "1 failed, 1 passed" in done.stdout, done.stdout
