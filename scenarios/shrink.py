@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -101,9 +100,9 @@ def _axes(mesh: Any) -> set[str]:
 def homes(files: Sequence[ScenarioFile]) -> dict[str, dict[str, str]]:
     """Scenario -> fault -> the quick case that it is planted in."""
     found: dict[str, dict[str, str]] = {file.name: {} for file in files}
+    cases = [case for file in files for case in quick_cases(file, None)]
     for name in registry.mutant_names():
         fault = registry.load_mutant(name)
-        cases = (case for file in files for case in quick_cases(file, None))
         if (case := next((case for case in cases if fits(fault, case)), None)) is not None:
             found[case.scenario][name] = case.id
     return found
@@ -131,7 +130,7 @@ def search(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The smallest size that will do (empty: the whole), and those of ``faults`` seen.
 
-    ``keep``: no other size than the file's own is tried.
+    ``keep``: no other size than the file's own is tried; where that does not do, it is the whole.
     """
     whole = quick_cases(file, None)
     truth = ends(session, whole)
@@ -190,7 +189,7 @@ def _pairs(case: Case) -> set[tuple[str, str]]:
     return set(itertools.combinations([head, *rest], 2))
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("scenarios", nargs="*", help="names (default: all of conformance/)")
     parser.add_argument("--keep", action="store_true", help="try no other size than the file's")
@@ -209,8 +208,7 @@ def main() -> int:
             SEEN.write_text(json.dumps(seen, indent=1, sort_keys=True) + "\n")
             print(f"{file.name}: {size or 'whole'}; {len(faults)} faults seen", flush=True)
     PAGE.write_text(page(every, seen))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -46,7 +46,7 @@ def gpts(**usual: Any) -> Callable[..., WorkloadSpec]:
     return gpt
 
 
-#: The smallest at which most faults die: one unit, and every size beyond what a rank holds.
+#: The smallest model at which most faults die: one unit.
 gpt = gpts(layers=1, width=16, seq=8, global_batch=12)
 #: A second unit, for faults of what happens between two.
 deep_gpt = gpts(layers=2, width=16, seq=8, global_batch=12)

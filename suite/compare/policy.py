@@ -76,12 +76,12 @@ NarrowPattern = Annotated[str, Field(min_length=1), AfterValidator(_narrow)]
 Slowdown = Annotated[float, Field(ge=0, le=10)]
 
 
-class _Exception(Model):
+class _Dated(Model):
     reason: Reason
     until: PerhapsDate = Field(None, description="the last day, YYYY-MM-DD")
 
 
-class Allowed(_Exception):
+class Allowed(_Dated):
     """Figures of some cases that may differ."""
 
     cases: Pattern = Field(description="glob on ids of cases")
@@ -97,7 +97,7 @@ class Figures(Model):
     allow: list[Allowed] = Field(default_factory=list, description="exceptions")
 
 
-class AllowedTime(_Exception):
+class AllowedTime(_Dated):
     """Pairs that may become slower than the others."""
 
     pairs: Pattern = Field(description="glob on ids of comparisons and of scaling results")
