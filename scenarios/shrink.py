@@ -2,7 +2,7 @@
 
     python scenarios/shrink.py                # every scenario of the quick tier (half an hour)
     python scenarios/shrink.py ddp-gpt        # one
-    python scenarios/shrink.py --keep         # plant the faults again, at the sizes that stand
+    python scenarios/shrink.py --keep         # only fewer steps, at the sizes that stand
     python scenarios/shrink.py --page         # only write conformance/quick.md again
 
 A size will do if every check of every quick case ends as at whole size, and if every planted fault
@@ -53,7 +53,16 @@ End = tuple[str, dict[str, str]]
 
 
 def sizes(file: ScenarioFile) -> Iterator[dict[str, Any]]:
-    """Sizes to try, the cheapest first; the width of a file that sets one stays."""
+    """Sizes to try, the cheapest first; width and steps of a file that sets them stay."""
+    for size in _models(file):
+        yield from _steps(file, size)
+
+
+def _steps(file: ScenarioFile, size: dict[str, Any]) -> list[dict[str, Any]]:
+    return [size] if "steps" in file.scenario.model_fields_set else [{**size, "steps": 2}, size]
+
+
+def _models(file: ScenarioFile) -> Iterator[dict[str, Any]]:
     own = file.scenario.workload
     fewer = {"global_batch": 12} if own.global_batch > 12 else {}
     if own.name != "charnames_gpt":
@@ -130,26 +139,36 @@ def search(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The smallest size that will do (empty: the whole), and those of ``faults`` seen.
 
-    ``keep``: no other size than the file's own is tried; where that does not do, it is the whole.
+    ``keep``: the file's own size is the whole, and only fewer steps are tried.
     """
-    whole = quick_cases(file, None)
+    own = file.scenario.quick_size
+    stands = own.model_dump(exclude_defaults=True) if own and keep else {}
+    whole = quick_cases(file, stands)
     truth = ends(session, whole)
     unseen = survivors(session, whole, faults)
     seen = {name: case for name, case in faults.items() if name not in unseen}
-    own = file.scenario.quick_size
-    kept = own.model_dump(exclude_defaults=True) if own else {}
-    for size in [kept] if keep else sizes(file):
+    for size in _steps(file, stands) if keep else sizes(file):
         try:
             cases = quick_cases(file, size)
         except ScenarioError:
             continue
         # A few of them first: most sizes that will not do are told by these.
         few = cases[:: 1 + len(cases) // 4]
-        if cases == whole or not ends(session, few).items() <= truth.items():
+        if cases == whole:
             continue
-        if ends(session, cases) == truth and not survivors(session, cases, seen):
+        if other := _differing(ends(session, few), truth) or _differing(
+            ends(session, cases), truth
+        ):
+            print(f"{file.name}: not {size}: ends otherwise: {', '.join(other)}", flush=True)
+        elif lost := survivors(session, cases, seen):
+            print(f"{file.name}: not {size}: survive: {', '.join(sorted(lost))}", flush=True)
+        else:
             return size, seen
-    return {}, seen
+    return stands, seen
+
+
+def _differing(ends: dict[str, End], truth: dict[str, End]) -> list[str]:
+    return [case for case, end in ends.items() if end != truth[case]]
 
 
 def write_size(path: Path, size: dict[str, Any]) -> None:
@@ -192,7 +211,7 @@ def _pairs(case: Case) -> set[tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("scenarios", nargs="*", help="names (default: all of conformance/)")
-    parser.add_argument("--keep", action="store_true", help="try no other size than the file's")
+    parser.add_argument("--keep", action="store_true", help="only try fewer steps")
     parser.add_argument("--page", action="store_true", help="write quick.md again, search nothing")
     given = parser.parse_args()
     seen = json.loads(SEEN.read_text()) if SEEN.exists() else {}

@@ -169,6 +169,16 @@ def from_plain(kind: type[T], data: Any) -> T:
     return value
 
 
+def read_annotations() -> None:
+    """Read those of every stored class that is imported, so that no forked process has to."""
+    kinds = [Stored]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if dataclasses.is_dataclass(kind):
+            _names(kind)
+            _readers(kind)
+
+
 def require_types(value: Any) -> None:
     """Ask whether the fields of a dataclass, read from what others wrote, are as annotated.
 

@@ -6,9 +6,9 @@ one that backward makes until the bucket has been reduced and scattered; then th
 
     what                        where
     parameters                  every rank, whole; views of flat buckets
-    gradients                   one shard of each bucket, the sum over ranks and micro-batches;
-                                whole only in the one in flight, the one that fills and the
-                                next one begun
+    gradients                   until the step ends, one shard of each bucket, the sum over ranks
+                                and micro-batches; whole only in the one in flight, the one that
+                                fills and the next one begun
     optimizer state             one shard of each bucket
     buffers                     every rank its own
 
@@ -42,6 +42,7 @@ checkpointing (a second gradient for a bucket that was sent is an error).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,8 +54,16 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.options import declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
+from shardproof.impls.reference.parts import sharded_update
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
-from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
+from shardproof.impls.reference.parts.sharded_update import ShardedUpdate
+
+
+@dataclass(frozen=True)
+class Options(sharded_update.Options):
+    """Smaller buckets than ZeRO-1's: three of them are all that exists of whole gradients."""
+
+    bucket_bytes: int = 4 * 2**20
 
 
 def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> Zero2:
@@ -67,12 +76,8 @@ class Zero2(ShardedUpdate):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.kept = {  # this rank's shard of each bucket's sum over ranks and micro-batches
-            bucket: torch.empty_like(
-                bucket.parameters.shard, dtype=bucket.parameters.gradient_dtype
-            )
-            for bucket in self.buckets
-        }
+        #: This rank's shard of each bucket's sum over ranks and micro-batches, until the step ends.
+        self.kept: dict[OwnedBucket, Tensor] = {}
         self.sums: dict[OwnedBucket, Tensor] = {}  # shards of this round's sums, in flight
         self.rounds = self.begun = 0
         self.computing = False  # whether the running round has a micro-batch of this rank
@@ -83,8 +88,6 @@ class Zero2(ShardedUpdate):
         rounds = torch.tensor([micro_batches], dtype=torch.int32, device=self.device)
         self.comm.all_reduce(rounds, op="max")
         self.rounds, self.begun = int(rounds), 0
-        for bucket in self.buckets:
-            self.kept[bucket].zero_()
 
     def accumulate(self, is_last: bool) -> None:
         """A micro-batch begins: it is a round of its own."""
@@ -108,7 +111,9 @@ class Zero2(ShardedUpdate):
         """Reduce into this rank's shard."""
         # The wait comes first, or whole gradients of a fourth bucket could be alive.
         self.wait_and_accumulate()
-        sums = self.sums[bucket] = torch.empty_like(self.kept[bucket])
+        parameters = bucket.parameters
+        sums = torch.empty_like(parameters.shard, dtype=parameters.gradient_dtype)
+        self.sums[bucket] = sums
         self.reduce_scatter(bucket, sums)
 
     def wait_and_accumulate(self) -> None:  # [4]
@@ -116,14 +121,18 @@ class Zero2(ShardedUpdate):
         for bucket, sums in self.sums.items():
             assert bucket.work is not None
             bucket.work.wait()
-            self.kept[bucket] += sums
+            if bucket in self.kept:
+                self.kept[bucket] += sums
+            else:
+                self.kept[bucket] = sums  # the first round's need no memory but their own
             bucket.release()  # only now: until here the reduction was reading them
             bucket.work = None
         self.sums.clear()
 
     def gradient(self, bucket: OwnedBucket) -> Tensor:
-        """The kept shard."""
-        return self.kept[bucket]
+        """The kept shard; a bucket that was not sent has nothing to keep."""
+        unsent = bucket.parameters.shard[:0].to(bucket.parameters.gradient_dtype)
+        return self.kept.get(bucket, unsent)
 
     def finish(self) -> None:
         """Take part in the rounds that other ranks still have; agree on use."""
@@ -133,6 +142,11 @@ class Zero2(ShardedUpdate):
             self.close_round()
         self.wait_and_accumulate()
         self.publish_gradients()  # [7]
+
+    def after_step(self) -> None:
+        """Let the kept shards go: forward has need of the memory."""
+        super().after_step()
+        self.kept.clear()
 
 
 class ReferenceZero2(Engine):

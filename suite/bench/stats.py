@@ -14,7 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -54,6 +54,7 @@ def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     return Estimate(count, mean, mean - half, mean + half, sd, p, exact)
 
 
+@cache
 def t_quantile(confidence: float, freedom: float) -> float:
     return float(distributions.t.ppf((1 + confidence) / 2, freedom))
 
@@ -69,6 +70,7 @@ def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
     if len(values) <= EXACT_BLOCKS:
         sums = lambda so_far, value: np.concatenate([so_far + value, so_far - value])  # noqa: E731
         left, right = (reduce(sums, part, np.zeros(1)) for part in np.array_split(values, 2))
+        left.sort()  # so that the search below goes through memory once
         right.sort()
         above = len(right) - np.searchsorted(right, limit - left, side="left")
         below = np.searchsorted(right, -limit - left, side="right")

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from shardproof.contract import Batch, Event, Implementation, Kind, Piece, StepResult
+from shardproof.ledgers import traffic
 from shardproof.registry.declaration import BrokenContract
 
 
@@ -30,9 +31,14 @@ def _broken(system: object, method: str, came: str, wanted: str) -> BrokenContra
 
 
 def pieces(system: Implementation, kind: Kind) -> list[Piece]:
-    """``local_state(kind)``."""
+    """``local_state(kind)``, without communication: the state of others may hide this rank's."""
     method, wanted = f"local_state({kind!r})", "a list of Piece objects"
+    ledger = traffic.current()
+    before = len(ledger.calls) if ledger else 0
     held = list(asked(system, method, system.local_state(kind), (list, tuple), wanted))
+    for call in ledger.calls[before:] if ledger else ():
+        what = f"{type(system).__name__}.{method} called {call.operation}"
+        raise BrokenContract(f"{what}, asked is what this rank holds, without communication")
     for piece in held:
         if not isinstance(piece, Piece):
             raise _broken(system, method, f"a list with a {type(piece).__name__}", wanted)
@@ -143,14 +149,19 @@ def events(system: Implementation) -> list[Event]:
 
 def emulator(system: type[Implementation], options: Mapping[str, Any]) -> Callable[..., Any]:
     """``emulator(options)``, whose gradients are asked as well."""
-    fold = asked(system, "emulator(options)", system.emulator(options), Callable, "a function")
+    method = "emulator(options)"
+    try:
+        made = system.emulator(options)
+    except Exception as error:
+        raise BrokenContract(f"{system.__name__}.{method} raised {error!r}") from error
+    fold = asked(system, method, made, Callable, "a function")
 
     def _folded(step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         try:
             folded = fold(step, parts)
         except Exception as error:
-            raise BrokenContract(f"{system.__name__}.emulator(options) raised {error!r}") from error
-        method, wanted = "emulator(options)(step, gradients)", "a dict of tensors by name"
-        return _tensors(system, method, folded, wanted)
+            raise BrokenContract(f"{system.__name__}.{method} raised {error!r}") from error
+        wanted = "a dict of tensors by name"
+        return _tensors(system, f"{method}(step, gradients)", folded, wanted)
 
     return _folded

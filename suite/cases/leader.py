@@ -22,7 +22,7 @@ from shardproof.checks import announced_schedule, relations
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import tensor
-from shardproof.costs.expression import facts_of
+from shardproof.costs.expression import CaseFacts, facts_of
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
@@ -108,12 +108,16 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
     except announced_schedule.NoSchedule as error:
         account.broken = str(error)
         return None
+    except BrokenContract as error:
+        account.refused = [type(error).__name__, str(error)]
+        return None
     except Refused as error:  # of options that are defaults as well: the mesh does not suit them
         account.cannot_fit = str(error)
         return None
     workload = workloads.for_case(case)
     account.data_digest = workload.digest
-    account.cannot_fit = _why_it_cannot_fit(case, schedules, workload)
+    facts = facts_of(case, workload)
+    account.cannot_fit = _why_it_cannot_fit(case, schedules, facts, workload)
     account.unsound_schedules = announced_schedule.unsound_schedules(
         case, implementation.strategy, schedules
     )
@@ -134,7 +138,6 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
     began = time.monotonic()
     truth = _train_oracle(case, implementation, declaration, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
-    facts = facts_of(case)
     evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
     if "relations" in case.checks:
         began = time.monotonic()
@@ -147,6 +150,7 @@ def _train(
     case: Case, workload: Workload, folder: Path, run: Run, **limits: int
 ) -> list[RankOutcome]:
     """How each rank ended, with the file of what it returned; one that hangs is an outcome, too."""
+    workload.prepare(case.steps, case.data_coordinates)
     # Calls run_rank on every rank, in a process or thread of its own.
     return run(
         case.backend,
@@ -175,9 +179,11 @@ def _announced_schedules(case: Case, implementation: type[Implementation]) -> di
     return schedules
 
 
-def _why_it_cannot_fit(case: Case, schedules: Mapping[int, Schedule], workload: Workload) -> str:
+def _why_it_cannot_fit(
+    case: Case, schedules: Mapping[int, Schedule], facts: CaseFacts, workload: Workload
+) -> str:
     """Why the axes cannot share the stages or the layers of a model; empty: they can."""
-    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts_of(case).model_facts)):
+    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts.model_facts)):
         return odd
     claimed = next(iter(schedules.values()), None)
     stages, units = case.mesh.get("pipe", 1), len(workload.units)

@@ -7,9 +7,11 @@ import importlib
 
 from shardproof import registry
 from shardproof.checks import CHECKS
+from shardproof.files import read_annotations
 
 for check in CHECKS.values():
     importlib.import_module(check)
 for system in registry.names():
     if system.startswith(("reference/", "pytorch/")) and not registry.is_foreign(system):
         registry.load(system)
+read_annotations()

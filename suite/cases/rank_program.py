@@ -229,24 +229,25 @@ class _Rank:
         return plain and not self.case.membership and self.implementation is not None
 
     def _evaluation(self, step: int) -> Evaluation | None:
-        """Two evaluations of the batch of ``step``, and what they changed (``None``: refused)."""
+        """An evaluation of the batch of ``step``, and what it changed (``None``: refused)."""
         assert self.implementation is not None
         batch, share = self._batch(step)
         with self.log.observe("evaluation") if self.log else nullcontext():
             before = self._holds(LOADED)
             try:
-                losses = [answers.evaluation(self.implementation, batch) for _ in range(2)]
+                loss = answers.evaluation(self.implementation, batch)
             except Refused:
                 return None
             after = self._holds(LOADED)
         with self._unseen():
             changed: list[str] = [kind for kind in LOADED if not before[kind].equals(after[kind])]
-        return Evaluation(step, share, losses, changed)
+        return Evaluation(step, share, loss, changed)
 
     def _full_state(self) -> dict[str, TensorDigest] | None:
         """Digest, shape and dtype of the parameters as gathered (``None``: refused)."""
         assert self.implementation is not None
-        with self.log.observe("full_state") if self.log else nullcontext():
+        # Unseen: the last step is over, and none of what it makes is weighed.
+        with self.log.observe("full_state") if self.log else nullcontext(), self._unseen():
             try:
                 state = answers.full_state(self.implementation, "parameters")
             except Refused:
@@ -329,13 +330,14 @@ def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
 
 
 def _placed(batch: Batch, device: str, factor: float) -> Batch:
-    """``batch`` on ``device``, with every loss weight times ``factor``."""
-    if factor == 1.0 and device == "cpu":
-        return batch
+    """A copy of ``batch`` on ``device``, with every loss weight times ``factor``.
+
+    A copy also on the CPU: a system that writes into its inputs spoils nobody else's.
+    """
 
     def place(micro: MicroBatch) -> MicroBatch:
         tensors = (micro.inputs, micro.targets, micro.weights * factor, micro.sample_ids)
-        return MicroBatch(*(tensor.to(device) for tensor in tensors))
+        return MicroBatch(*(tensor.to(device, copy=True) for tensor in tensors))
 
     windows = tuple(tuple(place(micro) for micro in window) for window in batch.windows)
     return dataclasses.replace(batch, windows=windows)

@@ -19,7 +19,7 @@ from shardproof.case import AXES, Case
 from shardproof.cases.audit import audited
 from shardproof.checks import Outcome, announced_schedule
 from shardproof.checks.refusals import judge_errors
-from shardproof.checks.results import CaseResult
+from shardproof.checks.results import OF_THIS_RUN, CaseResult
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
@@ -226,12 +226,18 @@ def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] =
         bound=worst.bound if worst else None,
         bytes_sent=sent.get("bytes_sent"),
         bytes_expected=sent.get("bytes_expected"),
-        rerun=f"shardproof run {_argument(case)} --tier {case.tier} -k '{case.id}'",
+        rerun=f"shardproof run {_argument(case)} -k '{case.id}'",
     )
 
 
 def _argument(case: Case) -> str:
-    """What names the scenario on the command line: its file, if it is not one of the suite's."""
+    """What names the scenario on the command line: its file, if it is not one of the suite's.
+
+    A call of ``prove`` has none, only the plan of its run.
+    """
+    if case.scenario == "prove" and not case.source:
+        return f"--rerun-failed {OF_THIS_RUN}"
     file = case.source.rpartition(":")[0]
     file = f"./{file}" if file.startswith("-") else file
-    return case.scenario if not file or file.startswith("scenarios/") else shlex.quote(file)
+    own = not file or file.startswith("scenarios/")
+    return f"{case.scenario if own else shlex.quote(file)} --tier {case.tier}"

@@ -16,6 +16,7 @@ from shardproof.checks import Outcome
 from shardproof.contract import Implementation, Options, Refused
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import CHUNKS, place_of, schedule_name
+from shardproof.registry.declaration import BrokenContract
 from shardproof.schedules import Action, Schedule, Timeline, problems, simulate
 
 #: Times that bubbles are compared at: equal ones, and such as a transformer's blocks have.
@@ -29,7 +30,7 @@ _CLOCK = 1e-9
 
 
 class NoSchedule(RuntimeError):
-    """An implementation returned no valid schedule, or raised an error."""
+    """An implementation raised an error where it was asked for its schedule."""
 
 
 def claimed(
@@ -38,7 +39,8 @@ def claimed(
     """The schedule that ``implementation`` announces for a window of ``size`` micro-batches.
 
     :raises Refused: it declines.
-    :raises NoSchedule: it raises anything else, or gives something else.
+    :raises NoSchedule: it raises anything else.
+    :raises BrokenContract: it gives something else.
     """
     asked = f"schedule(options, {ranks}, {size})"
     try:
@@ -48,9 +50,9 @@ def claimed(
     except Exception as error:
         raise NoSchedule(f"{asked} raised {error!r}") from error
     if schedule is not None and not isinstance(schedule, Schedule):
-        raise NoSchedule(f"{asked} returned a {type(schedule).__name__}, not a Schedule")
+        raise BrokenContract(f"{asked} returned a {type(schedule).__name__}, not a Schedule")
     if schedule is not None and schedule.micro_batches != size:
-        raise NoSchedule(f"{asked} is for {schedule.micro_batches} micro-batches")
+        raise BrokenContract(f"{asked} is for {schedule.micro_batches} micro-batches")
     return schedule
 
 

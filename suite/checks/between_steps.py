@@ -1,9 +1,9 @@
 """What a system does between steps: evaluation changes nothing, the gathered state is the state.
 
-Before the last step every rank evaluates that step's batch twice, so that what an evaluation leaves
-behind (a mode, a gradient, a moved buffer) spoils the step that follows.  The two agree bit for
-bit; shares sum to the oracle's evaluation of the system's own parameters and buffers.  After the
-last step ``full_state`` has the digests of the assembled pieces.  A part of equivalence.
+Before the last step every rank evaluates that step's batch, so that what an evaluation leaves
+behind (a mode, a gradient, a moved buffer) spoils the step that follows.  Shares sum to the
+oracle's evaluation of the system's own parameters and buffers.  After the last step ``full_state``
+has the digests of the assembled pieces.  A part of equivalence.
 """
 
 from __future__ import annotations
@@ -31,13 +31,10 @@ def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     for rank, evaluation in by_rank.items():
         if evaluation.changed:
             return _problem(f"evaluation changes {evaluation.changed[0]} on rank {rank}")
-        first, second = evaluation.losses
-        if first is None or evaluation.share is None:
+        if evaluation.loss is None or evaluation.share is None:
             continue
-        if first != second:
-            return _problem(f"two evaluations on rank {rank}: {first!r}, then {second!r}")
-        known = shares.setdefault(evaluation.share, first)
-        if not abs(known - first) <= bound * abs(known):
+        known = shares.setdefault(evaluation.share, evaluation.loss)
+        if not abs(known - evaluation.loss) <= bound * abs(known):
             return _problem(f"evaluation: ranks of share {evaluation.share} disagree")
     case = evidence.case
     workload = for_case(case)

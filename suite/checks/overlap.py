@@ -89,9 +89,9 @@ def decide(evidence: Figures) -> Outcome:
                     f"{len(exposed)} of {len(early)} reductions issued in time are waited for "
                     "before any further unit computes"
                 )
-            # Gradients that wait for a round in which only others compute leave late, and where
-            # units are sharded a single one has no other behind it.
-            elif len(calls) > 2 and not early and not waits and (several or ahead is None):
+            # Gradients that wait for a round in which only others compute leave late, and a single
+            # unit has no other behind it.
+            elif len(calls) > 2 and not early and not waits and several:
                 problem = (
                     f"none of {len(calls)} reductions is issued before the last unit's backward"
                 )

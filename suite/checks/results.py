@@ -53,6 +53,10 @@ def _names(kind: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
+#: In the command that reruns a case of ``prove``: its run, filled in where there is a folder.
+OF_THIS_RUN = "--results RUN"
+
+
 @dataclass
 class CaseResult(_Line):
     """What became of a case.

@@ -10,7 +10,7 @@ import io
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -109,6 +109,10 @@ def _top(
     """Options before the command."""
 
 
+#: A command line that click does not understand; typer names only an heir of that error.
+_NOT_UNDERSTOOD: Any = typer.BadParameter.__base__
+
+
 def main() -> None:
     """Run the command line; faults of input become one line each and exit code 2."""
     if sys.argv[1:2] == ["list"]:
@@ -117,7 +121,12 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names may hold what is no text
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except _NOT_UNDERSTOOD as error:
+        message = io.StringIO()
+        error.show(message)  # it repeats words that may hold control characters
+        echo(message.getvalue(), err=True, nl=False)
+        sys.exit(verdicts.BAD_INPUT)
     except InputError as error:
         for problem in error.problems:
             echo(str(problem), err=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
-from shardproof.checks.results import CaseResult
+from shardproof.checks.results import OF_THIS_RUN, CaseResult
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import Problem, ScenarioError, SelectionError
 
@@ -59,8 +59,8 @@ def prove(
     claims unless given; or ``meshes`` as given, which a strategy of several axes needs.  ``clip``
     are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given.  ``deadline``:
     CPU seconds that a rank may compute.  With ``results`` the evidence is written into that run
-    folder.  Whatever is not given here has the defaults of a scenario file, for the call becomes
-    one (``scenarios/``).
+    folder, which must not hold another case of the same id: one for each workload.  Whatever is
+    not given here has the defaults of a scenario file, for the call becomes one (``scenarios/``).
 
     Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's.  Cases run in processes of their
     own, so that nothing that an implementation does can harm the caller.
@@ -249,7 +249,11 @@ def _frame(results: Sequence[CaseResult], cases: Sequence[Case]) -> pd.DataFrame
                 for key in ("verdict", "reason", "bound", "bytes_sent", "bytes_expected")
             },
             "seconds": by_id[case.id].seconds,
-            "rerun": f"prove({case.implementation!r}, ...): case {case.id}",
+            "rerun": (
+                f"prove({case.implementation!r}, ...): case {case.id}"
+                if OF_THIS_RUN in by_id[case.id].rerun
+                else by_id[case.id].rerun
+            ),
         }
         for case in cases
         if case.id in by_id

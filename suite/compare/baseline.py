@@ -17,7 +17,7 @@ from typing import Any
 from shardproof import old_words
 from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run, strategy_of
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import DAMAGE, read_input, write_whole
+from shardproof.files import DAMAGE, read_input, require_types, write_whole
 from shardproof.runs import run_folder
 from shardproof.runs.integrity import require_unedited
 
@@ -153,8 +153,10 @@ def read(path: Path) -> Snapshot:
             what = f"is a baseline of format {document.get('format')!r}, this suite reads {FORMAT}"
             raise SelectionError(Problem(what, AGAIN, file=str(path)))
         versions = [Version(**row) for row in document["versions"]]
-        if not versions or not all(isinstance(v.torch, str) for v in versions):
+        if not versions:
             raise ValueError("no versions")
+        for version in versions:
+            require_types(version)
         return Snapshot(
             name=str(document["name"]),
             hardware=str(document["hardware"]),
@@ -164,7 +166,7 @@ def read(path: Path) -> Snapshot:
             cases={e.id: e for e in _entries(document, "cases", versions, path)},
             timed={e.id: e for e in _entries(document, "timed", versions, path)},
             kills={str(name): bool(killed) for name, killed in document["kills"].items()},
-            keys=list(document["keys"]),
+            keys=[dict(key) for key in document["keys"]],
         )
     except SelectionError:
         raise

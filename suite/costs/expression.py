@@ -24,6 +24,7 @@ from shardproof.errors import nearest, shorten
 
 if TYPE_CHECKING:
     from shardproof.case import Case
+    from shardproof.workloads import Workload
 
 Number = int | Fraction
 Facts = Mapping[str, Number]
@@ -200,13 +201,12 @@ def _term(node: ast.expr, text: str) -> Term:
     raise refused(f"unexpected {shown!r}")
 
 
-def facts_of(case: Case) -> CaseFacts:
-    """The facts of ``case``: shapes of its workload and sizes of its mesh (imports torch)."""
+def facts_of(case: Case, workload: Workload | None = None) -> CaseFacts:
+    """The facts of ``case``: shapes of the ``workload`` it trains, and sizes of its mesh."""
     from shardproof import workloads
 
-    workload = workloads.make(case.workload, case.dtype, case.lane)
-    model = workload.model("meta")
-    model_facts = model_facts_of(case, workload, model)
+    workload = workload or workloads.for_case(case)
+    model_facts = model_facts_of(case, workload, workload.skeleton)
     trainable_bytes = sum(t.nbytes for t in model_facts.trainable)
     frozen_bytes = sum(t.nbytes for t in model_facts.parameters if not t.trainable)
     numbers: dict[str, Number] = {

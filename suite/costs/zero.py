@@ -33,8 +33,6 @@ from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 _ZERO = "ZeRO (arXiv 1910.02054)"
 #: Bytes of the single numbers that ranks exchange in a step: counts of rounds, norms, overflows.
 _SCALARS = 64
-#: Default of the option ``bucket_bytes``.
-BUCKET_BYTES = 25 * 2**20
 
 
 class Zero1(CostModel):
@@ -50,11 +48,13 @@ class Zero1(CostModel):
         "2 Psi, an all-reduce's volume; one fp64 scalar is all-reduced where gradients are clipped"
     )
     divided = (False, False, True)
+    #: Default of the option ``bucket_bytes``.
+    bucket_bytes = 25 * 2**20
 
     @cached_property
     def flats(self) -> list[Flat]:
         order = list(reversed(self.facts.trainable))
-        limit = int(self.facts.option("bucket_bytes", BUCKET_BYTES))
+        limit = int(self.facts.option("bucket_bytes", self.bucket_bytes))
         return buckets(order, limit, self.facts.size("shard"))
 
     def flows(self) -> list[Flow]:
@@ -153,6 +153,7 @@ class Zero2(Zero1):
         "(m + 1) (N-1)/N Psi a rank"
     )
     divided = (False, True, True)
+    bucket_bytes = 4 * 2**20
 
     def kept_bytes(self, flat: Flat) -> int:
         """The shard alone: whole gradients are freed."""

@@ -39,14 +39,14 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Two evaluations of the batch of ``step`` on one rank, and the kinds of state they changed.
+    """An evaluation of the batch of ``step`` on one rank, and the kinds of state it changed.
 
-    ``share``: the data coordinate; ``losses`` may be ``None`` where a rank does not know them.
+    ``share``: the data coordinate; ``loss`` is ``None`` where a rank does not know it.
     """
 
     step: int
     share: int | None
-    losses: list[float | None]
+    loss: float | None
     changed: list[str]
 
 

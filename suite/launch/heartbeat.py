@@ -47,6 +47,11 @@ class Heartbeat:
     calls: tuple[str, ...]
 
     @property
+    def waiting(self) -> bool:
+        """Whether its thread was blocked inside a call."""
+        return self.waits % 2 == 1
+
+    @property
     def last_call(self) -> str:
         """The most recent call, "" if there was none."""
         return self.calls[-1] if self.calls else ""

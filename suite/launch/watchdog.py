@@ -64,7 +64,7 @@ class Watchdog:
             self._alive.append(seen)
             thread = beat.native if self._link.threads else None
             letter, cpu = process_control.activity_of(pid, thread)
-            waited, seen.waits = seen.waits, beat.waits % 2 == 1
+            waited, seen.waits = seen.waits, beat.waiting
             if not (waited and seen.waits):
                 seen.spent += max(0.0, cpu - seen.cpu)
             seen.cpu = cpu

@@ -210,8 +210,7 @@ def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
     torch's batch norms want weights and running statistics of one dtype.  A system may leave its
     norms out of the policy; what is true of it then, the policy does not say.
     """
-    module = workload.build_for(0)("meta")
-    for name, part in module.named_modules():
+    for name, part in workload.skeleton.named_modules():
         if not isinstance(part, _BatchNorm) or part.weight is None or part.running_mean is None:
             continue
         weights = precision.get("parameters", tensor_bytes.dtype_name(part.weight))

@@ -15,10 +15,11 @@ from typing import Any, get_args
 
 from shardproof import contract, registry
 from shardproof.backends import BACKENDS
-from shardproof.case import Case
+from shardproof.case import AXES, Case
 from shardproof.contract import Capabilities, Implementation, Options, Refused
 from shardproof.errors import nearest
 from shardproof.files import Stored
+from shardproof.workloads.base import DTYPES
 from shardproof.workloads.traits import TRAITS
 
 #: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
@@ -80,6 +81,8 @@ class Declaration(Capabilities, Stored):
         words: dict[str, tuple[Collection[object], Collection[str]]] = {
             "features": (sorted(self.features), contract.FEATURES),
             "declines": (self.declines, TRAITS),
+            "axes": (self.axes, AXES),
+            "dtypes": (self.dtypes, DTYPES),
             "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
             "points": (self.points, get_args(contract.Point)),
             "exactness": ((self.exactness,), get_args(contract.Exactness)),

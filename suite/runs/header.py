@@ -17,9 +17,10 @@ from shardproof.files import read_input
 
 NAME = "run.json"
 #: The evidence format that is written (docs/evidence.md), and those whose lines can be read.
-#: Records of format 1 are judged by the suite that wrote them: messages of checks differ.
-FORMAT = 2
-READABLE = (1, FORMAT)
+#: Records of others are judged by the suite that wrote them: messages of checks (1) and records of
+#: evaluations (2) differ.
+FORMAT = 3
+READABLE = (1, 2, FORMAT)
 
 
 class _Part(BaseModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,24 +9,16 @@ from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import DAMAGE, read_input
 from shardproof.runs.records import Manifest
-from shardproof.runs.run_folder import Run, read
+from shardproof.runs.run_folder import Run, read, read_plan
 
 
 def planned(path: Path) -> list[Case]:
     """Every case that an invocation of the run in ``path`` was about to run, once."""
-    file = path / "planned.jsonl"
-    cases: dict[str, Case] = {}
-    for raw in read_input(file).splitlines() if file.exists() else ():
-        try:
-            case = Case.from_dict(json.loads(raw))
-        except DAMAGE:
-            continue  # cut off by a kill, before any case of that invocation ran
-        cases[case.id] = case
+    cases = read_plan(path)
     if not cases:
         remedy = "run its scenarios again without --resume, or name another run"
-        raise SelectionError(Problem("no plan to go on with", remedy, str(file)))
+        raise SelectionError(Problem("no plan to go on with", remedy, str(path / "planned.jsonl")))
     return list(cases.values())
 
 

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from typing import Any, BinaryIO, Literal
 
 from shardproof import VERSION, old_words
 from shardproof.case import Case
-from shardproof.checks.results import CaseResult, Kill, LeftOut
+from shardproof.checks.results import OF_THIS_RUN, CaseResult, Kill, LeftOut
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import DAMAGE, UNWRITABLE, lines_of, open_input, read_input, write_whole
@@ -42,6 +43,7 @@ LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scal
 #: A line as JSON; those of ``bench`` and ``scaling`` are read by :mod:`shardproof.bench`.
 Line = dict[str, Any]
 _LINES = "cases.jsonl"
+_PLAN = "planned.jsonl"
 #: A file system without locks, as some of clusters are.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
@@ -144,15 +146,25 @@ class RunFolder:
             self._lock.close()
 
     def plan(self, cases: Sequence[Case], kills: Sequence[str] = ()) -> None:
-        """Say what is about to run, so that what is missing later is seen to be missing."""
+        """Say what is about to run, so that what is missing later is seen to be missing.
+
+        :raises SelectionError: this run has another case of the same id, whose result it would hide
+            (those of faults are the suite's own, and weighed as their kills need).
+        """
+        new = [json.dumps(case.to_dict()) for case in cases]
+        planned = {} if kills else read_plan(self.path)
+        for line in new if planned else ():
+            case = Case.from_dict(json.loads(line))
+            if planned.get(case.id, case) != case:
+                what, remedy = "this run has another case of that id", "name another run folder"
+                raise SelectionError(Problem(what, remedy, case.id, str(self.path)))
         self._invocation.planned = [case.id for case in cases]
         self._invocation.kills = list(kills)
         self._invocation.key = comparison_key(cases)
-        file = self.path / "planned.jsonl"
+        file = self.path / _PLAN
         before = read_input(file) if file.exists() else b""
         before = before[: before.rfind(b"\n") + 1]  # without what a kill cut off
-        lines = "".join(json.dumps(case.to_dict()) + "\n" for case in cases)
-        self.write(file.name, before + lines.encode())
+        self.write(file.name, before + "".join(f"{line}\n" for line in new).encode())
         self._write_header()
 
     def plan_benches(self, ids: Sequence[str]) -> None:
@@ -162,6 +174,7 @@ class RunFolder:
 
     def keep(self, result: CaseResult, account: Line) -> None:
         """Write the record of a case, before :meth:`add` tells its result."""
+        result.rerun = result.rerun.replace(OF_THIS_RUN, f"--results {shlex.quote(str(self.path))}")
         result.record, sha256 = write(self.path, account)
         self._manifest.seal(result.record, sha256)
         result.data = account["data_digest"]
@@ -236,6 +249,19 @@ class RunFolder:
             self._manifest.seal(_LINES, hashlib.sha256(lines[-1]).hexdigest(), len(lines))
 
 
+def read_plan(path: Path) -> dict[str, Case]:
+    """By its id every case that an invocation of the run in ``path`` was about to run."""
+    file = path / _PLAN
+    cases: dict[str, Case] = {}
+    for raw in read_input(file).splitlines() if file.exists() else ():
+        try:
+            case = Case.from_dict(json.loads(raw))
+        except DAMAGE:
+            continue  # cut off by a kill, before any case of that invocation ran
+        cases[case.id] = case
+    return cases
+
+
 def require_run_or_new(path: Path) -> None:
     """:raises SelectionError: the folder ``path`` holds something, and no run."""
     ours = {_LINES, Manifest.NAME}  # all that a disk had room for
@@ -282,8 +308,8 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
         "mutant case": lambda line: run.mutant_cases.append(CaseResult.from_dict(line)),
         "kill": lambda line: run.kills.append(Kill.from_dict(line)),
         "left out": lambda line: run.left_out.append(LeftOut.from_dict(line)),
-        "bench": run.benches.append,
-        "scaling": run.scalings.append,
+        "bench": lambda line: run.benches.append(_timed(line)),
+        "scaling": lambda line: run.scalings.append(_timed(line)),
     }
     for number, line in last.values():
         for name in (line.get("record"), line.get("times")):
@@ -300,6 +326,13 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
                     raise SelectionError(problem) from None
                 damaged.append(problem)
     return run
+
+
+def _timed(line: Line) -> Line:
+    for name in ("id", "verdict"):
+        if not isinstance(line[name], str):
+            raise TypeError(f"{name} is {line[name]!r:.80}")
+    return line
 
 
 def _left_out(line: Line) -> bool:

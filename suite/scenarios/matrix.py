@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -66,7 +67,7 @@ class Cell:
         label = self.implementation.label
         return self.implementation.name + (f"+{label}" if label else "")
 
-    @property
+    @cached_property
     def key(self) -> tuple[str, ...]:
         """What distinguishes cells; the middle of the id."""
         variant = f"[{self.workload.label}]" if self.workload else ""
@@ -116,12 +117,17 @@ class _Expansion:
             tier = cell.tier or ("quick" if cell.key in quick else self.scenario.tier)
             marks = skips.get(cell.key), xfails.get(cell.key)
             case = self._case(cell, tier, *marks, several_clips=len(clips) > 1)
-            small = self._workload(cell.workload, self.scenario.quick_size)
-            if tier == "quick" and small != case.workload:
-                self._check_can_be_built(["quick_size"], small)
+            quick_size = self.scenario.quick_size
+            small = dataclasses.replace(
+                case,
+                workload=self._workload(cell.workload, quick_size),
+                steps=(quick_size and quick_size.steps) or case.steps,
+            )
+            if tier == "quick" and small != case:
+                self._check_can_be_built(["quick_size"], small.workload)
                 self._stop_if_faulty()
                 whole = f"{case.id.removesuffix('quick')}full"
-                cases.append(dataclasses.replace(case, workload=small))
+                cases.append(small)
                 case = dataclasses.replace(case, id=whole, tier="full")
             cases.append(case)
         if self.scenario.quick_size and len(cases) == len(cells):
@@ -334,7 +340,7 @@ class _Expansion:
         values = self.scenario.workload.model_dump()
         if size is not None and (variant is None or variant.name is None):
             params = values["params"] | size.params
-            values |= size.model_dump(exclude_none=True) | {"params": params}
+            values |= size.model_dump(exclude_none=True, exclude={"steps"}) | {"params": params}
         if variant is not None:
             own = variant.model_dump(exclude={"label", "expect"}, exclude_none=True)
             values |= {**own, "params": {**values["params"], **own.get("params", {})}}
@@ -404,6 +410,7 @@ class _Expansion:
         raise AssertionError("no cell has an implementation from outside of the file")
 
 
+@cache
 def _portable(file: str) -> str:
     """``file`` from ``scenarios/`` on if it is one of the suite's."""
     path = Path(file)

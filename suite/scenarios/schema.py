@@ -231,6 +231,7 @@ class QuickSize(Model):
     """What quick cells train in place of the workload; a variant's own values stay."""
 
     global_batch: int | None = Field(None, ge=1, le=4096)
+    steps: int | None = Field(None, ge=1, le=1000, description="optimizer steps")
     params: Values = Field(default_factory=dict, description="knobs of the workload")
 
 

@@ -135,6 +135,8 @@ class Selection:
                 try:
                     registry.check(pattern)
                 except SelectionError:
+                    if ":" in pattern:
+                        raise  # which module is missing helps more than names of others
                     remedy = nearest(pattern, {*known, *registry.names()}, "implementations")
                     problem = Problem("--impl: unknown implementation", remedy, pattern)
                     raise SelectionError(problem) from None

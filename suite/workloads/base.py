@@ -178,6 +178,7 @@ class Workload:
         self._round_weights = torch.float32 if narrow.itemsize < 8 else torch.float64
         self._narrow = narrow
         self._cached: tuple[int, MicroBatch] | None = None
+        self._prepared: dict[tuple[int, int], list[Batch]] = {}
 
     @property
     def digest(self) -> str:
@@ -202,7 +203,7 @@ class Workload:
     def _state(self) -> dict[str, Tensor]:
         seed = f"{self.spec.seed}/state"
         state = {}
-        for name, tensor, owner in layers.named_tensors(self._skeleton):
+        for name, tensor, owner in layers.named_tensors(self.skeleton):
             value = self.family.initial(seed, name, tensor, owner)
             if value.is_floating_point():
                 value = value.to(self._narrow).to(self._dtype)
@@ -210,18 +211,19 @@ class Workload:
         return state
 
     @cached_property
-    def _skeleton(self) -> layers.Stack:
+    def skeleton(self) -> layers.Stack:
+        """The model on ``"meta"``: names and shapes, made once."""
         return self.model("meta")
 
     @cached_property
     def units(self) -> tuple[str, ...]:
         """Dotted names of the blocks, in forward order."""
-        return tuple(f"blocks.{index}" for index in range(len(self._skeleton.blocks)))
+        return tuple(f"blocks.{index}" for index in range(len(self.skeleton.blocks)))
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, in registration order, tied ones once."""
-        return {name: tuple(p.shape) for name, p in self._skeleton.named_parameters()}
+        return {name: tuple(p.shape) for name, p in self.skeleton.named_parameters()}
 
     @cached_property
     def parameter_names(self) -> list[str]:
@@ -230,7 +232,7 @@ class Workload:
     @cached_property
     def trainable_names(self) -> list[str]:
         """Parameters that require gradients (used or not), in registration order."""
-        return [name for name, p in self._skeleton.named_parameters() if p.requires_grad]
+        return [name for name, p in self.skeleton.named_parameters() if p.requires_grad]
 
     @cached_property
     def unused(self) -> set[str]:
@@ -264,8 +266,19 @@ class Workload:
     def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
         layers.load_state(module, self._state if state is None else state)
 
+    def prepare(self, steps: int, coordinates: int) -> None:
+        """Make the state and the shares of ``steps`` steps now, for all processes forked later."""
+        _ = self._state
+        for step in range(steps):
+            self._prepared[step, coordinates] = self.batch(step, coordinates)
+
     def batch(self, step: int, coordinates: int) -> list[Batch]:
-        """The shares of ``coordinates`` data coordinates in ``step``, in their order."""
+        """The shares of ``coordinates`` data coordinates in ``step``, in their order.
+
+        Whoever may write into them takes copies: prepared ones are everybody's.
+        """
+        if (step, coordinates) in self._prepared:
+            return self._prepared[step, coordinates]
         whole = self.whole_batch(step)
         parts = (whole.inputs, whole.targets, whole.weights, whole.sample_ids)
 

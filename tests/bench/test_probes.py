@@ -35,6 +35,8 @@ from shardproof.files import from_plain, to_plain
 from shardproof.ledgers import traffic
 from shardproof.studies import model_check
 
+pytestmark = pytest.mark.usefixtures("brief_sessions")
+
 #: Small enough that a step takes milliseconds; several buckets for the options below.
 PARAMS = {"width": 32, "heads": 4, "layers": 2, "seq": 8}
 SMALL_BUCKETS = {"first_bucket_bytes": 2**12, "bucket_bytes": 2**15}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from shardproof.bench.subjects import BLOCKS, LETTERS, ORDERS, Pair
 from shardproof.commands.verify import verify
 from shardproof.errors import InputError
 from shardproof.runs.run_folder import read
+
+pytestmark = pytest.mark.usefixtures("brief_sessions")
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--param", "layers=1", "--blocks", "4", "--launches", "1")
@@ -268,17 +271,22 @@ def test_a_refused_option_is_bad_input() -> None:
     assert done.returncode == 2 and "bucket_bytes" in done.stderr
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("in_memory", marks=pytest.mark.slow)])
-def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    sides = ("reference/ddp", "pytorch/ddp")
-    done = here("bench", *sides, *SMALL, "--backend", backend, "--results", str(run))
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run of a comparison with scorecards, and what was printed."""
+    run = tmp_path_factory.mktemp("scored") / "run"
+    more = ("--score", "--results", str(run))
+    done = here("bench", "reference/zero1", "reference/ddp", *SMALL, *more)
     assert done.returncode in (0, 3), done.stdout + done.stderr
+    return run, done.stdout
+
+
+def is_evidence(run: Path, printed: str, backend: str) -> None:
+    """A session left whole figures and raw times, and changed times are found."""
     (line,) = read(run).benches
     assert line["blocks"] == 4 and line["launches"] == 1 and line["aa"]["blocks"] == 4
     assert line["memory"]["kind"] == "ledger" and line["targets_per_step"] == {"a": 256, "b": 256}
-    assert "reference/ddp v pytorch/ddp" in done.stdout and "tokens/s" in done.stdout
-    assert "in this report" in done.stdout and "of a core" in done.stdout
+    assert "tokens/s" in printed and "in this report" in printed and "of a core" in printed
     for side in ("a", "b"):
         seconds = line["median_seconds"][side]
         assert line["samples_per_second"][side] == pytest.approx(16 / seconds)
@@ -300,18 +308,31 @@ def test_a_session_leaves_evidence_that_verifies(backend: str, tmp_path: Path) -
     assert any("raw times give" in problem for problem in verify(run).problems)
 
 
-def test_a_scorecard_of_both_sides_is_made_again_by_verify(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_session_on_threads_leaves_evidence_that_verifies(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    more = ("--score", "--results", str(run))
-    done = here("bench", "reference/zero1", "reference/ddp", *SMALL, *more)
+    more = ("--backend", "in_memory", "--results", str(run))
+    done = here("bench", "reference/ddp", "pytorch/ddp", *SMALL, *more)
     assert done.returncode in (0, 3), done.stdout + done.stderr
+    assert "reference/ddp v pytorch/ddp" in done.stdout
+    is_evidence(run, done.stdout, "in_memory")
+
+
+def test_a_session_leaves_evidence_that_verifies(scored: tuple[Path, str], tmp_path: Path) -> None:
+    run, printed = scored
+    assert "reference/zero1 v reference/ddp" in printed
+    is_evidence(Path(shutil.copytree(run, tmp_path / "run")), printed, "gloo")
+
+
+def test_a_scorecard_of_both_sides_is_made_again_by_verify(scored: tuple[Path, str]) -> None:
+    run, printed = scored
     (line,) = read(run).benches
     assert line["strategies"] == {"a": "zero1", "b": "ddp"}
     for letter in ("a", "b"):
         card = line["scorecard"][letter]
         assert card["achieved_over_predicted"] > 0 and 0 <= card["exposed_share"] < 1
         assert card["memory_over_formula"] > 1 and card["achieved_over_probed"] > 0
-        assert f"scorecard of {letter.upper()}: achieved / predicted" in done.stdout
+        assert f"scorecard of {letter.upper()}: achieved / predicted" in printed
     assert not verify(run).problems
     assert "achieved over predicted, B" in here("compare", str(run), "--by", "hardware").stdout
     slower = MeasuredPair.model_validate(line | {"probed": _twice_as_long(line["probed"])})

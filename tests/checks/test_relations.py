@@ -27,13 +27,19 @@ NUMBERS = itertools.count()
 ADAMW = OptimizerSpec("adamw", lr=3e-3, weight_decay=0.1)
 
 
+def _work(*traits: str, **params: Any) -> WorkloadSpec:
+    """Small, because what is asked is whether two runs agree."""
+    params = {"layers": 1, "width": 16, "seq": 8} | params
+    return WorkloadSpec("charnames_gpt", traits=traits, global_batch=12, params=params)
+
+
 def _case(name: str, relation: str | dict[str, Any], world: int, **more: Any) -> Case:
     case = made_case(
         name,
         {"replicate": world},
         id=f"{name}-{relations.name_of(relation)}-{world}-{'-'.join(more)}-{next(NUMBERS)}",
         scenario="relations",
-        workload=WorkloadSpec("charnames_gpt", traits=("unequal_tokens",)),
+        workload=_work("unequal_tokens"),
         optimizer=DECAY,
         checks=("relations",),
         steps=2,
@@ -57,13 +63,14 @@ def _moved(mesh: dict[str, int], to: dict[str, int], **more: Any) -> Case:
     """A hybrid whose ranks lie on other axes in the second run."""
     relation = {"same_as": {"options": {}, "mesh": to}}
     name = more.pop("name", "reference/hybrid")
-    return _case(name, relation, 4, mesh=mesh, optimizer=DECAY, **more)
+    more |= {"workload": _work("unequal_tokens", layers=2), "optimizer": DECAY}
+    return _case(name, relation, 4, mesh=mesh, **more)
 
 
 AS_DDP = _same_as("reference/ddp")
 STARTS_APART = "mutants/hybrid_starts_all_from_rank_0"
-ODD = WorkloadSpec("charnames_gpt", traits=("non_contiguous", "tied"), params={"width": 20})
-CNN = WorkloadSpec("digits_cnn")
+ODD = _work("non_contiguous", "tied", width=20)
+CNN = WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1})
 CLIP = dataclasses.replace(DECAY, clip_norm=0.05)
 HOLD = [
     _case("reference/ddp", "split", 3),
@@ -72,7 +79,7 @@ HOLD = [
     _case("reference/ddp", "world1", 1),
     _case("reference/ddp", "scale", 2),
     _case("pytorch/ddp", "scale", 2, optimizer=ADAMW, backend="gloo"),
-    _case("reference/ddp", "permute", 2, workload=WorkloadSpec("digits_cnn")),
+    _case("reference/ddp", "permute", 2, workload=CNN),
     _sharded("reference/zero1", AS_DDP, 3, workload=ODD),
     _sharded("reference/zero1", AS_DDP, 2, workload=CNN),  # other rules for buffers
     _sharded("reference/zero2", AS_DDP, 3, lane="fp64", dtype="float64", optimizer=CLIP),
@@ -111,10 +118,10 @@ BREAK = [
         "same_as does not hold",
     ),
 ]
-BY_BRANCH = WorkloadSpec("charnames_gpt", traits=("conditional_by_micro_batch",))
-STATEFUL = WorkloadSpec("charnames_gpt", traits=("dropout_stateful",))
+BY_BRANCH = _work("conditional_by_micro_batch")
+STATEFUL = _work("dropout_stateful")
 SKIP = [
-    (_case("reference/ddp", "split", 2, workload=WorkloadSpec("digits_cnn")), "by definition"),
+    (_case("reference/ddp", "split", 2, workload=CNN), "by definition"),
     (_case("reference/ddp", "split", 3, workload=BY_BRANCH), "conditional_by_micro_batch"),
     (_case("reference/ddp", "scale", 2, optimizer=CLIP), "clipping off"),
     (_case("reference/ddp", "permute", 1), "nothing to exchange"),

@@ -21,7 +21,7 @@ def test_help_teaches_by_examples_and_needs_no_torch() -> None:
         *((), ("run",), ("mutants",), ("list",), ("check-scenario",), ("report",)),
         *(("compare",), ("gate",)),
     ):
-        done = shardproof(*command, "--help")
+        done = here(*command, "--help")
         assert done.returncode == 0
         assert "shardproof " in done.stdout
         assert done.stderr == ""
@@ -62,17 +62,24 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
     [
         (("run", "ddp-gtp"), "unknown scenario (ddp-gtp) - did you mean ddp-gpt?"),
         (("run", "absent.yaml"), "absent.yaml: no such file"),
-        (("run", "--impl", "reference/dpd"), "did you mean reference/ddp?"),
-        (("run", "--impl", "mutants/nothing"), "unknown implementation (mutants/nothing)"),
-        (("run", "--impl", "zzz*"), "--impl: matches nothing here (zzz*)"),
-        (("run", "--backend", "glo"), "did you mean gloo?"),
+        (("run", "ddp-gpt", "--impl", "reference/dpd"), "did you mean reference/ddp?"),
+        (
+            ("run", "ddp-gpt", "--impl", "mutants/nothing"),
+            "unknown implementation (mutants/nothing)",
+        ),
+        (
+            ("run", "ddp-gpt", "--impl", "absent:Mine"),
+            "(absent:Mine) - no module 'absent' here or installed",
+        ),
+        (("run", "ddp-gpt", "--impl", "zzz*"), "--impl: matches nothing here (zzz*)"),
+        (("run", "ddp-gpt", "--backend", "glo"), "did you mean gloo?"),
         (("run", "--world", "99"), "--world matches nothing (99) - there are: 1, 2, 3, 4, 5"),
-        (("run", "-k", "nosuchword"), "-k matches nothing (nosuchword)"),
-        (("run", "-k", "a and"), "column 6 (a and)"),
+        (("run", "ddp-gpt", "-k", "nosuchword"), "-k matches nothing (nosuchword)"),
+        (("run", "ddp-gpt", "-k", "a and"), "column 6 (a and)"),
         (("run", f"{CASE}".replace("sgd", "adam")), "no such case"),
         (("run", "--campaign", "3", "ddp-gpt"), "leave out SCENARIO"),
         (("run", "ddp-gpt", "--results", "README.md"), "results cannot be written"),
-        (("run", "--world", "0"), "--world matches nothing (0)"),
+        (("run", "ddp-gpt", "--world", "0"), "--world matches nothing (0)"),
         (("mutants", "--impl", "no_such_fault"), "--impl matches no fault (no_such_fault)"),
         (("list", "impls", "-k", "x"), "filters belong to `list cases`"),
         (("report", "no-such-run"), "no such run (no-such-run)"),
@@ -82,9 +89,9 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
         (("bench", "strong", "--results", ""), "'--results': an empty name"),
         (("run", "ddp-gpt", "--junit", "docs"), "--junit: Is a directory (docs) - name a file"),
         (("run", "ddp-gpt", "--junit", ""), "--junit: Is a directory (.) - name a file"),
-        (("run", "--junit", "README.md/x"), "--junit: Not a directory (README.md/x)"),
-        (("run", "--junit", "x" * 300), "--junit: File name too long"),
-        (("run", "--junit", "/proc/x"), "--junit: "),
+        (("run", "ddp-gpt", "--junit", "README.md/x"), "--junit: Not a directory (README.md/x)"),
+        (("run", "ddp-gpt", "--junit", "x" * 300), "--junit: File name too long"),
+        (("run", "ddp-gpt", "--junit", "/proc/x"), "--junit: "),
         (("report", "--into", "docs"), "--into: Is a directory (docs)"),
         (("compare", "a", "b", "--save", "docs"), "--save: Is a directory (docs)"),
         (("compare", "a", "b", "--into", "docs"), "--into: Is a directory (docs)"),

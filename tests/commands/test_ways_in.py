@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from commands import python
+from commands import pytest_here, python
 
 from shardproof import prove
 from shardproof.commands import doctor
@@ -21,12 +22,8 @@ ROOT = Path(__file__).parents[2]
 CASE = "ddp-gpt::{}::in_memory::replicate2::sgd::noclip::fp64::quick"
 
 
-def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "pytest", "-p", "no:cacheprovider", *arguments)
-
-
 def test_pytest_collects_cases_by_their_ids() -> None:
-    done = run_pytest("scenarios", "--collect-only", "-k", "ddp-gpt and in_memory")
+    done = pytest_here("scenarios", "--collect-only", "-k", "ddp-gpt and in_memory")
     assert done.returncode == 0, done.stdout
     assert CASE.format("reference/ddp+small_buckets") in done.stdout
 
@@ -36,7 +33,8 @@ def test_pytest_shows_the_judges_reason_and_works_with_xdist(tmp_path: Path) -> 
     selection = "replicate2 and in_memory and fp64 and sgd and noclip"
     files = "scenarios/conformance/data/ddp-gpt.yaml"
     impls = ("--impl", "mutants/ddp_never_reduces", "--impl", "reference/ddp")
-    done = run_pytest(files, "-n", "2", "-k", selection, *impls, f"--junitxml={told}")
+    more = ("-n", "2", "-k", selection, *impls, f"--junitxml={told}")
+    done = python("-m", "pytest", "-p", "no:cacheprovider", files, *more)
     assert done.returncode == 1, done.stdout
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     assert "differs from the oracle" in done.stdout, done.stdout
@@ -45,7 +43,7 @@ def test_pytest_shows_the_judges_reason_and_works_with_xdist(tmp_path: Path) -> 
 
 
 def test_pytest_refuses_a_class_that_cannot_be_loaded() -> None:
-    done = run_pytest("scenarios", "--impl", "json:loads", "--collect-only")
+    done = pytest_here("scenarios", "--impl", "json:loads", "--collect-only")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "not a subclass of Implementation - nothing was run" in done.stderr
 
@@ -137,6 +135,24 @@ def test_prove_refuses_what_cannot_be_loaded(tmp_path: Path, name: str, says: st
     with pytest.raises(SelectionError, match=says):
         prove(name, worlds=(1,), results=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_prove_names_a_command_that_reruns_and_hides_no_earlier_result(
+    tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    support = str(ROOT / "tests" / "support")
+    monkeypatch.syspath_prepend(support)
+    monkeypatch.setenv("PYTHONPATH", support)
+    name, run = "bad_implementations:NanLoss", tmp_path / "a run"
+    (row,) = prove(name, worlds=(1,), results=run).to_dict("records")
+    assert row["verdict"] == "fail"
+    program, *words = shlex.split(row["rerun"])
+    assert program == "shardproof"
+    code, out, err = command(*words, "--dry-run")
+    assert (code, out.split()) == (0, [row["case"]]), (row["rerun"], err)
+    with pytest.raises(SelectionError, match="this run has another case of that id"):
+        prove(name, worlds=(1,), results=run, steps=1)
+    assert [case.verdict for case in read(run).cases] == ["fail"]
 
 
 def test_prove_weighs_memory_by_itself(tmp_path: Path) -> None:

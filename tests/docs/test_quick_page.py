@@ -49,10 +49,17 @@ def test_sizes_start_with_the_cheapest_and_keep_the_width_of_a_file(shrink: Modu
     (file,) = find(["tensor"])
     own = file.scenario.workload
     tried = list(shrink.sizes(file))
-    assert (
-        tried[0] == {"params": {"layers": 1, "seq": 8}} and len(tried) == 3 * own.params["layers"]
-    )
+    assert tried[:2] == [
+        {"params": {"layers": 1, "seq": 8}, "steps": 2},
+        {"params": {"layers": 1, "seq": 8}},
+    ]
+    assert len(tried) == 2 * 3 * own.params["layers"]
     assert all("width" not in size["params"] for size in tried)
+
+
+def test_a_file_that_sets_its_steps_keeps_them(shrink: ModuleType) -> None:
+    (file,) = find(["ddp-traits"])
+    assert not any("steps" in size for size in shrink.sizes(file))
 
 
 def test_a_size_is_written_before_the_rules_of_the_tier(shrink: ModuleType, tmp_path: Path) -> None:

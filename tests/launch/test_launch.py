@@ -19,10 +19,12 @@ from typing import Any
 import launch_programs
 import psutil
 import pytest
+from kept_fork_server import KeptForkServer
 
 from shardproof import tensor_bytes
 from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
 from shardproof.launch import heartbeat
+from shardproof.launch import pool as pool_module
 from shardproof.launch.fork_server import ForkServer, ForkServerError
 from shardproof.launch.fork_server_main import LAZY_MODULES, TASK_RAISED
 from shardproof.launch.outcome import RankOutcome, mark_consequences, of_exception, root_cause
@@ -46,6 +48,12 @@ def importable() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def keeps_fork_servers() -> None:
     """Pools of this file start and end their own."""
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools of a test that is not about a fork server's own start and end keep theirs, too."""
+    monkeypatch.setattr(pool_module, "ForkServer", KeptForkServer)
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +407,9 @@ def test_what_a_task_returns_comes_back(importable: None) -> None:
     assert not pool.folder.exists() and not psutil.pid_exists(server)
 
 
-def test_a_payload_may_be_larger_than_what_a_socket_takes_at_once(importable: None) -> None:
+def test_a_payload_may_be_larger_than_what_a_socket_takes_at_once(
+    importable: None, kept: None
+) -> None:
     payload = {"number": 21, "more": "x" * 1_000_000}
     with Pool(1) as pool:
         (end,) = pool.run(launch_programs.double, [("large", payload, 60.0)])
@@ -417,7 +427,7 @@ def test_kill_ends_a_leader_and_what_left_its_group(fork_server: ForkServer) -> 
     assert not psutil.Process(fork_server.pid).children(recursive=True)
 
 
-def test_pool_keeps_its_jobs_busy_and_ends_what_is_late(importable: None) -> None:
+def test_pool_keeps_its_jobs_busy_and_ends_what_is_late(importable: None, kept: None) -> None:
     ends, running = [], []
 
     def items() -> Iterator[tuple[str, dict[str, Any], float]]:
@@ -438,7 +448,7 @@ def test_pool_keeps_its_jobs_busy_and_ends_what_is_late(importable: None) -> Non
     assert running[:2] == [1, 2] and max(running) == 2, "drawn only when a leader can start"
 
 
-def test_a_caller_that_stops_early_leaves_nothing(importable: None) -> None:
+def test_a_caller_that_stops_early_leaves_nothing(importable: None, kept: None) -> None:
     def items() -> Iterator[tuple[str, dict[str, Any], float]]:
         yield "short", {"seconds": 0.0}, 30.0
         while True:
@@ -497,7 +507,9 @@ PARENT = """
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_nothing_outlives_the_parent(signum: int) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PARENT.format(here=HERE))],

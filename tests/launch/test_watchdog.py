@@ -9,7 +9,9 @@ import pytest
 
 from shardproof.backends import Backend
 from shardproof.launch import heartbeat, process_control, watchdog
-from shardproof.launch.diagnosis import RankProcess
+from shardproof.launch.diagnosis import RankProcess, diagnose
+from shardproof.launch.outcome import mark_consequences
+from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.watchdog import TICK_SECONDS, WAITING_LOOKS, Watchdog
 
 #: Looks after which ranks that sleep outside of calls stand still (a budget of 60 s).
@@ -152,3 +154,21 @@ def test_a_wait_of_a_helper_thread_is_not_the_ranks(world: Callable[..., World])
 def test_the_thresholds_leave_room_for_a_busy_machine() -> None:
     """30 busy processes on 2 cores leave a rank a sixteenth of a core: three times the least."""
     assert 3 * watchdog._IDLE_SHARE < 1 / 16
+
+
+def test_a_rank_that_is_killed_before_it_tells_its_stack_waited_as_it_noted(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    made = world()
+    all_wait(made)
+    made.writers[1].wait(False)
+    link = Backend("made_up", threads=False)
+    launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, False, (), 0.0)
+    processes = [
+        RankProcess(
+            rank, (rank,), None, 3.0, reason="standstill", hung={rank: beat}, spent=(0.0, 0.0)
+        )
+        for rank, beat in enumerate(heartbeat.read(made.beats))
+    ]
+    outcomes = mark_consequences(diagnose(launch, processes))
+    assert [(o.status, o.consequence) for o in outcomes] == [("hung", True), ("hung", False)]

@@ -6,14 +6,13 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import python
 from made_case import made_case
 from rich.console import Console
 
@@ -192,17 +191,14 @@ def _of_row(table: Table, name: str) -> list[str]:
     return row[1:]
 
 
-def test_a_run_tells_which_kernels_ran(tmp_path: Path) -> None:
-    told = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
+def test_a_run_tells_which_kernels_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in KERNEL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert {*fingerprint().kernels} == {"torch"}
+    chosen = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
     code = "from shardproof.runs.machine import fingerprint; print(fingerprint().model_dump_json())"
-    kept = {name: text for name, text in os.environ.items() if name not in KERNEL_VARIABLES}
-    for chosen in (told, {}):
-        found = subprocess.run(
-            [sys.executable, "-c", code], env=kept | chosen, capture_output=True, check=True
-        )
-        kernels = json.loads(found.stdout)["kernels"]
-        assert kernels.pop("torch") == "DEFAULT" or not chosen
-        assert kernels == chosen
+    kernels = json.loads(python("-c", code, **chosen).stdout)["kernels"]
+    assert kernels == chosen | {"torch": "DEFAULT"}
     path = fill(tmp_path / "run")
     header = json.loads((path / "run.json").read_text())
     row = "fingerprint kernels torch"

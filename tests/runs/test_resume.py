@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
+from shardproof.errors import SelectionError
 from shardproof.runs.run_folder import RunFolder
 from shardproof.scenarios.selection import Selection
 from shardproof.scenarios.vocabulary import installed
 
-FILTER = "(replicate2 or replicate3) and sgd and fp64 and noclip and small_buckets"
+FILTER = "(replicate1 or replicate2) and sgd and fp64 and noclip and small_buckets"
 
 
 def _planned() -> list[Case]:
@@ -61,7 +63,7 @@ def test_filters_narrow_within_the_plan(command: Any, run: Path) -> None:
         (("ddp-gtp",), "did you mean ddp-gpt?"),
         (("--impl", "plain"), "--impl: not planned in this run (plain) - planned: reference/ddp+"),
         (("--backend", "in_memory", "--backend", "nccl"), "--backend: not planned in this run"),
-        (("--world", "4"), "--world: not planned in this run (4) - planned: 2, 3"),
+        (("--world", "4"), "--world: not planned in this run (4) - planned: 1, 2"),
         (("-k", "adamw"), "-k matches nothing (adamw)"),
         (("--rerun-failed",), "--resume and --rerun-failed exclude each other - give one"),
         (("--tier", "full"), "--tier: not planned in this run (full) - planned: quick"),
@@ -93,3 +95,15 @@ def test_nothing_left_takes_no_time(command: Any, run: Path) -> None:
     code, out, err = command("run", "--resume", "--results", str(run), "--dry-run")
     assert (code, out) == (0, ""), err
     assert err.strip() == f"nothing to run: {len(_planned())} results are there"
+
+
+def test_another_case_of_a_planned_id_is_refused(run: Path) -> None:
+    """Its result would hide that of the first."""
+    before = (run / "planned.jsonl").read_bytes()
+    first = _planned()[0]
+    other = replace(first, steps=first.steps + 1)
+    with RunFolder(run, ["run"]) as folder, pytest.raises(SelectionError, match="another case of"):
+        folder.plan([other])
+    assert (run / "planned.jsonl").read_bytes() == before
+    with RunFolder(run, ["run"]) as folder:
+        folder.plan([replace(first, source="elsewhere.yaml:3")])

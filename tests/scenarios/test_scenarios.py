@@ -135,7 +135,7 @@ SMALLER = """\
 tier: full
 quick:
   - {clip: null, world: 2}
-quick_size: {global_batch: 6, params: {layers: 1}}
+quick_size: {global_batch: 6, steps: 2, params: {layers: 1}}
 """
 
 
@@ -151,6 +151,7 @@ def test_quick_cells_train_a_smaller_model_and_the_whole_one_in_tier_full() -> N
         small, whole = smaller[name], smaller[name.replace("::quick", "::full")]
         assert (small.workload.global_batch, dict(small.workload.params)) == (6, {"layers": 1})
         assert whole.workload == usual[name].workload and whole.tier == "full"
+        assert (small.steps, whole.steps) == (2, usual[name].steps) == (2, 3)
     assert len(smaller) == len(usual) + len(quick)
 
 
@@ -177,6 +178,8 @@ def test_what_a_variant_sets_stays_at_the_quick_size() -> None:
     [
         ("{params: {layers: 1}}", "f.yaml:19: this workload cannot be built: params: ['layers']"),
         ("{global_batch: 24}", "f.yaml:19: changes no quick case (quick_size)"),
+        ("{steps: 3}", "f.yaml:19: changes no quick case (quick_size)"),
+        ("{steps: 0}", "f.yaml:19: quick_size.steps"),
         ("{batch: 6}", "f.yaml:19: unknown key quick_size.batch"),
     ],
 )

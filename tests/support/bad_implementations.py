@@ -7,15 +7,28 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from shardproof.contract import Batch, Capabilities, Kind, Observe, Piece, Refused, StepResult
 from shardproof.impls.plain import Plain
+from shardproof.impls.reference.naive_ddp import ReferenceNaiveDDP
 
 
 class NanLoss(Plain):
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         result = super().step(batch, observe)
         return StepResult(loss=result.loss * float("nan"), norm=result.norm)
+
+
+class SpoilsInputs(Plain):
+    """Writes into its copy of the batch, which nobody else may see."""
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        loss = super().evaluate(batch)
+        for micro in batch.micro_batches:
+            micro.inputs.zero_()
+            micro.weights.zero_()
+        return loss
 
 
 class RenamedParameters(Plain):
@@ -120,6 +133,24 @@ class UnknownBufferRule(Plain):
         return dataclasses.replace(super().capabilities(options), buffers=rule)
 
 
+class NamesNoEmulator(Plain):
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return dataclasses.replace(super().capabilities(options), oracle="emulated")
+
+
+class AsksItsPeers(ReferenceNaiveDDP):
+    """Shows what rank 0 holds as its own: a rank that drifts would not be seen."""
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        held = super().local_state(kind)
+        for index, piece in enumerate(held):
+            tensor = piece.tensor.clone()
+            self.mesh.comm("replicate").broadcast(tensor, 0)
+            held[index] = dataclasses.replace(piece, tensor=tensor)
+        return held
+
+
 NOT_A_CLASS = 3
 
 
@@ -194,6 +225,8 @@ WRONG_TYPES: dict[str, tuple[str, Any, str]] = {
     "NoPoints": (":points", None, "points=None, asked is a tuple of str"),
     "BoolWorld": (":max_world", True, "max_world=True, asked is an int or None"),
     "NumberedDtypes": (":dtypes", (torch.float64,), "asked is a tuple of str"),
+    "MisspeltAxis": (":axes", ("replicte",), "axes: 'replicte' means nothing here; did you mean"),
+    "MisspeltDtype": (":dtypes", ("fp64",), "dtypes: 'fp64' means nothing here; valid: bfloat16"),
     "ListedDeclines": (":declines", ["tied"], "asked is a mapping of str"),
     "NoBuffers": (":buffers", None, "buffers=None, asked is a str"),
     "NoRole": ("role", None, "role(rank, world, options) returned None, asked is a str"),

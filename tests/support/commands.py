@@ -48,6 +48,16 @@ def script(path: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return _here(program, [str(path)], [cwd, path.parent])
 
 
+def pytest_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What another pytest did in this process, with the repository's settings."""
+    words = ["-p", "no:cacheprovider", "--capture=no", *arguments]
+
+    def program() -> None:
+        raise SystemExit(pytest.main(words))
+
+    return _here(program, words, [ROOT])
+
+
 def _here(
     program: Callable[[], object], words: list[str], paths: Sequence[Path]
 ) -> subprocess.CompletedProcess[str]:

@@ -39,6 +39,7 @@ class _Placed:
     environment: dict[str, str]
     folder: str
     path: list[str]
+    changed: dict[str, float]
 
 
 def run_placed(placed: _Placed) -> object:
@@ -50,6 +51,9 @@ def run_placed(placed: _Placed) -> object:
     tempfile.tempdir = None
     importlib.invalidate_caches()
     registry._entry_points.cache_clear()  # of the packages that were on the path before
+    for name, value in placed.changed.items():
+        module, _, constant = name.partition(":")
+        setattr(importlib.import_module(module), constant, value)
     task, payload = pickle.loads(placed.job)
     return task(payload)
 
@@ -57,6 +61,8 @@ def run_placed(placed: _Placed) -> object:
 class KeptForkServer(ForkServer):
     """Is not ended by :meth:`close` but waits for the next, unless something in it went wrong."""
 
+    #: Constants of the suite that leaders and ranks find changed: ``module:NAME`` -> value.
+    changed: ClassVar[dict[str, float]] = {}
     _kept: ClassVar[list[KeptForkServer]] = []
 
     def __enter__(self) -> KeptForkServer:
@@ -81,7 +87,8 @@ class KeptForkServer(ForkServer):
         environment = {k: v for k, v in os.environ.items() if k not in FOREIGN} | ENVIRONMENT
         path = [str(Path(entry).resolve()) for entry in sys.path]
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        placed = _Placed(pickle.dumps((task, payload)), environment, str(Path.cwd()), path)
+        job = pickle.dumps((task, payload))
+        placed = _Placed(job, environment, str(Path.cwd()), path, self.changed)
         ticket = super().submit(run_placed, placed, value)
         self._running.add(ticket)
         return ticket

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import faulthandler
-import functools
-import importlib
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shardproof import backends
+from shardproof import backends, tensor_bytes
 from shardproof.backends.errors import CommError
+from shardproof.launch.pool import Pool
+from shardproof.launch.ranks import root_cause, run_ranks
 
 Body = Callable[[int, int], Any]
 
-#: What torch imports at first use: once in the server instead of in every rank.
-LAZY = (
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-)
+#: CPU seconds of a rank, and seconds that all may sleep.
+BUDGET_SECONDS = 60.0
 
 
 def threads(
@@ -81,107 +66,38 @@ def processes(
 ) -> list[Any]:
     """Run ``body(rank, world, *arguments)`` on gloo processes; what each returned (all as JSON).
 
-    ``body`` is a module's own function.  The ranks are forked from a server that never ran a
+    ``body`` is a module's own function.  The ranks are forked from a leader, which never ran a
     thread: a child of a process whose rank threads computed may hang in its first matrix product.
-    Raises ``AssertionError`` with what the ranks raised, or with the stacks of one that hung.
+    Raises ``AssertionError`` with what a rank raised, or with where one hung.
     """
-    request = [body.__module__, body.__qualname__, world, str(folder), ledgers, list(arguments)]
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    line = server.stdout.readline()
-    assert line, "the server of rank processes died"
-    answers = json.loads(line)
-    broken = [answer["error"] for answer in answers if answer["error"]]
-    assert not broken, "\n".join(broken)
-    return [answer["result"] for answer in answers]
+    request = Request(body, world, folder, ledgers, arguments)
+    with Pool(1) as pool:
+        pool.fork_server.preload("pytest")  # modules of tests import it
+        (end,) = pool.run(forked, [("ranks", request, 3 * BUDGET_SECONDS)])
+    assert end.value is not None, end.output
+    return list(end.value)
 
 
-@functools.cache
-def _server() -> subprocess.Popen[str]:
-    """Started once; ends by itself when this process does, for then its input ends."""
-    return subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+@dataclass(frozen=True)
+class Request:
+    """Ranks to fork in a leader."""
+
+    body: Callable[..., Any]
+    world: int
+    folder: Path
+    ledgers: bool
+    arguments: tuple[Any, ...]
+
+
+def forked(request: Request) -> list[Any]:
+    """Task of a leader: what each rank returned."""
+
+    def program(rank: int, world: int) -> dict[str, Any]:
+        return {"result": request.body(rank, world, *request.arguments)}
+
+    outcomes = run_ranks(
+        "gloo", request.world, program, request.folder, BUDGET_SECONDS, request.ledgers
     )
-
-
-def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what ranks print must not mix with the answers
-    torch.set_num_threads(1)
-    for name in LAZY:
-        importlib.import_module(name)
-    for line in sys.stdin:
-        module, name, world, folder, ledgers, arguments = json.loads(line)
-        body = getattr(importlib.import_module(module), name)
-        found = _fork(functools.partial(_apply, body, arguments), world, Path(folder), ledgers)
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
-
-
-def _apply(body: Callable[..., Any], arguments: list[Any], rank: int, world: int) -> Any:
-    return body(rank, world, *arguments)
-
-
-def _fork(body: Body, world: int, folder: Path, ledgers: bool) -> list[dict[str, Any]]:
-    children = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            _child(body, rank, world, folder, ledgers)
-        children.append(pid)
-    deadline = time.monotonic() + 90
-    codes: dict[int, int] = {}
-    while len(codes) < world:
-        for pid in children:
-            if pid not in codes:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    codes[pid] = status
-        if time.monotonic() > deadline:
-            for pid in children:
-                if pid not in codes:
-                    os.kill(pid, signal.SIGKILL)
-                    codes[pid] = os.waitpid(pid, 0)[1]
-        time.sleep(0.005)
-    answers = []
-    for rank, pid in enumerate(children):
-        path = folder / f"answer{rank}"
-        if path.exists():
-            answers.append(json.loads(path.read_text()))
-        else:
-            stacks = (folder / f"stacks{rank}").read_text()
-            text = f"rank {rank}: wait status {codes[pid]}\n{stacks}"
-            answers.append({"result": None, "error": text})
-    return answers
-
-
-def _child(body: Body, rank: int, world: int, folder: Path, ledgers: bool) -> None:
-    answer: dict[str, Any] = {"result": None, "error": ""}
-    faulthandler.dump_traceback_later(60, file=(folder / f"stacks{rank}").open("w"))
-    try:
-        backends.join("gloo", rank, world, folder / "meeting", 20.0, ledgers)
-        answer["result"] = body(rank, world)
-    except BaseException:  # noqa: BLE001 - handed to the test
-        answer["error"] = f"rank {rank}:\n{traceback.format_exc()}"
-    finally:
-        partial = folder / f"partial{rank}"
-        partial.write_text(json.dumps(answer))
-        partial.rename(folder / f"answer{rank}")
-        # Peers may still be reading what this rank sent last.
-        until = time.monotonic() + 1
-        while time.monotonic() < until and not answer["error"]:
-            if all((folder / f"answer{r}").exists() for r in range(world)):
-                break
-            time.sleep(0.002)
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    _serve()
+    cause = root_cause(outcomes)
+    assert cause is None, f"{cause.sentence()}\n{cause.traceback}"
+    return [tensor_bytes.load(o.record)["result"] for o in outcomes if o.record]

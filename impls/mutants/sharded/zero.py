@@ -106,7 +106,7 @@ class ReducesSumsAgain(Zero2):
     """The sums of earlier micro-batches are reduced again with every later one."""
 
     def send(self, bucket: OwnedBucket) -> None:
-        bucket.layout.shard(bucket.complete(), self.comm.rank).add_(self.kept[bucket])
+        bucket.layout.shard(bucket.complete(), self.comm.rank).add_(self.kept.get(bucket, 0))
         super().send(bucket)
 
 

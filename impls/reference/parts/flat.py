@@ -109,12 +109,14 @@ class FlatLayout:
         flat[self.numel :].zero_()
         return flat
 
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """The contiguous view of ``flat`` that holds the tensor ``name``, in its shape."""
+        start, stop = self.spans[name]
+        return flat[start:stop].view(self.shapes[name])
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Contiguous views of ``flat`` by name, each in its tensor's shape."""
-        return {
-            name: flat[start:stop].view(self.shapes[name])
-            for name, (start, stop) in self.spans.items()
-        }
+        """All of them by name."""
+        return {name: self.view(flat, name) for name in self.spans}
 
     @torch.no_grad()
     def pack(self, flat: Tensor, tensors: Mapping[str, Tensor | None]) -> None:

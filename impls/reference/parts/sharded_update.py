@@ -197,7 +197,7 @@ class ShardedUpdate(Handle):
 
     def after_step(self) -> None:
         """Clear gradients; late buckets go to the end of the queue."""
-        super().after_step()
+        # Those of the module's parameters are in the buckets already.
         for target in self.targets.values():
             target.grad = None
         self.used.clear()

@@ -109,11 +109,11 @@ class Gradients(Stateful[GradientState]):
         self.enter(GradientState.PACKED)
         if self.packed is None:
             self.packed = self.layout.empty(self.device, self.reduced_in)
-        views = self.layout.views(self.packed)
         while self.arrived:
             # One by one, each freed before the next is copied: never two copies of all.
             name, gradient = self.arrived.popitem()
-            views[name].add_(gradient) if name in self.filled else views[name].copy_(gradient)
+            view = self.layout.view(self.packed, name)
+            view.add_(gradient) if name in self.filled else view.copy_(gradient)
             self.filled.add(name)
 
     @torch.no_grad()

@@ -10,8 +10,8 @@ a step begins and freed when it ends, and gradients are reduced once.
     whole parameters and gradients  during a step
 
     step     before_step    gather all units
-             backwards      gradients add up where they are
-             finish         unit by unit: reduce-scatter, all-reduce over replicas, free;
+             backwards      gradients add up in the flat tensor of their unit
+             finish         unit by unit: free, reduce-scatter, all-reduce over replicas;
                             who used what (integers)
 
 Cost: floating-point bytes sent a step, over F shards and R replicas, whatever the micro-batches:
@@ -59,6 +59,8 @@ class StepShards(ShardedModel):
         assert parameter.grad is not None
         flat.gradients.arrive(name, parameter.grad)
         parameter.grad = None
+        # At once: kept as backward made them, those of the next micro-batch would be a second copy.
+        flat.gradients.pack()
 
     def before_step(self, micro_batches: int) -> None:
         """Make every unit whole."""
@@ -71,14 +73,13 @@ class StepShards(ShardedModel):
     def finish(self) -> None:
         """Reduce once, free all."""
         for unit in self.units:
-            unit.pack()
+            unit.free()  # first: the sum takes less than the whole parameters did
             for flat in unit.trained:
                 self.used |= flat.gradients.filled
             unit.reduce(self.reducer, self.step)
             for flat in unit.trained:
                 # At once: whole gradients of one unit after the other go, not of all together.
                 flat.gradients.wait_and_accumulate()
-            unit.free()
         self.publish_gradients()
 
     def evaluate(self, passes: Sequence[Callable[[], T]]) -> list[T]:

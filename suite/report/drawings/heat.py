@@ -46,7 +46,7 @@ def heat_map(folder: Path, result: CaseResult) -> Map | None:
     except records.RecordError as error:
         return Map(None, "", str(error))
     for check in failing:
-        cells = _cells(row for row in rows if row["check"] == check)
+        cells = _cells(row for row in rows if row.get("check") == check)
         if cells:
             return _map(result.id, check, cells)
     return None
@@ -59,10 +59,10 @@ Cells = dict[str, dict[int, tuple[float, float, str]]]
 def _cells(rows: Any) -> Cells:
     worst: Cells = defaultdict(dict)
     for row in rows:
-        if row.get("error") is None or row.get("bound") is None or row.get("name") is None:
+        if any(row.get(column) is None for column in ("error", "bound", "name", "step")):
             continue
         used = share(row["error"], row["bound"])
-        where = f"{row['phase']}, {row['owner']}"
+        where = f"{row.get('phase')}, {row.get('owner')}"
         step = int(row["step"])
         steps = worst[row["name"]]
         if step not in steps or used > steps[step][0]:
