@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -246,9 +245,7 @@ def dtensor_pieces(
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(f"a partial sum is no part of {name!r}: {tensor.placements}")
-    shape, mesh = tuple(tensor.shape), tensor.device_mesh
-    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    spans = tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
+    shape, spans = tuple(tensor.shape), held_spans(tensor)
     local = tensor.to_local().detach()
     if order is None:
         return [Piece(name, shape, local, slices=spans, replica=replica)]
@@ -257,6 +254,22 @@ def dtensor_pieces(
         Piece(name, shape, local[at : at + n], slices=((row, row + n), *rest), replica=replica)
         for at, row, n in runs(order[first:last])
     ]
+
+
+def held_spans(tensor: DTensor) -> tuple[tuple[int, int], ...]:
+    """``(start, stop)`` of this rank's block along every dimension of ``tensor``.
+
+    A split factor means that the axes to the right were cut first: FSDP cuts what tensor
+    parallelism left.  torch's own figures undo that order, and are a row off where neither divides.
+    """
+    mesh, spans = tensor.device_mesh, [(0, size) for size in tensor.shape]
+    cuts = [(axis, p) for axis, p in enumerate(tensor.placements) if hasattr(p, "dim")]
+    for axis, placement in sorted(cuts, key=lambda cut: getattr(cut[1], "split_factor", 1)):
+        start, stop = spans[placement.dim]
+        chunk = -(-(stop - start) // mesh.size(axis))
+        first = min(start + chunk * mesh.get_local_rank(axis), stop)
+        spans[placement.dim] = (first, min(first + chunk, stop))
+    return tuple(spans)
 
 
 def runs(rows: Sequence[int]) -> list[tuple[int, int, int]]:

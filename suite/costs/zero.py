@@ -369,7 +369,9 @@ class Zero3(CostModel):
         cast = any(facts.reduction(flat.dtype) != flat.dtype for flat in self.trained)
         on_host = facts.option("offload", "none") == "parameters"
         if on_host or (cast and facts.size("replicate") > 1):
-            arriving = sum(reduced.values()) // shards  # until they have come down, or crossed
+            held = sum(reduced.values()) // shards  # until they have come down, or crossed
+            # Of several rounds, sums arrive beside totals; over replicas go totals alone.
+            arriving = held + arriving if on_host and facts.rounds > 1 else held
         sent = [
             sum(f.shard_bytes(facts.compute(f.dtype)) for f in unit.flats)
             for unit in self.units

@@ -408,6 +408,21 @@ def test_what_rests_beside_state_does_not_grow_with_the_world(tmp_path: Path) ->
     assert resting[2] and resting[2] == resting[5]
 
 
+def test_sums_of_a_round_arrive_beside_totals_on_their_way_to_the_host() -> None:
+    """Where blocks are small and the root is large, most lies there between two rounds."""
+    case = made_case(
+        "reference/zero3",
+        {"shard": 5},
+        workload=WorkloadSpec("digits_cnn", global_batch=12, micro_batches=3, windows=2),
+        options={"recompute_every": 2, "offload": "parameters"},
+        dtype="float64",
+        lane="fp64",
+        checks=("memory",),
+    )
+    (result,), _ = run_cases([case], 1, lambda result: None)
+    assert [outcome.status for outcome in result.checks] == ["pass"], result.reason
+
+
 def test_a_single_unit_has_nothing_to_overlap_with() -> None:
     """Reductions of one round can leave before another unit's backward only if there is one."""
     usual = WorkloadSpec("charnames_gpt", global_batch=12, params={"layers": 1, "width": 16})

@@ -82,6 +82,8 @@ def test_what_torch_cannot_do_is_refused_on_every_rank(
         ({"pipe": 2, "shard": 2, "tensor": 2}, BOTH, ("frozen", "prime_sized")),
         ({"pipe": 2, "tensor": 2}, {"schedule": "gpipe"}, ("rebound_buffer", "scalar")),
         ({"pipe": 1, "shard": 3}, {}, ("smaller_than_world",)),
+        # 97 rows over 2 and then 3 ranks: 17, 17, 15 and 16, 16, 16.
+        ({"pipe": 1, "shard": 3, "tensor": 2}, {}, ()),
     ],
 )
 def test_pieces_cover_all_that_there_is(

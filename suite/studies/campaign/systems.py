@@ -204,7 +204,12 @@ def shared_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
 
 
 def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
-    """As torch wants it: KV heads and, where they are cut, positions that divide by the ranks."""
+    """As torch wants it: KV heads and, where they are cut, positions that divide by the ranks.
+
+    Over three ranks gloo adds in an order that depends on the size of the buffer.  With a vocabulary
+    that does not divide, tensor ranks have buffers of two sizes, and what they hold alike (norms)
+    differs in its last bit: a finding, no clean system.
+    """
     if setup.workload == DYADIC:
         return {"width": 60, "seq": 12}
     ranks, sizes = setup.size("tensor"), shared_sizes(source, setup)
@@ -212,6 +217,8 @@ def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float
         sizes["kv_heads"] = ranks
     if setup.options["sequence_parallel"]:
         sizes["seq"] = 3 * ranks if ranks > 3 else 12
+    if max(setup.size("shard"), setup.size("replicate")) > 2:
+        sizes["vocab"] -= sizes["vocab"] % ranks
     if setup.options["loss_parallel"]:
         sizes["label_smoothing"] = 0.0
     return sizes
