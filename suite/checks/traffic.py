@@ -202,15 +202,18 @@ def _payload(evidence: Figures, step: int, floating: bool = True) -> Fraction:
 
 
 def _too_much_control(evidence: Figures) -> str:
-    """What is wrong if ranks exchange more integers than a few per parameter, buffer and rank."""
+    """What is wrong if ranks exchange more integers than shapes of messages, and a few per
+    parameter, buffer and rank.
+    """
     if evidence.declaration.strategy not in COST_MODELS:
         return ""
     names = {row.name for row in evidence.tensors if row.kind in ("parameters", "buffers")}
     limit = evidence.case.world * (CONTROL_BYTES + CONTROL_BYTES_A_NAME * len(names))
     for step in evidence.steps:
-        spent = _payload(evidence, step, floating=False)
-        if spent > limit:
-            return f"step {step} sends {_text(spent)} bytes that are no floats, at most {limit:,}"
+        spent, cost_model = _payload(evidence, step, floating=False), _promise(evidence, step)
+        most = limit + (cost_model.metadata_bytes() if cost_model else 0)
+        if spent > most:
+            return f"step {step} sends {_text(spent)} bytes that are no floats, at most {most:,}"
     return ""
 
 

@@ -157,6 +157,10 @@ class CostModel(ABC):
         ``updated`` is the last step whose update has been made (-1: none yet).
         """
 
+    def metadata_bytes(self) -> int:
+        """Most bytes of integers in one step that tell the shapes of what is sent, all ranks."""
+        return 0
+
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Bytes by judged class where they differ between points; overrides :meth:`resident`."""
         return {}

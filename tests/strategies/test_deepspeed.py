@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -259,6 +260,9 @@ def test_what_a_pipeline_sends_against_a_hand_count() -> None:
         *(("send", 2 * 4 * 1024, 8), ("recv", 0, 8)),
         *(("broadcast", 8, 2), ("all_reduce", 8, 2), ("all_reduce", tied, 2)),
     }
+    for dynamic, ints in ((False, 0), (True, 4 * 256)):
+        told = replace(told_case, options={"dynamic_shape": dynamic})
+        assert DeepSpeedPipeline(model_facts_in(facts_of(told))).metadata_bytes() == 4 * ints
 
 
 @needs_deepspeed

@@ -14,6 +14,8 @@ from shardproof.costs.model_facts import ITEMSIZE, shape_key, used
 from shardproof.costs.pipeline import Pipeline
 
 FP32 = 4
+#: DeepSpeed's ``TENSOR_META_SIZE``: int32 numbers that tell the shape of one message.
+META_BYTES = 256 * 4
 
 
 class TorchPipelining(Pipeline):
@@ -104,6 +106,11 @@ class DeepSpeedPipeline(Pipeline):
                 for tied in grouped_flow("pipe", "all_reduce", [t.nbytes], ranks=2, times=1)
             ),
         ]
+
+    def metadata_bytes(self) -> int:
+        """``_send_tensor_meta``, ahead of every activation if shapes are dynamic."""
+        activations = len(list(self.messages())) // 2
+        return activations * META_BYTES if self.facts.option("dynamic_shape", False) else 0
 
     def tied_messages(self) -> Iterator[int]:
         """None: they are all-reduced."""

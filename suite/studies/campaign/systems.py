@@ -206,9 +206,9 @@ def shared_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
 def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
     """As torch wants it: KV heads and, where they are cut, positions that divide by the ranks.
 
-    Over three ranks gloo adds in an order that depends on the size of the buffer.  With a vocabulary
-    that does not divide, tensor ranks have buffers of two sizes, and what they hold alike (norms)
-    differs in its last bit: a finding, no clean system.
+    Over three ranks gloo adds in an order that depends on the size of the buffer.  With a
+    vocabulary that does not divide, tensor ranks have buffers of two sizes, and what they hold
+    alike (norms) differs in its last bit: a finding, no clean system.
     """
     if setup.workload == DYADIC:
         return {"width": 60, "seq": 12}
