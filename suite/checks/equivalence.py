@@ -196,7 +196,11 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             silent |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
         shares = _loss_shares(evidence, step, LOSS_BOUNDS[case.lowest_dtype])
         ratios["loss", "forward", "all ranks"] = working_precision.loss_ratio(
-            sum(shares.values()), single.loss, truth.loss, unit
+            sum(shares.values()),
+            single.loss,
+            truth.loss,
+            unit,
+            sum(case.workload.micro_batch_counts(case.data_coordinates)),
         )
         for (name, point, owner), error, limit in (
             *((key, error, bound) for key, error in ratios.items()),

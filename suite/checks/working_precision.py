@@ -121,9 +121,14 @@ def noise(held: Tensors, truth: Tensors, regions: Regions, unit: float) -> dict[
     return result
 
 
-def loss_ratio(loss: float, single: float, truth: float, unit: float) -> float:
-    """rho of the loss; one device may be right by luck, so at least one round-off counts."""
-    return _ratio(abs(loss - truth), max(abs(single - truth), unit * abs(truth)))
+def loss_ratio(loss: float, single: float, truth: float, unit: float, shares: int) -> float:
+    """rho of the loss, one number that one device may have right by luck.
+
+    So at least sqrt(n) round-offs count, what a sum of the ``shares`` of n micro-batches loses in
+    any order (Higham and Mary, doi 10.1137/18M1226312, theorem 2.4).
+    """
+    lost = math.sqrt(shares) * unit * abs(truth)
+    return _ratio(abs(loss - truth), max(abs(single - truth), lost))
 
 
 def round_off(dtype: str) -> float:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from shardproof.checks import working_precision
 from shardproof.checks.numbers import (
     FP64_BOUND,
     Compare,
@@ -113,3 +114,11 @@ def test_moments_are_compared_in_units_of_their_largest_term(
     parameter.grad = torch.tensor([-0.5, -2.0])
     optimizer.state[parameter][slot] = torch.tensor([6.0, 0.5])
     assert largest_terms(optimizer, {"w": parameter})[f"w.{slot}"].tolist() == largest
+
+
+def test_a_loss_that_one_device_has_right_by_luck_may_lose_what_its_sum_loses() -> None:
+    unit = working_precision.round_off("float32")
+    off = 1 + 3.5 * unit
+    assert working_precision.loss_ratio(off, 1.0, 1.0, unit, shares=1) == pytest.approx(3.5)
+    assert working_precision.loss_ratio(off, 1.0, 1.0, unit, shares=16) == pytest.approx(3.5 / 4)
+    assert working_precision.loss_ratio(off, 1 + 7 * unit, 1.0, unit, 16) == pytest.approx(0.5)
