@@ -83,7 +83,7 @@ class Zero1(CostModel):
             "masters": sum(n * ITEMSIZE[t.dtype] for t, n in parts)
             if narrow
             else self.strided_copies,
-            "gradients": self.gradient_bytes(rank),
+            "gradients": self.gradient_bytes(rank, step),
             "optimizer_state": model.state_bytes(facts, parts, updated),
         }
 
@@ -104,9 +104,10 @@ class Zero1(CostModel):
         whole = sum(flat.padded_bytes(facts.compute(flat.dtype)) for flat in self.flats)
         return own + whole - self.strided_copies
 
-    def gradient_bytes(self, rank: int) -> int:
-        """Those that this rank owns a part of, from the first step on."""
-        return sum(map(self.kept_bytes, owned(self.facts, self.flats, rank)))
+    def gradient_bytes(self, rank: int, step: int) -> int:
+        """Those that this rank owns a part of; kept for good, from the first step on."""
+        ever = used_by(self.facts.parameters, self.facts.steps - 1)
+        return sum(map(self.kept_bytes, owned(self.facts, self.flats, rank, ever)))
 
     def kept_bytes(self, flat: Flat) -> int:
         """Whole gradients, in the flat layouts that they are reduced from."""
@@ -119,7 +120,7 @@ class Zero1(CostModel):
         buffers = sum(map(self.kept_bytes, self.flats))
         offloaded = self.facts.option("offload", "none") != "none"
         copies = self.strided_copies if offloaded else 0
-        return buffers - self.gradient_bytes(rank) + copies + votes(self.facts)
+        return buffers - self.gradient_bytes(rank, step) + copies + votes(self.facts)
 
     def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses, norms and factors, and the same buffers where they were never sent."""
@@ -134,7 +135,7 @@ class Zero1(CostModel):
             return {"communication": buffers}
         if phase != "backward":
             return {}
-        return {"communication": buffers, "gradients": Bound(0, self.gradient_bytes(rank))}
+        return {"communication": buffers, "gradients": Bound(0, self.gradient_bytes(rank, step))}
 
     def local(self, rank: int) -> Local:
         whole = {t.name: t.numel for t in self.facts.parameters}
@@ -154,6 +155,11 @@ class Zero2(Zero1):
     )
     divided = (False, True, True)
     bucket_bytes = 4 * 2**20
+
+    def gradient_bytes(self, rank: int, step: int) -> int:
+        """Those of this step: their memory is new in each."""
+        now = used(self.facts.parameters, step)
+        return sum(map(self.kept_bytes, owned(self.facts, self.flats, rank, now)))
 
     def kept_bytes(self, flat: Flat) -> int:
         """The shard alone: whole gradients are freed."""
@@ -263,9 +269,7 @@ class Zero3(CostModel):
 
     def gradient_bytes(self, rank: int, tensors: Iterable[TensorFacts]) -> int:
         """Shards in which ``rank`` owns a part of some of ``tensors``."""
-        mine, names = self.facts.place(rank, "shard"), {t.name for t in tensors}
-        owned = (f for f in self.trained if any(t.name in names for t, _ in f.parts(mine)))
-        return sum(f.shard_bytes() for f in owned)
+        return sum(f.shard_bytes() for f in owned(self.facts, self.trained, rank, tensors))
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """Shards that hold nothing but padding, or gradients of what no rank used."""
@@ -433,12 +437,12 @@ def votes(facts: ModelFacts) -> int:
     return model.VOTE_BYTES * (1 + len(facts.parameters))
 
 
-def owned(facts: ModelFacts, flats: Iterable[Flat], rank: int) -> list[Flat]:
-    """Layouts of which ``rank`` owns a part that has a gradient in some step.
+def owned(
+    facts: ModelFacts, flats: Iterable[Flat], rank: int, tensors: Iterable[TensorFacts]
+) -> list[Flat]:
+    """Layouts of which ``rank`` owns a part that belongs to one of ``tensors``.
 
-    Their buffers are kept for good, and what one is for does not depend on the step.  To a rank
-    that owns nothing of it a buffer of gradients is one for communication.
+    To a rank that owns nothing of it a buffer of gradients is one for communication.
     """
-    shard = facts.place(rank, "shard")
-    ever = {t.name for t in used_by(facts.parameters, facts.steps - 1)}
-    return [flat for flat in flats if any(t.name in ever for t, _ in flat.parts(shard))]
+    shard, names = facts.place(rank, "shard"), {t.name for t in tensors}
+    return [flat for flat in flats if any(t.name in names for t, _ in flat.parts(shard))]

@@ -423,6 +423,21 @@ def test_sums_of_a_round_arrive_beside_totals_on_their_way_to_the_host() -> None
     assert [outcome.status for outcome in result.checks] == ["pass"], result.reason
 
 
+@pytest.mark.parametrize("trait", ["conditional_early_step", "conditional_late_step"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_bucket_of_one_parameter_that_some_steps_leave_out(strategy: str, trait: str) -> None:
+    sizes = {"width": 32, "heads": 4, "seq": 8, "layers": 1}
+    case = made_case(
+        f"reference/{strategy}",
+        {"shard": 2},
+        workload=WorkloadSpec("charnames_gpt", (trait,), global_batch=4, params=sizes),
+        options={"bucket_bytes": 4096},
+        checks=("memory",),
+    )
+    (result,), _ = run_cases([case], 1, lambda result: None)
+    assert [outcome.status for outcome in result.checks] == ["pass"], result.reason
+
+
 def test_a_single_unit_has_nothing_to_overlap_with() -> None:
     """Reductions of one round can leave before another unit's backward only if there is one."""
     usual = WorkloadSpec("charnames_gpt", global_batch=12, params={"layers": 1, "width": 16})

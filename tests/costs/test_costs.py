@@ -215,19 +215,22 @@ def test_a_parameter_that_is_never_used_has_no_state() -> None:
     assert cost_model.resident(0, 1, 1)["optimizer_state"] == 2 * 4 * 15 + 3 * 4
 
 
-def test_kept_buffers_are_for_gradients_from_the_first_step_on() -> None:
+def test_kept_buffers_are_for_gradients_from_the_first_step_on_and_new_ones_of_their_step() -> None:
     late = tensor("b.1.w", 3, first_use=1)
-    model = {"parameters": (*MODEL[:2], late), "options": {"bucket_bytes": 12}, "steps": 2}
-    for strategy in ("zero1", "zero2"):
-        cost_model = COST_MODELS[strategy](plan(strategy, 1, **model))
-        assert [cost_model.resident(0, step, 1)["gradients"] for step in (0, 1)] == [60, 60]
-        once = COST_MODELS[strategy](plan(strategy, 1, **model | {"steps": 1}))
-        assert once.resident(0, 0, 0)["gradients"] == 48
-        early = model | {"parameters": (*MODEL[:2], replace(late, first_use=0, last_use=0))}
-        cost_model = COST_MODELS[strategy](plan(strategy, 1, **early))
-        assert [cost_model.resident(0, step, 1)["gradients"] for step in (0, 1)] == [60, 60]
-    shards = COST_MODELS["zero3"](plan("zero3", 1, **model))
-    assert [shards.resident(0, step, 1)["gradients"] for step in (0, 1)] == [48, 60]
+    early = replace(late, first_use=0, last_use=0)
+    for strategy, bytes_late, bytes_early in (
+        ("zero1", [60, 60], [60, 60]),
+        ("zero2", [48, 60], [60, 48]),
+        ("zero3", [48, 60], [60, 48]),
+    ):
+        for last, wanted in ((late, bytes_late), (early, bytes_early)):
+            model = {"parameters": (*MODEL[:2], last), "options": {"bucket_bytes": 12}, "steps": 2}
+            cost_model = COST_MODELS[strategy](plan(strategy, 1, **model))
+            held = [cost_model.resident(0, step, 1)["gradients"] for step in (0, 1)]
+            assert held == wanted, strategy
+        once = model | {"parameters": (*MODEL[:2], late), "steps": 1}
+        never = COST_MODELS[strategy](plan(strategy, 1, **once)).resident(0, 0, 0)["gradients"]
+        assert never == 48, strategy
 
 
 # 2 ranks, m = 3 micro-batches on the busiest: (calls, bytes) over both ranks.
