@@ -38,6 +38,7 @@ class Plain(Implementation):
     """One process, one device."""
 
     strategy = "single"
+    depth = "layout"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

@@ -102,6 +102,8 @@ class Case(Stored):
     #: Resident memory that one rank process may take, torch's own 0.3 GiB included.
     memory_gib: float = 8.0
     ledgers: bool = True
+    #: How closely the system is held to its strategy; empty: as it declares.
+    depth: Literal["", "family", "layout", "own"] = ""
     #: Set in the second run of a relation only: which share of the batch (as an index) each
     #: data coordinate gets (empty: its own), what every loss weight is multiplied by, and the step
     #: before which a fresh instance takes over with the old one's pieces.

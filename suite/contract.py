@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Version of this contract.  It grows when an implementation written for the one before could be
 #: judged differently or no longer run; ``docs/architecture.md`` tells why each field exists.
-CONTRACT = 1
+CONTRACT = 2
 
 Point = Literal["gradients_final", "after_clip", "after_update"]
 POINTS: tuple[Point, ...] = ("gradients_final", "after_clip", "after_update")
@@ -277,8 +277,13 @@ class Event:
     version: int
 
 
+#: How closely a system is held to its strategy.  ``family``: to what every sound member does, and
+#: to bytes between two bounds; ``layout``: to the byte, by the suite's cost model of that name;
+#: ``own``: to the byte, by the cost model that the class brings.
+Depth = Literal["family", "layout", "own"]
+
 Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
-BufferRule = Literal["rank0", "per_rank", "synced"]
+BufferRule = Literal["rank0", "per_rank", "synced", "none"]
 OracleKind = Literal["plain", "emulated", "replay"]
 
 _ACCUMULATES = frozenset({"clipping", "accumulation"})
@@ -346,6 +351,13 @@ class Capabilities:
     one that imitates the declared loss of precision, ``replay`` with one that repeats
     :meth:`Implementation.events`.
 
+    At depth ``family`` the largest share of what is sharded may be ``balance`` times the equal
+    share (or one parameter, if that is more), and bytes sent and held ``overhead`` times what a
+    plain member sends and what the pieces add up to.
+
+    ``loss_factor``: what the adapter multiplies every loss by, to undo what the system divides by.
+    :attr:`StepResult.loss` is then the system's own loss, that many times the true one.
+
     ``packages`` are modules that the machine may lack: then cases become ``skip``, while options
     are still refused, so :meth:`Implementation.capabilities` must do without them.
     """
@@ -362,6 +374,9 @@ class Capabilities:
     features: frozenset[str] = frozenset()
     declines: Mapping[str, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
+    balance: float = 2.0
+    overhead: float = 2.0
+    loss_factor: float = 1.0
 
 
 _UNTRACED = nullcontext()
@@ -381,6 +396,8 @@ class Implementation(ABC):
     """
 
     strategy: ClassVar[str]
+    #: Whether ``strategy`` names a family or a layout; see :data:`Depth`.
+    depth: ClassVar[Depth] = "family"
     trace: Callable[[Action], AbstractContextManager[Any]] = staticmethod(_untraced)
 
     @classmethod

@@ -103,6 +103,7 @@ class DeepSpeedPipeline(Implementation):
     """The adapter."""
 
     strategy = "deepspeed_pipeline"
+    depth = "layout"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

@@ -30,6 +30,7 @@ class DeepSpeedZero0(Engine):
     """The adapter of stage 0."""
 
     strategy = "deepspeed_zero0"
+    depth = "layout"
     stage = 0
     axis = "replicate"
     features = USUAL | {"accumulation_without_communication"}

@@ -27,6 +27,7 @@ class DeepSpeedZero1(FlatPartitions):
     """The adapter of stage 1."""
 
     strategy = "deepspeed_zero1"
+    depth = "layout"
     stage = 1
     features = USUAL | {"accumulation_without_communication", "sharded_optimizer"}
 

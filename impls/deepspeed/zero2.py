@@ -26,6 +26,7 @@ class DeepSpeedZero2(FlatPartitions):
     """The adapter of stage 2."""
 
     strategy = "deepspeed_zero2"
+    depth = "layout"
     stage = 2
     declines = EVERY_MICRO_BATCH
     features = USUAL | {"sharded_optimizer", "sharded_gradients"}

@@ -37,6 +37,7 @@ class DeepSpeedZero3(Partitioned):
     """The adapter of stage 3."""
 
     strategy = "deepspeed_zero3"
+    depth = "layout"
     stage = 3
     declines = EVERY_MICRO_BATCH
     features = USUAL | {"sharded_optimizer", "sharded_gradients", "sharded_parameters"}

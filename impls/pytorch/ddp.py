@@ -88,6 +88,7 @@ class PyTorchDDP(Implementation):
     """The adapter."""
 
     strategy = "ddp"
+    depth = "layout"
     options_type: ClassVar[type[Options]] = Options
     axis: ClassVar[str] = "replicate"
 

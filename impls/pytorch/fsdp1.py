@@ -149,6 +149,7 @@ class PyTorchFSDP1(Adapter):
     """The adapter."""
 
     strategy = "fsdp1"
+    depth = "layout"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

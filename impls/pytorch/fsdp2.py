@@ -112,6 +112,7 @@ class PyTorchFSDP2(Adapter):
     """The adapter."""
 
     strategy = "fsdp2"
+    depth = "layout"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

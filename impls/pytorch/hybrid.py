@@ -108,6 +108,7 @@ class Hybrid(Pipelining):
     """The adapter."""
 
     strategy = "torch_hybrid"
+    depth = "layout"
     options_type: ClassVar[type[pipelining.Options]] = Options
     options: Options
 

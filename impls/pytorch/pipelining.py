@@ -208,6 +208,7 @@ class Pipelining(Implementation):
     """The adapter."""
 
     strategy = "torch_pipelining"
+    depth = "layout"
     options_type: ClassVar[type[Options]] = Options
     stage_type: ClassVar[type[Stage]] = Stage
     features: ClassVar[frozenset[str]] = frozenset({"clipping", "accumulation", "stages"})

@@ -75,6 +75,7 @@ class PyTorchTensorParallel(Adapter):
     """The adapter."""
 
     strategy = "torch_tensor_parallel"
+    depth = "layout"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

@@ -48,6 +48,7 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
     """The adapter: DDP's, with another optimizer."""
 
     strategy = "zero_redundancy_optimizer"
+    depth = "layout"
     options_type: ClassVar[type[Options]] = Options
     axis: ClassVar[str] = "shard"
     options: Options

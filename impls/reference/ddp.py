@@ -263,6 +263,7 @@ class ReferenceDDP(Engine):
     """The strategy as a system under test."""
 
     strategy = "ddp"
+    depth = "layout"
     handle_type: type[DDP] = DDP
 
     @classmethod

@@ -136,6 +136,7 @@ class ReferenceHybrid(ReferencePipeline):
     """The strategies as one system under test."""
 
     strategy = "hybrid"
+    depth = "layout"
     options: Options
     options_type = Options
 

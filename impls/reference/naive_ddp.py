@@ -72,6 +72,7 @@ class ReferenceNaiveDDP(Engine):
     """The strategy as a system under test."""
 
     strategy = "naive_ddp"
+    depth = "layout"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

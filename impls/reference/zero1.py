@@ -104,6 +104,7 @@ class ReferenceZero1(Engine):
     """The strategy as a system under test."""
 
     strategy = "zero1"
+    depth = "layout"
     handle_type: type[Zero1] = Zero1
 
     @classmethod

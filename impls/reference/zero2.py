@@ -153,6 +153,7 @@ class ReferenceZero2(Engine):
     """The strategy as a system under test."""
 
     strategy = "zero2"
+    depth = "layout"
     handle_type: type[Zero2] = Zero2
 
     @classmethod

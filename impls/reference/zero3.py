@@ -114,6 +114,7 @@ class ReferenceZero3(Engine):
     """The strategy as a system under test."""
 
     strategy = "zero3"
+    depth = "layout"
     handle_type: type[Zero3] = Zero3
 
     @classmethod

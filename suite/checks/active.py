@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -24,20 +25,20 @@ from shardproof.checks import Outcome, first_problem
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import step_calls
 from shardproof.contract import PROFILES
-from shardproof.costs import cost_model_of
+from shardproof.costs.families import FAMILIES
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
-from shardproof.evidence.records import RankRecord
+from shardproof.evidence.records import SHOWN_AT, RankRecord
 
 
 def decide(evidence: Figures) -> Outcome:
     """Compare what the strategy claims with what it left in calls, names and sizes."""
-    strategy = evidence.declaration.strategy
-    if strategy not in PROFILES:
+    strategy, at_family = evidence.declaration.strategy, evidence.depth == "family"
+    if strategy not in PROFILES and not at_family:
         known = ", ".join(sorted(PROFILES))
         return Outcome("active", "fail", f"unknown strategy {strategy!r}; known: {known}")
-    missing = PROFILES[strategy] - set(evidence.declaration.features)
-    if missing:
+    missing = PROFILES.get(strategy, frozenset()) - set(evidence.declaration.features)
+    if missing and not at_family:
         lacks = ", ".join(sorted(missing))
         return Outcome("active", "fail", f"claims {strategy!r} but lacks: {lacks}")
     names = {
@@ -60,15 +61,15 @@ def decide(evidence: Figures) -> Outcome:
     ):
         if problem:
             return Outcome("active", "fail", problem, None, figures)
+    if at_family and evidence.family is None:
+        return Outcome("active", "skip", no_family(evidence), None, figures)
     return Outcome("active", "pass", "", None, figures)
 
 
-#: Kind of state -> the point at which its sizes are compared.
-_SIZES = {
-    "parameters": "after_update",
-    "gradients": "gradients_final",
-    "optimizer": "after_update",
-}
+def no_family(evidence: Figures) -> str:
+    """Why nothing is held to the strategy that is claimed."""
+    strategy, families = evidence.declaration.strategy, ", ".join(sorted(FAMILIES))
+    return f"{strategy!r} is the name of no family of strategies; known: {families}"
 
 
 def _sizes(evidence: Figures) -> str:
@@ -77,15 +78,19 @@ def _sizes(evidence: Figures) -> str:
     Sizes are those of the pieces that a rank showed in the last step; of the optimizer the largest
     slot counts.
     """
-    strategy = evidence.declaration.strategy
-    cost_model = cost_model_of(strategy, evidence.model_facts)
-    if cost_model is None or evidence.case.membership:
+    strategy, facts = evidence.declaration.strategy, evidence.model_facts
+    cost_model = evidence.cost_model()
+    if evidence.case.membership or any(s.skipped for r in evidence.records for s in r.steps):
+        return ""
+    if evidence.family is not None and facts is not None:
+        held_by = {r.rank: r.steps[-1].shown() for r in evidence.records}
+        last = replace(facts, step=evidence.steps[-1])
+        return evidence.family.problem(last, held_by, evidence.declaration.balance)
+    if cost_model is None:
         return ""
     for record in evidence.records:
-        if any(step.skipped for step in record.steps):
-            return ""
         local = cost_model.local(record.rank)
-        for kind, point in _SIZES.items():
+        for kind, point in SHOWN_AT.items():
             held = record.steps[-1].held.get(point, {}).get(kind)
             if held is None:
                 continue
@@ -176,7 +181,8 @@ def _recomputation(evidence: Figures) -> str:
 
 def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
     """A bucketed strategy reduces several buckets, fewer than there are parameters."""
-    if evidence.declaration.strategy != "ddp" or evidence.case.world == 1:
+    is_bucketed = evidence.declaration.strategy == "ddp" and evidence.depth != "family"
+    if not is_bucketed or evidence.case.world == 1:
         return ""
     last = evidence.steps[-1]
     counts = [

@@ -368,6 +368,7 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
             wanted.add(coordinate)
         if loss is None:
             continue
+        loss /= evidence.declaration.loss_factor
         if not math.isfinite(loss):
             raise _Failure(f"step {step}: the loss of rank {rank} is {loss}")
         known = shares.setdefault(coordinate, loss)
@@ -489,12 +490,12 @@ def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
 
 
 def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> None:
-    """Buffers of every data coordinate against the declared rule (``rank0|per_rank|synced``).
+    """Buffers of every data coordinate against the declared rule; ``none``: nothing is promised.
 
     Where axes that are no data axes multiply the copies, those of one coordinate follow each other.
     """
     truth = evidence.truth.steps[step].buffers
-    if not truth or not truth[0]:
+    if not truth or not truth[0] or evidence.declaration.buffers == "none":
         return
     state = evidence.observed(step, "after_update", "buffers")
     _check_names(state, truth[0], step, "buffers")

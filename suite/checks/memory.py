@@ -25,16 +25,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from shardproof.checks import Outcome, Worst
-from shardproof.costs import CostModel, cost_model_of, whole_bytes
+from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED
-from shardproof.costs.model_facts import ITEMSIZE
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, slots
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
 
+#: Bytes that any system may keep beside its state: numbers, votes, an empty bucket.
+_SMALL = 16 << 10
 #: (step, place) -> memory space -> class -> bytes.
 BytesAt = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 
@@ -50,7 +52,9 @@ def decide(evidence: Figures) -> Outcome:
         )
     if case.membership:
         return Outcome("memory", "skip", "members change: no strategy promises memory")
-    cost_model = cost_model_of(strategy, evidence.model_facts)
+    if evidence.family is not None:
+        return _at_family(evidence)
+    cost_model = evidence.cost_model()
     if cost_model is None:
         return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
     if cost_model.why_not_measured():
@@ -78,6 +82,47 @@ def decide(evidence: Figures) -> Outcome:
             worst = Worst(f"{kind} bytes", step, place, f"rank {rank}", distance, 0.0)
             return Outcome("memory", "fail", message, worst, figures.to_dict())
     return Outcome("memory", "pass", "", None, figures.to_dict())
+
+
+def _at_family(evidence: Figures) -> Outcome:
+    """What a rank shows is what it holds: bytes of state are at most the declared overhead more."""
+    overhead, held_most, shown_most = evidence.declaration.overhead, 0, 0
+    assert evidence.model_facts is not None
+    for record in evidence.records:
+        marks = _bytes_at(record, "mark")
+        shown = _shown_bytes(evidence.model_facts, record.steps[-1].shown())
+        limit, shown_most = int(overhead * shown) + _SMALL, max(shown, shown_most)
+        for step in evidence.steps:
+            spaces = marks.get((step, "after_update"), {})
+            held = sum(
+                classes.get(kind, 0)
+                for classes in spaces.values()
+                for kind in (*JUDGED, "communication", "activations", "temporary")
+            )
+            held_most = max(held, held_most)
+            if held > limit:
+                message = (
+                    f"rank {record.rank}, step {step}, after_update: {held:,} bytes held besides "
+                    f"buffers, at most {limit:,}: {overhead:g} times those of the pieces that it "
+                    "shows (Capabilities.overhead)"
+                )
+                worst = Worst("bytes", step, "after_update", f"rank {record.rank}", held - limit, 0)
+                return Outcome("memory", "fail", message, worst)
+    return Outcome("memory", "pass", "", None, {"bytes_held": held_most, "bytes_shown": shown_most})
+
+
+def _shown_bytes(facts: ModelFacts, shown: Mapping[str, Mapping[str, int]]) -> int:
+    """Bytes of the elements that a rank showed, by kind and name, with masters of what it updates
+    where it computes in another dtype.
+    """
+    total = 0
+    for tensor in facts.parameters:
+        own = {kind: elements.get(tensor.name, 0) for kind, elements in shown.items()}
+        built, computed = ITEMSIZE[tensor.dtype], ITEMSIZE[facts.compute(tensor.dtype)]
+        updated = slots(facts) * built + (built if computed != built else 0)
+        total += own["parameters"] * computed + own["optimizer"] * updated
+        total += own["gradients"] * ITEMSIZE[facts.reduction(tensor.dtype)]
+    return total
 
 
 #: Rank, as text -> memory space -> class -> bytes.

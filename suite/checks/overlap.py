@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 from shardproof.checks import Outcome
 from shardproof.checks.traffic import step_calls
-from shardproof.costs import cost_model_of
 from shardproof.costs.model import Prefetch
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
@@ -41,7 +40,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("overlap", "skip", "a world of one rank has nothing to overlap")
     if "overlap" not in evidence.declaration.features:
         return Outcome("overlap", "skip", "not part of what this strategy claims")
-    cost_model = cost_model_of(evidence.declaration.strategy, evidence.model_facts)
+    cost_model = evidence.cost_model()
     ahead = cost_model.prefetch() if cost_model is not None else None
     settled = [step for step in evidence.steps if step >= SETTLING]
     if not settled:

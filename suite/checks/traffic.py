@@ -20,6 +20,7 @@ from fractions import Fraction
 from shardproof.checks import Outcome, Worst
 from shardproof.costs import COST_MODELS, CostModel, Flow, NoCostModel, cost_model_of
 from shardproof.costs.expression import evaluate
+from shardproof.costs.families import Family
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
@@ -28,6 +29,8 @@ from shardproof.ledgers.traffic import Call
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
 CONTROL_BYTES = 4096
 CONTROL_BYTES_A_NAME = 64
+#: Of right sums without a call in the ledger; wrong ones are for ``equivalence`` to tell.
+_ELSEWHERE = "traffic goes through a group that is not of the mesh: no call was seen"
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -36,12 +39,12 @@ def decide(evidence: Figures) -> Outcome:
     if not case.ledgers:
         return Outcome("traffic", "skip", "ledgers are off")
     own = case.expect.get("traffic")
-    formula = own or f"{strategy}.payload_bytes"
+    promise = f"family {evidence.family.name}" if evidence.family else f"{strategy}.payload_bytes"
     promises = [_promise(evidence, step) for step in evidence.steps]
     sent = [_payload(evidence, step) for step in evidence.steps]
     last = evidence.steps[-1]
     figures = TrafficFigures(
-        formula=formula,
+        formula=own or promise,
         bytes_sent=str(sent[-1]),
         sent=[
             Sent(*key, calls, str(size))
@@ -52,10 +55,10 @@ def decide(evidence: Figures) -> Outcome:
         control_bytes=_bytes(evidence, lambda call: call.phase != "setup" and not call.floating),
     )
     for step, (value, cost_model) in enumerate(zip(sent, promises, strict=True)):
-        if own or cost_model is None:
-            expected = evaluate(formula, evidence.facts)
-            message = _sum_differs(step, value, formula, expected)
-        else:
+        if own:
+            expected = evaluate(own, evidence.facts)
+            message = _sum_differs(step, value, own, expected)
+        elif cost_model is not None:
             try:
                 expected = cost_model.payload()
             except NoCostModel as error:
@@ -65,6 +68,19 @@ def decide(evidence: Figures) -> Outcome:
             figures.flows = [Sent(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
             _set_textbook(figures, cost_model)
             message = _flow_differs(step, strategy, flows_of(evidence, step), flows)
+        elif evidence.family is not None:
+            low, high = figures.within = _family_bounds(evidence, evidence.family, step)
+            if low and not value:
+                return Outcome("traffic", "undecidable", _ELSEWHERE, None, figures.to_dict())
+            message = (
+                "" if low <= value <= high else _out_of_family(evidence, step, value, low, high)
+            )
+            if not message:
+                continue
+            expected = Fraction(low if value < low else high)
+        else:
+            what = f"nothing is promised of what strategy {strategy!r} sends"
+            return Outcome("traffic", "skip", what, None, figures.to_dict())
         figures.bytes_expected = str(expected)
         if message:
             distance = float(abs(value - expected))
@@ -89,7 +105,8 @@ class Sent:
 class TrafficFigures(SparselyStored):
     """What the ranks ``sent`` in the last step, beside the ``flows`` of the cost model.
 
-    Bytes are exact fractions, as text.  ``textbook``: the strategy that an upstream system carries
+    Bytes are exact fractions, as text.  ``within``: least and most of the family,
+    at that depth.  ``textbook``: the strategy that an upstream system carries
     out, by whose formula it would send ``textbook_bytes``.
     """
 
@@ -104,6 +121,7 @@ class TrafficFigures(SparselyStored):
     textbook: str | None = None
     textbook_bytes: str | None = None
     bytes_expected: str | None = None
+    within: tuple[int, int] | None = None
 
 
 #: (axis, operation) -> calls and logical bytes, summed over ranks.
@@ -142,7 +160,26 @@ def _promise(evidence: Figures, step: int) -> CostModel | None:
         facts = replace(facts, clipped=False, skipped=True)
     if facts is not None and facts.inputs:
         facts = replace(facts, step=step)
-    return cost_model_of(evidence.declaration.strategy, facts)
+    return evidence.cost_model(facts)
+
+
+def _family_bounds(evidence: Figures, family: Family, step: int) -> tuple[int, int]:
+    """Fewest and most bytes that a system of ``family`` sends in ``step``."""
+    skipped = any(record.steps[step].skipped for record in evidence.records)
+    assert evidence.model_facts is not None
+    facts = replace(evidence.model_facts, step=step, skipped=skipped)
+    bound = family.sent(facts, evidence.declaration.overhead)
+    return bound.low, bound.high
+
+
+def _out_of_family(evidence: Figures, step: int, value: Fraction, low: int, high: int) -> str:
+    name = evidence.family.name if evidence.family else ""
+    if value < low:
+        why = f"{name} cannot do with fewer than {low:,}"
+    else:
+        overhead = evidence.declaration.overhead
+        why = f"at most {high:,} for {name} with overhead {overhead:g} (Capabilities.overhead)"
+    return f"step {step} sends {_text(value)} floating-point bytes, {why}"
 
 
 def _set_textbook(figures: TrafficFigures, cost_model: CostModel) -> None:

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from shardproof import tensor_bytes
 from shardproof.case import DATA_AXES, Case
-from shardproof.contract import Piece
-from shardproof.costs import ModelFacts
+from shardproof.contract import Depth, Piece
+from shardproof.costs import CostModel, ModelFacts, cost_model_of
 from shardproof.costs.expression import CaseFacts
+from shardproof.costs.families import FAMILIES, Family
 from shardproof.evidence.records import (
     ComparisonRow,
     OracleFacts,
@@ -165,6 +166,22 @@ class Figures(ABC):
     def model_facts(self) -> ModelFacts | None:
         """Shapes, modules and options that cost models ask; ``None`` in records without them."""
         return self.facts.model_facts if isinstance(self.facts, CaseFacts) else None
+
+    @property
+    def depth(self) -> Depth:
+        """How closely the system is held to its strategy: as asked for, else as it declares."""
+        return self.case.depth or self.declaration.depth
+
+    def cost_model(self, facts: ModelFacts | None = None) -> CostModel | None:
+        """What the system promises to the byte (``None``: nothing), for ``facts`` or the case's."""
+        if self.depth == "family":
+            return None
+        return cost_model_of(self.declaration.strategy, facts or self.model_facts)
+
+    @property
+    def family(self) -> Family | None:
+        """What every system of its strategy promises, where it is held to no more than that."""
+        return FAMILIES.get(self.declaration.strategy) if self.depth == "family" else None
 
     @property
     def steps(self) -> range:

@@ -50,6 +50,14 @@ class Evaluation:
     changed: list[str]
 
 
+#: Kind of state -> the point at which its sizes are compared.
+SHOWN_AT: Mapping[str, str] = {
+    "parameters": "after_update",
+    "gradients": "gradients_final",
+    "optimizer": "after_update",
+}
+
+
 @dataclass(slots=True)
 class StepRecord(Stored):
     """One step of one rank.
@@ -78,6 +86,10 @@ class StepRecord(Stored):
     def skipped(self) -> bool:
         """Whether the update was left out, because gradients overflowed."""
         return bool(self.metrics.get("skipped"))
+
+    def shown(self) -> dict[str, Mapping[str, int]]:
+        """Kind of state -> name -> elements of the pieces, at the point where they are compared."""
+        return {kind: self.held.get(point, {}).get(kind, {}) for kind, point in SHOWN_AT.items()}
 
 
 @dataclass

@@ -30,6 +30,10 @@ from typing import Any, TypeVar
 
 #: Native libraries start a thread per core at import, unless told otherwise before.
 ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+#: Unless the user says otherwise, a product of equal numbers has equal bits wherever in memory they
+#: lie: without it MKL rounds by the address (conditional numerical reproducibility), and ranks that
+#: hold a layer at another place of a buffer would hold other gradients of it.
+REPRODUCIBLE = {"MKL_CBWR": "AUTO"}
 #: Left over from a launcher around us, these would be read by ``init_process_group``.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -152,7 +156,8 @@ class ForkServer:
         self._pid = 0
         self._began = time.monotonic()
         self._waiting.clear()
-        environment = {k: v for k, v in os.environ.items() if k not in FOREIGN} | ENVIRONMENT
+        inherited = {k: v for k, v in os.environ.items() if k not in FOREIGN}
+        environment = REPRODUCIBLE | inherited | ENVIRONMENT
         # The leaders must find whatever the parent can import.
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(p).resolve()) for p in sys.path)
         module = "shardproof.launch.fork_server_main"

@@ -49,6 +49,7 @@ from shardproof.cases.rank_program import run_rank
 from shardproof.errors import InputError, Problem, SelectionError
 from shardproof.launch import heartbeat
 from shardproof.launch.diagnosis import RankProcess
+from shardproof.launch.fork_server import REPRODUCIBLE
 from shardproof.launch.fork_server_main import LAZY_MODULES
 from shardproof.launch.outcome import RankOutcome, of_exception
 from shardproof.launch.ranks import LAST_RESORT
@@ -324,6 +325,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    for name, value in REPRODUCIBLE.items():  # MKL asks at its first product
+        os.environ.setdefault(name, value)
     try:
         if options.judge is not None:
             results = options.results or options.judge

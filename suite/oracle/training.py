@@ -9,6 +9,7 @@ Buffers follow the declared rule:
 * ``rank0``: every coordinate starts each step from coordinate 0's buffers (a broadcast at the start
   of the step, as DDP does it);
 * ``per_rank``: every coordinate keeps its own;
+* ``none``: the same, for a system that promises nothing of buffers, which are not compared;
 * ``synced``: batch statistics are those of all coordinates' micro-batches of the same index, which
   run as one (SyncBatchNorm); the coordinates must have equally many.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType
@@ -16,7 +17,7 @@ from typing import Any, get_args
 from shardproof import contract, registry
 from shardproof.backends import BACKENDS
 from shardproof.case import AXES, Case
-from shardproof.contract import Capabilities, Implementation, Options, Refused
+from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused
 from shardproof.errors import nearest
 from shardproof.files import Stored
 from shardproof.workloads.base import DTYPES
@@ -37,14 +38,18 @@ _KINDS: dict[type, tuple[Any, str]] = {
     NoneType: ((int, NoneType), "an int or None"),
     tuple: _SEVERAL,
     frozenset: _SEVERAL,
+    float: ((int, float), "a number above 0"),
 }
 
 
 @dataclass(frozen=True)
 class Declaration(Capabilities, Stored):
-    """The capabilities of a system under some options, and the ``strategy`` that it claims."""
+    """The capabilities of a system under some options, the ``strategy`` that it claims, and the
+    ``depth`` at which it is held to that; records of contract 1 tell none.
+    """
 
     strategy: str = ""
+    depth: Depth = "layout"
 
     @classmethod
     def of(cls, system: type[Implementation], options: Options) -> Declaration:
@@ -68,11 +73,12 @@ class Declaration(Capabilities, Stored):
             value = fields[field.name]
             kinds, wanted = _KINDS.get(type(field.default), (Mapping, "a mapping of str"))
             right = isinstance(value, kinds) and not isinstance(value, bool)
+            right = right and (type(field.default) is not float or 0 < value < math.inf)
             words = value if isinstance(value, Iterable) else ()
             if not right or not all(isinstance(word, str) for word in words):
                 came = f"{field.name}={value!r:.80}"
                 raise BrokenContract(f"{method} returned {came}, asked is {wanted}")
-        return cls(**fields, strategy=system.strategy)
+        return cls(**fields, strategy=system.strategy, depth=system.depth)
 
     def problem(self) -> str:
         """What it says that nothing knows, or the trait that it declines although its strategy
@@ -89,6 +95,7 @@ class Declaration(Capabilities, Stored):
             "oracle": ((self.oracle,), get_args(contract.OracleKind)),
             "buffers": ((self.buffers,), get_args(contract.BufferRule)),
             "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
+            "depth": ((self.depth,), get_args(contract.Depth)),
         }
         for name, (said, known) in words.items():
             for word in said:
@@ -96,6 +103,8 @@ class Declaration(Capabilities, Stored):
                     what = f"{name}: {word!r} means nothing here"
                     return f"{what}; {nearest(str(word), known, 'valid')}"
         profile = contract.PROFILES.get(self.strategy, frozenset())
+        if self.depth != "layout":
+            return ""  # a family implies no feature
         for trait in self.declines:
             feature = contract.TRAIT_FEATURES.get(trait)
             if feature in profile:

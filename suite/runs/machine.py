@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof import VERSION
+from shardproof.launch.fork_server import REPRODUCIBLE
 from shardproof.launch.process_control import cores
 from shardproof.runs.header import Fingerprint, Gpu, Invocation
 
@@ -64,11 +65,11 @@ def gpus() -> list[Gpu]:
 
 
 def _kernels() -> dict[str, str]:
-    """What torch computes with on this CPU, and the variables that are set; ranks inherit both."""
+    """What torch computes with on this CPU, and the variables that choose kernels of ranks."""
     import torch  # not above: who only reads runs does without
 
     chosen = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
-    return {"torch": torch.backends.cpu.get_cpu_capability(), **chosen}
+    return {"torch": torch.backends.cpu.get_cpu_capability(), **REPRODUCIBLE, **chosen}
 
 
 def _version(package: str) -> str | None:

@@ -101,6 +101,7 @@ class ReferenceFSDP(Engine):
     """The strategy as a system under test."""
 
     strategy = "fsdp"
+    depth = "layout"
     handle_type: type[FSDP] = FSDP
 
     @classmethod

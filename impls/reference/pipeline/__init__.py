@@ -85,6 +85,7 @@ class ReferencePipeline(Engine):
     """The strategy as a system under test."""
 
     strategy = "pipeline"
+    depth = "layout"
     options_type: type[Options] = Options
     executor_type: type[Executor] = Executor
     stages_type: type[Stages] = Stages

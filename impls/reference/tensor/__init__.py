@@ -289,6 +289,7 @@ class ReferenceTensor(Engine):
     """The strategy as a system under test."""
 
     strategy = "tensor"
+    depth = "layout"
     handle_type: type[TensorParallel] = TensorParallel
 
     @classmethod

@@ -1,0 +1,209 @@
+"""What every sound member of a family of strategies does, whatever its layout.
+
+A system of one's own is held to its *family* (contract 2): what is cut, what stands whole on every
+rank, and two bounds of the bytes that it sends.  D ranks of all data axes, F of the axis that is
+cut, R = D/F; m rounds; P and G are bytes of the trained parameters and of their gradients, as they
+are sent.
+
+    family    cut                        least bytes a step      a plain member sends
+    ddp       nothing                    2 (D-1) G               m 2 (D-1) G + m (D-1) buffers
+    zero1     optimizer                  (D-1) (G + P)           m 2 (D-1) G + (D-1) P
+    zero2     optimizer, gradients       (D-1) (G + P)           as zero1
+    zero3     parameters, too            (D-1) G + R (F-1) P     m (2 (D-1) G + 3 R (F-1) P)
+    pipeline  parameters, by stages      a boundary's messages   every boundary's messages
+    tensor    some parameters            more than none          what Megatron's layers send
+
+Least: D copies become one sum in D-1 additions of G bytes, and what one rank updated reaches D-1
+others; an all-reduce moves exactly that much (Patarasuk and Yuan, doi 10.1016/j.jpdc.2008.09.002,
+theorem 1).  A member may send ``Capabilities.overhead`` times what a plain one sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from shardproof.costs.model import Bound
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
+from shardproof.costs.pipeline import Pipeline
+from shardproof.costs.tensor import TensorParallel
+
+#: Kinds of state as the contract has them.
+_ALL = ("parameters", "gradients", "optimizer")
+#: Kind of state -> the parameters that have some of it in a step.
+_TENSORS: Mapping[str, Callable[[Iterable[TensorFacts], int], Iterable[TensorFacts]]] = {
+    "parameters": lambda parameters, step: parameters,
+    "gradients": used,
+    "optimizer": used_by,
+}
+#: Bytes of single numbers that each rank may send in a step: losses, norms, overflows.
+_NUMBERS = 1024
+
+
+@dataclass(frozen=True)
+class Family:
+    """``cut``: kinds of state of which no rank along ``axis`` may hold all.
+
+    ``whole``: kinds that every rank holds.  ``cut`` kinds are equal shares up to the declared
+    balance where ``is_balanced``.  ``bytes`` gives the least that is sent in a step and what a
+    plain member sends.
+    """
+
+    name: str
+    bytes: Callable[[ModelFacts], tuple[Fraction, Fraction]]
+    cut: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    axis: str = "shard"
+    is_balanced: bool = True
+
+    def along(self, axes: Mapping[str, int]) -> str:
+        """The axis that is cut; where there is no ``shard``, ranks of ``replicate`` share."""
+        return "replicate" if self.axis == "shard" and "shard" not in axes else self.axis
+
+    def sent(self, facts: ModelFacts, overhead: float) -> Bound:
+        """Fewest and most bytes of a step, over all ranks."""
+        least, plain = self.bytes(facts)
+        most = int(plain * Fraction(overhead)) + facts.world * _NUMBERS
+        return Bound(int(least), most if facts.world > 1 else 0)
+
+    def problem(
+        self, facts: ModelFacts, held: Mapping[int, Mapping[str, Mapping[str, int]]], balance: float
+    ) -> str:
+        """What is wrong with the elements that ranks hold: rank -> kind -> name -> elements.
+
+        ``""``: nothing.
+        """
+        axis = self.along(facts.axes)
+        size = facts.size(axis)
+        if size == 1:
+            return ""
+        for kind in (*self.cut, *self.whole):
+            tensors = _TENSORS[kind](facts.parameters, facts.step)
+            counts = {rank: sum(own.get(kind, {}).values()) for rank, own in held.items()}
+            total, largest = _elements(tensors), max((t.numel for t in tensors), default=0)
+            if kind == "optimizer" and not any(counts.values()):
+                continue  # SGD without momentum has no state
+            found = (
+                _not_whole(kind, counts, total)
+                if kind in self.whole
+                else self._not_cut(kind, axis, size, counts, total, largest, balance)
+            )
+            if found:
+                return found
+        return ""
+
+    def _not_cut(
+        self,
+        kind: str,
+        axis: str,
+        size: int,
+        counts: Mapping[int, int],
+        total: int,
+        largest: int,
+        balance: float,
+    ) -> str:
+        if total and min(counts.values()) >= total:
+            return (
+                f"nothing is sharded on any rank: each holds all {total:,} elements of the {kind}, "
+                f"{self.name} cuts them over {size} ranks of the axis {axis!r}"
+            )
+        rank, most = max(counts.items(), key=lambda item: item[1])
+        if total > largest and most >= total:
+            return f"rank {rank} holds all {total:,} elements of the {kind}, {self.name} cuts them"
+        limit = max(int(balance * total / size), largest)
+        if self.is_balanced and most > limit:
+            return (
+                f"rank {rank} holds {most:,} of {total:,} elements of the {kind}, at most "
+                f"{limit:,} for {size} ranks (declared balance {balance:g})"
+            )
+        return ""
+
+
+def _not_whole(kind: str, counts: Mapping[int, int], total: int) -> str:
+    for rank, count in counts.items():
+        if count != total:
+            return f"rank {rank} holds {count:,} of {total:,} elements of the {kind}, asked is all"
+    return ""
+
+
+def _elements(tensors: Iterable[TensorFacts]) -> int:
+    return sum(tensor.numel for tensor in tensors)
+
+
+# -------------------------------------------------------------------------------------- bytes sent
+
+
+def _sizes(facts: ModelFacts) -> tuple[int, int, int, int]:
+    """D, R (F-1) = D - R, G and P of the step in question."""
+    ranks = facts.size("replicate") * facts.size("shard")
+    cut = facts.size("shard") if "shard" in facts.axes else facts.size("replicate")
+    now = used(facts.parameters, facts.step)
+    gradients = sum(t.numel * ITEMSIZE[facts.reduction(t.dtype)] for t in now)
+    parameters = sum(t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in now)
+    return ranks, ranks - ranks // cut, gradients, parameters
+
+
+def _whole_bytes(facts: ModelFacts) -> int:
+    """All parameters, frozen and unused ones included, and buffers."""
+    own = sum(t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in facts.parameters)
+    return own + facts.float_buffer_bytes
+
+
+def _ddp(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    ranks, _, gradients, _ = _sizes(facts)
+    trained = sum(t.numel * ITEMSIZE[facts.reduction(t.dtype)] for t in facts.trainable)
+    plain = facts.rounds * (ranks - 1) * (2 * trained + facts.float_buffer_bytes)
+    return Fraction(2 * (ranks - 1) * gradients), Fraction(plain)
+
+
+def _zero1(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    ranks, _, gradients, parameters = _sizes(facts)
+    moved = 0 if facts.skipped else parameters
+    plain = _ddp(facts)[1] + (ranks - 1) * _whole_bytes(facts)
+    return Fraction((ranks - 1) * (gradients + moved)), plain
+
+
+def _zero3(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    ranks, others, gradients, parameters = _sizes(facts)
+    plain = _ddp(facts)[1] + 3 * facts.rounds * others * _whole_bytes(facts)
+    return Fraction((ranks - 1) * gradients + others * parameters), plain
+
+
+def _pipeline(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    """Of stages that are cut anywhere: the smallest boundaries, or all of them."""
+    hidden, item = facts.hidden, ITEMSIZE[facts.compute(facts.parameters[0].dtype)]
+    boundaries = facts.size("pipe") - 1
+    least = most = 0
+    for windows in facts.inputs[facts.step] if facts.inputs else ():
+        for shape in (shape for window in windows for shape in window):
+            sizes = sorted(hidden["x".join(map(str, shape))])
+            least += 2 * item * sum(sizes[:boundaries])
+            most += 2 * item * sum(sizes)
+    tied = Pipeline(facts).tied_messages() if boundaries else ()
+    return Fraction(least), Fraction(most + sum(tied) + 2 * _whole_bytes(facts) * bool(boundaries))
+
+
+def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    plain = TensorParallel(replace(facts, options={})).payload()
+    return Fraction(int(facts.size("tensor") > 1)), plain + 2 * facts.world * _whole_bytes(facts)
+
+
+# ----------------------------------------------------------------------------------------- by name
+
+_DDP = Family("ddp", _ddp, whole=_ALL)
+_ZERO1 = Family("zero1", _zero1, cut=("optimizer",), whole=("parameters",))
+_ZERO2 = Family("zero2", _zero1, cut=("optimizer", "gradients"), whole=("parameters",))
+_ZERO3 = Family("zero3", _zero3, cut=_ALL)
+_PIPELINE = Family("pipeline", _pipeline, ("parameters",), axis="pipe", is_balanced=False)
+_TENSOR = Family("tensor", _tensor, ("parameters",), axis="tensor", is_balanced=False)
+
+#: Strategy -> its family.
+FAMILIES: Mapping[str, Family] = {
+    **dict.fromkeys(("naive_ddp", "ddp", "deepspeed_zero0"), _DDP),
+    **dict.fromkeys(("zero1", "deepspeed_zero1", "zero_redundancy_optimizer"), _ZERO1),
+    **dict.fromkeys(("zero2", "deepspeed_zero2"), _ZERO2),
+    **dict.fromkeys(("zero3", "deepspeed_zero3", "fsdp", "fsdp1", "fsdp2"), _ZERO3),
+    **dict.fromkeys(("pipeline", "torch_pipelining", "deepspeed_pipeline"), _PIPELINE),
+    **dict.fromkeys(("tensor", "torch_tensor_parallel"), _TENSOR),
+}

@@ -1,0 +1,69 @@
+"""Contract 2: systems with a layout of their own are held to what their family promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from made_case import made_case
+
+from shardproof.case import WorkloadSpec
+from shardproof.cases.runner import run_cases
+from shardproof.checks import GENERAL
+from shardproof.checks.results import CaseResult
+from shardproof.contract import OptimizerSpec
+
+HERE = Path(__file__).parents[1] / "support"
+SMALL = WorkloadSpec(
+    "charnames_gpt",
+    global_batch=12,
+    micro_batches=2,
+    params={"layers": 2, "width": 60, "heads": 30, "seq": 8},
+)
+#: Class -> its axis, the verdict, and what the reason says.
+EXPECTED = {
+    "OwnDDP": ("replicate", "pass", ""),
+    "MeanDDP": ("replicate", "pass", ""),
+    "SilentMeanDDP": ("replicate", "fail", "summed loss"),
+    "GreedyZero1": ("shard", "pass", ""),
+    "Lopsided": ("shard", "fail", "declared balance 1.5"),
+    "BecameDDP": ("shard", "fail", "nothing is sharded on any rank"),
+    "BecameDDPOfThree": ("shard", "fail", "nothing is sharded on any rank"),
+    "Unheard": ("replicate", "pass", ""),
+    "WholeEmbedding": ("tensor", "pass", ""),
+    "SplitsNothing": ("tensor", "fail", "nothing is sharded on any rank"),
+}
+WORLDS = (2, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[tuple[str, int], CaseResult]:
+    cases = [
+        made_case(
+            f"adopted:{name}",
+            {axis: world},
+            id=f"{name} {world}",
+            workload=SMALL,
+            optimizer=OptimizerSpec("adamw", lr=0.003),
+            checks=GENERAL,
+        )
+        for name, (axis, _, _) in EXPECTED.items()
+        for world in WORLDS
+    ]
+    found: list[CaseResult] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        patch.setenv("PYTHONPATH", str(HERE))
+        run_cases(cases, 2, found.append)
+    return {(r.case.implementation.partition(":")[2], r.case.world): r for r in found}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_verdicts_at_depth_family(
+    results: dict[tuple[str, int], CaseResult], name: str, world: int
+) -> None:
+    _, verdict, says = EXPECTED[name]
+    result = results[name, world]
+    assert result.verdict == verdict, result.reason
+    assert says in result.reason, result.reason

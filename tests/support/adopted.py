@@ -1,0 +1,196 @@
+"""Systems as adopters write them: sound members of a family with a layout of their own, and some
+that are not what they claim (driven by test_families).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Mesh
+from shardproof.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Implementation,
+    Kind,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    StepResult,
+)
+from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel
+
+
+class OwnDDP(Implementation):
+    """Whole everything; gradients in two buckets of its own, averaged, for which it multiplies."""
+
+    strategy = "ddp"
+    axis: ClassVar[str] = "replicate"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return Capabilities(axes=(cls.axis,), buffers="none")
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.comm, self.build, self.spec = mesh.comm(self.axis), build, optimizer
+        self.module: nn.Module = build(mesh.device)
+        if state is not None:
+            self.module.load_state_dict(dict(state), strict=False)
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            self.comm.broadcast(tensor.detach(), 0)
+        self.named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.own = self.owned()
+        self.optimizer = torch.optim.AdamW(
+            self.own.values(), betas=optimizer.betas, eps=optimizer.eps, weight_decay=0.0
+        )
+
+    def owned(self) -> dict[str, Tensor]:
+        """What this rank's optimizer updates."""
+        return dict(self.named)
+
+    def reduce(self) -> None:
+        gradients = [p.grad for p in self.named.values() if p.grad is not None]
+        middle = len(gradients) // 2
+        for bucket in (gradients[:middle], gradients[middle:]):
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            self.comm.all_reduce(flat)
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def publish(self) -> None:
+        """Give the updated parameters to all."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        losses = []
+        for micro in batch.micro_batches:
+            loss = self.build.loss(self.module(micro.inputs), micro)
+            loss.backward()
+            losses.append(loss.detach())
+        self.reduce()
+        observe("gradients_final")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.spec.lr_at(batch.step)
+        self.optimizer.step()
+        self.publish()
+        observe("after_update")
+        for parameter in self.named.values():
+            parameter.grad = None
+        return StepResult(loss=torch.stack(losses).sum())
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        rank = self.comm.rank
+        if kind == "buffers":
+            named = dict(self.module.named_buffers())
+            return [Piece.whole(n, t, replica=rank) for n, t in named.items()]
+        if kind == "parameters":
+            every = self.module.named_parameters()
+            return [Piece.whole(n, p.detach(), replica=rank) for n, p in every]
+        if kind == "gradients":
+            found = ((n, p.grad) for n, p in self.named.items())
+            return [Piece.whole(n, g, replica=rank) for n, g in found if g is not None]
+        return self.slots()
+
+    def slots(self) -> list[Piece]:
+        replica = self.comm.rank if len(self.own) == len(self.named) else 0
+        return [
+            Piece.whole(f"{name}.{slot}", value, replica=replica)
+            for name, parameter in self.own.items()
+            for slot, value in self.optimizer.state[parameter].items()
+        ]
+
+
+class MeanDDP(OwnDDP):
+    """Averages, as most systems do, and says so; its own loss is the multiplied one."""
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return Capabilities(axes=(cls.axis,), buffers="none", loss_factor=4.0)
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        result = super().step(batch, observe)
+        assert result.loss is not None
+        return StepResult(loss=4 * result.loss)
+
+
+class SilentMeanDDP(MeanDDP):
+    """The same without saying so."""
+
+    capabilities = OwnDDP.capabilities
+
+
+class GreedyZero1(OwnDDP):
+    """Whole parameters go to the rank that has least; owners broadcast what they updated."""
+
+    strategy = "zero1"
+    axis = "shard"
+
+    def owned(self) -> dict[str, Tensor]:
+        self.owners: dict[str, int] = {}
+        loads = [0] * self.comm.size
+        for name, parameter in sorted(self.named.items(), key=lambda item: -item[1].numel()):
+            owner = loads.index(min(loads))
+            loads[owner] += parameter.numel()
+            self.owners[name] = owner
+        return {n: p for n, p in self.named.items() if self.owners[n] == self.comm.rank}
+
+    def publish(self) -> None:
+        for name, owner in self.owners.items():
+            self.comm.broadcast(self.named[name].detach(), owner)
+
+
+class Lopsided(GreedyZero1):
+    """Every rank but the first gets one parameter, the first all the others."""
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return Capabilities(axes=(cls.axis,), buffers="none", balance=1.5)
+
+    def owned(self) -> dict[str, Tensor]:
+        self.owners = {n: i if i < self.comm.size else 0 for i, n in enumerate(self.named)}
+        return {n: p for n, p in self.named.items() if self.owners[n] == self.comm.rank}
+
+
+class BecameDDP(OwnDDP):
+    """Claims ZeRO-1, shards nothing."""
+
+    strategy = "zero1"
+    axis = "shard"
+
+
+class BecameDDPOfThree(BecameDDP):
+    strategy = "zero3"
+
+
+class Unheard(OwnDDP):
+    """A strategy that no family is named after."""
+
+    strategy = "gossip"
+
+
+class WholeEmbedding(PyTorchTensorParallel):
+    """Splits the layers between; embedding and head stand whole on every rank."""
+
+    strategy = "tensor"
+    depth = "family"
+
+    def styles(self, module: nn.Module) -> Any:
+        inner = super().styles(module)
+        return {n: s for n, s in inner.items() if n.partition(".")[0] not in ("embed", "head")}
+
+
+class SplitsNothing(WholeEmbedding):
+    """No layer at all."""
+
+    def styles(self, module: nn.Module) -> Any:
+        return {}
