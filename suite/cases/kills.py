@@ -18,6 +18,7 @@ from typing import Any
 from shardproof.case import Case
 from shardproof.cases.runner import OnAccount, run_cases
 from shardproof.checks import CHECKS, GENERAL
+from shardproof.checks.overlap import SETTLING
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.verdicts import JUDGE_ERROR, WORKING_PRECISION_ONLY
 
@@ -42,10 +43,13 @@ def pair(mutant: Any, weigh_all: bool = True) -> Pair:
     """The cases of ``mutant`` and of its parent, which differ in the implementation only.
 
     Mutants that are triggered by the same case share their parent's: its id is made of what it
-    runs.  Unless ``weigh_all``, memory is weighed only where the kill may need it.
+    runs.  Unless ``weigh_all``, memory is weighed only where the kill may need it; ``overlap`` is
+    asked where there are steps enough.
     """
     weighed = weigh_all or not UNWEIGHED.issuperset(mutant.killed_by)
-    checks = [name for name in GENERAL if weighed or name != "memory"]
+    few = mutant.steps <= SETTLING
+    left_out = {*(() if weighed else ("memory",)), *(("overlap",) if few else ())}
+    checks = [name for name in GENERAL if name not in left_out]
     own = Case(
         id=f"mutants/{mutant.name}::{mutant.backend}",
         scenario="mutants",

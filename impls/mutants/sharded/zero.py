@@ -295,7 +295,7 @@ class ForgetsFrozenParameters(Zero1):
             parameter.data.copy_(value)
 
 
-@mutant("zero2_one_shard_loses_momentum", killed_by=("equivalence",))
+@mutant("zero2_one_shard_loses_momentum", killed_by=("equivalence",), steps=3)
 class OneShardLosesMomentum(ReferenceZero2):
     """One rank's optimizer state is lost before step 2."""
 

@@ -68,7 +68,13 @@ class ClipsOnRank0Only(ReferenceZero2):
             super().clip(norm, max_norm)
 
 
-@mutant("zero2_clips_up", killed_by=("equivalence",), optimizer=BETWEEN, workload=deep_gpt())
+@mutant(
+    "zero2_clips_up",
+    killed_by=("equivalence",),
+    optimizer=BETWEEN,
+    workload=deep_gpt(),
+    steps=3,
+)
 class ClipsUp(ReferenceZero2):
     """Gradients below the clip are scaled up to it."""
 
