@@ -105,7 +105,12 @@ class KeepsGradientsWhenClipped(DDP):
                 parameter.grad = gradient
 
 
-@mutant("ddp_stale_bucket_content", killed_by=("equivalence",), workload=gpt("conditional_by_rank"))
+@mutant(
+    "ddp_stale_bucket_content",
+    killed_by=("equivalence",),
+    workload=gpt("conditional_by_rank"),
+    steps=3,
+)
 class StaleBucketContent(DDP):
     """A parameter that this rank did not use keeps the bucket's content of the last step."""
 

@@ -76,7 +76,7 @@ class ClipsOnRank0Only(ReferenceDDP):
             super().clip(norm, max_norm)
 
 
-@mutant("ddp_clips_up", killed_by=("equivalence",), optimizer=BETWEEN, workload=deep_gpt())
+@mutant("ddp_clips_up", killed_by=("equivalence",), optimizer=BETWEEN, workload=deep_gpt(), steps=3)
 class ClipsUp(ReferenceDDP):
     """Gradients below the clip are scaled up to it."""
 

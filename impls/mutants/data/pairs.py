@@ -126,6 +126,7 @@ class AveragesThenMultiplies(Zero1):
     expect=AS_FREED,
     options={"sharding_strategy": "HYBRID_SHARD", "reshard_after_forward": False},
     mesh={"replicate": 1, "shard": 2},
+    steps=3,
 )
 class KeptParametersOutliveUpdate(ReferenceFSDP):
     """With kept parameters, one unit stays whole over the update and is a step behind."""
