@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 from shardproof.case import Case
 from shardproof.cases.runner import OnAccount, run_cases
@@ -39,19 +39,19 @@ class Pair:
     parent: Case
 
 
-def pair(mutant: Any, weigh_all: bool = True) -> Pair:
+def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "") -> Pair:
     """The cases of ``mutant`` and of its parent, which differ in the implementation only.
 
     Mutants that are triggered by the same case share their parent's: its id is made of what it
     runs.  Unless ``weigh_all``, memory is weighed only where the kill may need it; ``overlap`` is
-    asked where there are steps enough.
+    asked where there are steps enough.  At ``depth`` family both are held to no more than that.
     """
     weighed = weigh_all or not UNWEIGHED.issuperset(mutant.killed_by)
     few = mutant.steps <= SETTLING
     left_out = {*(() if weighed else ("memory",)), *(("overlap",) if few else ())}
     checks = [name for name in GENERAL if name not in left_out]
     own = Case(
-        id=f"mutants/{mutant.name}::{mutant.backend}",
+        id=f"mutants/{mutant.name}::{mutant.backend}" + (f"::{depth}" if depth else ""),
         scenario="mutants",
         implementation=f"mutants/{mutant.name}",
         backend=mutant.backend,
@@ -66,6 +66,7 @@ def pair(mutant: Any, weigh_all: bool = True) -> Pair:
         precision=dict(mutant.precision),
         steps=mutant.steps,
         expect=dict(mutant.expect),
+        depth=depth,
     )
     return Pair(mutant, own, parent_case(own, mutant.parent))
 
@@ -79,13 +80,18 @@ def parent_case(own: Case, parent: str) -> Case:
 
 
 def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) -> Kill:
-    """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
+    """Compare the mutant's result with its parent's (``None``: left out, hence not killed).
+
+    At depth family any check that fails is a kill: those of exact bytes and layouts are not asked.
+    """
     failing = _failing(own) if own else ()
     why_not, crash_says = "", pair.mutant.crash_says
     if own is None or parent is None:
         why_not = "left out: no budget"
     elif parent.verdict not in ("pass", WORKING_PRECISION_ONLY):
         why_not = f"its parent is {parent.verdict}: {parent.reason}"
+    elif pair.case.depth == "family":
+        why_not = "" if failing else f"survives there [{own.verdict}: {own.reason}]"
     else:
         silent = [name for name in pair.mutant.killed_by if name not in failing]
         passed = (*VERDICT_KILLERS, *(o.check for o in parent.checks if o.status == "pass"))
@@ -110,6 +116,7 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
         margin=_margin(own) if own else None,
         seconds=own.seconds if own else 0.0,
         crash_says=crash_says,
+        depth=pair.case.depth or None,
     )
 
 

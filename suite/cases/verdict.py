@@ -89,7 +89,9 @@ def decide_case(account: Account) -> CaseResult:
     figures = account.figures
     assert figures is not None
     outcomes = [audited(_run_check(name, figures), figures) for name in case.checks]
-    return _apply_xfail(case, *verdict_of(outcomes), outcomes)
+    result = _apply_xfail(case, *verdict_of(outcomes), outcomes)
+    result.depth = figures.depth
+    return result
 
 
 def _broken_leader(leader: LeaderEnd) -> str:

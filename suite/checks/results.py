@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from shardproof.case import Case
 from shardproof.checks import Outcome
-from shardproof.contract import Options
+from shardproof.contract import Depth, Options
 from shardproof.files import Stored, require_types
 
 
@@ -63,10 +63,10 @@ class CaseResult(_Line):
 
     ``worst_error`` and ``bound`` are those of the check ``equivalence``; bytes are fractions as
     text.  ``record`` is the file of the case's record in the run's folder, ``data`` the digest of
-    its data set.
+    its data set, ``depth`` how closely the system was held to its strategy.
     """
 
-    OPTIONAL = ("record", "data")
+    OPTIONAL = ("record", "data", "depth")
 
     id: str
     case: Case
@@ -81,6 +81,7 @@ class CaseResult(_Line):
     rerun: str = ""
     record: str | None = None
     data: str | None = None
+    depth: Depth | None = None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -104,9 +105,9 @@ class CaseResult(_Line):
 
 @dataclass(frozen=True)
 class Kill(_Line):
-    """What became of one planted fault."""
+    """What became of one planted fault; ``depth``: at which it was judged, if not as declared."""
 
-    OPTIONAL = ("crash_says",)
+    OPTIONAL = ("crash_says", "depth")
 
     name: str
     parent: str
@@ -120,6 +121,7 @@ class Kill(_Line):
     margin: float | None
     seconds: float
     crash_says: str = ""
+    depth: str | None = None
 
     @property
     def left_out(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from shardproof.checks.results import CaseResult
     from shardproof.commands.supervision import Interrupts
     from shardproof.runs.run_folder import RunFolder
+
+
+#: Share of the faults that may survive where parents are held to their family only.
+MOST_AT_FAMILY = 0.15
 
 
 def mutants(
@@ -32,6 +36,12 @@ def mutants(
             "kill may need it",
         ),
     ] = "full",
+    depth: Annotated[
+        Literal["family"] | None,
+        typer.Option(
+            "--depth", help="family: hold parents to no more than that, and count any failing check"
+        ),
+    ] = None,
     budget: options.Budget = None,
     jobs: options.Jobs = None,
     results: options.Results = None,
@@ -44,17 +54,25 @@ def mutants(
     shardproof mutants
     shardproof mutants --impl reference/ddp        faults of one parent
     shardproof mutants --impl 'ddp_*bucket*'
+    shardproof mutants --depth family              what survives where layouts are free
     """
     from shardproof.commands.supervision import open_folder
 
     chosen = choose_mutants(impl or ["*"])
     with open_folder(results) as folder:
         workers, all_must_run = jobs or cores(), tier == "full"
-        raise typer.Exit(execute_mutants(folder, chosen, workers, budget, all_must_run))
+        raise typer.Exit(
+            execute_mutants(folder, chosen, workers, budget, all_must_run, depth or "")
+        )
 
 
 def execute_mutants(
-    folder: RunFolder, mutants: Sequence[Any], jobs: int, budget: float | None, all_must_run: bool
+    folder: RunFolder,
+    mutants: Sequence[Any],
+    jobs: int,
+    budget: float | None,
+    all_must_run: bool,
+    depth: Literal["", "family"] = "",
 ) -> int:
     """Run every mutant beside its parent and print the kill matrix.  Returns the exit code."""
     from shardproof import report
@@ -64,7 +82,7 @@ def execute_mutants(
     from shardproof.runs.run_folder import read
 
     console = make_console()
-    pairs = [pair(mutant, weigh_all=all_must_run) for mutant in mutants]
+    pairs = [pair(mutant, weigh_all=all_must_run, depth=depth) for mutant in mutants]
 
     def body(interrupts: Interrupts) -> int:
         folder.plan(mutant_cases(pairs), [mutant.name for mutant in mutants])
@@ -93,7 +111,12 @@ def execute_mutants(
         wanted = {kind for mutant in mutants for kind in kinds(mutant)}
         seen = {kind for m in mutants if m.name in planted for kind in kinds(m)}
         print_line(console, f"{len(seen)} of {len(wanted)} pairs of check and class of fault")
-        if survivors:
+        if depth:
+            share = survivors / max(len(judged), 1)
+            print_line(
+                console, f"{share:.1%} survive at depth {depth}, at most {MOST_AT_FAMILY:.0%}"
+            )
+        if survivors > (MOST_AT_FAMILY * len(judged) if depth else 0):
             return verdicts.BROKEN
         open_end = not judged or (left_out > 0 and all_must_run)
         return verdicts.NOT_DECIDED if open_end else verdicts.HELD
