@@ -398,6 +398,8 @@ class Implementation(ABC):
     strategy: ClassVar[str]
     #: Whether ``strategy`` names a family or a layout; see :data:`Depth`.
     depth: ClassVar[Depth] = "family"
+    #: At depth ``own``: a subclass of ``shardproof.costs.model.CostModel``.
+    cost_model: ClassVar[type[Any] | None] = None
     trace: Callable[[Action], AbstractContextManager[Any]] = staticmethod(_untraced)
 
     @classmethod

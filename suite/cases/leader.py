@@ -21,8 +21,10 @@ from shardproof.cases.verdict import decide_case, measure_case
 from shardproof.checks import announced_schedule, relations
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Implementation, Refused
-from shardproof.costs import tensor
+from shardproof.costs import own, tensor
 from shardproof.costs.expression import CaseFacts, facts_of
+from shardproof.costs.model import CostModel
+from shardproof.costs.own import OwnCosts
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
@@ -139,11 +141,30 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
     truth = _train_oracle(case, implementation, declaration, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
     evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
+    evidence.own_costs = _own_costs(implementation, evidence)
     if "relations" in case.checks:
         began = time.monotonic()
         _run_derived_case(evidence, workdir, run)
         account.timings["ranks"] += time.monotonic() - began
     return evidence
+
+
+def _own_costs(implementation: type[Implementation], evidence: Evidence) -> OwnCosts | None:
+    """What the cost model that the class brings promises in this case, at depth ``own``.
+
+    :raises BrokenContract: it brings none, or it raised.
+    """
+    facts = evidence.model_facts
+    if evidence.depth != "own" or facts is None:
+        return None
+    name, cost_model = implementation.__name__, implementation.cost_model
+    if not (isinstance(cost_model, type) and issubclass(cost_model, CostModel)):
+        raise BrokenContract(f"{name}.cost_model is {cost_model!r}, no subclass of CostModel")
+    skipped = [any(r.steps[step].skipped for r in evidence.records) for step in evidence.steps]
+    try:
+        return own.answers(cost_model, facts, skipped)
+    except Exception as error:
+        raise BrokenContract(f"{name}.cost_model raised {error!r}") from error
 
 
 def _train(

@@ -33,12 +33,12 @@ from shardproof.evidence.records import SHOWN_AT, RankRecord
 
 def decide(evidence: Figures) -> Outcome:
     """Compare what the strategy claims with what it left in calls, names and sizes."""
-    strategy, at_family = evidence.declaration.strategy, evidence.depth == "family"
-    if strategy not in PROFILES and not at_family:
+    strategy, is_layout = evidence.declaration.strategy, evidence.depth == "layout"
+    if strategy not in PROFILES and is_layout:
         known = ", ".join(sorted(PROFILES))
         return Outcome("active", "fail", f"unknown strategy {strategy!r}; known: {known}")
     missing = PROFILES.get(strategy, frozenset()) - set(evidence.declaration.features)
-    if missing and not at_family:
+    if missing and is_layout:
         lacks = ", ".join(sorted(missing))
         return Outcome("active", "fail", f"claims {strategy!r} but lacks: {lacks}")
     names = {
@@ -61,7 +61,7 @@ def decide(evidence: Figures) -> Outcome:
     ):
         if problem:
             return Outcome("active", "fail", problem, None, figures)
-    if at_family and evidence.family is None:
+    if evidence.depth == "family" and evidence.family is None:
         return Outcome("active", "skip", no_family(evidence), None, figures)
     return Outcome("active", "pass", "", None, figures)
 
@@ -181,7 +181,7 @@ def _recomputation(evidence: Figures) -> str:
 
 def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
     """A bucketed strategy reduces several buckets, fewer than there are parameters."""
-    is_bucketed = evidence.declaration.strategy == "ddp" and evidence.depth != "family"
+    is_bucketed = evidence.declaration.strategy == "ddp" and evidence.depth == "layout"
     if not is_bucketed or evidence.case.world == 1:
         return ""
     last = evidence.steps[-1]

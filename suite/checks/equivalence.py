@@ -411,13 +411,16 @@ def _trajectory(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> 
 
 
 def _masters(evidence: Evidence, step: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The slots ``<parameter>.master`` that must exist: one for each of ``values`` held rounded."""
+    """The slots ``<parameter>.master`` that must be right: one for each of ``values`` held rounded,
+    and whatever else is shown (a shard that the optimizer updates beside whole parameters).
+    """
     held = evidence.observed(step, "after_update", "parameters").first()
+    shown = evidence.observed(step, "after_update", "optimizer").tensors
     built = getattr(torch, evidence.case.dtype)
     return {
         f"{name}.{MASTER}": values[name]
         for name in evidence.workload.trainable_names
-        if name in held and held[name].dtype != built
+        if name in held and (held[name].dtype != built or f"{name}.{MASTER}" in shown)
     }
 
 

@@ -14,13 +14,14 @@ upstream system, which is held to its own formula, the textbook's bytes stand be
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from shardproof.checks import Outcome, Worst
 from shardproof.costs import COST_MODELS, CostModel, Flow, NoCostModel, cost_model_of
 from shardproof.costs.expression import evaluate
 from shardproof.costs.families import Family
+from shardproof.costs.own import in_step
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
@@ -156,18 +157,19 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 def _promise(evidence: Figures, step: int) -> CostModel | None:
     """The cost model for ``step``; a skipped update clips nothing."""
     facts = evidence.model_facts
-    if facts is not None and any(record.steps[step].skipped for record in evidence.records):
-        facts = replace(facts, clipped=False, skipped=True)
-    if facts is not None and facts.inputs:
-        facts = replace(facts, step=step)
+    if facts is not None:
+        facts = in_step(facts, step, _was_skipped(evidence, step))
     return evidence.cost_model(facts)
+
+
+def _was_skipped(evidence: Figures, step: int) -> bool:
+    return any(record.steps[step].skipped for record in evidence.records)
 
 
 def _family_bounds(evidence: Figures, family: Family, step: int) -> tuple[int, int]:
     """Fewest and most bytes that a system of ``family`` sends in ``step``."""
-    skipped = any(record.steps[step].skipped for record in evidence.records)
     assert evidence.model_facts is not None
-    facts = replace(evidence.model_facts, step=step, skipped=skipped)
+    facts = in_step(evidence.model_facts, step, _was_skipped(evidence, step))
     bound = family.sent(facts, evidence.declaration.overhead)
     return bound.low, bound.high
 

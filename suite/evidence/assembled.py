@@ -28,6 +28,7 @@ from shardproof.contract import Depth, Piece
 from shardproof.costs import CostModel, ModelFacts, cost_model_of
 from shardproof.costs.expression import CaseFacts
 from shardproof.costs.families import FAMILIES, Family
+from shardproof.costs.own import Answered, OwnCosts
 from shardproof.evidence.records import (
     ComparisonRow,
     OracleFacts,
@@ -156,6 +157,8 @@ class Figures(ABC):
     compared: dict[str, list[ComparisonRow]] = field(default_factory=dict)
     #: What a pipeline claimed before its ranks were started, by micro-batches of a window.
     schedules: Mapping[int, Schedule] = field(default_factory=dict)
+    #: What the cost model that the class brings answered, at depth ``own``.
+    own_costs: OwnCosts | None = None
 
     @property
     def declaration(self) -> Declaration:
@@ -174,9 +177,12 @@ class Figures(ABC):
 
     def cost_model(self, facts: ModelFacts | None = None) -> CostModel | None:
         """What the system promises to the byte (``None``: nothing), for ``facts`` or the case's."""
-        if self.depth == "family":
+        facts = facts or self.model_facts
+        if self.depth == "family" or facts is None:
             return None
-        return cost_model_of(self.declaration.strategy, facts or self.model_facts)
+        if self.depth == "own":
+            return None if self.own_costs is None else Answered(facts, self.own_costs)
+        return cost_model_of(self.declaration.strategy, facts)
 
     @property
     def family(self) -> Family | None:
@@ -218,6 +224,7 @@ class Figures(ABC):
             "workload": self.workload.to_dict(),
             "facts": {name: str(value) for name, value in self.facts.items()},
             "plan": None if facts is None else facts.to_dict(),
+            "own_costs": to_plain(self.own_costs),
             "compared": to_plain(self.compared),
             "schedules": {
                 str(size): to_plain(schedule) for size, schedule in self.schedules.items()
@@ -243,6 +250,7 @@ class StoredFigures(Figures):
         """The figures of ``case`` that :meth:`Figures.to_dict` described."""
         numbers = {name: Fraction(value) for name, value in data["facts"].items()}
         plan, schedules = data["plan"], data.get("schedules", {})
+        own = data.get("own_costs")
         return cls(
             case,
             [RankRecord.from_dict(record) for record in data["records"]],
@@ -251,6 +259,7 @@ class StoredFigures(Figures):
             numbers if plan is None else CaseFacts(numbers, ModelFacts.from_dict(plan)),
             compared=from_plain(dict[str, list[ComparisonRow]], data["compared"]),
             schedules={int(size): Schedule.from_dict(row) for size, row in schedules.items()},
+            own_costs=None if own is None else OwnCosts.from_dict(own),
             tensors=from_plain(list[TensorRow], data["tensors"]),
         )
 

@@ -5,6 +5,7 @@ that are not what they claim (driven by test_families).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from shardproof.contract import (
     Piece,
     StepResult,
 )
+from shardproof.costs.model import CostModel, Flow, Local
 from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel
 
 
@@ -147,6 +149,132 @@ class GreedyZero1(OwnDDP):
     def publish(self) -> None:
         for name, owner in self.owners.items():
             self.comm.broadcast(self.named[name].detach(), owner)
+
+
+class FlatCosts(CostModel):
+    """One flat tensor, and a copy of its own shard that the optimizer updates."""
+
+    source = "written beside the class"
+
+    @property
+    def padded(self) -> int:
+        ranks = self.facts.size("shard")
+        return -(-sum(t.numel for t in self.facts.trainable) // ranks) * ranks
+
+    def shares(self, rank: int) -> dict[str, int]:
+        shard = self.padded // self.facts.size("shard")
+        start, at, shares = rank * shard, 0, {}
+        for tensor in self.facts.trainable:
+            low, high = max(at, start), min(at + tensor.numel, start + shard)
+            if low < high:
+                shares[tensor.name] = high - low
+            at += tensor.numel
+        return shares
+
+    def flows(self) -> list[Flow]:
+        ranks = self.facts.size("shard")
+        sent = Fraction((ranks - 1) * self.padded * 8)
+        calls = ranks if ranks > 1 else 0
+        return [
+            Flow("shard", operation, sent, calls)
+            for operation in ("reduce_scatter", "all_gather")
+            if calls
+        ]
+
+    def resident(self, rank: int, step: int, updated: int) -> dict[str, int]:
+        shard = 8 * self.padded // self.facts.size("shard")
+        return {
+            "parameters": 8 * self.padded,
+            "masters": shard,
+            "gradients": shard,
+            "optimizer_state": 2 * shard + 4 if updated >= 0 else 0,
+        }
+
+    def local(self, rank: int) -> Local:
+        own = self.shares(rank)
+        return Local({t.name: t.numel for t in self.facts.parameters}, own, own)
+
+
+class FlatZero1(OwnDDP):
+    """All parameters in one flat tensor; a rank updates a copy of its shard."""
+
+    strategy = "zero1"
+    axis = "shard"
+    cost_model: ClassVar[type[Any] | None] = FlatCosts
+
+    def owned(self) -> dict[str, Tensor]:
+        total, ranks = sum(p.numel() for p in self.named.values()), self.comm.size
+        self.shard_size = -(-total // ranks)
+        self.flat = next(iter(self.named.values())).new_zeros(self.shard_size * ranks)
+        at, self.starts = 0, {}
+        for name, parameter in self.named.items():
+            view = self.flat[at : at + parameter.numel()].view_as(parameter)
+            view.copy_(parameter.detach())
+            parameter.data, self.starts[name] = view, at
+            at += parameter.numel()
+        self.mine = slice(self.comm.rank * self.shard_size, (self.comm.rank + 1) * self.shard_size)
+        self.shard = self.flat[self.mine].clone()
+        return {"": self.shard}
+
+    def reduce(self) -> None:
+        whole = torch.zeros_like(self.flat)
+        for name, parameter in self.named.items():
+            assert parameter.grad is not None
+            start = self.starts[name]
+            whole[start : start + parameter.numel()] = parameter.grad.reshape(-1)
+            parameter.grad = None
+        self.shard.grad = torch.zeros_like(self.shard)
+        self.comm.reduce_scatter(self.shard.grad, whole)
+
+    def publish(self) -> None:
+        self.comm.all_gather(self.flat, self.shard)
+
+    def parts(self, slot: str, tensor: Tensor) -> list[Piece]:
+        found = []
+        for name, start in self.starts.items():
+            shape = tuple(self.named[name].shape)
+            low = max(start, self.mine.start)
+            high = min(start + self.named[name].numel(), self.mine.stop)
+            if low < high:
+                own = tensor[low - self.mine.start : high - self.mine.start]
+                within = (low - start, high - start)
+                found.append(Piece(f"{name}{slot}", shape, own, flat_range=within))
+        return found
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        if kind == "gradients":
+            assert self.shard.grad is not None
+            return self.parts("", self.shard.grad)
+        return super().local_state(kind)
+
+    def slots(self) -> list[Piece]:
+        state, found = self.optimizer.state[self.shard], list[Piece]()
+        for slot in ("exp_avg", "exp_avg_sq") if state else ():
+            found += self.parts(f".{slot}", state[slot])
+        names = [p.name for p in self.parts("", self.shard)] if state else []
+        found += [
+            Piece.whole(f"{name}.step", state["step"], replica=self.comm.rank) for name in names
+        ]
+        return [*found, *self.parts(".master", self.shard)]
+
+
+class FlatZero1OfItsOwn(FlatZero1):
+    """Held to its own cost model."""
+
+    depth = "own"
+
+
+class BringsNoModel(FlatZero1OfItsOwn):
+    cost_model = None
+
+
+class ForgetsTheMaster(FlatCosts):
+    def resident(self, rank: int, step: int, updated: int) -> dict[str, int]:
+        return super().resident(rank, step, updated) | {"masters": 0}
+
+
+class PromisesLess(FlatZero1OfItsOwn):
+    cost_model = ForgetsTheMaster
 
 
 class Lopsided(GreedyZero1):
