@@ -228,8 +228,12 @@ def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] =
         bound=worst.bound if worst else None,
         bytes_sent=sent.get("bytes_sent"),
         bytes_expected=sent.get("bytes_expected"),
-        rerun=f"shardproof run {_argument(case)} -k '{case.id}'",
+        rerun=f"shardproof run {_argument(case)} -k '{case.id}'{_depth(case)}",
     )
+
+
+def _depth(case: Case) -> str:
+    return f" --depth {case.depth}" if case.depth else ""
 
 
 def _argument(case: Case) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
@@ -44,6 +44,7 @@ def prove(
     dtype: str | None = None,
     options: Options | None = None,
     checks: Sequence[str] = GENERAL,
+    depth: Literal["", "family", "layout"] = "",
     steps: int = 3,
     deadline: float = 60.0,
     jobs: int = 1,
@@ -57,10 +58,11 @@ def prove(
     only one with a form for it, by steps of plain SGD that a power of two scales.  Meshes are
     ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the implementation
     claims unless given; or ``meshes`` as given, which a strategy of several axes needs.  ``clip``
-    are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given.  ``deadline``:
-    CPU seconds that a rank may compute.  With ``results`` the evidence is written into that run
-    folder, which must not hold another case of the same id: one for each workload.  Whatever is
-    not given here has the defaults of a scenario file, for the call becomes one (``scenarios/``).
+    are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given.  ``depth``: how
+    closely the system is held to its strategy, unless as it declares. ``deadline``: CPU seconds
+    that a rank may compute. With ``results`` the evidence is written into that run folder, which
+    must not hold another case of the same id: one for each workload. Whatever is not given here has
+    the defaults of a scenario file, for the call becomes one (``scenarios/``).
 
     Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's.  Cases run in processes of their
     own, so that nothing that an implementation does can harm the caller.
@@ -119,12 +121,15 @@ def prove(
     cases = expanded("replicate" if axis is None else axis)
     if not cases:
         raise SelectionError(Problem("nothing to judge", "name a world, a backend and a lane"))
+    if depth not in ("", "family", "layout"):
+        raise SelectionError(Problem("depth: unknown", "family or layout", repr(depth)))
     if type(jobs) is not int or jobs < 1:
         raise SelectionError(Problem("jobs: not a number of processes", "jobs=2", repr(jobs)))
     with Session(jobs) as session:
         session.check(name)
         if axis is None and not meshes:
             cases = expanded(_only_axis(name, session.axes(name, dict(options or {}))))
+        cases = [replace(case, depth=depth) for case in cases]
         if results is None:
             judged, _ = session.run(cases, lambda result: None)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -45,6 +45,14 @@ def run(
             "--campaign", metavar="N", min=1, max=100_000, help="N random clean cases from --seed"
         ),
     ] = None,
+    depth: Annotated[
+        Literal["family", "layout"] | None,
+        typer.Option(
+            "--depth",
+            help="hold systems to what their strategy's family does, or to the layout of that "
+            "name to the byte (default: as each declares)",
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -67,6 +75,7 @@ def run(
     shardproof run ddp-gpt --backend gloo --world 4     one part
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            a class of your own, in every cell
+    shardproof run --impl mine:MyZero1 --depth layout   held to our ZeRO-1, byte for byte
     shardproof run --campaign 200 --seed 7              look for false alarms
     shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
     shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
@@ -82,6 +91,9 @@ def run(
     from shardproof.commands.supervision import RESULTS
 
     kept: list[CaseResult] = []
+    if depth and (resume or rerun_failed):
+        remedy = "leave it out: cases of that run keep the depth at which they were planned"
+        raise SelectionError(Problem("--depth is for new runs", remedy, depth))
     if resume and rerun_failed:
         remedy = "give one: --resume runs what has no result, --rerun-failed the cases that failed"
         raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
@@ -131,6 +143,8 @@ def run(
             from shardproof.scenarios.vocabulary import installed
 
             cases = selection.cases(installed())
+    if depth:
+        cases = [replace(case, depth=depth) for case in cases]
     run_and_exit(cases, budget, jobs, results, kept, junit, dry_run)
 
 

@@ -173,7 +173,8 @@ class CapabilityCell:
     """What the cases of one implementation and backend say about one capability.
 
     ``counts`` are verdicts by kind; ``left_out`` counts cases that were selected and not run;
-    ``broken`` are ids of cases that broke; ``worlds`` the numbers of ranks of those that ran.
+    ``broken`` are ids of cases that broke; ``worlds`` the numbers of ranks of those that ran,
+    ``depths`` how closely they were held to their strategy.
     """
 
     implementation: str
@@ -183,6 +184,7 @@ class CapabilityCell:
     left_out: int = 0
     broken: list[str] = field(default_factory=list)
     worlds: set[int] = field(default_factory=set)
+    depths: set[str] = field(default_factory=set)
 
     def _number(self, kinds: Iterable[str]) -> int:
         return sum(self.counts[kind] for kind in kinds)
@@ -226,14 +228,17 @@ class CapabilityCell:
         numbers += [f"{self.left_out} not run"] if self.left_out else []
         worlds = ", ".join(map(str, sorted(self.worlds)))
         where = f"; ranks: {worlds}" if worlds else ""
+        depths = ", ".join(sorted(self.depths - {"layout"}))
+        where += f"; depth: {depths}" if depths else ""
         return f"{what}: {', '.join(numbers) or 'nothing was judged'}{where}"
 
-    def _add(self, case: Case, verdict: str) -> None:
+    def _add(self, result: CaseResult, verdict: str) -> None:
         self.counts[verdict] += 1
         if verdict in verdicts.RED:
-            self.broken.append(case.id)
+            self.broken.append(result.id)
         if verdict != "skip":
-            self.worlds.add(case.world)
+            self.worlds.add(result.case.world)
+            self.depths.add(result.depth or "layout")
 
 
 def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> list[CapabilityCell]:
@@ -250,7 +255,7 @@ def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> li
 
     for result in results:
         for name in capabilities(result.case):
-            of(result.case, name)._add(result.case, outcome(result, name))
+            of(result.case, name)._add(result, outcome(result, name))
     for case in (line.case for line in left_out if line.case is not None):
         for name in capabilities(case):
             of(case, name).left_out += 1
@@ -264,7 +269,7 @@ def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> li
 def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> CapabilityCell:
     cell = CapabilityCell("", "", "")
     for result in results:
-        cell._add(result.case, verdicts.kind(result.verdict))
+        cell._add(result, verdicts.kind(result.verdict))
     cell.left_out = sum(line.case is not None for line in left_out)
     return cell
 

@@ -29,6 +29,10 @@ HEADINGS = (
 )
 
 
+#: How a system stands in tables that was not held to a layout of the suite's.
+DEPTHS = {"family": " (depth family)", "own": " (own cost model)"}
+
+
 def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
     """A row for each implementation with options, backend and world, or (not ``detailed``)
     implementation and backend; rows of what broke are marked.
@@ -37,6 +41,7 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
     for result in results:
         case = result.case
         name, world = (case.system, case.world) if detailed else (case.implementation, 0)
+        name += DEPTHS.get(result.depth or "layout", "")
         groups[name, case.backend, world].append(result)
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []
