@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardproof.case import Lane
-from shardproof.checks import Outcome, Worst, between_steps, working_precision
+from shardproof.checks import Outcome, Worst, between_steps, causes, working_precision
 from shardproof.checks.numbers import (
     FP64_BOUND,
     REPLAY_ULPS,
@@ -393,7 +393,11 @@ def _gradients(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> N
             continue
         _must_be_observed(evidence, step, point)
         state = evidence.observed(step, point, "gradients")
-        _compare_all(evidence, state, expected, compare, rows, step, point, zeros=True)
+        try:
+            _compare_all(evidence, state, expected, compare, rows, step, point, zeros=True)
+        except _Failure as failure:
+            cause = causes.of_gradients(evidence, step, state) if point == "gradients_final" else ""
+            raise _Failure(f"{cause}: {failure}" if cause else str(failure)) from None
 
 
 def _trajectory(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> None:

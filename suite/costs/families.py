@@ -207,3 +207,13 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("pipeline", "torch_pipelining", "deepspeed_pipeline"), _PIPELINE),
     **dict.fromkeys(("tensor", "torch_tensor_parallel"), _TENSOR),
 }
+
+
+def family_of(strategy: str, options: Mapping[str, object]) -> Family | None:
+    """The family that a system with ``options`` belongs to; ``None``: the name is that of none.
+
+    FSDP that is asked not to shard is DDP by another name.
+    """
+    if strategy.startswith("fsdp") and options.get("sharding_strategy") == "NO_SHARD":
+        return _DDP
+    return FAMILIES.get(strategy)

@@ -27,7 +27,7 @@ from shardproof.case import DATA_AXES, Case
 from shardproof.contract import Depth, Piece
 from shardproof.costs import CostModel, ModelFacts, cost_model_of
 from shardproof.costs.expression import CaseFacts
-from shardproof.costs.families import FAMILIES, Family
+from shardproof.costs.families import Family, family_of
 from shardproof.costs.own import Answered, OwnCosts
 from shardproof.evidence.records import (
     ComparisonRow,
@@ -187,7 +187,9 @@ class Figures(ABC):
     @property
     def family(self) -> Family | None:
         """What every system of its strategy promises, where it is held to no more than that."""
-        return FAMILIES.get(self.declaration.strategy) if self.depth == "family" else None
+        if self.depth != "family":
+            return None
+        return family_of(self.declaration.strategy, self.case.options)
 
     @property
     def steps(self) -> range:

@@ -301,6 +301,22 @@ def evaluator(
     return loss
 
 
+def parts(
+    workload: Workload, precision: Mapping[str, str], state: Tensors, batch: Batch
+) -> list[Tensors]:
+    """Gradients by name of each micro-batch of ``batch``, from ``state``, in training mode."""
+    build = workload.build_for(0)
+    module = build()
+    module.train()
+    device = _Device(module, build.loss, precision, None)
+    found = []
+    for micro in batch.micro_batches:
+        workload.load(module, state)
+        device.loss(device.forward(micro.inputs), micro).backward()
+        found.append(device.take_gradients({}))
+    return found
+
+
 def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 

@@ -1,0 +1,40 @@
+"""What coefficients of a fit mean, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardproof.checks.causes import said
+
+KNOWN = {"ranks": 3, "micro-batches": 2, "ranks x micro-batches": 6, "loss scale": 1024.0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "before", "sentence"),
+    [
+        ([[1, 1], [1, 1]], 0.0, ""),
+        ([[2, 2], [2, 2]], 0.0, "every gradient is 2 times too large (2 = micro-batches)"),
+        ([[1 / 3] * 2] * 3, 0.0, "every gradient is 3 times too small (3 = ranks)"),
+        ([[1024.0] * 2] * 3, 0.0, "every gradient is 1024 times too large (1024 = loss scale)"),
+        ([[1.7] * 2] * 3, 0.0, "every gradient is 1.7 times too large"),
+        ([[-1.0] * 2] * 3, 0.0, "every gradient has the wrong sign (-1 times the true one)"),
+        ([[0, 0], [0, 0]], 0.0, "every gradient is zero"),
+        ([[0, 0], [0, 0]], 1.0, "this is the gradient of the step before"),
+        ([[1, 1], [1, 1]], 0.5, "that of the step before is in it 0.5 times"),
+        ([[1, 1], [0, 0], [1, 1]], 0.0, "the share of data coordinate 1 is missing"),
+        ([[1, 1], [2, 2], [1, 1]], 0.0, "data coordinate 1 counts 2 times"),
+        (
+            [[0, 0], [1, 1], [0, 0]],
+            0.0,
+            "this is the gradient of data coordinate 1 alone: it was not reduced",
+        ),
+        ([[0, 1], [0, 1]], 0.0, "only the last micro-batch is in it"),
+        ([[0, 0, 1], [0, 1]], 0.0, "only the last micro-batch is in it"),
+        ([[1, 0], [1, 0]], 0.0, "only the first micro-batch is in it"),
+        ([[1, 2, 1], [1, 2, 1]], 0.0, "micro-batch 1 counts 2 times"),
+        ([[1, 0, 1], [1, 0, 1]], 0.0, "the share of micro-batch 1 is missing"),
+        ([[1, 1], [1, 0]], 0.0, "micro-batch 1 of data coordinate 1 counts 0 times"),
+    ],
+)
+def test_what_coefficients_mean(rows: list[list[float]], before: float, sentence: str) -> None:
+    assert said(rows, before, KNOWN) == sentence
