@@ -27,6 +27,12 @@ Impl = Annotated[
     list[str] | None,
     typer.Option("--impl", metavar="P", help="glob on implementations, or package.module:Class"),
 ]
+Like = Annotated[
+    str,
+    typer.Option(
+        "--like", metavar="P", help="glob: your class takes these systems' cells and their options"
+    ),
+]
 BackendOption = Annotated[
     list[str] | None, typer.Option("--backend", metavar="B", help="communication backend")
 ]
@@ -105,6 +111,7 @@ def selection(
     expression: str,
     tier: TierName,
     seed: int | None,
+    like: str = "",
 ) -> Selection:
     """The cases that the options of a command line mean."""
     from shardproof.scenarios.selection import Selection
@@ -117,6 +124,7 @@ def selection(
         expression=expression,
         tier=tier,
         seed=seed,
+        like=like,
     )
 
 

@@ -5,7 +5,7 @@ Next: ``cases/runner.py``, which keeps every core busy with the cases that were 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -33,6 +33,7 @@ def run(
     impl: options.Impl = None,
     backend: options.BackendOption = None,
     world: options.World = None,
+    like: options.Like = "",
     expression: options.Expression = "",
     tier: options.Tier = "quick",
     budget: options.Budget = None,
@@ -76,6 +77,7 @@ def run(
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            a class of your own, in every cell
     shardproof run --impl mine:MyZero1 --depth layout   held to our ZeRO-1, byte for byte
+    shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   with the options of its cells
     shardproof run --campaign 200 --seed 7              look for false alarms
     shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
     shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
@@ -126,7 +128,7 @@ def run(
             raise SelectionError(Problem("not a case of a campaign", remedy, expression or ""))
         cases = [drawn]
     else:
-        selection = options.selection(scenarios, impl, backend, world, expression, tier, seed)
+        selection = options.selection(scenarios, impl, backend, world, expression, tier, seed, like)
         if resume or rerun_failed:
             from shardproof.runs.integrity import damage_is_bad_input, require_unedited
             from shardproof.runs.resume import split
@@ -145,7 +147,8 @@ def run(
             cases = selection.cases(installed())
     if depth:
         cases = [replace(case, depth=depth) for case in cases]
-    run_and_exit(cases, budget, jobs, results, kept, junit, dry_run)
+    fit = not (scenarios or resume or rerun_failed)
+    run_and_exit(cases, budget, jobs, results, kept, junit, dry_run, fit)
 
 
 def run_and_exit(
@@ -156,8 +159,11 @@ def run_and_exit(
     kept: Sequence[CaseResult] = (),
     junit: Path | None = None,
     dry_run: bool = False,
+    fit: bool = False,
 ) -> None:
     """Run what of ``cases`` fits into ``budget`` minutes and end the command with its exit code.
+
+    ``fit``: of a user's own class only the cells whose axes it declares.
 
     :raises typer.Exit: always, but for a dry run.
     """
@@ -167,7 +173,9 @@ def run_and_exit(
     from shardproof.scenarios.budget import fit_cases
 
     sources = {case.implementation: case.source for case in cases}
-    preflight.check(sources, sources=sources)
+    declared = preflight.check(sources, sources=sources)
+    if fit:
+        cases = _fitting(cases, declared)
     root = results.parent if results is not None else RESULTS
     durations = Durations(root / "durations.json")
     workers = jobs or cores()
@@ -183,6 +191,25 @@ def run_and_exit(
         return
     with open_folder(results) as folder:
         raise typer.Exit(execute(folder, planned, workers, budget, durations, kept, junit))
+
+
+def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> list[Case]:
+    """The cells whose mesh a class of one's own has the axes for; told on the terminal.
+
+    :raises SelectionError: there is none.
+    """
+    chosen = list(cases)
+    for name, axes in declared.items():
+        own = [case for case in chosen if case.implementation == name]
+        odd = {case.id for case in own if axes and not set(case.mesh) <= set(axes)}
+        if len(odd) == len(own):
+            remedy = "choose cells of such a mesh by -k, or a scenario"
+            raise SelectionError(Problem(f"no cell has the axes {', '.join(axes)}", remedy, name))
+        if odd:
+            fitting = f"{len(own) - len(odd)} of {len(own)} cells"
+            echo(f"{name} declares the axes {', '.join(axes)}: {fitting} fit", err=True)
+        chosen = [case for case in chosen if case.id not in odd]
+    return chosen
 
 
 def execute(

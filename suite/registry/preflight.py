@@ -13,9 +13,11 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from shardproof import registry
+from shardproof.contract import Refused
 from shardproof.errors import InputError, Problem, SelectionError, printable, shorten
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import old_names
+from shardproof.registry.declaration import BrokenContract, Declaration
 
 #: For the import of a user's modules; torch is imported already.
 SECONDS = 60.0
@@ -24,8 +26,10 @@ _LONGEST = 400
 
 def check(
     names: Iterable[str], pool: Pool | None = None, sources: Mapping[str, str] | None = None
-) -> None:
+) -> dict[str, list[str]]:
     """Load those of ``names`` that are a user's own, in leaders of ``pool`` (``None``: a new one).
+
+    Gives the axes that each of them declares without options; none where it takes some.
 
     ``sources``: the file and line that gave each, which a fault then names.
 
@@ -34,39 +38,47 @@ def check(
     """
     own = [name for name in dict.fromkeys(names) if registry.is_foreign(name)]
     if not own:
-        return
+        return {}
     for name in own:
         registry.check(name)
     with ExitStack() as stack:
         leaders = pool if pool is not None else stack.enter_context(Pool(1))
         items = [(name, name, SECONDS) for name in own]
         ends = list(stack.enter_context(closing(leaders.run(try_to_load, items))))
-    loaded: dict[str, tuple[str, list[str]]]
-    loaded = {end.key: end.value or (_unfinished(end), []) for end in ends}
-    for text in dict.fromkeys(text for _, texts in loaded.values() for text in texts):
+    loaded: dict[str, Loaded]
+    loaded = {end.key: end.value or (_unfinished(end), [], []) for end in ends}
+    for text in dict.fromkeys(text for _, texts, _ in loaded.values() for text in texts):
         print(printable(f"warning: {text}"), file=sys.stderr)
     remedy = "nothing was run: correct the name or the module"
     problems = []
-    for name, (fault, _) in loaded.items():
+    for name, (fault, _, _) in loaded.items():
         file, _, line = (sources or {}).get(name, "").rpartition(":")
         if fault:
             problem = Problem(shorten(fault, _LONGEST), remedy)
             problems.append(replace(problem, file=file, line=int(line)) if line else problem)
     if problems:
         raise SelectionError(problems)
+    return {name: axes for name, (_, _, axes) in loaded.items()}
 
 
-def try_to_load(name: str) -> tuple[str, list[str]]:
-    """Task of a leader: the fault of one implementation (empty: none), warnings of old names."""
-    fault = ""
+#: The fault of an implementation (empty: none), warnings of old names, and its axes.
+Loaded = tuple[str, list[str], list[str]]
+
+
+def try_to_load(name: str) -> Loaded:
+    """Task of a leader."""
+    fault, axes = "", list[str]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeprecationWarning)
         try:
-            registry.load(name)
+            axes = list(Declaration.of(registry.load(name), {}).axes)
+        except (Refused, BrokenContract):
+            axes = []  # it takes options: its cases will tell
         except (InputError, registry.BrokenImplementation) as error:
             fault = str(error)
     of_old_names = (each for each in caught if str(each.message).endswith(old_names.ENDS))
-    return fault, [f"{each.filename}:{each.lineno}: {each.message}" for each in of_old_names]
+    texts = [f"{each.filename}:{each.lineno}: {each.message}" for each in of_old_names]
+    return fault, texts, axes
 
 
 def _unfinished(end: TaskEnd[str]) -> str:

@@ -447,8 +447,12 @@ def matches(rule: schema.Match, cell: Cell) -> bool:
     return not rule.clip or cell.clip in rule.clip
 
 
-def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
+def substitute(
+    cases: Sequence[Case], implementation: str, with_options: bool = False
+) -> list[Case]:
     """The cells of ``cases`` with another implementation, each once.
+
+    ``with_options``: also with the options of the system whose cell it was, which its label names.
 
     Serves systems that no scenario names: a user's own, or a mutant.  It drops cells that expect a
     refusal or the result of another system (both depend on options), and ``skip``, ``xfail`` and
@@ -460,7 +464,10 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
         if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
             continue
         scenario, _, *middle, tier = case.id.split("::")
-        cell = "::".join([scenario, implementation.replace("::", ":"), *middle])
+        label = case.system.rpartition("/")[2].replace("+", ".") if with_options else ""
+        system = implementation.replace("::", ":") + (f"+{label}" if label else "")
+        cell = "::".join([scenario, system, *middle])
+        mixed = {"precision": dict(case.precision)} if case.precision else {}
         quick = substituted.get(f"{cell}::quick")
         if quick is not None and quick.workload == case.workload:
             continue
@@ -470,8 +477,8 @@ def substitute(cases: Sequence[Case], implementation: str) -> list[Case]:
                 case,
                 id=f"{cell}::{tier}",
                 implementation=implementation,
-                label="",
-                options={"precision": dict(case.precision)} if case.precision else {},
+                label=label,
+                options=dict(case.options) if with_options else mixed,
                 expect={key: value for key, value in case.expect.items() if key != "buckets"},
                 skip=None,
                 xfail=None,

@@ -27,7 +27,8 @@ class Selection:
     """The filters of ``run`` and ``list cases``; every given filter must hold.
 
     ``scenarios`` are files, folders, names, or whole case ids.  ``implementations`` are globs; a
-    ``package.module:Class``, a mutant or any other name without a scenario gets the cells of all.
+    ``package.module:Class``, a mutant or any other name without a scenario gets the cells of all;
+    with ``like``, a glob, those of these systems only, with their options.
     """
 
     scenarios: Sequence[str] = ()
@@ -37,6 +38,7 @@ class Selection:
     expression: str = ""
     tier: str = "quick"
     seed: int | None = None
+    like: str = ""
 
     def cases(self, vocabulary: Vocabulary) -> list[Case]:
         """The selected cases in the order of their scenarios.
@@ -108,6 +110,8 @@ class Selection:
             cases = _some([c for c in pool if c.tier == self.tier], "--tier", self.tier, ["full"])
         if self.implementations:
             cases = self._of_implementations(cases, known)
+        elif self.like:
+            raise SelectionError(Problem("--like alone", "name your class by --impl", self.like))
         for backend in self.backends:
             if backend not in vocabulary.backends:
                 remedy = nearest(backend, vocabulary.backends, "backends")
@@ -140,12 +144,19 @@ class Selection:
                     remedy = nearest(pattern, {*known, *registry.names()}, "implementations")
                     problem = Problem("--impl: unknown implementation", remedy, pattern)
                     raise SelectionError(problem) from None
-                named = substitute(cases, pattern)
+                named = substitute(self._alike(cases, known), pattern, bool(self.like))
             if not named:
                 remedy = nearest(pattern, known, "implementations")
                 raise SelectionError(Problem("--impl: matches nothing here", remedy, pattern))
             chosen += [case for case in named if case not in chosen]
         return chosen
+
+    def _alike(self, cases: list[Case], known: list[str]) -> list[Case]:
+        """The cells of the systems that ``like`` matches (empty: of all)."""
+        if not self.like:
+            return cases
+        found = [c for c in cases if any(fnmatchcase(n, self.like) for n in _systems(c))]
+        return _some(found, "--like", self.like, hint=nearest(self.like, known, "implementations"))
 
 
 def resolve(name: str, cases: Sequence[Case]) -> Case:
@@ -163,7 +174,9 @@ def resolve(name: str, cases: Sequence[Case]) -> Case:
     if seeded := _SEED.search(scenario):
         pool = reseed(pool, int(seeded[1]))
     implementation = rest.split("::", 1)[0]
-    others = substitute(pool, implementation) if "+" not in implementation else []
+    system, _, label = implementation.partition("+")
+    takes = not label or registry.is_foreign(system)
+    others = substitute(pool, system, bool(label)) if takes else []
     for case in (*pool, *others):
         if case.id == name:
             registry.check(case.implementation)

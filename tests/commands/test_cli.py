@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,41 @@ def test_systems_without_scenario_take_every_cell() -> None:
     ids = done.stdout.splitlines()
     assert ids
     assert all(name.split("::")[1] == "shardproof.impls.plain:Plain" for name in ids)
+
+
+OWN = ("--impl", "adopted:GreedyZero1", "--dry-run")
+SUPPORT = ROOT / "tests" / "support"
+
+
+def test_a_class_of_ones_own_gets_the_cells_whose_axes_it_declares() -> None:
+    done = here("run", *OWN, paths=[SUPPORT])
+    assert done.returncode == 0, done.stderr
+    axes = {name.split("::")[3].rstrip("0123456789") for name in done.stdout.splitlines()}
+    assert axes == {"shard"}
+    told = re.search(r"adopted:GreedyZero1 declares the axes shard: (\d+) of (\d+) ", done.stderr)
+    assert told and int(told[1]) < int(told[2])
+    # Asked for by name, a scenario runs as it is: what does not fit is a skip with its reason.
+    assert "replicate2" in here("run", "ddp-gpt", *OWN, paths=[SUPPORT]).stdout
+    none = here("run", *OWN, "-k", "replicate2", paths=[SUPPORT])
+    assert none.returncode == 2 and "no cell has the axes shard" in none.stderr
+
+
+def test_a_class_of_ones_own_takes_the_options_of_systems_like_it() -> None:
+    done = here("run", *OWN, "--like", "reference/zero1*", paths=[SUPPORT])
+    ids = done.stdout.splitlines()
+    assert ids, done.stderr
+    assert all("::adopted:GreedyZero1+zero1" in name for name in ids)
+    [one] = [name for name in ids if name.startswith("zero-gpt[two]")]
+    assert "+zero1.small_buckets::" in one
+    again = here("run", one, "--dry-run", paths=[SUPPORT])
+    assert again.stdout.splitlines() == [one], "the printed rerun command has the id alone"
+    for arguments, says in (
+        (("--like", "reference/zero9*"), "--like matches nothing"),
+        (("--like", "reference/zero1*", "--impl", "reference/zero1"), ""),
+    ):
+        code = here("run", *OWN[:2], "--dry-run", *arguments, paths=[SUPPORT])
+        assert (code.returncode == 2) is bool(says) and says in code.stderr
+    assert here("run", "--like", "reference/zero1*", "--dry-run").returncode == 2
 
 
 def test_a_run_leaves_evidence_and_can_be_shown_again(tmp_path: Path) -> None:
