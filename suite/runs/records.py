@@ -66,6 +66,11 @@ _COLUMNS: dict[str, dict[str, str]] = {
 _ROWS_OF = {"memory": "memory", "traffic": "call", "actions": "action"}
 #: What of a rank's record becomes rows.
 _LISTS = ("steps", "traffic", "events", "actions", "memory")
+#: Section -> what every row of it has where reports draw it; clocks and waits may be missing.
+_NEEDED = {
+    "action": ("rank", "step", "op", "stage", "micro", "begin", "end"),
+    "call": ("rank", "operation", "axis", "payload_bytes", "issued"),
+}
 #: What of a step has a column of its own.
 _OF_STEP = ("step", "loss", "norm")
 
@@ -136,7 +141,12 @@ def sections(path: Path, *names: str) -> dict[str, list[dict[str, Any]]]:
     """Rows of the sections ``names`` of the record in ``path``; what else it holds is not read."""
     with _readable(path):
         table = read_table(path, {"section"}.union(*(_COLUMNS[name] for name in names)))
-        return {name: _rows(table, name) for name in names}
+        found = {name: _rows(table, name) for name in names}
+        for name in names:
+            for column in _NEEDED.get(name, ()):
+                if any(row.get(column) is None for row in found[name]):
+                    raise ValueError(f"a row of the section {name!r} has no {column!r}")
+        return found
 
 
 def read_table(path: Path, columns: Collection[str] = ()) -> pa.Table:

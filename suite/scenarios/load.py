@@ -202,14 +202,18 @@ def _judged_in(folder: Path) -> list[Path]:
 
 
 def _files_below(folder: Path, are_timed: bool = False) -> list[Path]:
-    return sorted(
+    try:
+        found = sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".yml"))
+    except OSError as error:  # a folder that goes while it is read, or may not be
+        what = f"cannot be searched for scenarios: {error.strerror}"
+        raise SelectionError(Problem(what, "name a folder of scenarios", str(folder))) from None
+    return [
         path
-        for path in folder.rglob("*")
-        if path.suffix in (".yaml", ".yml")
-        and path.is_file()
+        for path in found
+        if path.is_file()
         and not path.name.startswith((".", "_"))
         and bool(timed(path)) == are_timed
-    )
+    ]
 
 
 def _shown(path: Path) -> str:

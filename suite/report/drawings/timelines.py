@@ -174,7 +174,8 @@ def _block(row: Action, x: svg.Scale, top: float, chunk: str, clocked: bool) -> 
     start, stop = x(row["from"]), x(row["to"])
     width = max(stop - start - 0.6, 0.8)
     took = f", {1e3 * (row['to'] - row['from']):.2f} ms" if clocked else ""
-    hint = f"{_WORDS[row['op']]} of micro-batch {row['micro']}, stage {row['stage']}{took}"
+    word = _WORDS.get(row["op"], row["op"])
+    hint = f"{word} of micro-batch {row['micro']}, stage {row['stage']}{took}"
     parts = [svg.rect(start, top, width, _BLOCK, f"a-{row['op']}{chunk}", hint)]
     if width >= 7 * len(str(row["micro"])) + 4:
         look = f"in-{row['op']}"
