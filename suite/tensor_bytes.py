@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import math
 import os
 import struct
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.files import write_whole
+from shardproof.files import fast_json, read_fast_json, write_whole
 
 _MAGIC = b"SHPROOF1"
 _HEAD = struct.Struct("<8sQQ")
@@ -53,7 +52,7 @@ def dump(path: Path, obj: Any) -> None:
     ``requires_grad`` and strides.  :class:`TypeError` names the place of anything else.
     """
     writer = _Writer()
-    index = json.dumps(writer.encode(obj, "")).encode()
+    index = fast_json(writer.encode(obj, ""))
     index += b" " * (-(_HEAD.size + len(index)) % _ALIGN)
     write_whole(path, [_HEAD.pack(_MAGIC, len(index), writer.size), index, *writer.chunks])
 
@@ -72,7 +71,7 @@ def load(path: Path) -> Any:
     if start + data_size != len(data):
         raise DamagedFile(f"{path}: {len(data)} bytes, its header says {start + data_size}")
     try:
-        tree = json.loads(data[_HEAD.size : start])
+        tree = read_fast_json(bytes(data[_HEAD.size : start]))
         return _Reader(data, start).decode(tree)
     except DamagedFile as error:
         raise DamagedFile(f"{path}: {error}") from None

@@ -1,4 +1,7 @@
-"""The global gradient norm that clipping used equals the oracle's, on every rank.
+"""The global gradient norm that clipping used equals the true one, on every rank.
+
+True is the oracle's; in lane working_precision, where trajectories part and every step is judged
+alone, it is the norm of the gradients that the system shows, which ``equivalence`` judges.
 
 Clipping hides scale: a sum in place of a mean moves the clipped parameters by 1e-7 only, so the
 norm *before* clipping is compared.  A case in which clipping is never active proves nothing and is
@@ -12,6 +15,7 @@ from __future__ import annotations
 import math
 
 from shardproof.checks import Outcome, Worst
+from shardproof.checks.equivalence import judged_lane
 from shardproof.checks.numbers import FP64_BOUND
 from shardproof.evidence.assembled import Figures
 
@@ -26,10 +30,11 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("norm", "skip", "clipping is off")
     bound = BOUNDS[evidence.case.lowest_dtype]
     compared, active = list[Worst](), 0
+    shown = _shown(evidence) if judged_lane(evidence) == "working_precision" else {}
     for step in evidence.steps:
         if evidence.oracle.steps[step].skipped:
             continue  # an overflow: there is no norm to clip by
-        truth = evidence.oracle.steps[step].norm
+        truth = shown.get(step, evidence.oracle.steps[step].norm)
         active += truth > limit
         for record in evidence.records:
             if not record.steps[step].present:
@@ -49,3 +54,12 @@ def decide(evidence: Figures) -> Outcome:
         message = f"the norm never exceeds clip_norm={limit}: lower it in the scenario"
         return Outcome("norm", "precondition", message, worst, figures)
     return Outcome("norm", "pass", "", worst, figures)
+
+
+def _shown(evidence: Figures) -> dict[int, float]:
+    """Step -> global norm of one copy of every gradient that is shown before clipping."""
+    squares: dict[int, dict[str, float]] = {}
+    for row in evidence.tensors:
+        if (row.point, row.kind) == ("gradients_final", "gradients"):
+            squares.setdefault(row.step, {}).setdefault(row.name, row.norm**2)
+    return {step: math.sqrt(sum(names.values())) for step, names in squares.items()}

@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import json
 import os
 import pickle
 import resource
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shardproof.files import write_whole
+from shardproof.files import fast_json, write_whole
 from shardproof.launch import fork_server, process_control
 
 #: What a training step would otherwise import lazily, in every rank of every case.
@@ -167,10 +166,12 @@ class _Server:
             if isinstance(job, Path):
                 file, job = job, job.read_bytes()
                 file.unlink()
+            # It lives as long as one task; what it makes is looked through for nothing.
+            gc.disable()
             task, payload = pickle.loads(job)  # imports the task's module
             value = task(payload)
             if order.value is not None and value is not None:
-                write_whole(order.value, json.dumps(value, default=str))
+                write_whole(order.value, fast_json(value))
             code = 0
         except BaseException:  # noqa: BLE001 - last stop before the process's end
             traceback.print_exc()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from shardproof.files import read_fast_json
 from shardproof.launch.fork_server import ForkServer, ForkServerError, Task
 from shardproof.launch.workspace import Workspace
 
@@ -179,7 +179,7 @@ def _read_once(path: Path) -> Any:
     """The value in the file, which is removed; ``None`` if there is no file."""
     if not path.exists():
         return None
-    value = json.loads(path.read_text())
+    value = read_fast_json(path.read_bytes())
     path.unlink()
     return value
 

@@ -1,0 +1,49 @@
+"""The norm before clipping against the true one: the oracle's, or that of the gradients shown."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardproof.checks import norm
+from shardproof.contract import OptimizerSpec
+
+
+def figures(lane: str, reported: float, shown: float, oracle: float) -> Any:
+    """One rank, one step, two equal gradients that are told by two replicas each."""
+    rows = [
+        SimpleNamespace(
+            step=0, point=point, kind="gradients", name=name, replica=replica, norm=shown / 2**0.5
+        )
+        for point in ("gradients_final", "after_clip")
+        for name in ("a", "b")
+        for replica in (0, 1)
+    ]
+    step = SimpleNamespace(present=True, norm=reported, skipped=False)
+    dtype = "bfloat16" if lane == "working_precision" else "float64"
+    return SimpleNamespace(
+        case=SimpleNamespace(optimizer=OptimizerSpec(clip_norm=0.1), lowest_dtype=dtype, lane=lane),
+        steps=range(1),
+        oracle=SimpleNamespace(steps=[SimpleNamespace(norm=oracle, skipped=False)]),
+        records=[SimpleNamespace(rank=0, steps=[step])],
+        tensors=rows,
+    )
+
+
+@pytest.mark.parametrize(
+    ("lane", "reported", "shown", "oracle", "status"),
+    [
+        ("fp64", 1.0, 1.0, 1.0, "pass"),
+        ("fp64", 1.0, 1.0, 1.1, "fail"),
+        # Trajectories part in bfloat16: the step is judged by what it started from.
+        ("working_precision", 1.0, 1.01, 1.1, "pass"),
+        ("working_precision", 1.1, 1.0, 1.1, "fail"),
+    ],
+)
+def test_what_is_true_of_a_norm(
+    lane: str, reported: float, shown: float, oracle: float, status: str
+) -> None:
+    outcome = norm.decide(figures(lane, reported, shown, oracle))
+    assert outcome.status == status, outcome.message
