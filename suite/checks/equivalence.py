@@ -458,9 +458,10 @@ def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
         parameter.grad = None if gradient is None else gradient.clone()
     optimizer = build_optimizer(spec, named)
     if step:
-        load_slots(
-            optimizer, named, evidence.observed(step - 1, "after_update", "optimizer").first()
-        )
+        held = evidence.observed(step - 1, "after_update", "optimizer").first()
+        # Alone, a master would pass for the state of a parameter that nobody has updated yet.
+        own = {name: tensor for name, tensor in held.items() if not name.endswith(f".{MASTER}")}
+        load_slots(optimizer, named, own)
     set_learning_rate(optimizer, spec, step)
     terms = largest_terms(optimizer, named)
     optimizer.step()
