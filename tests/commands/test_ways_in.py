@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,26 @@ def test_pytest_refuses_a_class_that_cannot_be_loaded() -> None:
     done = pytest_here("scenarios", "--impl", "json:loads", "--collect-only")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "not a subclass of Implementation - nothing was run" in done.stderr
+
+
+def test_the_fixture_judges_a_class_in_anybodys_tests(tmp_path: Path) -> None:
+    """An entry point brings it: no conftest, no option."""
+    shutil.copy(ROOT / "tests" / "support" / "adopted.py", tmp_path)
+    (tmp_path / "test_mine.py").write_text(
+        "from adopted import BecameDDP, GreedyZero1\n"
+        "ARGUMENTS = {'worlds': (2,), 'optimizer': 'adamw'}\n"
+        "def test_sound(shardproof):\n"
+        "    assert list(shardproof(GreedyZero1, **ARGUMENTS)['verdict']) == ['pass']\n"
+        "def test_defective(shardproof):\n"
+        "    shardproof(BecameDDP, **ARGUMENTS)\n"
+        "def test_elsewhere(shardproof):\n"
+        "    shardproof('reference/ddp', worlds=(2,), meshes=[{'tensor': 2}])\n"
+    )
+    done = python("-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 1 passed, 1 skipped" in done.stdout, done.stdout
+    assert "1 of 1 cases:" in done.stdout and "nothing is sharded on any rank" in done.stdout
+    assert "has no axis tensor" in done.stdout
 
 
 def test_prove_returns_a_frame() -> None:

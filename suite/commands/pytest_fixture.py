@@ -1,0 +1,46 @@
+"""The fixture ``shardproof``, which every pytest has once this package is installed.
+
+    def test_mine(shardproof):
+        shardproof(MyZero1)
+
+It judges a class (at the top of a module that ranks can import) or a name, with the arguments of
+``shardproof.prove``, and fails the test with what the judge says of each case that is not green.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from shardproof.contract import Implementation
+
+Judge = Callable[..., "pd.DataFrame"]
+
+
+@pytest.fixture
+def shardproof() -> Judge:
+    """Judges an implementation; returns ``prove``'s frame, a row a case."""
+
+    def judge(implementation: str | type[Implementation], **arguments: Any) -> pd.DataFrame:
+        from shardproof import verdicts
+        from shardproof.commands.prove import prove
+
+        __tracebackhide__ = True
+        frame = prove(implementation, **arguments)
+        odd = [
+            f"{row['case']}: {row['verdict']}\n    {row['reason']}"
+            for row in frame.to_dict("records")
+            if verdicts.kind(row["verdict"]) not in (*verdicts.GREEN, "skip")
+        ]
+        if odd:
+            pytest.fail("\n".join([f"{len(odd)} of {len(frame)} cases:", *odd]), pytrace=False)
+        if all(verdicts.kind(verdict) == "skip" for verdict in frame["verdict"]):
+            pytest.skip("; ".join(dict.fromkeys(frame["reason"])))
+        return frame
+
+    return judge
