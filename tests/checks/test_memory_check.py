@@ -22,6 +22,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.contract import PROFILES
 from shardproof.costs import COST_MODELS, CostModel, NoCostModel
 from shardproof.costs.expression import CaseFacts
+from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord, StepRecord, WorkloadFacts
 from shardproof.ledgers.memory import MemoryLedger, summary
 from shardproof.ledgers.memory.summary import MemoryRow
@@ -92,6 +93,13 @@ def calls(cost_model: CostModel, world: int) -> list[list[Call]]:
     return ranks
 
 
+class MadeFigures(SimpleNamespace):
+    """What checks ask, made by hand; how deep is told as of any figures."""
+
+    own_costs = None
+    depth, cost_model, family = Figures.depth, Figures.cost_model, Figures.family
+
+
 def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
     cost_model = COST_MODELS[strategy](
         plan(strategy, world, steps=STEPS, micro_batches=(1,) * world, **more)
@@ -142,12 +150,14 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         membership={},
         expect={},
         precision={},
+        options={},
+        depth="",
         dtype="float32",
         mesh=cost_model.facts.axes,
         world=world,
     )
     names = [t.name for t in cost_model.facts.parameters]
-    return SimpleNamespace(
+    return MadeFigures(
         case=case,
         declaration=declaration,
         facts=CaseFacts({}, cost_model.facts),
