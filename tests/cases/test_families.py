@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 from made_case import made_case
 
+from shardproof import prove
 from shardproof.case import WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import GENERAL
 from shardproof.checks.results import CaseResult
+from shardproof.commands.verify import verify
 from shardproof.contract import OptimizerSpec
+from shardproof.errors import SelectionError
+from shardproof.report import tables
+from shardproof.runs.run_folder import read
 
 HERE = Path(__file__).parents[1] / "support"
 SMALL = WorkloadSpec(
@@ -71,3 +76,26 @@ def test_verdicts_at_depth_family(
     result = results[name, world]
     assert result.verdict == verdict, result.reason
     assert says in result.reason, result.reason
+
+
+def test_what_was_held_to_a_family_or_an_own_model_is_judged_again_without_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GreedyZero1", "FlatZero1OfItsOwn"):
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(HERE))
+            patch.setenv("PYTHONPATH", str(HERE))
+            folder = tmp_path / name
+            [row] = prove(
+                f"adopted:{name}", worlds=(2,), optimizer="adamw", results=folder
+            ).to_dict("records")
+        assert row["verdict"] == "pass", row["reason"]
+        assert verify(folder).problems == []
+        [result] = read(folder).cases
+        assert result.depth == ("own" if name == "FlatZero1OfItsOwn" else "family")
+        words = " ".join(row[0] for row in tables.table([result]).texts)
+        assert ("own cost model" if result.depth == "own" else "depth family") in words
+    strict = prove("reference/zero1", worlds=(2,), depth="family")
+    assert list(strict["verdict"]) == ["pass"]
+    with pytest.raises(SelectionError, match="family or layout"):
+        prove("reference/zero1", depth="deep")  # type: ignore[arg-type]

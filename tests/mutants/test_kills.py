@@ -26,6 +26,9 @@ from shardproof.cases.kills import (
 )
 from shardproof.checks import GENERAL, Outcome, Worst
 from shardproof.checks.results import CaseResult, Kill
+from shardproof.commands.mutants import execute_mutants
+from shardproof.commands.verify import verify
+from shardproof.runs.run_folder import RunFolder, read
 
 #: Other kernels than those that torch and MKL choose for a machine.
 KERNELS = (
@@ -84,6 +87,27 @@ def test_faults_of_layout_and_last_bits_die_whatever_the_cpu(
         timeout=300,
     )
     assert "2 faults judged (2 killed, 0 survive)" in done.stdout, done.stdout + done.stderr
+
+
+def test_at_depth_family_any_failing_check_kills_and_a_share_may_survive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = [
+        registry.load_mutant(name)
+        for name in ("ddp_divides_by_world", "ddp_never_reduces", "zero1_all_reduces")
+    ]
+    for fault in faults:
+        here, there = pair(fault), pair(fault, depth="family")
+        assert there.case.depth == there.parent.depth == "family"
+        assert {here.case.id, here.parent.id}.isdisjoint({there.case.id, there.parent.id})
+    with RunFolder(tmp_path / "run", ["test"]) as folder:
+        # An all-reduce in place of a reduce-scatter sends what many sound ZeRO-1 send.
+        assert execute_mutants(folder, faults, 2, None, True, "family") == 1
+    out = capsys.readouterr().out
+    assert "3 faults judged (2 killed, 1 survive)" in out
+    assert "33.3% survive at depth family, at most 15%" in out
+    assert {kill.depth for kill in read(tmp_path / "run").kills} == {"family"}
+    assert verify(tmp_path / "run").problems == []
 
 
 def test_every_check_that_faces_faults_kills_one() -> None:
