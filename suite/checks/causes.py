@@ -48,6 +48,81 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled, replica: int =
     return _other(held, truth.gradients, wrong)
 
 
+def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
+    """A sentence on gradients after clipping: by what norm, and whether all were clipped."""
+    truth = evidence.truth.steps[step]
+    if truth.clipped is None:
+        return ""
+    held = _first(state, truth.clipped)
+    limit = LEFT_OVER[evidence.case.lowest_dtype]
+    times = _multiple(held, truth.clipped, limit)
+    if times is not None and times > 0:
+        whole = _multiple(held, truth.gradients, limit)
+        if whole is not None and abs(whole - 1) <= limit:
+            return "nothing was clipped"
+        return f"clipped by a norm that is {1 / times:.4g} times the true one"
+    left = [n for n in held if _multiple_of_one(held[n], truth.gradients[n], limit)]
+    right = [n for n in held if _multiple_of_one(held[n], truth.clipped[n], limit)]
+    if left and len(left) + len(right) == len(held):
+        return f"not clipped: {_some(left)}"
+    return ""
+
+
+def of_update(evidence: Evidence, step: int, state: Assembled, truth: Mapping[str, Tensor]) -> str:
+    """A sentence on parameters after the update of ``step``, from what was held before it."""
+    before = (
+        evidence.initial("parameters")
+        if step == 0
+        else evidence.observed(step - 1, "after_update", "parameters")
+    ).first()
+    held = _first(state, truth)
+    names = [n for n in held if n in before and before[n].shape == held[n].shape]
+    made = {n: held[n].double() - before[n].double() for n in names}
+    wanted = {n: truth[n].double() - before[n].double() for n in names}
+    # Differences of values have lost digits.
+    times = _multiple(made, wanted, 1e-4)
+    if times is None:
+        still = [n for n in names if bool(wanted[n].any()) and not bool(made[n].any())]
+        return f"not updated: {_some(still)}" if still else ""
+    if abs(times) < _CLOSE:
+        return "no update was made"
+    return "" if _is(times, 1.0) else f"every update is {times:.4g} times the true one"
+
+
+def of_loss(evidence: Evidence, held: float, truth: float) -> str:
+    """A sentence on a loss that is a known multiple of the true one."""
+    if not truth or not held:
+        return ""
+    times = held / truth
+    factor = _factor(times, _known(evidence))
+    return factor.replace("every gradient", "the loss") if "=" in factor else ""
+
+
+def _first(state: Assembled, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One copy of each tensor of the shape that ``like`` has of it."""
+    found = state.first()
+    return {n: found[n] for n, want in like.items() if n in found and found[n].shape == want.shape}
+
+
+def _multiple(
+    held: Mapping[str, Tensor], truth: Mapping[str, Tensor], limit: float
+) -> float | None:
+    """``a`` where all of ``held`` is a times ``truth``; ``None``: it is no multiple."""
+    names = [name for name in held if name in truth]
+    got, want = _flat(held, truth, names), _flat(truth, truth, names)
+    size = float(want @ want)
+    if not size or not bool(got.isfinite().all()):
+        return None
+    times = float(got @ want) / size
+    scale = max(float(got.norm()), float(want.norm()))
+    return times if float((got - times * want).norm()) <= limit * scale else None
+
+
+def _multiple_of_one(held: Tensor, truth: Tensor, limit: float) -> bool:
+    times = _multiple({"": held}, {"": truth}, limit)
+    return times is not None and abs(times - 1) <= limit
+
+
 def _equal(held: Tensor, want: Tensor, evidence: Evidence) -> bool:
     limit = LEFT_OVER[evidence.case.lowest_dtype] * float(want.double().norm())
     return float((held.double() - want.double()).norm()) <= limit

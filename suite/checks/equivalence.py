@@ -18,7 +18,8 @@ copies of the truth; where it cannot, the tensor counts as not tested.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -68,6 +69,19 @@ Rows = list[ComparisonRow]
 
 class _Failure(Exception):
     """Ends the check with its message."""
+
+
+@contextmanager
+def _told(cause: Callable[[], str]) -> Iterator[None]:
+    """Put what ``cause`` says in front of a failure."""
+    try:
+        yield
+    except _Failure as failure:
+        try:
+            sentence = cause()
+        except Exception as error:  # noqa: BLE001 - it must not take the failure's place
+            sentence = f"no cause could be told ({error!r})"
+        raise _Failure(f"{sentence}: {failure}" if sentence else str(failure)) from None
 
 
 def _note(
@@ -207,7 +221,13 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             *((key, error, 1.0) for key, error in silent.items()),
         ):
             failure = f"further from fp64 than {case.lowest_dtype} explains: {{}}"
-            _note(rows, Comparison(error, limit), name, step, point, owner, failure)
+            clipped = point == "after_clip"
+            cause = causes.of_clipping if clipped else causes.of_gradients
+            state = evidence.observed(
+                step, "after_clip" if clipped else "gradients_final", "gradients"
+            )
+            with _told(partial(cause, evidence, step, state)):
+                _note(rows, Comparison(error, limit), name, step, point, owner, failure)
         _replay(evidence, step, rows)
 
 
@@ -354,7 +374,8 @@ def _loss(evidence: Evidence, step: int, rows: Rows) -> None:
     # A hinge loss can be exactly zero; then so must be the sum of shares.
     error = abs(total - truth) / (abs(truth) or 1.0)
     failure = f"summed loss {total!r} against {truth!r}: {{}}"
-    _note(rows, Comparison(error, bound), "loss", step, "forward", "all ranks", failure)
+    with _told(partial(causes.of_loss, evidence, total, truth)):
+        _note(rows, Comparison(error, bound), "loss", step, "forward", "all ranks", failure)
 
 
 def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None, float]:
@@ -393,11 +414,9 @@ def _gradients(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> N
             continue
         _must_be_observed(evidence, step, point)
         state = evidence.observed(step, point, "gradients")
-        try:
+        cause = causes.of_clipping if point == "after_clip" else causes.of_gradients
+        with _told(partial(cause, evidence, step, state)):
             _compare_all(evidence, state, expected, compare, rows, step, point, zeros=True)
-        except _Failure as failure:
-            cause = causes.of_gradients(evidence, step, state) if point == "gradients_final" else ""
-            raise _Failure(f"{cause}: {failure}" if cause else str(failure)) from None
 
 
 def _trajectory(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> None:
@@ -411,7 +430,9 @@ def _trajectory(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> 
     for kind, zeros in (("parameters", False), ("optimizer", True)):
         state = evidence.observed(step, "after_update", kind)
         phase = f"after_update {kind}"
-        _compare_all(evidence, state, expected[kind], compare, rows, step, phase, zeros)
+        after = evidence.observed(step, "after_update", "parameters")
+        with _told(partial(causes.of_update, evidence, step, after, truth.parameters)):
+            _compare_all(evidence, state, expected[kind], compare, rows, step, phase, zeros)
 
 
 def _masters(evidence: Evidence, step: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -477,24 +498,25 @@ def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
         name: expected[name.removesuffix(f".{MASTER}")] for name in masters
     }
     earlier = terms | {f"{name}.{MASTER}": tensor for name, tensor in before.items()}
-    for state, wanted, reference, phase in (
-        (after, held, before, "replayed update of parameters"),
-        (slots, expected_slots, earlier, "replayed update of optimizer"),
-    ):
-        _check_names(state, wanted, step, phase)
-        passing = powerless(wanted, evidence.case.world, parts_within_ulps)
-        for name, value in wanted.items():
-            like = reference.get(name, value).to(value.dtype)
-            ulps = 0 if name in exact_values else REPLAY_ULPS
-            compare = partial(within_ulps, reference=like, ulps=ulps)
-            if passing[name]:
-                rows.append(ComparisonRow(step, phase, name, tested=False))
-            known: dict[int, Comparison] = {}
-            for replica, actual in state.tensors[name].items():
-                owner = _owner(state, name) + (f", replica {replica}" if replica else "")
-                failure = "differs from a one-step replay: {} ULP"
-                known[id(actual)] = result = known.get(id(actual)) or compare(actual, value)
-                _note(rows, result, name, step, phase, owner, failure)
+    with _told(partial(causes.of_update, evidence, step, after, held)):
+        for state, wanted, reference, phase in (
+            (after, held, before, "replayed update of parameters"),
+            (slots, expected_slots, earlier, "replayed update of optimizer"),
+        ):
+            _check_names(state, wanted, step, phase)
+            passing = powerless(wanted, evidence.case.world, parts_within_ulps)
+            for name, value in wanted.items():
+                like = reference.get(name, value).to(value.dtype)
+                ulps = 0 if name in exact_values else REPLAY_ULPS
+                compare = partial(within_ulps, reference=like, ulps=ulps)
+                if passing[name]:
+                    rows.append(ComparisonRow(step, phase, name, tested=False))
+                known: dict[int, Comparison] = {}
+                for replica, actual in state.tensors[name].items():
+                    owner = _owner(state, name) + (f", replica {replica}" if replica else "")
+                    failure = "differs from a one-step replay: {} ULP"
+                    known[id(actual)] = result = known.get(id(actual)) or compare(actual, value)
+                    _note(rows, result, name, step, phase, owner, failure)
 
 
 def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> None:
