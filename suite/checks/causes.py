@@ -60,6 +60,8 @@ def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
         whole = _multiple(held, truth.gradients, limit)
         if whole is not None and abs(whole - 1) <= limit:
             return "nothing was clipped"
+        if abs(times - 1) <= limit:
+            return ""  # this copy is right
         return f"clipped by a norm that is {1 / times:.4g} times the true one"
     left = [n for n in held if _multiple_of_one(held[n], truth.gradients[n], limit)]
     right = [n for n in held if _multiple_of_one(held[n], truth.clipped[n], limit)]
@@ -91,11 +93,12 @@ def of_update(evidence: Evidence, step: int, state: Assembled, truth: Mapping[st
 
 def of_loss(evidence: Evidence, held: float, truth: float) -> str:
     """A sentence on a loss that is a known multiple of the true one."""
-    if not truth or not held:
-        return ""
-    times = held / truth
-    factor = _factor(times, _known(evidence))
-    return factor.replace("every gradient", "the loss") if "=" in factor else ""
+    known = _known(evidence)
+    for number in {n for n in known.values() if n > 1}:
+        for times in (number, 1 / number):
+            if abs(held - times * truth) <= 1e-6 * abs(times * truth):
+                return _factor(times, known).replace("every gradient", "the loss")
+    return ""
 
 
 def _first(state: Assembled, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -164,7 +167,7 @@ def _explained(
     if step:
         columns.append(_flat(evidence.truth.steps[step - 1].gradients, truth, names))
     got, matrix = _flat(held, truth, names), torch.stack(columns, dim=1)
-    if matrix.shape[0] <= matrix.shape[1]:
+    if matrix.shape[0] <= matrix.shape[1] or not bool(matrix.isfinite().all()):
         return ""
     scales = matrix.norm(dim=0).clamp_min(1e-300)
     fit = torch.linalg.lstsq(matrix / scales, got.unsqueeze(1), driver="gelsd").solution
@@ -267,13 +270,14 @@ def _by(what: str, values: Sequence[float]) -> str:
 
 
 def _factor(value: float, known: Mapping[str, float]) -> str:
-    if abs(value) < _CLOSE / 10:
+    if abs(value) < 1e-9:
         return "every gradient is zero"
     if value < 0:
         return f"every gradient has the wrong sign ({value:.4g} times the true one)"
     size = f"{value:.4g} times too large" if value > 1 else f"{1 / value:.4g} times too small"
-    names = [n for n, number in known.items() if number > 1 and _is(max(value, 1 / value), number)]
-    of = f" ({max(value, 1 / value):.4g} = {' = '.join(names)})" if names else ""
+    ratio = max(value, 1 / value)
+    names = [n for n, number in known.items() if number > 1 and abs(ratio - number) < 1e-3 * number]
+    of = f" ({ratio:.4g} = {' = '.join(names)})" if names else ""
     return f"every gradient is {size}{of}"
 
 

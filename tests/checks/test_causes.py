@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from shardproof import registry
+from shardproof.cases.kills import pair
+from shardproof.cases.runner import run_cases
 from shardproof.checks.causes import said
 
 KNOWN = {"ranks": 3, "micro-batches": 2, "ranks x micro-batches": 6, "loss scale": 1024.0}
@@ -19,6 +22,7 @@ KNOWN = {"ranks": 3, "micro-batches": 2, "ranks x micro-batches": 6, "loss scale
         ([[1.7] * 2] * 3, 0.0, "every gradient is 1.7 times too large"),
         ([[-1.0] * 2] * 3, 0.0, "every gradient has the wrong sign (-1 times the true one)"),
         ([[0, 0], [0, 0]], 0.0, "every gradient is zero"),
+        ([[1 / 1024] * 2] * 3, 0.0, "every gradient is 1024 times too small (1024 = loss scale)"),
         ([[0, 0], [0, 0]], 1.0, "this is the gradient of the step before"),
         ([[1, 1], [1, 1]], 0.5, "that of the step before is in it 0.5 times"),
         ([[1, 1], [0, 0], [1, 1]], 0.0, "the share of data coordinate 1 is missing"),
@@ -38,3 +42,23 @@ KNOWN = {"ranks": 3, "micro-batches": 2, "ranks x micro-batches": 6, "loss scale
 )
 def test_what_coefficients_mean(rows: list[list[float]], before: float, sentence: str) -> None:
     assert said(rows, before, KNOWN) == sentence
+
+
+SENTENCES = {
+    "ddp_divides_by_world": "every gradient is 3 times too small (3 = ranks)",
+    "ddp_never_reduces": "the gradient of data coordinate 0 alone: it was not reduced",
+    "ddp_ignores_warmup": "every update is 4 times the true one",
+    "ddp_fourth_rank_left_out": "the share of data coordinate 3 is missing",
+    "zero2_norm_of_nothing": "nothing was clipped",
+    "zero2_clips_scaled_norm": "clipped by a norm that is 1024 times the true one",
+    "zero2_reports_scaled_loss": "the loss is 1024 times too large (1024 = loss scale)",
+    "zero1_optimizer_on_old_tensors": "no update was made",
+}
+
+
+def test_planted_faults_are_called_by_their_cause() -> None:
+    cases = {n: pair(registry.load_mutant(n), weigh_all=False).case for n in SENTENCES}
+    results, _ = run_cases(list(cases.values()), 2, lambda result: None)
+    reasons = {result.id: result.reason for result in results}
+    for name, case in cases.items():
+        assert SENTENCES[name] in reasons[case.id], reasons[case.id]
