@@ -355,7 +355,8 @@ class Capabilities:
     share (or one parameter, if that is more), and bytes sent and held ``overhead`` times what a
     plain member sends and what the pieces add up to.
 
-    ``loss_factor``: what the adapter multiplies every loss by, to undo what the system divides by.
+    ``loss_factor``: what the adapter multiplies every loss of a step by, to undo what the system
+    divides by: a formula of a case's facts (``"world"``, ``"rounds"``, ``"2 * world"``).
     :attr:`StepResult.loss` is then the system's own loss, that many times the true one.
 
     ``packages`` are modules that the machine may lack: then cases become ``skip``, while options
@@ -376,7 +377,7 @@ class Capabilities:
     packages: tuple[str, ...] = ()
     balance: float = 2.0
     overhead: float = 2.0
-    loss_factor: float = 1.0
+    loss_factor: str = "1"
 
 
 _UNTRACED = nullcontext()

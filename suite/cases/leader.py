@@ -17,13 +17,13 @@ from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases import answers
 from shardproof.cases.rank_program import run_rank, workload_facts
-from shardproof.cases.verdict import decide_case, measure_case
+from shardproof.cases.verdict import decide_case, measure_case, problem_of
 from shardproof.checks import announced_schedule, relations
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import own, tensor
 from shardproof.costs.expression import CaseFacts, facts_of
-from shardproof.costs.model import CostModel
+from shardproof.costs.model import CostModel, NoCostModel
 from shardproof.costs.own import OwnCosts
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
@@ -103,7 +103,7 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
         account.refused = [type(error).__name__, str(error)]
         return None
     account.missing = declaration.missing_here(case.backend, case.world)
-    if declaration.problem() or declaration.excludes_case(case, account.missing):
+    if problem_of(declaration) or declaration.excludes_case(case, account.missing):
         return None
     try:
         schedules = _announced_schedules(case, implementation)
@@ -163,6 +163,8 @@ def _own_costs(implementation: type[Implementation], evidence: Evidence) -> OwnC
     skipped = [any(r.steps[step].skipped for r in evidence.records) for step in evidence.steps]
     try:
         return own.answers(cost_model, facts, skipped)
+    except NoCostModel:
+        return None  # it promises nothing here
     except Exception as error:
         raise BrokenContract(f"{name}.cost_model raised {error!r}") from error
 

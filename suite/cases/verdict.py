@@ -20,11 +20,13 @@ from shardproof.cases.audit import audited
 from shardproof.checks import Outcome, announced_schedule
 from shardproof.checks.refusals import judge_errors
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
+from shardproof.costs.expression import FormulaError, parse
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.process_control import signal_name
+from shardproof.registry.declaration import Declaration
 from shardproof.verdicts import JUDGE_ERROR, OVER_BUDGET, REPLICAS_ONLY, WORKING_PRECISION_ONLY
 
 #: Exceptions that say "the implementation broke the contract": a ``fail``, not a ``crash``.
@@ -46,6 +48,12 @@ def measure_case(evidence: Evidence) -> None:
 
 def decide_case(account: Account) -> CaseResult:
     """The result of the case that ``account`` describes."""
+    result, declared = _decided(account), account.declaration
+    result.depth = account.case.depth or (declared.depth if declared else None)
+    return result
+
+
+def _decided(account: Account) -> CaseResult:
     case = account.case
     if account.fault:
         return _result(case, JUDGE_ERROR, account.fault)
@@ -62,7 +70,7 @@ def decide_case(account: Account) -> CaseResult:
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
         return _refused(case, [error])
     assert account.declaration is not None
-    reason = account.declaration.problem()
+    reason = problem_of(account.declaration)
     if reason:
         return _apply_xfail(case, "fail", reason)
     reason = account.declaration.excludes_case(case, account.missing)
@@ -89,9 +97,16 @@ def decide_case(account: Account) -> CaseResult:
     figures = account.figures
     assert figures is not None
     outcomes = [audited(_run_check(name, figures), figures) for name in case.checks]
-    result = _apply_xfail(case, *verdict_of(outcomes), outcomes)
-    result.depth = figures.depth
-    return result
+    return _apply_xfail(case, *verdict_of(outcomes), outcomes)
+
+
+def problem_of(declaration: Declaration) -> str:
+    """What a system says of itself that means nothing; empty: nothing."""
+    try:
+        parse(declaration.loss_factor)
+    except FormulaError as error:
+        return f"loss_factor: {error}"
+    return declaration.problem()
 
 
 def _broken_leader(leader: LeaderEnd) -> str:
@@ -233,7 +248,8 @@ def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] =
 
 
 def _depth(case: Case) -> str:
-    return f" --depth {case.depth}" if case.depth else ""
+    planned = case.scenario == "prove" and not case.source  # with its depth
+    return f" --depth {case.depth}" if case.depth and not planned else ""
 
 
 def _argument(case: Case) -> str:

@@ -20,22 +20,20 @@ from shardproof.workloads import for_case
 
 #: What a fit may leave over, by dtype, relative to what is fitted.
 LEFT_OVER = {"float64": 1e-7, "float32": 1e-3, "bfloat16": 0.03, "float16": 0.01}
-#: Coefficients that are this close to a number are that number.
-_CLOSE = 0.01
+#: Digits of a coefficient that count, by dtype.
+DIGITS = {"float64": 6, "float32": 3, "bfloat16": 2, "float16": 2}
+_CLOSE = 1e-5
 _SHOWN = 3
 
 
-def of_gradients(evidence: Evidence, step: int, state: Assembled, replica: int = 0) -> str:
-    """A sentence on the gradients of ``step`` as ``replica`` holds them; empty: no fit explains.
+def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
+    """A sentence on the first copy of the gradients of ``step``; empty: no fit explains them.
 
     Asked where a comparison has failed; gradients that have been clipped are no sums any more.
     """
     truth = evidence.truth.steps[step]
-    held = {
-        name: copies.get(replica, next(iter(copies.values())))
-        for name, copies in state.tensors.items()
-    }
-    names = [n for n, want in truth.gradients.items() if n in held and held[n].shape == want.shape]
+    held = _first(state, truth.gradients)
+    names = list(held)
     wrong = [n for n in names if not _equal(held[n], truth.gradients[n], evidence)]
     if not wrong or not all(bool(held[n].isfinite().all()) for n in names):
         return ""
@@ -58,10 +56,10 @@ def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
     times = _multiple(held, truth.clipped, limit)
     if times is not None and times > 0:
         whole = _multiple(held, truth.gradients, limit)
-        if whole is not None and abs(whole - 1) <= limit:
-            return "nothing was clipped"
         if abs(times - 1) <= limit:
             return ""  # this copy is right
+        if whole is not None and abs(whole - 1) <= limit:
+            return "nothing was clipped"
         return f"clipped by a norm that is {1 / times:.4g} times the true one"
     left = [n for n in held if _multiple_of_one(held[n], truth.gradients[n], limit)]
     right = [n for n in held if _multiple_of_one(held[n], truth.clipped[n], limit)]
@@ -86,9 +84,9 @@ def of_update(evidence: Evidence, step: int, state: Assembled, truth: Mapping[st
     if times is None:
         still = [n for n in names if bool(wanted[n].any()) and not bool(made[n].any())]
         return f"not updated: {_some(still)}" if still else ""
-    if abs(times) < _CLOSE:
+    if abs(times) < 1e-6:
         return "no update was made"
-    return "" if _is(times, 1.0) else f"every update is {times:.4g} times the true one"
+    return "" if _is(times, 1.0, 1e-3) else f"every update is {times:.4g} times the true one"
 
 
 def of_loss(evidence: Evidence, held: float, truth: float) -> str:
@@ -166,18 +164,26 @@ def _explained(
     columns = [_flat(micro, truth, names) for share in parts for micro in share]
     if step:
         columns.append(_flat(evidence.truth.steps[step - 1].gradients, truth, names))
-    got, matrix = _flat(held, truth, names), torch.stack(columns, dim=1)
-    if matrix.shape[0] <= matrix.shape[1] or not bool(matrix.isfinite().all()):
+    got = _flat(held, truth, names)
+    # A micro-batch that has no such gradient says nothing of how often it was counted.
+    there = [number for number, column in enumerate(columns) if bool(column.any())]
+    if len(there) >= len(got):
         return ""
-    scales = matrix.norm(dim=0).clamp_min(1e-300)
+    matrix = torch.stack([columns[number] for number in there], dim=1) if there else None
+    if matrix is None or not bool(matrix.isfinite().all()):
+        return ""
+    scales = matrix.norm(dim=0)
     fit = torch.linalg.lstsq(matrix / scales, got.unsqueeze(1), driver="gelsd").solution
     counts = fit.squeeze(1) / scales
+    dtype = evidence.case.lowest_dtype
     left_over = float((got - matrix @ counts).norm())
-    if left_over > LEFT_OVER[evidence.case.lowest_dtype] * max(float(got.norm()), 1e-300):
+    if left_over > LEFT_OVER[dtype] * max(float(got.norm()), 1e-300):
         return ""
-    numbers = iter(counts.tolist())
-    rows = [[next(numbers) for _ in share] for share in parts]
-    return said(rows, next(numbers, 0.0), _known(evidence))
+    counted = dict(zip(there, counts.tolist(), strict=True))
+    numbers = iter(range(len(columns)))
+    rows = [[counted.get(next(numbers)) for _ in share] for share in parts]
+    before = counted.get(next(numbers, -1)) or 0.0
+    return said(rows, before, _known(evidence), DIGITS[dtype])
 
 
 def _flat(
@@ -210,27 +216,45 @@ def _known(evidence: Evidence) -> dict[str, float]:
 
 
 def said(
-    rows: Sequence[Sequence[float]], before: float, known: Mapping[str, float] | None = None
+    rows: Sequence[Sequence[float | None]],
+    before: float,
+    known: Mapping[str, float] | None = None,
+    digits: int = 6,
 ) -> str:
     """What the coefficients mean: ``rows[coordinate][micro-batch]``, and that of the step before.
 
-    Empty where all are 1.
+    ``None``: there was nothing to count.  Empty where all are 1.
     """
-    values = [value for row in rows for value in row]
-    known, stale = known or {}, abs(before) > _CLOSE
-    if stale and all(abs(value) < _CLOSE for value in values):
+    found = [value for row in rows for value in row if value is not None]
+    largest = max(map(abs, (*found, before)), default=0.0)
+
+    def snapped(value: float) -> float:
+        return float(f"{value:.{digits}g}") if abs(value) > 10.0**-digits * largest else 0.0
+
+    # What is not there counts as whatever stands beside it.
+    usual = next((value for value in found), 1.0)
+    filled = []
+    for row in rows:
+        own = next((value for value in row if value is not None), usual)
+        filled.append([snapped(own if value is None else value) for value in row])
+    values, before = [value for row in filled for value in row], snapped(before)
+    if before and not any(values):
         return "this is the gradient of the step before"
-    also = f"that of the step before is in it {before:.4g} times" if stale else ""
+    also = f"that of the step before is in it {before:.4g} times" if before else ""
     if all(_is(value, 1.0) for value in values):
         return also
-    return "; ".join(filter(None, (_of_parts(rows, values, known), also)))
+    cause = _of_parts(filled, values, known or {}, 10.0 ** (1 - digits))
+    return "; ".join(filter(None, (cause, also)))
 
 
 def _of_parts(
-    rows: Sequence[Sequence[float]], values: Sequence[float], known: Mapping[str, float]
+    rows: Sequence[Sequence[float]],
+    values: Sequence[float],
+    known: Mapping[str, float],
+    close: float,
 ) -> str:
     if all(_is(value, values[0]) for value in values):
-        return _factor(values[0], known)
+        return _factor(values[0], known, close)
     if all(_is(value, row[0]) for row in rows for value in row):
         return _by("data coordinate", [row[0] for row in rows if row])
     depth = max(map(len, rows))
@@ -252,7 +276,7 @@ def _of_parts(
 
 
 def _by(what: str, values: Sequence[float]) -> str:
-    present = [number for number, value in enumerate(values) if abs(value) > _CLOSE]
+    present = [number for number, value in enumerate(values) if value]
     if len(present) == 1 and len(values) > 1:
         value = values[present[0]]
         times = "" if _is(value, 1.0) else f", {value:.4g} times"
@@ -269,20 +293,20 @@ def _by(what: str, values: Sequence[float]) -> str:
     return "; ".join((*lacks, *odd)[: 2 * _SHOWN])
 
 
-def _factor(value: float, known: Mapping[str, float]) -> str:
+def _factor(value: float, known: Mapping[str, float], close: float = 1e-5) -> str:
     if abs(value) < 1e-9:
         return "every gradient is zero"
     if value < 0:
         return f"every gradient has the wrong sign ({value:.4g} times the true one)"
     size = f"{value:.4g} times too large" if value > 1 else f"{1 / value:.4g} times too small"
     ratio = max(value, 1 / value)
-    names = [n for n, number in known.items() if number > 1 and abs(ratio - number) < 1e-3 * number]
+    names = [n for n, k in known.items() if k > 1 and abs(ratio - k) <= close * k]
     of = f" ({ratio:.4g} = {' = '.join(names)})" if names else ""
     return f"every gradient is {size}{of}"
 
 
-def _is(value: float, number: float) -> bool:
-    return abs(value - number) <= _CLOSE * max(abs(number), 0.1)
+def _is(value: float, number: float, close: float = _CLOSE) -> bool:
+    return abs(value - number) <= close * max(abs(number), 0.1)
 
 
 def _agree(rows: Sequence[Sequence[float]], pattern: Sequence[Sequence[float]]) -> bool:
@@ -298,6 +322,8 @@ def _other(held: Mapping[str, Tensor], truth: Mapping[str, Tensor], wrong: Seque
     moved = [n for n in wrong if held[n].numel() > 1 and _same_elements(held[n], truth[n])]
     if moved:
         return f"the right elements in another order: {_some(moved)}"
+    if _multiple({n: held[n] for n in wrong}, truth, 1e-7) is not None:
+        return ""
     errors = [
         float((held[n].double() - truth[n].double()).norm() / truth[n].double().norm())
         for n in wrong

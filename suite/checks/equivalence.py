@@ -44,6 +44,7 @@ from shardproof.checks.numbers import (
     take,
     within_ulps,
 )
+from shardproof.costs.expression import evaluate
 from shardproof.costs.stages import schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
@@ -221,12 +222,15 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             *((key, error, 1.0) for key, error in silent.items()),
         ):
             failure = f"further from fp64 than {case.lowest_dtype} explains: {{}}"
-            clipped = point == "after_clip"
-            cause = causes.of_clipping if clipped else causes.of_gradients
             state = evidence.observed(
-                step, "after_clip" if clipped else "gradients_final", "gradients"
+                step, "after_clip" if point == "after_clip" else "gradients_final", "gradients"
             )
-            with _told(partial(cause, evidence, step, state)):
+            cause = partial(causes.of_gradients, evidence, step, state)
+            if name == "loss":
+                cause = partial(causes.of_loss, evidence, sum(shares.values()), truth.loss)
+            elif point == "after_clip":
+                cause = partial(causes.of_clipping, evidence, step, state)
+            with _told(cause):
                 _note(rows, Comparison(error, limit), name, step, point, owner, failure)
         _replay(evidence, step, rows)
 
@@ -381,6 +385,7 @@ def _loss(evidence: Evidence, step: int, rows: Rows) -> None:
 def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None, float]:
     """The loss of every data coordinate; ranks that know it agree (relative to the oracle's)."""
     truth = evidence.oracle.steps[step].loss
+    factor = float(evaluate(evidence.declaration.loss_factor, evidence.facts))
     shares: dict[int | None, float] = {}
     wanted = set()
     for record in evidence.records:
@@ -389,7 +394,7 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
             wanted.add(coordinate)
         if loss is None:
             continue
-        loss /= evidence.declaration.loss_factor
+        loss /= factor
         if not math.isfinite(loss):
             raise _Failure(f"step {step}: the loss of rank {rank} is {loss}")
         known = shares.setdefault(coordinate, loss)

@@ -93,9 +93,10 @@ def run(
     from shardproof.commands.supervision import RESULTS
 
     kept: list[CaseResult] = []
-    if depth and (resume or rerun_failed):
-        remedy = "leave it out: cases of that run keep the depth at which they were planned"
-        raise SelectionError(Problem("--depth is for new runs", remedy, depth))
+    for option, value in (("--depth", depth), ("--like", like)):
+        if value and (resume or rerun_failed):
+            remedy = "leave it out: that run keeps the cases that it had planned"
+            raise SelectionError(Problem(f"{option} is for new runs", remedy, value))
     if resume and rerun_failed:
         remedy = "give one: --resume runs what has no result, --rerun-failed the cases that failed"
         raise SelectionError(Problem("--resume and --rerun-failed exclude each other", remedy))
@@ -109,6 +110,7 @@ def run(
             "--backend": backend,
             "--world": world,
             "-k": expression,
+            "--like": like,
             "--resume": resume,
             "--rerun-failed": rerun_failed,
         }
@@ -147,7 +149,7 @@ def run(
             cases = selection.cases(installed())
     if depth:
         cases = [replace(case, depth=depth) for case in cases]
-    fit = not (scenarios or resume or rerun_failed)
+    fit = not (scenarios or resume or rerun_failed or like)
     run_and_exit(cases, budget, jobs, results, kept, junit, dry_run, fit)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from shardproof.costs.model import Bound
+from shardproof.costs.model import Bound, NoCostModel
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
 from shardproof.costs.pipeline import Pipeline
 from shardproof.costs.tensor import TensorParallel
@@ -61,9 +61,11 @@ class Family:
         """The axis that is cut; where there is no ``shard``, ranks of ``replicate`` share."""
         return "replicate" if self.axis == "shard" and "shard" not in axes else self.axis
 
-    def sent(self, facts: ModelFacts, overhead: float) -> Bound:
-        """Fewest and most bytes of a step, over all ranks."""
+    def sent(self, facts: ModelFacts, overhead: float, is_exact: bool = True) -> Bound:
+        """Fewest and most bytes of a step, over all ranks; what loses precision may send fewer."""
         least, plain = self.bytes(facts)
+        if not is_exact:
+            least = min(least, Fraction(1))
         most = int(plain * Fraction(overhead)) + facts.world * _NUMBERS
         return Bound(int(least), most if facts.world > 1 else 0)
 
@@ -79,6 +81,8 @@ class Family:
         if size == 1:
             return ""
         for kind in (*self.cut, *self.whole):
+            if not any(kind in own for own in held.values()):
+                continue  # its point is none that every step reaches
             tensors = _TENSORS[kind](facts.parameters, facts.step)
             counts = {rank: sum(own.get(kind, {}).values()) for rank, own in held.items()}
             total, largest = _elements(tensors), max((t.numel for t in tensors), default=0)
@@ -185,7 +189,10 @@ def _pipeline(facts: ModelFacts) -> tuple[Fraction, Fraction]:
 
 
 def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
-    plain = TensorParallel(replace(facts, options={})).payload()
+    try:
+        plain = TensorParallel(replace(facts, options={})).payload()
+    except (NoCostModel, LookupError, StopIteration):  # a model without Megatron's layers
+        plain = Fraction(0)
     return Fraction(int(facts.size("tensor") > 1)), plain + 2 * facts.world * _whole_bytes(facts)
 
 

@@ -7,8 +7,9 @@ methods, which see nothing but :class:`~shardproof.costs.model_facts.ModelFacts`
     resident(rank, step, updated)  bytes of each class that a rank holds when a step is observed
     local(rank)                    elements by name that a rank holds after the last step
 
-It may come from one of the suite's (``shardproof.costs``), and change what differs.  What it
-answers is stored with the case, so that a run is judged again where the class is not at hand.
+It may come from one of the suite's (``shardproof.costs``), and change what differs; whatever else
+that one says (peaks, host memory, what it leaves unjudged) is not asked. What it answers is stored
+with the case, so that a run is judged again where the class is not at hand.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Answered(CostModel):
     def __init__(self, facts: ModelFacts, told: OwnCosts) -> None:
         super().__init__(facts)
         self.told = told
+        self.source = told.source  # type: ignore[misc]  # each has its own
 
     def flows(self) -> list[Flow]:
         """Those of the step in question."""

@@ -89,7 +89,11 @@ class StepRecord(Stored):
 
     def shown(self) -> dict[str, Mapping[str, int]]:
         """Kind of state -> name -> elements of the pieces, at the point where they are compared."""
-        return {kind: self.held.get(point, {}).get(kind, {}) for kind, point in SHOWN_AT.items()}
+        return {
+            kind: self.held[point][kind]
+            for kind, point in SHOWN_AT.items()
+            if kind in self.held.get(point, {})
+        }
 
 
 @dataclass

@@ -171,7 +171,9 @@ def _groups(results: Sequence[CaseResult]) -> list[CaseGroup]:
 
 def _sent(result: CaseResult) -> str:
     sent, expected = result.bytes_sent, result.bytes_expected
-    return "-" if not sent else ("= formula" if sent == expected else f"{sent} / {expected}")
+    if not sent:
+        return "-"
+    return "= formula" if sent == expected else f"{sent} / {expected}" if expected else sent
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:

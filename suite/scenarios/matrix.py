@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -464,7 +465,7 @@ def substitute(
         if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
             continue
         scenario, _, *middle, tier = case.id.split("::")
-        label = case.system.rpartition("/")[2].replace("+", ".") if with_options else ""
+        label = re.sub(r"[/+]", ".", case.system) if with_options else ""
         system = implementation.replace("::", ":") + (f"+{label}" if label else "")
         cell = "::".join([scenario, system, *middle])
         mixed = {"precision": dict(case.precision)} if case.precision else {}

@@ -148,6 +148,9 @@ class Selection:
             if not named:
                 remedy = nearest(pattern, known, "implementations")
                 raise SelectionError(Problem("--impl: matches nothing here", remedy, pattern))
+            if self.like and named[0] in cases:
+                remedy = "leave it out: these systems have cells and options of their own"
+                raise SelectionError(Problem("--like is for classes of your own", remedy, pattern))
             chosen += [case for case in named if case not in chosen]
         return chosen
 

@@ -62,3 +62,11 @@ def test_planted_faults_are_called_by_their_cause() -> None:
     reasons = {result.id: result.reason for result in results}
     for name, case in cases.items():
         assert SENTENCES[name] in reasons[case.id], reasons[case.id]
+
+
+def test_what_is_not_there_is_not_missing_and_digits_count() -> None:
+    assert said([[2.0, None], [None, None]], 0.0) == "every gradient is 2 times too large"
+    assert said([[1.0, None], [1.0, 1.0]], 0.0) == ""
+    assert said([[1.004] * 2] * 2, 0.0).startswith("every gradient is 1.004 times")
+    assert said([[1.004] * 2] * 2, 0.0, digits=2) == ""
+    assert "missing" not in said([[0.005]] * 199 + [[0.01]], 0.0)

@@ -176,17 +176,19 @@ def test_a_class_of_ones_own_takes_the_options_of_systems_like_it() -> None:
     done = here("run", *OWN, "--like", "reference/zero1*", paths=[SUPPORT])
     ids = done.stdout.splitlines()
     assert ids, done.stderr
-    assert all("::adopted:GreedyZero1+zero1" in name for name in ids)
+    assert all("::adopted:GreedyZero1+reference.zero1" in name for name in ids)
     [one] = [name for name in ids if name.startswith("zero-gpt[two]")]
-    assert "+zero1.small_buckets::" in one
+    assert "+reference.zero1.small_buckets::" in one
     again = here("run", one, "--dry-run", paths=[SUPPORT])
     assert again.stdout.splitlines() == [one], "the printed rerun command has the id alone"
     for arguments, says in (
         (("--like", "reference/zero9*"), "--like matches nothing"),
-        (("--like", "reference/zero1*", "--impl", "reference/zero1"), ""),
+        (("--like", "reference/zero1*", "--impl", "reference/zero1"), "of your own"),
+        (("--like", "reference/zero1*", "--resume"), "--like is for new runs"),
+        (("--like", "reference/zero1*", "--campaign", "3"), "leave out --like"),
     ):
-        code = here("run", *OWN[:2], "--dry-run", *arguments, paths=[SUPPORT])
-        assert (code.returncode == 2) is bool(says) and says in code.stderr
+        done = here("run", *OWN[:2], "--dry-run", *arguments, paths=[SUPPORT])
+        assert done.returncode == 2 and says in done.stderr, done.stderr
     assert here("run", "--like", "reference/zero1*", "--dry-run").returncode == 2
 
 

@@ -117,12 +117,12 @@ class MeanDDP(OwnDDP):
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        return Capabilities(axes=(cls.axis,), buffers="none", loss_factor=4.0)
+        return Capabilities(axes=(cls.axis,), buffers="none", loss_factor="2 * world")
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         result = super().step(batch, observe)
         assert result.loss is not None
-        return StepResult(loss=4 * result.loss)
+        return StepResult(loss=2 * self.comm.size * result.loss)
 
 
 class SilentMeanDDP(MeanDDP):
