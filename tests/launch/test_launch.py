@@ -151,7 +151,7 @@ print(odd)
 
 
 def test_products_have_equal_bits_wherever_their_arguments_lie() -> None:
-    """Without it 44 % of these differ on an AMD EPYC, and none on an Intel Xeon."""
+    """Without it 44 % of such products differ on an AMD EPYC."""
     assert python("-c", PRODUCTS, **REPRODUCIBLE).stdout.strip() == "0"
 
 
