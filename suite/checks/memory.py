@@ -85,8 +85,13 @@ def decide(evidence: Figures) -> Outcome:
 
 
 def _at_family(evidence: Figures) -> Outcome:
-    """What a rank shows is what it holds: bytes of state are at most the declared overhead more."""
+    """What a rank shows is what it holds: bytes of state, and of what nobody shows, are at most
+    the declared overhead more.  Buffers of communication are each system's own.
+    """
     overhead, held_most, shown_most = evidence.declaration.overhead, 0, 0
+    # A pipeline may keep the outputs of its last window.
+    keeps = evidence.family is not None and evidence.family.axis == "pipe"
+    kinds = JUDGED if keeps else (*JUDGED, "activations", "temporary")
     assert evidence.model_facts is not None
     for record in evidence.records:
         marks = _bytes_at(record, "mark")
@@ -94,11 +99,7 @@ def _at_family(evidence: Figures) -> Outcome:
         limit, shown_most = int(overhead * shown) + _SMALL, max(shown, shown_most)
         for step in evidence.steps:
             spaces = marks.get((step, "after_update"), {})
-            held = sum(
-                classes.get(kind, 0)
-                for classes in spaces.values()
-                for kind in (*JUDGED, "communication", "activations", "temporary")
-            )
+            held = sum(classes.get(kind, 0) for classes in spaces.values() for kind in kinds)
             held_most = max(held, held_most)
             if held > limit:
                 message = (

@@ -76,21 +76,21 @@ def decide(evidence: Figures) -> Outcome:
                 deepest = {phase: _depth(record, step, phase) for phase in ahead.depth}
                 depths = {phase: max(most, depths.get(phase, 0)) for phase, most in deepest.items()}
                 problem = _wrong_gathers(ahead, rounds, gathers[-1], deepest)
-            if problem:
-                pass
-            elif len(late) > allowed:
+            # How many may leave late, and what hides them, only a layout tells.
+            told = not problem and evidence.depth == "layout"
+            if told and len(late) > allowed:
                 problem = (
                     f"{len(late)} of {len(calls)} reductions are issued after backward has ended "
                     f"({allowed} allowed)"
                 )
-            elif exposed and (ahead is None or ahead.watched):
+            elif told and exposed and (ahead is None or ahead.watched):
                 problem = (
                     f"{len(exposed)} of {len(early)} reductions issued in time are waited for "
                     "before any further unit computes"
                 )
             # Gradients that wait for a round in which only others compute leave late, and a single
             # unit has no other behind it.
-            elif len(calls) > 2 and not early and not waits and several:
+            elif not problem and len(calls) > 2 and not early and not waits and several:
                 problem = (
                     f"none of {len(calls)} reductions is issued before the last unit's backward"
                 )

@@ -88,7 +88,7 @@ def decide(evidence: Figures) -> Outcome:
             worst = Worst("payload bytes", step, "step", "all ranks", distance, 0.0)
             figures.bytes_sent = str(value)
             return Outcome("traffic", "fail", message, worst, figures.to_dict())
-    problem = _too_much_control(evidence)
+    problem = _too_much_control(evidence, promises)
     return Outcome("traffic", "fail" if problem else "pass", problem, None, figures.to_dict())
 
 
@@ -242,7 +242,7 @@ def _payload(evidence: Figures, step: int, floating: bool = True) -> Fraction:
     return sum((call.logical_bytes for call in calls), Fraction(0))
 
 
-def _too_much_control(evidence: Figures) -> str:
+def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -> str:
     """What is wrong if ranks exchange more integers than shapes of messages, and a few per
     parameter, buffer and rank.
     """
@@ -250,8 +250,8 @@ def _too_much_control(evidence: Figures) -> str:
         return ""
     names = {row.name for row in evidence.tensors if row.kind in ("parameters", "buffers")}
     limit = evidence.case.world * (CONTROL_BYTES + CONTROL_BYTES_A_NAME * len(names))
-    for step in evidence.steps:
-        spent, cost_model = _payload(evidence, step, floating=False), _promise(evidence, step)
+    for step, cost_model in zip(evidence.steps, promises, strict=True):
+        spent = _payload(evidence, step, floating=False)
         sends = (c.operation == "send" for r in evidence.records for c in step_calls(r, step))
         # Of a family it is not known who tells shapes: a KiB a message is allowed.
         shapes = cost_model.metadata_bytes() if cost_model else 1024 * sum(sends)

@@ -8,8 +8,8 @@ held, so that every step is judged alone.  For gradient tensor t
 
 with err the relative Frobenius error against fp64, and rho may be at most k (``numbers.py``).
 Tensors of fewer than 64 elements count as one, laid end to end: few errors are single draws, and
-one draw is many times another by chance.  Split layers round partial sums, some 1.5 times the error
-of one device; F(16, 16) exceeds (3 / 1.5)^2 in one case of 240, F(64, 64) in one of 20 million.
+one draw is many times another by chance.  Of a system that errs 1.5 times as much as one device,
+F(16, 16) exceeds (3 / 1.5)^2 in one case of 240, F(64, 64) in one of 20 million.
 The update is replayed (at most 4 ULP).  A part of equivalence; sees the plumbing of precisions and
 gross faults, not one wrong element in bf16: alone it gives ``pass (working precision only)``.
 """
@@ -125,7 +125,7 @@ def loss_ratio(loss: float, single: float, truth: float, unit: float, shares: in
     """rho of the loss, one number that one device may have right by luck.
 
     So at least sqrt(n) round-offs count, what a sum of the ``shares`` of n micro-batches loses in
-    any order (Higham and Mary, doi 10.1137/18M1226312, theorem 2.4).
+    any order (Higham and Mary, doi 10.1137/18M1226312, section 2).
     """
     lost = math.sqrt(shares) * unit * abs(truth)
     return _ratio(abs(loss - truth), max(abs(single - truth), lost))

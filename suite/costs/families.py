@@ -14,8 +14,8 @@ are sent.
     tensor    some parameters            more than none          what Megatron's layers send
 
 Least: D copies become one sum in D-1 additions of G bytes, and what one rank updated reaches D-1
-others; an all-reduce moves exactly that much (Patarasuk and Yuan, doi 10.1016/j.jpdc.2008.09.002,
-theorem 1).  A member may send ``Capabilities.overhead`` times what a plain one sends.
+others; an all-reduce moves exactly that much (Patarasuk and Yuan, doi 10.1016/j.jpdc.2008.09.002).
+A member may send ``Capabilities.overhead`` times what a plain one sends.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
 from shardproof.report import tables
 from shardproof.runs.run_folder import read
+from shardproof.scenarios.selection import Selection
+from shardproof.scenarios.vocabulary import installed
 
 HERE = Path(__file__).parents[1] / "support"
 SMALL = WorkloadSpec(
@@ -99,3 +102,16 @@ def test_what_was_held_to_a_family_or_an_own_model_is_judged_again_without_the_c
     assert list(strict["verdict"]) == ["pass"]
     with pytest.raises(SelectionError, match="family or layout"):
         prove("reference/zero1", depth="deep")  # type: ignore[arg-type]
+
+
+def test_sound_systems_with_orders_and_buffers_of_their_own_pass_at_depth_family() -> None:
+    """Late and exposed reductions, and receive buffers that stay, are a layout's."""
+    ids = (
+        "fsdp-traits[by_rank]::reference/zero3::in_memory::shard3::adamw::clip::fp64::quick",
+        "fsdp-wrap[sizes]::reference/fsdp+layers::in_memory::shard3::adamw::clip::fp64::quick",
+        "pipeline-native-traits[cnn]::pytorch/pipelining+zb_v::in_memory::pipe2"
+        "::adamw::clip::fp64::quick",
+    )
+    cases = Selection(scenarios=ids).cases(installed())
+    results, _ = run_cases([replace(c, depth="family") for c in cases], 2, lambda result: None)
+    assert {result.verdict for result in results} == {"pass"}, [r.reason for r in results]
