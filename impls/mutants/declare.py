@@ -24,6 +24,7 @@ class Mutant:
 
     Every check in ``killed_by`` must fail; the verdicts ``crash`` and ``hang`` may stand there
     where the fault ends that way; a crash counts if its reason holds ``crash_says``.
+    ``says``: a regular expression of what names the fault; it is searched in what the judge says.
     ``zoo`` are ids of collected faults that the mutant stands for.
     """
 
@@ -32,6 +33,7 @@ class Mutant:
     summary: str
     killed_by: tuple[str, ...]
     implementation: type[Implementation]
+    says: str
     crash_says: str = ""
     zoo: tuple[str, ...] = ()
     workload: WorkloadSpec = field(default_factory=gpt)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -103,6 +104,7 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
             why_not = f"survives {', '.join(silent)}{seen} [{own.verdict}: {own.reason}]"
         elif own.verdict == "crash" and crash_says not in own.reason:
             why_not = f"crashes, but does not say {crash_says!r} [{own.reason}]"
+    as_declared = own is not None and not why_not and pair.case.depth != "family"
     return Kill(
         name=pair.mutant.name,
         parent=pair.mutant.parent,
@@ -117,6 +119,7 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
         seconds=own.seconds if own else 0.0,
         crash_says=crash_says,
         depth=pair.case.depth or None,
+        named=bool(re.search(pair.mutant.says, own.reason)) if own and as_declared else None,
     )
 
 

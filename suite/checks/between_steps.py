@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from shardproof.checks import Worst, causes
 from shardproof.checks.numbers import Comparison
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.records import ComparisonRow
@@ -51,7 +52,12 @@ def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     error = abs(total - truth) / (abs(truth) or 1.0)
     result = Comparison(error if error == error else float("inf"), bound)
     place = (step, "evaluation", "loss", "all ranks")
-    return [ComparisonRow(*place, result.error, result.bound)]
+    rows = [ComparisonRow(*place, result.error, result.bound)]
+    if not result.ok:
+        sentence = causes.of_evaluation(evidence, step, total, truth)
+        worst = Worst("loss", step, "evaluation", "all ranks", result.error, result.bound)
+        rows += _problem(f"{sentence}: differs: {worst}") if sentence else []
+    return rows
 
 
 def _full_state(evidence: Evidence) -> list[ComparisonRow]:
@@ -71,7 +77,9 @@ def _full_state(evidence: Evidence) -> list[ComparisonRow]:
         for name, row in gathered.items():
             held = want[name]
             if (row.digest, row.shape, row.dtype) != (held.digest, held.shape, held.dtype):
-                return _problem(f"full_state on rank {rank} is not what is held: {name!r}")
+                of = causes.of_full_state(evidence, name, row.digest)
+                when = f": {of}" if of else ""
+                return _problem(f"full_state on rank {rank} is not what is held: {name!r}{when}")
     return []
 
 

@@ -44,24 +44,14 @@ from shardproof.checks.numbers import (
     take,
     within_ulps,
 )
+from shardproof.checks.one_update import MASTER, update_of
 from shardproof.costs.expression import evaluate
 from shardproof.costs.stages import schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
-from shardproof.oracle.optimizers import (
-    build_optimizer,
-    largest_terms,
-    load_slots,
-    read_slots,
-    set_learning_rate,
-)
 
 #: Bound of the loss: a sum of a few hundred terms, added in another order.
 LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
-
-
-#: Slot of the optimizer's own copy of a parameter that is held in a narrower dtype.
-MASTER = "master"
 
 
 #: What was compared so far; the first failure ends the check.
@@ -102,7 +92,8 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     try:
         # After ``setup`` every replica holds the initial parameters, bit for bit.
         state, initial = evidence.initial("parameters"), evidence.truth.initial
-        _compare_all(evidence, state, initial, bitwise, rows, -1, "initial parameters")
+        with _told(partial(causes.of_start, evidence, state, initial)):
+            _compare_all(evidence, state, initial, bitwise, rows, -1, "initial parameters")
         if evidence.declaration.oracle == "replay":
             _replayed(evidence, rows)
         elif judged_lane(evidence) == "working_precision":
@@ -227,7 +218,7 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             )
             cause = partial(causes.of_gradients, evidence, step, state)
             if name == "loss":
-                cause = partial(causes.of_loss, evidence, sum(shares.values()), truth.loss)
+                cause = partial(causes.of_loss, evidence, step, shares)
             elif point == "after_clip":
                 cause = partial(causes.of_clipping, evidence, step, state)
             with _told(cause):
@@ -374,11 +365,12 @@ def _is_silent(truth: Tensor, region: Region, floor: float) -> bool:
 def _loss(evidence: Evidence, step: int, rows: Rows) -> None:
     truth = evidence.oracle.steps[step].loss
     bound = LOSS_BOUNDS[evidence.case.lowest_dtype]
-    total = sum(_loss_shares(evidence, step, bound).values())
+    shares = _loss_shares(evidence, step, bound)
+    total = sum(shares.values())
     # A hinge loss can be exactly zero; then so must be the sum of shares.
     error = abs(total - truth) / (abs(truth) or 1.0)
     failure = f"summed loss {total!r} against {truth!r}: {{}}"
-    with _told(partial(causes.of_loss, evidence, total, truth)):
+    with _told(partial(causes.of_loss, evidence, step, shares)):
         _note(rows, Comparison(error, bound), "loss", step, "forward", "all ranks", failure)
 
 
@@ -435,8 +427,7 @@ def _trajectory(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> 
     for kind, zeros in (("parameters", False), ("optimizer", True)):
         state = evidence.observed(step, "after_update", kind)
         phase = f"after_update {kind}"
-        after = evidence.observed(step, "after_update", "parameters")
-        with _told(partial(causes.of_update, evidence, step, after, truth.parameters)):
+        with _told(partial(causes.of_update, evidence, step, truth.parameters)):
             _compare_all(evidence, state, expected[kind], compare, rows, step, phase, zeros)
 
 
@@ -454,56 +445,28 @@ def _masters(evidence: Evidence, step: int, values: Mapping[str, Tensor]) -> dic
     }
 
 
-def _wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
-    """What the optimizer updates, after ``step`` (-1: initially): masters, where there are any."""
-    if step < 0:
-        built = getattr(torch, evidence.case.dtype)
-        first = evidence.initial("parameters").first()
-        return {name: tensor.to(built) for name, tensor in first.items()}
-    held = evidence.observed(step, "after_update", "parameters").first()
-    slots = evidence.observed(step, "after_update", "optimizer").first()
-    return {name: slots.get(f"{name}.{MASTER}", tensor) for name, tensor in held.items()}
-
-
 def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
     """One optimizer step on one device from the implementation's own state and gradients."""
-    spec, truth = evidence.case.optimizer, evidence.truth.steps[step]
+    truth = evidence.truth.steps[step]
     _must_be_observed(evidence, step, "after_update")
     after = evidence.observed(step, "after_update", "parameters")
     slots = evidence.observed(step, "after_update", "optimizer")
     _check_names(after, truth.parameters, step, "after_update parameters")
     masters = _masters(evidence, step, truth.parameters)
     _check_names(slots, {**truth.optimizer, **masters}, step, "after_update optimizer")
-    before = _wide(evidence, step - 1)
-    point = "after_clip" if spec.clip_norm is not None else "gradients_final"
-    gradients = {} if truth.skipped else evidence.observed(step, point, "gradients").first()
-    trainable = evidence.workload.trainable_names
-    named = {name: torch.nn.Parameter(before[name].clone()) for name in trainable}
-    for name, parameter in named.items():
-        gradient = gradients.get(name)
-        parameter.grad = None if gradient is None else gradient.clone()
-    optimizer = build_optimizer(spec, named)
-    if step:
-        held = evidence.observed(step - 1, "after_update", "optimizer").first()
-        # Alone, a master would pass for the state of a parameter that nobody has updated yet.
-        own = {name: tensor for name, tensor in held.items() if not name.endswith(f".{MASTER}")}
-        load_slots(optimizer, named, own)
-    set_learning_rate(optimizer, spec, step)
-    terms = largest_terms(optimizer, named)
-    optimizer.step()
-    updated = {name: p.detach() for name, p in named.items()}
-    expected = {name: updated.get(name, before[name]) for name in before}
+    update = update_of(evidence, step)
+    before, made = update.before, update.make()
     # A parameter with a master is exactly its rounding, a frozen one what it was.
-    exact_values = {name: value for name, value in before.items() if name not in named}
+    exact_values = {name: value for name, value in before.items() if name not in update.trainable}
     for name in masters:
         held_as = name.removesuffix(f".{MASTER}")
         exact_values[held_as] = slots.first()[name]
-    held = expected | {n: t.to(after.first()[n].dtype) for n, t in exact_values.items()}
-    expected_slots = read_slots(optimizer, named) | {
-        name: expected[name.removesuffix(f".{MASTER}")] for name in masters
+    held = made.parameters | {n: t.to(after.first()[n].dtype) for n, t in exact_values.items()}
+    expected_slots = made.slots | {
+        name: made.parameters[name.removesuffix(f".{MASTER}")] for name in masters
     }
-    earlier = terms | {f"{name}.{MASTER}": tensor for name, tensor in before.items()}
-    with _told(partial(causes.of_update, evidence, step, after, held)):
+    earlier = made.terms | {f"{name}.{MASTER}": tensor for name, tensor in before.items()}
+    with _told(partial(causes.of_update, evidence, step, held)):
         for state, wanted, reference, phase in (
             (after, held, before, "replayed update of parameters"),
             (slots, expected_slots, earlier, "replayed update of optimizer"),
@@ -541,4 +504,5 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> Non
             expected = truth[coordinate][name]
             how = compare if expected.is_floating_point() else bitwise
             owner, failure = f"data coordinate {coordinate}", "buffer differs from the rule's: {}"
-            _note(rows, how(actual, expected), name, step, "buffers", owner, failure)
+            with _told(partial(causes.of_buffers, evidence, step, name, coordinate, actual)):
+                _note(rows, how(actual, expected), name, step, "buffers", owner, failure)

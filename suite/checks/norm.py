@@ -14,13 +14,31 @@ from __future__ import annotations
 
 import math
 
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import Outcome, Worst, causes
 from shardproof.checks.equivalence import judged_lane
 from shardproof.checks.numbers import FP64_BOUND
-from shardproof.evidence.assembled import Figures
+from shardproof.evidence.assembled import Evidence, Figures
+from shardproof.evidence.records import ComparisonRow
 
 #: Bound of the relative error by dtype (float32: 100 round-offs; norms are sums of thousands).
 BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16": 0.01}
+
+
+def measure(evidence: Evidence) -> list[ComparisonRow]:
+    """What explains the first wrong norm, where one is wrong."""
+    outcome = decide(evidence)
+    if outcome.status != "fail" or outcome.worst is None:
+        return []
+    worst = outcome.worst
+    rank = int(worst.owner.removeprefix("rank "))
+    record = next(record for record in evidence.records if record.rank == rank)
+    held = record.steps[worst.step].norm
+    try:
+        true = _truths(evidence)[worst.step]
+        sentence = "" if held is None else causes.of_norm(evidence, worst.step, rank, held, true)
+    except Exception as error:  # noqa: BLE001 - it must not take the failure's place
+        sentence = f"no cause could be told ({error!r})"
+    return [ComparisonRow(worst.step, worst.phase, worst.name, worst.owner, problem=sentence)]
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -30,11 +48,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("norm", "skip", "clipping is off")
     bound = BOUNDS[evidence.case.lowest_dtype]
     compared, active = list[Worst](), 0
-    shown = _shown(evidence) if judged_lane(evidence) == "working_precision" else {}
-    for step in evidence.steps:
-        if evidence.oracle.steps[step].skipped:
-            continue  # an overflow: there is no norm to clip by
-        truth = shown.get(step, evidence.oracle.steps[step].norm)
+    for step, truth in _truths(evidence).items():
         active += truth > limit
         for record in evidence.records:
             if not record.steps[step].present:
@@ -48,12 +62,25 @@ def decide(evidence: Figures) -> Outcome:
             compared.append(Worst("gradient norm", step, "gradients_final", owner, error, bound))
     worst = max(compared, key=lambda this: this.error)
     figures = {"clipped_steps": active, "steps": len(evidence.steps)}
-    if worst.error > bound:
-        return Outcome("norm", "fail", f"pre-clip global norm is wrong: {worst}", worst, figures)
+    wrong = next((this for this in compared if this.error > bound), None)
+    if wrong is not None:
+        told = [row.problem for row in evidence.compared.get("norm", ()) if row.problem]
+        message = ": ".join([*told, f"pre-clip global norm is wrong: {wrong}"])
+        return Outcome("norm", "fail", message, wrong, figures)
     if not active:
         message = f"the norm never exceeds clip_norm={limit}: lower it in the scenario"
         return Outcome("norm", "precondition", message, worst, figures)
     return Outcome("norm", "pass", "", worst, figures)
+
+
+def _truths(evidence: Figures) -> dict[int, float]:
+    """Step -> the norm to clip by; an overflow has none."""
+    shown = _shown(evidence) if judged_lane(evidence) == "working_precision" else {}
+    return {
+        step: shown.get(step, evidence.oracle.steps[step].norm)
+        for step in evidence.steps
+        if not evidence.oracle.steps[step].skipped
+    }
 
 
 def _shown(evidence: Figures) -> dict[int, float]:

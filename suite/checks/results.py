@@ -105,9 +105,13 @@ class CaseResult(_Line):
 
 @dataclass(frozen=True)
 class Kill(_Line):
-    """What became of one planted fault; ``depth``: at which it was judged, if not as declared."""
+    """What became of one planted fault.
 
-    OPTIONAL = ("crash_says", "depth")
+    ``depth``: at which it was judged, if not as declared.  ``named``: whether the judge's words
+    hold what the fault declares (``None``: it was not judged, or not as declared).
+    """
+
+    OPTIONAL = ("crash_says", "depth", "named")
 
     name: str
     parent: str
@@ -122,6 +126,7 @@ class Kill(_Line):
     seconds: float
     crash_says: str = ""
     depth: str | None = None
+    named: bool | None = None
 
     @property
     def left_out(self) -> bool:

@@ -205,6 +205,10 @@ def _sum_differs(step: int, value: Fraction, formula: str, expected: Fraction) -
     )
 
 
+#: Above it a ratio says nothing any more.
+_LARGEST_RATIO = 64
+
+
 def _flow_differs(step: int, strategy: str, sent: Flows, promised: Sequence[Flow]) -> str:
     """The first axis and operation whose bytes, or else calls, are not those promised."""
     wanted: dict[tuple[str, str], tuple[int, int, Fraction]] = {}
@@ -221,11 +225,27 @@ def _flow_differs(step: int, strategy: str, sent: Flows, promised: Sequence[Flow
             return (
                 f"{where}: {_text(total)} bytes in {calls} calls over all ranks, "
                 f"{strategy} promises {_text(expected)}"
+                f"{_by_how_much(total, expected, low <= calls <= high)}"
             )
         if not low <= calls <= high:
             wish = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             return f"{where}: {calls:,} calls over all ranks, {strategy} promises {wish}"
     return ""
+
+
+def _by_how_much(total: Fraction, expected: Fraction, as_often: bool) -> str:
+    """How the bytes of as many calls (or of more or fewer) relate to those promised."""
+    if not total:
+        return ": no such call is made"
+    if not expected:
+        return ": no such call is promised"
+    ratio, way = max(total / expected, expected / total), "as many" if total > expected else "fewer"
+    if ratio.denominator != 1 or ratio > _LARGEST_RATIO:
+        return ""
+    if as_often:
+        wider = "wider" if total > expected else "narrower"
+        return f": as many calls, {ratio} times {wider}, as another dtype is"
+    return f": {ratio} times {way}"
 
 
 def step_calls(record: RankRecord, step: int, floating: bool = True) -> list[Call]:

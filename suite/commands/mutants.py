@@ -14,13 +14,14 @@ from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.launch.process_control import cores
 
 if TYPE_CHECKING:
-    from shardproof.checks.results import CaseResult
+    from shardproof.checks.results import CaseResult, Kill
     from shardproof.commands.supervision import Interrupts
     from shardproof.runs.run_folder import RunFolder
 
 
 #: Share of the faults that may survive where parents are held to their family only.
 MOST_AT_FAMILY = 0.15
+_SHOWN = 5
 
 
 def mutants(
@@ -111,6 +112,11 @@ def execute_mutants(
         wanted = {kind for mutant in mutants for kind in kinds(mutant)}
         seen = {kind for m in mutants if m.name in planted for kind in kinds(m)}
         print_line(console, f"{len(seen)} of {len(wanted)} pairs of check and class of fault")
+        named = [kill.named for kill in judged if kill.named is not None]
+        if named:
+            share = sum(named) / len(named)
+            what = f"{sum(named)} of {len(named)} kills name the fault"
+            print_line(console, f"{what} ({share:.0%}; unnamed: {_unnamed(judged)})")
         if depth:
             share = survivors / max(len(judged), 1)
             print_line(
@@ -122,6 +128,13 @@ def execute_mutants(
         return verdicts.NOT_DECIDED if open_end else verdicts.HELD
 
     return supervised(folder, console, body, lambda: print_line(console, "stopped"), lambda: None)
+
+
+def _unnamed(kills: Sequence[Kill]) -> str:
+    names = [kill.name for kill in kills if kill.named is False]
+    shown = ", ".join(names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more, in the report" if len(names) > _SHOWN else ""
+    return shown + more or "none"
 
 
 def choose_mutants(patterns: Sequence[str]) -> list[Any]:

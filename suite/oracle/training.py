@@ -285,12 +285,14 @@ def _joint(
 
 
 def evaluator(
-    workload: Workload, precision: Mapping[str, str] = MappingProxyType({})
+    workload: Workload,
+    precision: Mapping[str, str] = MappingProxyType({}),
+    training_mode: bool = False,
 ) -> Callable[[Tensors, Sequence[MicroBatch]], float]:
-    """Tells the loss of micro-batches in evaluation mode with a state (parameters and buffers)."""
+    """Tells the loss of micro-batches with a state (parameters and buffers), in evaluation mode."""
     build = workload.build_for(0)
     module = build()
-    module.eval()
+    module.train(training_mode)
     device = _Device(module, build.loss, precision, None)
 
     def loss(state: Tensors, micro_batches: Sequence[MicroBatch]) -> float:
@@ -315,6 +317,23 @@ def parts(
         device.loss(device.forward(micro.inputs), micro).backward()
         found.append(device.take_gradients({}))
     return found
+
+
+def buffers_after(
+    workload: Workload,
+    precision: Mapping[str, str],
+    state: Tensors,
+    micro_batches: Sequence[MicroBatch],
+) -> Tensors:
+    """Buffers after forwards of ``micro_batches`` in training mode, from ``state``."""
+    module = workload.build_for(0)()
+    module.train()
+    workload.load(module, state)
+    device = _Device(module, workload.build_for(0).loss, precision, None)
+    with torch.no_grad():
+        for micro in micro_batches:
+            device.forward(micro.inputs)
+    return _buffers(module)
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -44,15 +44,40 @@ def test_what_coefficients_mean(rows: list[list[float]], before: float, sentence
     assert said(rows, before, KNOWN) == sentence
 
 
+#: One fault for every kind of sentence.
 SENTENCES = {
     "ddp_divides_by_world": "every gradient is 3 times too small (3 = ranks)",
     "ddp_never_reduces": "the gradient of data coordinate 0 alone: it was not reduced",
-    "ddp_ignores_warmup": "every update is 4 times the true one",
     "ddp_fourth_rank_left_out": "the share of data coordinate 3 is missing",
+    "ddp_reduces_in_fp32": "gradients are as wrong as rounding to float32 makes them",
+    "ddp_exchanges_equal_buckets": "is a rank's gradient of 'blocks.2.mlp.up.bias'",
+    "tensor_norm_not_summed": "the copies of 'norm.weight' on ranks [0, 1] add up to the truth",
+    "tensor_gather_scatters_terms": "backward went wrong there",
+    "torch_tensor_first_chunk_everywhere": "only what rank 1 holds of 'embed.token.weight' is wrong",
+    "torch_pipeline_backwards": "no more is wrong than another order of sums explains",
     "zero2_norm_of_nothing": "nothing was clipped",
-    "zero2_clips_scaled_norm": "clipped by a norm that is 1024 times the true one",
-    "zero2_reports_scaled_loss": "the loss is 1024 times too large (1024 = loss scale)",
+    "ddp_clips_on_rank_0_only": "rank 1 does not clip",
+    "zero2_clips_scaled_norm": "the norm is 1024 times too large (1024 = loss scale)",
+    "zero2_averages_norms": "the norms of ranks [0, 1, 2] were averaged",
+    "ddp_norm_before_last_bucket": "before the gradients of 'embed.token.weight' were reduced",
+    "hybrid_norm_misses_the_stages": "the squares were summed over 'tensor' only, not over 'pipe'",
+    "zero1_norm_of_local_shards": "this is the norm of what rank 0 holds itself",
+    "ddp_ignores_warmup": "every update is 4 times the true one",
+    "ddp_drops_weight_decay": "weight decay was left out",
+    "zero2_one_shard_loses_momentum": "the update began with an empty optimizer state",
     "zero1_optimizer_on_old_tensors": "no update was made",
+    "zero2_reports_scaled_loss": "the loss is 1024 times too large (1024 = loss scale)",
+    "pipeline_tells_last_window_only": "only the last window is in the loss",
+    "pipeline_labels_of_another_micro_batch": "against the targets of the next micro-batch",
+    "zero2_drops_in_evaluation": "this is the loss in training mode",
+    "tensor_loss_plus_log": "the loss is too large by log(2)",
+    "tensor_identical_shards": "from rank 0's part",
+    "ddp_forgets_initial_parameter": "rank 1 starts 'embed.token.weight' from the values",
+    "ddp_dummy_first_step": "an update with gradients of zero was made before the first step",
+    "recompute_updates_buffers_twice": "counted every micro-batch twice",
+    "ddp_keeps_local_buffers": "'blocks.0.norm.running_mean' was never sent",
+    "ddp_full_state_of_the_start": "it is what was held after setup",
+    "zero1_reduces_narrow": "as many calls, 2 times narrower, as another dtype is",
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,8 @@ def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None
     for mutant in mutants:
         assert mutant.killed_by and mutant.summary, mutant.name
         assert mutant.parent in registry.names(), mutant.name
+        assert mutant.says, mutant.name
+        re.compile(mutant.says)
         assert bool(mutant.crash_says) == ("crash" in mutant.killed_by), mutant.name
 
 

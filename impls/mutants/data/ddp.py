@@ -32,6 +32,7 @@ mutant = declare.family(ReferenceDDP, options=BUCKETS)
 
 @mutant(
     "ddp_last_backward_only",
+    says="conditional_by_micro_batch.*(zero|micro-batch 0|missing)",
     zoo=("D01",),
     killed_by=("equivalence",),
     workload=gpt("conditional_by_micro_batch"),
@@ -46,6 +47,7 @@ class LastBackwardOnly(DDP):
 
 @mutant(
     "ddp_drops_incomplete_bucket",
+    says="not (reduced|summed)",
     zoo=("D02",),
     killed_by=("equivalence", "replicas"),
     workload=gpt("unused"),
@@ -58,7 +60,12 @@ class DropsIncompleteBucket(DDP):
         return Nothing() if bucket.missing else super().reduce(bucket)
 
 
-@mutant("ddp_misses_replaced_parameter", zoo=("D04",), killed_by=("equivalence", "replicas"))
+@mutant(
+    "ddp_misses_replaced_parameter",
+    says="embed.token.weight.*not (reduced|summed)",
+    zoo=("D04",),
+    killed_by=("equivalence", "replicas"),
+)
 class MissesReplacedParameter(DDP):
     """One parameter was replaced after wrapping. The gradient of its old tensor is reduced."""
 
@@ -76,7 +83,12 @@ class MissesReplacedParameter(DDP):
             self.parameters[0].grad = self.local  # of the tensor that replaced it
 
 
-@mutant("ddp_latches_sync_flag", zoo=("D05",), killed_by=("equivalence", "replicas"))
+@mutant(
+    "ddp_latches_sync_flag",
+    says="not (reduced|summed)",
+    zoo=("D05",),
+    killed_by=("equivalence", "replicas"),
+)
 class LatchesSyncFlag(DDP):
     """Whether to reduce is decided in the first forward of a step, so accumulation never syncs."""
 
@@ -91,7 +103,12 @@ class LatchesSyncFlag(DDP):
     decided = True
 
 
-@mutant("ddp_rebuild_loses_gradients", zoo=("D08",), killed_by=("equivalence",))
+@mutant(
+    "ddp_rebuild_loses_gradients",
+    says="only the last micro-batch",
+    zoo=("D08",),
+    killed_by=("equivalence",),
+)
 class RebuildLosesGradients(DDP):
     """Laying out new buckets overwrites the gradients of earlier micro-batches."""
 
@@ -110,7 +127,11 @@ class RebuildLosesGradients(DDP):
 
 
 @mutant(
-    "ddp_skips_last_wait", zoo=("D10",), killed_by=("equivalence",), workload=gpt("late_results")
+    "ddp_skips_last_wait",
+    says="not (reduced|summed)",
+    zoo=("D10",),
+    killed_by=("equivalence",),
+    workload=gpt("late_results"),
 )
 class SkipsLastWait(DDP):
     """The last bucket is used without waiting for it."""
@@ -121,7 +142,12 @@ class SkipsLastWait(DDP):
         super().wait_and_publish(bucket)
 
 
-@mutant("ddp_never_reduces", zoo=("D17",), killed_by=("equivalence", "replicas", "traffic"))
+@mutant(
+    "ddp_never_reduces",
+    says="not (reduced|summed)",
+    zoo=("D17",),
+    killed_by=("equivalence", "replicas", "traffic"),
+)
 class NeverReduces(DDP):
     """Every rank trains on its own gradients."""
 
@@ -129,7 +155,7 @@ class NeverReduces(DDP):
         return Nothing()
 
 
-@mutant("ddp_reduces_in_fp32", killed_by=("equivalence", "traffic"))
+@mutant("ddp_reduces_in_fp32", says="float32|narrower", killed_by=("equivalence", "traffic"))
 class ReducesInFp32(DDP):
     """Gradients of an fp64 run are summed in fp32."""
 
@@ -145,7 +171,12 @@ class ReducesInFp32(DDP):
 # ------------------------------------------------------------------------------- scale and shares
 
 
-@mutant("ddp_divides_by_world", killed_by=("equivalence",), mesh={"replicate": 3})
+@mutant(
+    "ddp_divides_by_world",
+    says="too small .*ranks",
+    killed_by=("equivalence",),
+    mesh={"replicate": 3},
+)
 class DividesByWorld(DDP):
     """The sum is divided by the number of ranks although the weights already sum to 1."""
 
@@ -154,12 +185,23 @@ class DividesByWorld(DDP):
         bucket.flat.div_(self.comm.size)
 
 
-@mutant("ddp_divides_by_world_clipped", killed_by=("norm",), mesh={"replicate": 3}, optimizer=CLIP)
+@mutant(
+    "ddp_divides_by_world_clipped",
+    says="norm is 3 times too small .*ranks",
+    killed_by=("norm",),
+    mesh={"replicate": 3},
+    optimizer=CLIP,
+)
 class DividesByWorldClipped(DividesByWorld):
     """As ddp_divides_by_world. Clipping hides the scale; the norm before it does not."""
 
 
-@mutant("ddp_mean_of_means", killed_by=("equivalence",), workload=gpt("unequal_tokens"))
+@mutant(
+    "ddp_mean_of_means",
+    says="micro-batch counts the same",
+    killed_by=("equivalence",),
+    workload=gpt("unequal_tokens"),
+)
 class MeanOfMeans(ReferenceDDP):
     """Every micro-batch counts the same, however many tokens it has."""
 
@@ -173,7 +215,11 @@ class MeanOfMeans(ReferenceDDP):
         return super().backward(replace(batch, windows=(tuple(equal),)))
 
 
-@mutant("ddp_drops_last_micro_batch", killed_by=("equivalence",))
+@mutant(
+    "ddp_drops_last_micro_batch",
+    says="last micro-batch is not|only the first micro-batch",
+    killed_by=("equivalence",),
+)
 class DropsLastMicroBatch(ReferenceDDP):
     """The last micro-batch of a step is never computed."""
 
@@ -183,6 +229,7 @@ class DropsLastMicroBatch(ReferenceDDP):
 
 @mutant(
     "ddp_scales_incomplete_window",
+    says="incomplete window",
     zoo=("O16",),
     killed_by=("equivalence",),
     workload=gpt("incomplete_window"),
@@ -202,7 +249,11 @@ class ScalesIncompleteWindow(ReferenceDDP):
 # -------------------------------------------------------------------------------- rank 0's values
 
 
-@mutant("ddp_forgets_initial_parameter", killed_by=("equivalence", "replicas"))
+@mutant(
+    "ddp_forgets_initial_parameter",
+    says="rank 1 starts 'embed.token.weight'",
+    killed_by=("equivalence", "replicas"),
+)
 class ForgetsInitialParameter(DDP):
     """The initial broadcast leaves out one parameter."""
 
@@ -212,6 +263,7 @@ class ForgetsInitialParameter(DDP):
 
 @mutant(
     "ddp_keeps_local_buffers",
+    says="running_mean.*never sent|broadcast: 0 bytes",
     killed_by=("equivalence", "traffic"),
     workload=WorkloadSpec("digits_cnn"),
     options=CNN_BUCKETS,
@@ -225,6 +277,7 @@ class KeepsLocalBuffers(DDP):
 
 @mutant(
     "ddp_broadcasts_stale_buffers",
+    says="rebound_buffer.*never sent",
     zoo=("D11",),
     killed_by=("equivalence",),
     workload=gpt("rebound_buffer"),
@@ -241,6 +294,7 @@ class BroadcastsStaleBuffers(DDP):
 
 @mutant(
     "ddp_buffer_order_by_rank",
+    says="taken for",
     zoo=("X02",),
     killed_by=("equivalence",),
     workload=WorkloadSpec("digits_cnn"),
@@ -258,7 +312,11 @@ class BufferOrderByRank(DDP):
 # --------------------------------------------------------------------------------- cost and order
 
 
-@mutant("ddp_communicates_every_micro_batch", killed_by=("traffic", "active"))
+@mutant(
+    "ddp_communicates_every_micro_batch",
+    says="before the last micro-batch|2 times as many",
+    killed_by=("traffic", "active"),
+)
 class CommunicatesEveryMicroBatch(DDP):
     """Gradients are reduced after every micro-batch and thrown away until the last."""
 
@@ -271,7 +329,7 @@ class CommunicatesEveryMicroBatch(DDP):
         super().accumulate(is_last)
 
 
-@mutant("ddp_waits_after_each_launch", killed_by=("overlap",))
+@mutant("ddp_waits_after_each_launch", says="waited for before", killed_by=("overlap",))
 class WaitsAfterEachLaunch(DDP):
     """Each reduction is waited for as soon as it is launched."""
 
@@ -281,7 +339,7 @@ class WaitsAfterEachLaunch(DDP):
         return work
 
 
-@mutant("ddp_reduces_after_backward", killed_by=("overlap",))
+@mutant("ddp_reduces_after_backward", says="issued after backward", killed_by=("overlap",))
 class ReducesAfterBackward(DDP):
     """All buckets are launched only after backward has ended."""
 
@@ -289,7 +347,12 @@ class ReducesAfterBackward(DDP):
         pass
 
 
-@mutant("ddp_unused_parameter_blocks_all", killed_by=("overlap",), workload=gpt("unused"))
+@mutant(
+    "ddp_unused_parameter_blocks_all",
+    says="issued after backward",
+    killed_by=("overlap",),
+    workload=gpt("unused"),
+)
 class UnusedParameterBlocksAll(DDP):
     """Buckets keep their first order, so one unused parameter holds up all of them."""
 

@@ -23,7 +23,12 @@ WARMUP = OptimizerSpec(lr=0.1, warmup_steps=3)
 # ------------------------------------------------------------------------- late, or on some ranks
 
 
-@mutant("ddp_last_bucket_lost_after_step_3", killed_by=("equivalence", "replicas"), steps=5)
+@mutant(
+    "ddp_last_bucket_lost_after_step_3",
+    says="not (reduced|summed).*at step 3",
+    killed_by=("equivalence", "replicas"),
+    steps=5,
+)
 class LastBucketLostAfterStep3(DDP):
     """From step 3 on the last bucket is not reduced."""
 
@@ -39,7 +44,12 @@ class LastBucketLostAfterStep3(DDP):
         return Nothing() if lost else super().reduce(bucket)
 
 
-@mutant("ddp_fourth_rank_left_out", killed_by=("equivalence",), mesh={"replicate": 4})
+@mutant(
+    "ddp_fourth_rank_left_out",
+    says="data coordinate 3 is missing",
+    killed_by=("equivalence",),
+    mesh={"replicate": 4},
+)
 class FourthRankLeftOut(DDP):
     """Rank 3 contributes zeros: wrong from 4 ranks on."""
 
@@ -49,6 +59,7 @@ class FourthRankLeftOut(DDP):
 
 @mutant(
     "ddp_last_rank_skips_update_without_tokens",
+    says="rank 2, no update was made",
     killed_by=("equivalence", "replicas"),
     workload=gpt("one_rank_without_tokens"),
     mesh={"replicate": 3},
@@ -67,7 +78,9 @@ class SkipsUpdateWithoutTokens(ReferenceDDP):
             self.optimizer.step = kept  # type: ignore[method-assign]
 
 
-@mutant("ddp_ignores_warmup", killed_by=("equivalence",), optimizer=WARMUP)
+@mutant(
+    "ddp_ignores_warmup", says="update is 4 times", killed_by=("equivalence",), optimizer=WARMUP
+)
 class IgnoresWarmup(ReferenceDDP):
     """The learning rate is not warmed up."""
 
@@ -77,7 +90,10 @@ class IgnoresWarmup(ReferenceDDP):
 
 
 @mutant(
-    "ddp_drops_weight_decay", killed_by=("equivalence",), optimizer=OptimizerSpec(weight_decay=0.01)
+    "ddp_drops_weight_decay",
+    says="weight decay was left out",
+    killed_by=("equivalence",),
+    optimizer=OptimizerSpec(weight_decay=0.01),
 )
 class DropsWeightDecay(ReferenceDDP):
     """Weight decay is ignored."""
@@ -87,7 +103,12 @@ class DropsWeightDecay(ReferenceDDP):
         return super().make_optimizer()
 
 
-@mutant("ddp_keeps_gradients_when_clipped", killed_by=("equivalence",), optimizer=CLIP)
+@mutant(
+    "ddp_keeps_gradients_when_clipped",
+    says="step before",
+    killed_by=("equivalence",),
+    optimizer=CLIP,
+)
 class KeepsGradientsWhenClipped(DDP):
     """Gradients are not cleared after a step that was clipped."""
 
@@ -107,6 +128,7 @@ class KeepsGradientsWhenClipped(DDP):
 
 @mutant(
     "ddp_stale_bucket_content",
+    says="step before",
     killed_by=("equivalence",),
     workload=gpt("conditional_by_rank"),
     steps=3,
@@ -124,7 +146,12 @@ class StaleBucketContent(DDP):
         self.launched += 1
 
 
-@mutant("ddp_unused_get_zero_gradients", killed_by=("equivalence",), workload=gpt("unused"))
+@mutant(
+    "ddp_unused_get_zero_gradients",
+    says="unused.*oracle does not have",
+    killed_by=("equivalence",),
+    workload=gpt("unused"),
+)
 class UnusedGetZeroGradients(DDP):
     """A parameter that no rank used gets a zero gradient, which decays and counts a step."""
 
@@ -137,6 +164,7 @@ class UnusedGetZeroGradients(DDP):
 
 @mutant(
     "ddp_integer_buffers_stay",
+    says="num_batches_tracked.*never sent",
     killed_by=("equivalence",),
     workload=UNEQUAL_CNN,
     options=CNN_BUCKETS,
@@ -148,7 +176,7 @@ class IntegerBuffersStay(DDP):
         return {n: b for n, b in super().buffers().items() if b.is_floating_point()}
 
 
-@mutant("ddp_gradients_as_integers", killed_by=("traffic",))
+@mutant("ddp_gradients_as_integers", says="no floats", killed_by=("traffic",))
 class GradientsAsIntegers(DDP):
     """Gradients are sent a second time, disguised as integers."""
 
@@ -159,7 +187,9 @@ class GradientsAsIntegers(DDP):
             self.comm.all_reduce(bucket.flat.view(torch.int64).clone())
 
 
-@mutant("ddp_momentum_lost_at_step_3", killed_by=("equivalence",), steps=5)
+@mutant(
+    "ddp_momentum_lost_at_step_3", says="empty optimizer state", killed_by=("equivalence",), steps=5
+)
 class MomentumReset(ReferenceDDP):
     """Optimizer state is thrown away before step 3."""
 
@@ -172,6 +202,7 @@ class MomentumReset(ReferenceDDP):
 
 @mutant(
     "ddp_evaluates_in_training_mode",
+    says="training mode|dropout",
     zoo=("O23",),
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
@@ -186,7 +217,11 @@ class EvaluatesInTrainingMode(ReferenceDDP):
 
 
 @mutant(
-    "ddp_evaluation_updates_buffers", killed_by=("equivalence",), workload=CNN, options=CNN_BUCKETS
+    "ddp_evaluation_updates_buffers",
+    says="evaluation .*moved",
+    killed_by=("equivalence",),
+    workload=CNN,
+    options=CNN_BUCKETS,
 )
 class EvaluationUpdatesBuffers(EvaluatesInTrainingMode):
     """Evaluation moves the running statistics."""
@@ -199,7 +234,11 @@ class EvaluationUpdatesBuffers(EvaluatesInTrainingMode):
 
 
 @mutant(
-    "ddp_stays_in_evaluation_mode", killed_by=("equivalence",), workload=CNN, options=CNN_BUCKETS
+    "ddp_stays_in_evaluation_mode",
+    says="loss in evaluation mode",
+    killed_by=("equivalence",),
+    workload=CNN,
+    options=CNN_BUCKETS,
 )
 class StaysInEvaluationMode(ReferenceDDP):
     """After an evaluation training goes on in evaluation mode."""
@@ -210,7 +249,11 @@ class StaysInEvaluationMode(ReferenceDDP):
         return value
 
 
-@mutant("ddp_evaluates_mean_over_micro_batches", killed_by=("equivalence",))
+@mutant(
+    "ddp_evaluates_mean_over_micro_batches",
+    says="too small .*micro-batches|mean",
+    killed_by=("equivalence",),
+)
 class EvaluatesMean(ReferenceDDP):
     """An evaluation is the mean of its micro-batches, not their weighted sum."""
 
@@ -221,7 +264,9 @@ class EvaluatesMean(ReferenceDDP):
         return loss / max(1, len(batch.micro_batches))
 
 
-@mutant("ddp_full_state_on_rank_0_only", killed_by=("equivalence",))
+@mutant(
+    "ddp_full_state_on_rank_0_only", says="full_state on rank 1.*lost", killed_by=("equivalence",)
+)
 class FullStateOnRank0Only(ReferenceDDP):
     """The gathered state is complete on rank 0 only."""
 
@@ -229,7 +274,7 @@ class FullStateOnRank0Only(ReferenceDDP):
         return super().full_state(kind) if self.mesh.rank == 0 else {}
 
 
-@mutant("ddp_full_state_of_the_start", killed_by=("equivalence",))
+@mutant("ddp_full_state_of_the_start", says="held after setup", killed_by=("equivalence",))
 class FullStateOfTheStart(ReferenceDDP):
     """The gathered state is the one from after setup."""
 

@@ -34,7 +34,13 @@ def local_parts(handle: DDP, bucket: GradientBucket) -> list[NormPart]:
     return [(power_sum(gradient), ()) for gradient in gradients if gradient is not None]
 
 
-@mutant("ddp_norm_of_local_gradients", zoo=("O02",), killed_by=("norm", "replicas"), optimizer=CLIP)
+@mutant(
+    "ddp_norm_of_local_gradients",
+    says="own gradients: not yet reduced",
+    zoo=("O02",),
+    killed_by=("norm", "replicas"),
+    optimizer=CLIP,
+)
 class NormOfLocalGradients(DDP):
     """The norm is taken of this rank's own gradients."""
 
@@ -51,7 +57,13 @@ class NormOfLocalGradients(DDP):
         return self.own
 
 
-@mutant("ddp_norm_before_last_bucket", zoo=("O08",), killed_by=("norm", "replicas"), optimizer=CLIP)
+@mutant(
+    "ddp_norm_before_last_bucket",
+    says="before the gradients of .* were reduced",
+    zoo=("O08",),
+    killed_by=("norm", "replicas"),
+    optimizer=CLIP,
+)
 class NormBeforeLastBucket(DDP):
     """The norm is taken before the last bucket has arrived."""
 
@@ -66,7 +78,11 @@ class NormBeforeLastBucket(DDP):
 
 
 @mutant(
-    "ddp_clips_on_rank_0_only", zoo=("O01",), killed_by=("equivalence", "replicas"), optimizer=CLIP
+    "ddp_clips_on_rank_0_only",
+    says="rank 1 does not clip",
+    zoo=("O01",),
+    killed_by=("equivalence", "replicas"),
+    optimizer=CLIP,
 )
 class ClipsOnRank0Only(ReferenceDDP):
     """Clipping is skipped on ranks > 0."""
@@ -76,7 +92,14 @@ class ClipsOnRank0Only(ReferenceDDP):
             super().clip(norm, max_norm)
 
 
-@mutant("ddp_clips_up", killed_by=("equivalence",), optimizer=BETWEEN, workload=deep_gpt(), steps=3)
+@mutant(
+    "ddp_clips_up",
+    says="clipped by a norm|scaled up",
+    killed_by=("equivalence",),
+    optimizer=BETWEEN,
+    workload=deep_gpt(),
+    steps=3,
+)
 class ClipsUp(ReferenceDDP):
     """Gradients below the clip are scaled up to it."""
 
@@ -86,6 +109,7 @@ class ClipsUp(ReferenceDDP):
 
 @mutant(
     "ddp_decay_to_wrong_group",
+    says="decay of another parameter group",
     zoo=("O19",),
     killed_by=("equivalence",),
     workload=gpt("two_groups"),
@@ -100,7 +124,13 @@ class DecayToWrongGroup(DDP):
         return groups
 
 
-@mutant("ddp_dummy_first_step", zoo=("O26",), killed_by=("equivalence",), optimizer=ADAMW)
+@mutant(
+    "ddp_dummy_first_step",
+    says="update with gradients of zero .*before the first step",
+    zoo=("O26",),
+    killed_by=("equivalence",),
+    optimizer=ADAMW,
+)
 class DummyFirstStep(ReferenceDDP):
     """A step with zero gradients creates the optimizer state. It counts and decays."""
 
@@ -113,7 +143,13 @@ class DummyFirstStep(ReferenceDDP):
 # ---------------------------------------------------------------------------- who calls what when
 
 
-@mutant("ddp_bucket_order_by_rank", zoo=("X01",), killed_by=("crash",), crash_says="does not match")
+@mutant(
+    "ddp_bucket_order_by_rank",
+    says="rank 0 calls all_reduce.*rank 1 calls all_reduce",
+    zoo=("X01",),
+    killed_by=("crash",),
+    crash_says="does not match",
+)
 class BucketOrderByRank(DDP):
     """Ranks launch their buckets in different orders, of different sizes."""
 
@@ -125,7 +161,11 @@ class BucketOrderByRank(DDP):
 
 
 @mutant(
-    "ddp_exchanges_equal_buckets", zoo=("X05",), killed_by=("equivalence",), workload=whole_gpt()
+    "ddp_exchanges_equal_buckets",
+    says="'blocks.1.mlp.up.bias' is a rank's gradient of 'blocks.2.mlp.up.bias'",
+    zoo=("X05",),
+    killed_by=("equivalence",),
+    workload=whole_gpt(),
 )
 class ExchangesEqualBuckets(DDP):
     """One rank launches two buckets of equal size in swapped order: wrong sums, no error."""
@@ -137,7 +177,13 @@ class ExchangesEqualBuckets(DDP):
             exchange_equal(self.buckets, sizes)
 
 
-@mutant("ddp_swallows_exception", zoo=("X10",), killed_by=("crash",), crash_says="rank 1 early")
+@mutant(
+    "ddp_swallows_exception",
+    says="rank 1 early|without joining",
+    zoo=("X10",),
+    killed_by=("crash",),
+    crash_says="rank 1 early",
+)
 class SwallowsException(ReferenceDDP):
     """Rank 1 fails in step 1, swallows the error and goes on to the next step."""
 

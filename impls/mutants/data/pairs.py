@@ -40,7 +40,7 @@ mutant = declare.family(
 )
 
 
-@mutant("zero1_reload_restarts_counter", zoo=("K02",), expect=RELOAD)
+@mutant("zero1_reload_restarts_counter", says=r"counter|\.step'", zoo=("K02",), expect=RELOAD)
 class ReloadRestartsCounter(ReferenceZero1):
     """Moments are loaded, but Adam's step counter starts again."""
 
@@ -52,7 +52,7 @@ class ReloadRestartsCounter(ReferenceZero1):
         super().load_pieces(kind, again)
 
 
-@mutant("zero3_reload_drops_new_slots", zoo=("K16",), expect=RELOAD)
+@mutant("zero3_reload_drops_new_slots", says="optimizer state", zoo=("K16",), expect=RELOAD)
 class ReloadDropsNewSlots(ReferenceZero3):
     """State that a fresh optimizer does not hold yet (all of it) is not loaded."""
 
@@ -63,6 +63,7 @@ class ReloadDropsNewSlots(ReferenceZero3):
 
 @mutant(
     "zero2_reload_drops_masters",
+    says="master",
     zoo=("O14",),
     expect=RELOAD,
     lane="working_precision",
@@ -76,7 +77,13 @@ class ReloadDropsMasters(ReferenceZero2):
         super().load_pieces(kind, [p for p in pieces if not p.name.endswith(".master")])
 
 
-@mutant("zero1_reload_keeps_masters", zoo=("K02",), expect=RELOAD, options={"offload": "optimizer"})
+@mutant(
+    "zero1_reload_keeps_masters",
+    says="master",
+    zoo=("K02",),
+    expect=RELOAD,
+    options={"offload": "optimizer"},
+)
 class ReloadKeepsMasters(ReferenceZero1):
     """Parameters are loaded, but not their masters on the host, so the update undoes the load."""
 
@@ -89,6 +96,7 @@ class ReloadKeepsMasters(ReferenceZero1):
 
 @mutant(
     "zero2_reload_leaves_buckets",
+    says="non_contiguous",
     zoo=("K02",),
     expect=RELOAD,
     options={"offload": "optimizer"},
@@ -103,6 +111,7 @@ class ReloadLeavesBuckets(Zero2):
 
 @mutant(
     "zero1_averages_then_multiplies",
+    says="round|order of sums",
     expect=AS_DDP,
     mesh={"shard": 3},
     lane="bitwise",
@@ -122,6 +131,7 @@ class AveragesThenMultiplies(Zero1):
 
 @mutant(
     "fsdp_kept_parameters_outlive_update",
+    says="embed.token.weight.*(step before|behind|old)",
     zoo=("F16",),
     expect=AS_FREED,
     options={"sharding_strategy": "HYBRID_SHARD", "reshard_after_forward": False},

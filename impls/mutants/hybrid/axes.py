@@ -28,7 +28,11 @@ mutant = declare.family(ReferenceHybrid, workload=gpt())
 
 
 @mutant(
-    "hybrid_keeps_whole_layers", zoo=("F19",), killed_by=("memory",), mesh={"pipe": 2, "tensor": 2}
+    "hybrid_keeps_whole_layers",
+    says="held, 0 to 80 promised",
+    zoo=("F19",),
+    killed_by=("memory",),
+    mesh={"pipe": 2, "tensor": 2},
 )
 class KeepsWholeLayers(ReferenceHybrid):
     """The layers as they were before the tensor axis cut them are kept beside their parts."""
@@ -40,6 +44,7 @@ class KeepsWholeLayers(ReferenceHybrid):
 
 @mutant(
     "hybrid_keeps_what_shards_were_cut_from",
+    says="held, 0 to 320 promised",
     zoo=("F19",),
     killed_by=("memory",),
     mesh={"pipe": 2, "shard": 2},
@@ -57,6 +62,7 @@ class KeepsWholeStages(ReferenceHybrid):
 
 @mutant(
     "hybrid_ties_in_own_offsets",
+    says="several modules share.*embed.token.weight",
     zoo=("H04",),
     killed_by=("equivalence",),
     workload=gpt("tied_over_units"),
@@ -75,6 +81,7 @@ class TiesInOwnOffsets(Stages):
 
 @mutant(
     "hybrid_compensates_for_one_axis",
+    says="2 times too small .*'shard'",
     zoo=("H07",),
     killed_by=("equivalence",),
     mesh={"replicate": 2, "shard": 2, "tensor": 2},
@@ -94,6 +101,7 @@ class CompensatesForOneAxis(ReferenceHybrid):
 
 @mutant(
     "hybrid_same_masks_on_replicas",
+    says="mask|dropout",
     zoo=("T14",),
     killed_by=("equivalence",),
     workload=gpt("dropout_counter"),
@@ -110,6 +118,7 @@ class SameMasksOnReplicas(ReferenceHybrid):
 
 @mutant(
     "hybrid_sums_terms_over_the_shards",
+    says="axis shard, all_reduce.*no such call is promised",
     zoo=("H08",),
     killed_by=("equivalence", "traffic"),
     mesh={"shard": 2, "tensor": 2},
@@ -131,6 +140,7 @@ class SumsTermsOverTheShards(ReferenceHybrid):
 
 @mutant(
     "hybrid_adds_norms_of_stages",
+    says="added over 'pipe'",
     zoo=("O07",),
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
@@ -150,6 +160,7 @@ class AddsNormsOfStages(ReferenceHybrid):
 
 @mutant(
     "hybrid_reduces_after_every_window",
+    says="after its bucket had been sent",
     zoo=("F23",),
     killed_by=("crash",),
     crash_says="received a gradient after its bucket had been sent",

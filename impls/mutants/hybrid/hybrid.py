@@ -39,6 +39,7 @@ class _NoReduction(Reducer):
 
 @mutant(
     "hybrid_stages_skip_the_data_axes",
+    says="not (reduced|summed)|no such call is made",
     zoo=("P10",),
     killed_by=("equivalence", "replicas", "traffic"),
     mesh={"pipe": 2, "replicate": 2},
@@ -55,6 +56,7 @@ class StagesSkipTheDataAxes(ReferenceHybrid):
 
 @mutant(
     "hybrid_one_shard_group_is_no_group",
+    says="not (reduced|summed)",
     zoo=("H01",),
     killed_by=("equivalence", "replicas", "traffic"),
     mesh={"replicate": 2, "shard": 1, "tensor": 2},
@@ -69,7 +71,12 @@ class OneShardGroupIsNoGroup(ReferenceHybrid):
         return handle
 
 
-@mutant("hybrid_starts_all_from_rank_0", zoo=("H05",), killed_by=("equivalence",))
+@mutant(
+    "hybrid_starts_all_from_rank_0",
+    says="from rank 0's part",
+    zoo=("H05",),
+    killed_by=("equivalence",),
+)
 class StartsAllFromRank0(ReferenceHybrid):
     """The data axes start from rank 0 of the world: tensor ranks get its part of the layers."""
 
@@ -83,6 +90,7 @@ class StartsAllFromRank0(ReferenceHybrid):
 
 @mutant(
     "hybrid_norm_over_replicas",
+    says="counted on every rank|every copy",
     zoo=("H10",),
     killed_by=("norm",),
     optimizer=CLIP,
@@ -97,6 +105,7 @@ class NormOverReplicas(ReferenceHybrid):
 
 @mutant(
     "hybrid_norm_misses_the_stages",
+    says="not over 'pipe'",
     zoo=("H11", "O02"),
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
@@ -111,6 +120,7 @@ class NormMissesTheStages(ReferenceHybrid):
 
 @mutant(
     "hybrid_norm_misses_the_layers",
+    says="not over 'tensor'|missing",
     zoo=("H11", "O05"),
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
@@ -126,6 +136,7 @@ class NormMissesTheLayers(ReferenceHybrid):
 
 @mutant(
     "hybrid_norm_counts_whole_tensors_on_each",
+    says="every copy",
     zoo=("O04",),
     killed_by=("norm",),
     optimizer=CLIP,
@@ -151,6 +162,7 @@ def counted(system: ReferenceHybrid, counts: Any, without: str = "") -> Tensor:
 
 @mutant(
     "hybrid_clips_on_the_first_tensor_rank",
+    says="rank 1 does not clip",
     zoo=("O01",),
     killed_by=("replicas", "equivalence"),
     optimizer=CLIP,
@@ -166,6 +178,7 @@ class ClipsOnTheFirstTensorRank(ReferenceHybrid):
 
 @mutant(
     "hybrid_loses_the_head_of_a_tie",
+    says="several modules share.*embed.token.weight",
     zoo=("P11",),
     killed_by=("equivalence",),
     workload=gpt("tied_over_units"),
@@ -183,6 +196,7 @@ class LosesTheHeadOfATie(Stages):
 
 @mutant(
     "hybrid_drops_later_windows",
+    says="only the first window",
     killed_by=("equivalence",),
     workload=replace(gpt(), windows=2),
     mesh={"pipe": 2, "shard": 2},
@@ -197,6 +211,7 @@ class DropsLaterWindows(ReferenceHybrid):
 
 @mutant(
     "hybrid_sums_norms_again",
+    says="norm.*2 times too large .*'tensor'",
     zoo=("T08",),
     killed_by=("equivalence",),
     mesh={"shard": 2, "tensor": 2},
@@ -221,6 +236,7 @@ class SumsAgain(ReferenceHybrid):
 
 @mutant(
     "hybrid_loss_of_own_part",
+    says="out of bounds",
     killed_by=("crash",),
     crash_says="is out of bounds",
     mesh={"pipe": 2, "tensor": 2},
@@ -234,6 +250,7 @@ class LossOfOwnPart(ReferenceHybrid):
 
 @mutant(
     "hybrid_stage_stays_whole",
+    says="parameters: .* held",
     zoo=("F19",),
     killed_by=("memory",),
     mesh={"pipe": 2, "shard": 2},
@@ -252,6 +269,7 @@ class StageStaysWhole(ReferenceHybrid):
 
 @mutant(
     "hybrid_norms_stay_partial",
+    says="not summed",
     zoo=("T02",),
     killed_by=("equivalence",),
     mesh={"shard": 2, "tensor": 2},
@@ -268,7 +286,12 @@ class NormsStayPartial(ReferenceHybrid):
         return handle
 
 
-@mutant("hybrid_keeps_other_stages", killed_by=("memory",), mesh={"pipe": 2, "tensor": 2})
+@mutant(
+    "hybrid_keeps_other_stages",
+    says="parameters: .* held",
+    killed_by=("memory",),
+    mesh={"pipe": 2, "tensor": 2},
+)
 class KeepsOtherStages(ReferenceHybrid):
     """The layers of other stages are never freed."""
 

@@ -61,7 +61,7 @@ class Misjudged(ReferenceDDP):
         raise NotImplementedError
 
 
-@mutant("judge_check_returns_nothing", killed_by=("undecidable",))
+@mutant("judge_check_returns_nothing", says="nothing could be compared", killed_by=("undecidable",))
 class CheckReturnsNothing(Misjudged):
     """The check measures nothing and finds no fault."""
 
@@ -70,7 +70,7 @@ class CheckReturnsNothing(Misjudged):
         equivalence.measure = lambda evidence: []
 
 
-@mutant("judge_lane_compares_nothing", killed_by=("undecidable",))
+@mutant("judge_lane_compares_nothing", says="nothing could be compared", killed_by=("undecidable",))
 class LaneComparesNothing(Misjudged):
     """The lane fp64 compares nothing beyond the initial parameters."""
 
@@ -79,7 +79,11 @@ class LaneComparesNothing(Misjudged):
         equivalence._against_oracle = lambda evidence, rows: None
 
 
-@mutant("judge_lane_compares_losses_only", killed_by=("judge error",))
+@mutant(
+    "judge_lane_compares_losses_only",
+    says="no gradient|nothing .* compared|spoilt|power",
+    killed_by=("judge error",),
+)
 class LaneComparesLossesOnly(Misjudged):
     """The lane fp64 compares losses, but no gradient and no state."""
 
@@ -89,7 +93,7 @@ class LaneComparesLossesOnly(Misjudged):
         equivalence._trajectory = lambda *arguments: None
 
 
-@mutant("judge_leaves_one_tensor_out", killed_by=("judge error",))
+@mutant("judge_leaves_one_tensor_out", says="compared|spoilt", killed_by=("judge error",))
 class LeavesOneTensorOut(Misjudged):
     """Only the first tensor of each kind is compared, and with itself."""
 
@@ -105,7 +109,7 @@ class LeavesOneTensorOut(Misjudged):
         equivalence._compare_all = compare
 
 
-@mutant("judge_compares_with_itself", killed_by=("judge error",))
+@mutant("judge_compares_with_itself", says="compared|spoilt", killed_by=("judge error",))
 class ComparesWithItself(Misjudged):
     """Every tensor is compared with itself."""
 
@@ -121,6 +125,7 @@ class ComparesWithItself(Misjudged):
 
 @mutant(
     "judge_compares_with_itself_in_working_precision",
+    says="compared|spoilt",
     killed_by=("judge error",),
     lane="working_precision",
     dtype="float32",
@@ -141,7 +146,7 @@ class ComparesWithItselfInWorkingPrecision(Misjudged):
         working_precision.ratios = ratios
 
 
-@mutant("judge_bound_is_infinite", killed_by=("judge error",))
+@mutant("judge_bound_is_infinite", says="bound", killed_by=("judge error",))
 class BoundIsInfinite(Misjudged):
     """The bound of the lane fp64 lets every error pass."""
 
@@ -150,7 +155,7 @@ class BoundIsInfinite(Misjudged):
         equivalence.FP64_BOUND = float("inf")
 
 
-@mutant("judge_record_is_empty", killed_by=("equivalence",))
+@mutant("judge_record_is_empty", says="no rank holds", killed_by=("equivalence",))
 class RecordIsEmpty(Misjudged):
     """The ranks' records arrive without what was observed."""
 
@@ -164,7 +169,7 @@ class RecordIsEmpty(Misjudged):
         leader.records_of = records_of
 
 
-@mutant("judge_keeps_no_digests", killed_by=("active",))
+@mutant("judge_keeps_no_digests", says="names did not survive|digest", killed_by=("active",))
 class KeepsNoDigests(Misjudged):
     """Comparisons are made with the system's own numbers, and no digest of these is kept."""
 
@@ -174,7 +179,7 @@ class KeepsNoDigests(Misjudged):
         Evidence.moments = lambda self: iter(())  # type: ignore[method-assign]
 
 
-@mutant("judge_check_lost_its_entry", killed_by=("judge error",))
+@mutant("judge_check_lost_its_entry", says="equivalence", killed_by=("judge error",))
 class CheckLostItsEntry(Misjudged):
     """The list of checks has lost the one that compares with the oracle."""
 

@@ -42,6 +42,7 @@ mutant = declare.family(ReferencePipeline, workload=gpt(), mesh={"pipe": 2})
 
 @mutant(
     "pipeline_rescales_accumulated_gradients",
+    says="micro-batch 0 counts 0.3333",
     zoo=("P01",),
     killed_by=("equivalence",),
     workload=WINDOWS,
@@ -59,7 +60,12 @@ class RescalesAccumulatedGradients(Executor):
         return losses
 
 
-@mutant("pipeline_divides_the_metric_only", zoo=("P02",), killed_by=("equivalence",))
+@mutant(
+    "pipeline_divides_the_metric_only",
+    says="4 times too large .*micro-batches",
+    zoo=("P02",),
+    killed_by=("equivalence",),
+)
 class DividesTheMetricOnly(Executor):
     """Losses are divided by the number of micro-batches after backward."""
 
@@ -69,7 +75,11 @@ class DividesTheMetricOnly(Executor):
 
 
 @mutant(
-    "pipeline_scales_inputs_gradients_only", zoo=("P04",), killed_by=("equivalence",), options=SPLIT
+    "pipeline_scales_inputs_gradients_only",
+    says="4 times too small .*micro-batches",
+    zoo=("P04",),
+    killed_by=("equivalence",),
+    options=SPLIT,
 )
 class ScalesInputsGradientsOnly(Executor):
     """A split backward scales the gradients of weights once more."""
@@ -80,7 +90,12 @@ class ScalesInputsGradientsOnly(Executor):
         super().weights(action)
 
 
-@mutant("pipeline_loses_last_split_weights", killed_by=("equivalence",), options=SPLIT)
+@mutant(
+    "pipeline_loses_last_split_weights",
+    says="micro-batch 3 is missing",
+    killed_by=("equivalence",),
+    options=SPLIT,
+)
 class LosesLastSplitWeights(Executor):
     """The weights' part of a step's last backward is left out."""
 
@@ -95,6 +110,7 @@ class LosesLastSplitWeights(Executor):
 
 @mutant(
     "pipeline_one_receive_buffer",
+    says="one buffer|overwritten|backward went wrong",
     zoo=("P07",),
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
@@ -109,6 +125,7 @@ class OneReceiveBuffer(Messages):
 
 @mutant(
     "pipeline_uses_activations_early",
+    says="nan|not finite",
     zoo=("P16",),
     killed_by=("equivalence",),
     workload=gpt("poisoned_buffers"),
@@ -127,6 +144,7 @@ class UsesActivationsEarly(Messages):
 
 @mutant(
     "pipeline_one_form_for_all_lengths",
+    says="send.*recv",
     killed_by=("crash",),
     crash_says="but rank 1 calls recv(from 0",
     workload=gpt("variable_lengths", "unequal_tokens"),
@@ -140,6 +158,7 @@ class OneFormForAllLengths(Executor):
 
 @mutant(
     "pipeline_gradient_of_another_micro_batch",
+    says="another micro-batch|backward went wrong",
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
 )
@@ -156,7 +175,12 @@ class GradientOfAnotherMicroBatch(Executor):
 # ----------------------------------------------------------------------------- labels and the loss
 
 
-@mutant("pipeline_labels_of_another_micro_batch", zoo=("P08",), killed_by=("equivalence",))
+@mutant(
+    "pipeline_labels_of_another_micro_batch",
+    says="targets of the next micro-batch",
+    zoo=("P08",),
+    killed_by=("equivalence",),
+)
 class LabelsOfAnotherMicroBatch(Executor):
     """The last stage takes the labels of the next micro-batch."""
 
@@ -168,7 +192,12 @@ class LabelsOfAnotherMicroBatch(Executor):
         self.window = window
 
 
-@mutant("pipeline_tells_last_window_only", killed_by=("equivalence",), workload=WINDOWS)
+@mutant(
+    "pipeline_tells_last_window_only",
+    says="only the last window",
+    killed_by=("equivalence",),
+    workload=WINDOWS,
+)
 class TellsLastWindowOnly(ReferencePipeline):
     """The reported loss is that of the last schedule call."""
 
@@ -176,7 +205,12 @@ class TellsLastWindowOnly(ReferencePipeline):
         return super().total(losses[len(losses) // 2 :])
 
 
-@mutant("pipeline_zero_loss_where_none_is_known", zoo=("P20",), killed_by=("equivalence",))
+@mutant(
+    "pipeline_zero_loss_where_none_is_known",
+    says="disagree on its loss: 0.0",
+    zoo=("P20",),
+    killed_by=("equivalence",),
+)
 class ZeroLossWhereNoneIsKnown(ReferencePipeline):
     """Stages without a loss report zero, which counts."""
 
@@ -190,6 +224,7 @@ class ZeroLossWhereNoneIsKnown(ReferencePipeline):
 
 @mutant(
     "pipeline_tied_gradient_stays_local",
+    says="embed.token.weight.*not summed",
     zoo=("K24",),
     killed_by=("equivalence", "replicas"),
     workload=TIED,
@@ -204,6 +239,7 @@ class TiedGradientStaysLocal(Stages):
 
 @mutant(
     "pipeline_tied_gradient_lost_on_one_rank",
+    says="several modules share.*embed.token.weight",
     zoo=("P11",),
     killed_by=("equivalence",),
     workload=TIED,
@@ -217,7 +253,12 @@ class TiedGradientLostOnOneRank(Stages):
         super()._hide(part, copies or stand_ins)
 
 
-@mutant("pipeline_tied_gradient_added_twice", killed_by=("equivalence", "replicas"), workload=TIED)
+@mutant(
+    "pipeline_tied_gradient_added_twice",
+    says="several modules share.*embed.token.weight",
+    killed_by=("equivalence", "replicas"),
+    workload=TIED,
+)
 class TiedGradientAddedTwice(Stages):
     """A tied weight's own part is added to a sum that already has it."""
 
@@ -230,6 +271,7 @@ class TiedGradientAddedTwice(Stages):
 
 @mutant(
     "pipeline_norm_counts_ties_twice",
+    says="every copy",
     zoo=("O04",),
     killed_by=("norm", "equivalence"),
     workload=TIED,
@@ -249,7 +291,11 @@ class NormCountsTiesTwice(Stages):
 
 
 @mutant(
-    "pipeline_ties_start_apart", zoo=("K24",), killed_by=("equivalence", "replicas"), workload=TIED
+    "pipeline_ties_start_apart",
+    says="rank 1 starts 'embed.token.weight'",
+    zoo=("K24",),
+    killed_by=("equivalence", "replicas"),
+    workload=TIED,
 )
 class TiesStartApart(Stages):
     """The last stage's copy of a tied weight starts from its own values."""
@@ -266,6 +312,7 @@ class TiesStartApart(Stages):
 
 @mutant(
     "pipeline_norm_of_one_stage",
+    says="holds itself",
     zoo=("O02", "H11"),
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
@@ -277,7 +324,7 @@ class NormOfOneStage(Stages):
         return own_parts(super().norm_parts(order))
 
 
-@mutant("pipeline_stages_start_from_their_own", killed_by=("equivalence",))
+@mutant("pipeline_stages_start_from_their_own", says="rank 1 starts", killed_by=("equivalence",))
 class StagesStartFromTheirOwn(Stages):
     """Only the first rank's stages start from the given values."""
 
@@ -291,7 +338,13 @@ class StagesStartFromTheirOwn(Stages):
 # -------------------------------------------------------------------------- schedules, as data
 
 
-@mutant("pipeline_crosses_messages", zoo=("P14",), killed_by=("schedule",), options=LOOPED)
+@mutant(
+    "pipeline_crosses_messages",
+    says="message 0 .* is for .* turn is",
+    zoo=("P14",),
+    killed_by=("schedule",),
+    options=LOOPED,
+)
 class CrossesMessages(ReferencePipeline):
     """With two chunks, the first two messages of a rank are sent in swapped order."""
 
@@ -304,7 +357,12 @@ class CrossesMessages(ReferencePipeline):
         return replace(good, orders=(tuple(first), *good.orders[1:]))
 
 
-@mutant("pipeline_puts_all_weights_off", killed_by=("schedule",), options=SPLIT)
+@mutant(
+    "pipeline_puts_all_weights_off",
+    says="where zb_h1 has W",
+    killed_by=("schedule",),
+    options=SPLIT,
+)
 class PutsAllWeightsOff(Executor):
     """Gradients of weights come after everything else, which takes the memory of GPipe."""
 
@@ -313,7 +371,12 @@ class PutsAllWeightsOff(Executor):
         return super().run(replace(schedule, orders=orders), window, *rest)
 
 
-@mutant("pipeline_leaves_out_a_unit", killed_by=("equivalence", "active"), workload=gpt(layers=5))
+@mutant(
+    "pipeline_leaves_out_a_unit",
+    says="no rank holds 'blocks.2",
+    killed_by=("equivalence", "active"),
+    workload=gpt(layers=5),
+)
 class LeavesOutAUnit(ReferencePipeline):
     """A unit between two stages belongs to neither."""
 
@@ -328,6 +391,7 @@ class LeavesOutAUnit(ReferencePipeline):
 
 @mutant(
     "pipeline_accumulates_in_descending_order",
+    says="order of sums",
     killed_by=("equivalence",),
     options={"schedule": "gpipe"},
     lane="bitwise",
@@ -354,7 +418,12 @@ class AccumulatesInDescendingOrder(ReferencePipeline):
         )
 
 
-@mutant("pipeline_weights_move_during_the_flush", zoo=("P22",), killed_by=("equivalence",))
+@mutant(
+    "pipeline_weights_move_during_the_flush",
+    says="other parameters",
+    zoo=("P22",),
+    killed_by=("equivalence",),
+)
 class WeightsMoveDuringTheFlush(Executor):
     """After its first backward, a stage goes on with other weights."""
 
@@ -366,7 +435,11 @@ class WeightsMoveDuringTheFlush(Executor):
 
 
 @mutant(
-    "pipeline_window_with_old_weights", zoo=("P22",), killed_by=("equivalence",), workload=WINDOWS
+    "pipeline_window_with_old_weights",
+    says="parameters before",
+    zoo=("P22",),
+    killed_by=("equivalence",),
+    workload=WINDOWS,
 )
 class WindowWithOldWeights(Executor):
     """A window computes with the weights of the window before."""
@@ -384,7 +457,13 @@ class WindowWithOldWeights(Executor):
         return losses
 
 
-@mutant("pipeline_keeps_all_losses", zoo=("P19",), killed_by=("memory",), steps=8)
+@mutant(
+    "pipeline_keeps_all_losses",
+    says="activations and temporaries: .* held",
+    zoo=("P19",),
+    killed_by=("memory",),
+    steps=8,
+)
 class KeepsAllLosses(ReferencePipeline):
     """The losses of all steps are kept."""
 
@@ -394,7 +473,10 @@ class KeepsAllLosses(ReferencePipeline):
 
 
 @mutant(
-    "pipeline_keeps_graphs_for_a_window", killed_by=("schedule",), workload=gpt(micro_batches=8)
+    "pipeline_keeps_graphs_for_a_window",
+    says="activations at the peak",
+    killed_by=("schedule",),
+    workload=gpt(micro_batches=8),
 )
 class KeepsGraphsForAWindow(Executor):
     """What a micro-batch holds is freed only when the window is over."""
@@ -415,6 +497,7 @@ class KeepsGraphsForAWindow(Executor):
 
 @mutant(
     "pipeline_overflow_of_own_stage",
+    says="rank 1: it made the update, the oracle did not",
     zoo=("O11",),
     killed_by=("loss_scale",),
     workload=gpt("overflow_on_one_rank"),
@@ -430,6 +513,7 @@ class OverflowOfOwnStage(LossScaler):
 
 @mutant(
     "pipeline_scales_first_window_only",
+    says="micro-batch 3 counts 0.00097",
     killed_by=("equivalence",),
     workload=WINDOWS,
     optimizer=SCALED,
@@ -447,6 +531,7 @@ class ScalesFirstWindowOnly(Executor):
 
 @mutant(
     "pipeline_evaluation_leaves_a_chunk",
+    says="evaluation mode",
     zoo=("P17",),
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
@@ -465,6 +550,7 @@ class EvaluationLeavesAChunk(ReferencePipeline):
 
 @mutant(
     "pipeline_evaluates_in_training_mode",
+    says="training mode|dropout",
     zoo=("O23",),
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),

@@ -80,14 +80,19 @@ def repeat(one: str) -> Change:
 # ---------------------------------------------------------------------------- orders without a run
 
 
-@mutant("schedule_swaps_two_sends", zoo=("P14",))
+@mutant("schedule_swaps_two_sends", says="message 0 .*receiver's turn", zoo=("P14",))
 class SwapsTwoSends(Spoilt):
     """The first two activations are sent in the wrong order."""
 
     spoil = move("SF0@0", "SF1@0")
 
 
-@mutant("schedule_posts_receives_in_another_order", zoo=("P14",), options=GPIPE)
+@mutant(
+    "schedule_posts_receives_in_another_order",
+    says="message 0 .*receiver's turn",
+    zoo=("P14",),
+    options=GPIPE,
+)
 class PostsReceivesInAnotherOrder(Spoilt):
     """The second activation is received first."""
 
@@ -95,14 +100,16 @@ class PostsReceivesInAnotherOrder(Spoilt):
     spoil = move("RF1@1")
 
 
-@mutant("schedule_forgets_a_gradient")
+@mutant("schedule_forgets_a_gradient", says="never does RB")
 class ForgetsAGradient(Spoilt):
     """One gradient is neither sent nor received."""
 
     spoil = drop("RB2@0")
 
 
-@mutant("schedule_forgets_receive_after_warm_up", zoo=("P16",), mesh={"pipe": 3})
+@mutant(
+    "schedule_forgets_receive_after_warm_up", says="never does RF", zoo=("P16",), mesh={"pipe": 3}
+)
 class ForgetsReceiveAfterWarmUp(Spoilt):
     """A stage in the middle leaves its warm-up without receiving an input."""
 
@@ -110,7 +117,7 @@ class ForgetsReceiveAfterWarmUp(Spoilt):
     spoil = drop("RF1@1")
 
 
-@mutant("schedule_drops_last_weights", options=SPLIT)
+@mutant("schedule_drops_last_weights", says="never does W3", options=SPLIT)
 class DropsLastWeights(Spoilt):
     """The weights' part of a stage's last backward is in no order."""
 
@@ -118,14 +125,14 @@ class DropsLastWeights(Spoilt):
     spoil = drop("W3@1")
 
 
-@mutant("schedule_weights_before_their_gradient", options=SPLIT)
+@mutant("schedule_weights_before_their_gradient", says="W2@0 before B2@0", options=SPLIT)
 class WeightsBeforeTheirGradient(Spoilt):
     """The weights' part of a backward comes before the input's part."""
 
     spoil = exchange("B2@0", "W2@0")
 
 
-@mutant("schedule_repeats_a_backward")
+@mutant("schedule_repeats_a_backward", says="BW3@1 2 times")
 class RepeatsABackward(Spoilt):
     """One micro-batch goes backward twice."""
 
@@ -133,7 +140,7 @@ class RepeatsABackward(Spoilt):
     spoil = repeat("BW3@1")
 
 
-@mutant("schedule_waits_in_a_circle", zoo=("P14",))
+@mutant("schedule_waits_in_a_circle", says="deadlock", zoo=("P14",))
 class WaitsInACircle(ReferencePipeline):
     """The last stage begins with a micro-batch that the first one holds back."""
 
@@ -175,7 +182,11 @@ class OtherWarmUp(ReferencePipeline):
 
 
 @mutant(
-    "schedule_warm_up_is_not_clamped", zoo=("P13",), workload=gpt(micro_batches=1), mesh={"pipe": 3}
+    "schedule_warm_up_is_not_clamped",
+    says="F1@0, but there are .* 1 micro-batch",
+    zoo=("P13",),
+    workload=gpt(micro_batches=1),
+    mesh={"pipe": 3},
 )
 class WarmUpIsNotClamped(OtherWarmUp):
     """With fewer micro-batches than stages, a rank warms up with some that do not exist."""
@@ -188,7 +199,7 @@ class WarmUpIsNotClamped(OtherWarmUp):
 # ------------------------------------------------------------------------ not what the name says
 
 
-@mutant("schedule_warms_up_once_too_often")
+@mutant("schedule_warms_up_once_too_often", says="holds up to 3 micro-batches")
 class WarmsUpOnceTooOften(OtherWarmUp):
     """1F1B with one more warm-up forward: every rank holds one micro-batch more."""
 
@@ -197,7 +208,7 @@ class WarmsUpOnceTooOften(OtherWarmUp):
         return min(micro_batches, ranks - rank)
 
 
-@mutant("schedule_does_not_warm_up")
+@mutant("schedule_does_not_warm_up", says="bubble")
 class DoesNotWarmUp(OtherWarmUp):
     """Every micro-batch goes through all stages and back before the next one starts."""
 
@@ -206,7 +217,7 @@ class DoesNotWarmUp(OtherWarmUp):
         return 0
 
 
-@mutant("schedule_interleaves_nothing", options=LOOPED)
+@mutant("schedule_interleaves_nothing", says="places stages on ranks", options=LOOPED)
 class InterleavesNothing(ReferencePipeline):
     """Every rank has one chunk though two were asked for: the bubble of 1F1B."""
 
@@ -215,7 +226,7 @@ class InterleavesNothing(ReferencePipeline):
         return SCHEDULES["interleaved"](ranks, micro_batches, chunks=1)
 
 
-@mutant("schedule_puts_weights_last", options=SPLIT)
+@mutant("schedule_puts_weights_last", says="bubble", options=SPLIT)
 class PutsWeightsLast(ReferencePipeline):
     """Zero bubble with all weights' parts at the end: they fill no bubble and hold all memory."""
 
@@ -229,7 +240,7 @@ class PutsWeightsLast(ReferencePipeline):
 # ------------------------------------------------------------------------------ not what is run
 
 
-@mutant("schedule_runs_another_one")
+@mutant("schedule_runs_another_one", says="does F2@0 .* where 1f1b has BW0@0")
 class RunsAnotherOne(Executor):
     """1F1B is announced, GPipe is run."""
 
@@ -239,7 +250,11 @@ class RunsAnotherOne(Executor):
         return super().run(schedule, window, *rest)
 
 
-@mutant("schedule_forgets_itself_in_second_window", workload=gpt(windows=2, micro_batches=3))
+@mutant(
+    "schedule_forgets_itself_in_second_window",
+    says="window 1: .* where 1f1b",
+    workload=gpt(windows=2, micro_batches=3),
+)
 class ForgetsItselfInSecondWindow(ReferencePipeline):
     """From the second schedule call of a step on, all forwards come first."""
 
@@ -256,7 +271,7 @@ class ForgetsItselfInSecondWindow(ReferencePipeline):
         self.case_options = self.given
 
 
-@mutant("schedule_swaps_backwards_of_first_stage", options=GPIPE)
+@mutant("schedule_swaps_backwards_of_first_stage", says="BW1@0 .* has BW0@0", options=GPIPE)
 class SwapsBackwardsOfFirstStage(Executor):
     """The first stage, which nobody waits for, takes two micro-batches in swapped order."""
 
@@ -273,7 +288,10 @@ class SwapsBackwardsOfFirstStage(Executor):
 
 
 @mutant(
-    "schedule_weights_after_final_gradients", killed_by=("schedule", "equivalence"), options=SPLIT
+    "schedule_weights_after_final_gradients",
+    says="not over when gradients are said to be final",
+    killed_by=("schedule", "equivalence"),
+    options=SPLIT,
 )
 class WeightsAfterFinalGradients(ReferencePipeline):
     """The last weights' part of every stage runs after gradients have been observed."""
@@ -302,7 +320,7 @@ class WeightsAfterFinalGradients(ReferencePipeline):
             executor.do["W"] = at_once
 
 
-@mutant("schedule_splits_nothing", options=SPLIT, mesh={"pipe": 3})
+@mutant("schedule_splits_nothing", says="activations at the peak", options=SPLIT, mesh={"pipe": 3})
 class SplitsNothing(Executor):
     """B also computes the gradients of weights; W does nothing."""
 
@@ -311,7 +329,7 @@ class SplitsNothing(Executor):
         self.held[action.stage, action.micro].backward()  # type: ignore[union-attr]
 
 
-@mutant("schedule_keeps_activations")
+@mutant("schedule_keeps_activations", says="activations at the peak")
 class KeepsActivations(Executor):
     """What a micro-batch has saved is kept until its window ends."""
 
@@ -328,7 +346,7 @@ class KeepsActivations(Executor):
         return gradient
 
 
-@mutant("schedule_keeps_inputs_only")
+@mutant("schedule_keeps_inputs_only", says="activations at the peak")
 class KeepsInputsOnly(Executor):
     """A forward discards its activations, and backward computes them again."""
 
@@ -346,7 +364,7 @@ class KeepsInputsOnly(Executor):
         return super().output_gradient(action, held)
 
 
-@mutant("schedule_computes_forwards_twice")
+@mutant("schedule_computes_forwards_twice", says="runs forward of .* 2 times")
 class ComputesForwardsTwice(Executor):
     """Every forward is computed once more, for the shape of its output."""
 

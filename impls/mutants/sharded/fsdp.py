@@ -36,7 +36,7 @@ mutant = declare.family(ReferenceZero3, ReferenceFSDP, mesh={"shard": 3})
 # ----------------------------------------------------------------------------- what is gathered
 
 
-@mutant("zero3_keeps_own_initial_shard", killed_by=("equivalence",))
+@mutant("zero3_keeps_own_initial_shard", says="built itself", killed_by=("equivalence",))
 class KeepsOwnInitialShard(Zero3):
     """A rank cuts its shards from the values that it was built with, not from rank 0's."""
 
@@ -49,7 +49,10 @@ class KeepsOwnInitialShard(Zero3):
 
 
 @mutant(
-    "zero3_computes_with_last_weights", zoo=("F16",), killed_by=("equivalence", "traffic", "memory")
+    "zero3_computes_with_last_weights",
+    says="parameters: .* held|parameters before",
+    zoo=("F16",),
+    killed_by=("equivalence", "traffic", "memory"),
 )
 class ComputesWithLastWeights(Zero3):
     """The last unit is not freed at the end of a step: the next step computes with its old
@@ -66,6 +69,7 @@ class ComputesWithLastWeights(Zero3):
 
 @mutant(
     "zero3_does_not_wait_for_prefetch",
+    says="nan|not finite",
     zoo=("F16",),
     killed_by=("equivalence",),
     workload=gpt("poisoned_buffers"),
@@ -79,7 +83,13 @@ class DoesNotWaitForPrefetch(Zero3):
         super().before_forward(unit, again)
 
 
-@mutant("zero3_unties_weight", zoo=("F05",), killed_by=("equivalence",), workload=deep_gpt("tied"))
+@mutant(
+    "zero3_unties_weight",
+    says="share|tied",
+    zoo=("F05",),
+    killed_by=("equivalence",),
+    workload=deep_gpt("tied"),
+)
 class UntiesWeight(ReferenceZero3):
     """A tied weight becomes two tensors, and the second is never updated."""
 
@@ -93,6 +103,7 @@ class UntiesWeight(ReferenceZero3):
 
 @mutant(
     "zero3_idle_ranks_count_otherwise",
+    says=r"data coordinates \[1\]|another unit",
     zoo=("X05",),
     killed_by=("equivalence",),
     workload=deep_gpt("unequal_micro_batches"),
@@ -108,6 +119,7 @@ class IdleRanksCountOtherwise(Zero3):
 
 @mutant(
     "fsdp_chunks_of_wrong_neighbours",
+    says="another order|backward went wrong",
     zoo=("F22",),
     killed_by=("equivalence",),
     mesh={"shard": 4},
@@ -126,6 +138,7 @@ class ChunksOfWrongNeighbours(FSDP):
 
 @mutant(
     "fsdp_keeps_first_chunks",
+    says="step before|backward went wrong",
     zoo=("F16",),
     killed_by=("equivalence",),
     mesh={"shard": 4},
@@ -146,6 +159,7 @@ class KeepsFirstChunks(FSDP):
 
 @mutant(
     "fsdp_indexes_empty_shard",
+    says="StopIteration",
     zoo=("F17",),
     killed_by=("crash",),
     crash_says="StopIteration",
@@ -163,7 +177,13 @@ class IndexesEmptyShard(FSDP):
 # ------------------------------------------------------------------------------ what is reduced
 
 
-@mutant("zero3_drops_tied_tail", zoo=("F01",), killed_by=("equivalence",), workload=gpt("tied"))
+@mutant(
+    "zero3_drops_tied_tail",
+    says="tied.*zero",
+    zoo=("F01",),
+    killed_by=("equivalence",),
+    workload=gpt("tied"),
+)
 class DropsTiedTail(Zero3):
     """The last shard of a tied parameter gets no gradient."""
 
@@ -178,6 +198,7 @@ class DropsTiedTail(Zero3):
 
 @mutant(
     "zero3_no_gradient_alone",
+    says="one_element.*(zero|0 times)",
     zoo=("F02",),
     killed_by=("equivalence",),
     workload=gpt("one_element"),
@@ -193,7 +214,13 @@ class NoGradientAlone(Zero3):
                 target.grad.zero_()
 
 
-@mutant("fsdp_clears_nothing_alone", zoo=("F13",), killed_by=("equivalence",), mesh={"shard": 1})
+@mutant(
+    "fsdp_clears_nothing_alone",
+    says="step before",
+    zoo=("F13",),
+    killed_by=("equivalence",),
+    mesh={"shard": 1},
+)
 class ClearsNothingAlone(FSDP):
     """On one rank, where nothing is gathered, gradients are not cleared either."""
 
@@ -209,6 +236,7 @@ class ClearsNothingAlone(FSDP):
 
 @mutant(
     "zero3_gradient_by_own_use",
+    says="conditional_by_rank.*owned by no rank",
     zoo=("F04",),
     killed_by=("equivalence",),
     workload=whole_gpt("conditional_by_rank"),
@@ -224,7 +252,12 @@ class GradientByOwnUse(Zero3):
                 target.grad = None
 
 
-@mutant("zero3_drops_unit_of_last_forward", zoo=("F07",), killed_by=("equivalence", "traffic"))
+@mutant(
+    "zero3_drops_unit_of_last_forward",
+    says="only the last micro-batch",
+    zoo=("F07",),
+    killed_by=("equivalence", "traffic"),
+)
 class DropsUnitOfLastForward(Zero3):
     """A unit that ends with the whole backward is reduced only in the last round."""
 
@@ -239,6 +272,7 @@ class DropsUnitOfLastForward(Zero3):
 
 @mutant(
     "fsdp_reduces_reduced_gradients",
+    says="micro-batch 0 counts 4 times",
     zoo=("F23",),
     killed_by=("equivalence",),
     workload=gpt(micro_batches=3),
@@ -255,6 +289,7 @@ class ReducesReducedGradients(FSDP):
 
 @mutant(
     "fsdp_counts_module_twice",
+    says="module_twice.*2 times too large",
     killed_by=("equivalence",),
     workload=deep_gpt("module_twice"),
     mesh={"replicate": 3},
@@ -276,6 +311,7 @@ class CountsModuleTwice(FSDP):
 
 @mutant(
     "zero3_uses_gradients_early",
+    says="not finite",
     zoo=("D10",),
     killed_by=("equivalence",),
     workload=gpt("late_results"),
@@ -291,6 +327,7 @@ class UsesGradientsEarly(Zero3):
 
 @mutant(
     "zero3_reduces_in_bf16",
+    says="narrower|bfloat16",
     zoo=("H13",),
     killed_by=("traffic",),
     lane="working_precision",
@@ -306,7 +343,7 @@ class ReducesInBf16(Zero3):
         super().__init__(module, comms, plan, replace(precision, reduce=None), *a)
 
 
-@mutant("zero3_clips_by_own_shard", zoo=("O02", "H11"), **NORM)
+@mutant("zero3_clips_by_own_shard", says="holds itself", zoo=("O02", "H11"), **NORM)
 class ClipsByOwnShard(Zero3):
     """Every rank clips by the norm of its own shards."""
 
@@ -316,6 +353,7 @@ class ClipsByOwnShard(Zero3):
 
 @mutant(
     "fsdp_takes_norm_before_reductions_land",
+    says="before the gradients of .* were reduced|not in the norm",
     zoo=("O08",),
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,

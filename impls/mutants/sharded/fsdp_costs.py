@@ -24,7 +24,13 @@ from shardproof.impls.reference.zero3 import Zero3
 # ------------------------------------------------------------------------------- what is freed
 
 
-@mutant("zero3_frees_late", zoo=("F19",), killed_by=("memory",), workload=whole_gpt())
+@mutant(
+    "zero3_frees_late",
+    says="parameters: .* at the peak",
+    zoo=("F19",),
+    killed_by=("memory",),
+    workload=whole_gpt(),
+)
 class FreesLate(Zero3):
     """Units stay whole from forward to backward and are still gathered again."""
 
@@ -41,7 +47,13 @@ class FreesLate(Zero3):
         super().gather(unit)
 
 
-@mutant("fsdp_never_reshards", zoo=("F19",), killed_by=("traffic", "memory"), workload=whole_gpt())
+@mutant(
+    "fsdp_never_reshards",
+    says="all_gather: .* fewer|parameters: .* at the peak",
+    zoo=("F19",),
+    killed_by=("traffic", "memory"),
+    workload=whole_gpt(),
+)
 class NeverReshards(FSDP):
     """FULL_SHARD keeps units whole between forward and backward."""
 
@@ -49,7 +61,7 @@ class NeverReshards(FSDP):
         self.order.forward_ends(unit)
 
 
-@mutant("zero3_keeps_root", killed_by=("traffic",))
+@mutant("zero3_keeps_root", says="all_gather: 350,400 bytes", killed_by=("traffic",))
 class KeepsRoot(Zero3):
     """The root is not gathered again before backward."""
 
@@ -58,7 +70,12 @@ class KeepsRoot(Zero3):
             super().after_forward(unit, again)
 
 
-@mutant("zero3_keeps_units_of_backward", killed_by=("memory",), workload=whole_gpt())
+@mutant(
+    "zero3_keeps_units_of_backward",
+    says="backward: parameters: .* at the peak",
+    killed_by=("memory",),
+    workload=whole_gpt(),
+)
 class KeepsUnitsOfBackward(Zero3):
     """Units stay whole from their backward to the end of the round."""
 
@@ -66,7 +83,13 @@ class KeepsUnitsOfBackward(Zero3):
         self.reduce(unit)
 
 
-@mutant("fsdp_ignores_chunks", killed_by=("traffic",), mesh={"shard": 4}, options=CHUNKS)
+@mutant(
+    "fsdp_ignores_chunks",
+    says="axis shard, all_gather",
+    killed_by=("traffic",),
+    mesh={"shard": 4},
+    options=CHUNKS,
+)
 class IgnoresChunks(FSDP):
     """Between forward and backward, parameters stay sharded over all ranks, not over two."""
 
@@ -76,7 +99,12 @@ class IgnoresChunks(FSDP):
             flat.parameters.free()
 
 
-@mutant("zero3_frozen_stay_whole", killed_by=("traffic", "memory"), workload=gpt("frozen"))
+@mutant(
+    "zero3_frozen_stay_whole",
+    says="parameters: 31,448 bytes held",
+    killed_by=("traffic", "memory"),
+    workload=gpt("frozen"),
+)
 class FrozenStayWhole(Zero3):
     """Frozen parameters stay whole on every rank."""
 
@@ -88,7 +116,12 @@ class FrozenStayWhole(Zero3):
                 flat.parameters.is_resident = True
 
 
-@mutant("zero3_reduces_frozen", killed_by=("traffic",), workload=gpt("frozen"))
+@mutant(
+    "zero3_reduces_frozen",
+    says="reduce_scatter: 254,112",
+    killed_by=("traffic",),
+    workload=gpt("frozen"),
+)
 class ReducesFrozen(Zero3):
     """Zeros are reduced for frozen parameters."""
 
@@ -98,7 +131,12 @@ class ReducesFrozen(Zero3):
             unit.trained = unit.flats
 
 
-@mutant("fsdp_ignores_no_sync", killed_by=("traffic", "active"), options=SILENT)
+@mutant(
+    "fsdp_ignores_no_sync",
+    says="before the last micro-batch",
+    killed_by=("traffic", "active"),
+    options=SILENT,
+)
 class IgnoresNoSync(FSDP):
     """Every micro-batch is reduced though accumulation without communication is asked for."""
 
@@ -107,7 +145,12 @@ class IgnoresNoSync(FSDP):
         return False
 
 
-@mutant("fsdp_defers_unasked", zoo=("F20",), killed_by=("traffic",))
+@mutant(
+    "fsdp_defers_unasked",
+    says="reduce_scatter: .* 2 times fewer",
+    zoo=("F20",),
+    killed_by=("traffic",),
+)
 class DefersUnasked(FSDP):
     """Gradients stay whole until the last micro-batch though nobody asked for it."""
 
@@ -116,7 +159,13 @@ class DefersUnasked(FSDP):
         return not self.rounds.is_last
 
 
-@mutant("fsdp_latches_no_sync", zoo=("D05",), killed_by=("equivalence", "traffic"), options=SILENT)
+@mutant(
+    "fsdp_latches_no_sync",
+    says="no such call is made",
+    zoo=("D05",),
+    killed_by=("equivalence", "traffic"),
+    options=SILENT,
+)
 class LatchesNoSync(FSDP):
     """Whether to reduce is decided once a step: gradients that were kept are never reduced."""
 
@@ -133,7 +182,11 @@ class LatchesNoSync(FSDP):
         return self.rounds.total > 1
 
 
-@mutant("zero3_one_unit", killed_by=("traffic", "memory", "overlap", "active"))
+@mutant(
+    "zero3_one_unit",
+    says="gathers are issued|in 12 calls",
+    killed_by=("traffic", "memory", "overlap", "active"),
+)
 class OneUnit(Zero3):
     """The wrap policy is dropped: the whole model is one unit."""
 
@@ -144,7 +197,12 @@ class OneUnit(Zero3):
         super().__init__(module, comms, [UnitPlan("", names)], *rest)
 
 
-@mutant("fsdp_replicates_optimizer_state", killed_by=("memory",), optimizer=ADAMW)
+@mutant(
+    "fsdp_replicates_optimizer_state",
+    says="optimizer_state: 122,712 bytes held",
+    killed_by=("memory",),
+    optimizer=ADAMW,
+)
 class ReplicatesOptimizerState(ReferenceFSDP):
     """Every rank keeps the optimizer state of all shards."""
 
@@ -160,7 +218,12 @@ class ReplicatesOptimizerState(ReferenceFSDP):
 # ------------------------------------------------------------------------------------- schedule
 
 
-@mutant("zero3_no_prefetch_in_forward", zoo=("F25",), killed_by=("overlap",))
+@mutant(
+    "zero3_no_prefetch_in_forward",
+    says="2 gathers are issued while .*4 promised",
+    zoo=("F25",),
+    killed_by=("overlap",),
+)
 class NoPrefetchInForward(Zero3):
     """A unit is gathered only when its forward is reached."""
 
@@ -169,7 +232,12 @@ class NoPrefetchInForward(Zero3):
         super().before_forward(unit, again)
 
 
-@mutant("fsdp_no_prefetch_in_backward", zoo=("F25",), killed_by=("overlap",))
+@mutant(
+    "fsdp_no_prefetch_in_backward",
+    says="2 gathers are issued while .*4 promised",
+    zoo=("F25",),
+    killed_by=("overlap",),
+)
 class NoPrefetchInBackward(FSDP):
     """A unit is gathered only when its backward is reached."""
 
@@ -178,7 +246,12 @@ class NoPrefetchInBackward(FSDP):
         super().before_backward(unit)
 
 
-@mutant("zero3_waits_after_each_gather", zoo=("F25",), killed_by=("overlap",))
+@mutant(
+    "zero3_waits_after_each_gather",
+    says="0 gathers are issued while",
+    zoo=("F25",),
+    killed_by=("overlap",),
+)
 class WaitsAfterEachGather(Zero3):
     """Each gather is waited for as soon as it is launched."""
 
@@ -187,7 +260,12 @@ class WaitsAfterEachGather(Zero3):
         unit.wait()
 
 
-@mutant("fsdp_waits_after_each_reduction", zoo=("F25",), killed_by=("overlap",))
+@mutant(
+    "fsdp_waits_after_each_reduction",
+    says="waited for before any further unit",
+    zoo=("F25",),
+    killed_by=("overlap",),
+)
 class WaitsAfterEachReduction(FSDP):
     """Each reduction is waited for as soon as it is launched."""
 
@@ -198,6 +276,7 @@ class WaitsAfterEachReduction(FSDP):
 
 @mutant(
     "zero3_prefetches_wrong_end",
+    says="gathers are issued while .*promised",
     zoo=("F25",),
     killed_by=("overlap",),
     workload=whole_gpt(layers=5),
@@ -213,7 +292,9 @@ class PrefetchesWrongEnd(Zero3):
             self.gather(late)
 
 
-@mutant("zero3_reduces_after_backward", killed_by=("overlap",))
+@mutant(
+    "zero3_reduces_after_backward", says="issued after backward has ended", killed_by=("overlap",)
+)
 class ReducesAfterBackward(Zero3):
     """Gradients stay whole until backward has returned and are reduced only then."""
 
@@ -232,7 +313,12 @@ class ReducesAfterBackward(Zero3):
 # ----------------------------------------------------------------------------------- evaluation
 
 
-@mutant("zero3_evaluation_leaves_units", killed_by=("traffic", "memory"), workload=whole_gpt())
+@mutant(
+    "zero3_evaluation_leaves_units",
+    says="step 1, axis shard, all_gather",
+    killed_by=("traffic", "memory"),
+    workload=whole_gpt(),
+)
 class EvaluationLeavesUnits(Zero3):
     """Units gathered by an evaluation stay whole, so the next step does not gather them."""
 

@@ -19,6 +19,7 @@ from shardproof.impls.reference.zero3 import Zero3
 
 @mutant(
     "fsdp_chunks_outlive_round",
+    says="deadlock.*all_gather",
     zoo=("F16",),
     killed_by=("hang",),
     mesh={"shard": 4},
@@ -38,6 +39,7 @@ class ChunksOutliveRound(FSDP):
 
 @mutant(
     "fsdp_prefetches_all_for_none",
+    says="parameters: .* at the peak",
     killed_by=("memory",),
     options={"prefetch_backward": 0},
     workload=deep_gpt(),
@@ -51,7 +53,13 @@ class PrefetchesAllForNone(FSDP):
             self.gather(preceding)
 
 
-@mutant("zero3_lands_with_root", zoo=("F20",), killed_by=("memory",), workload=deep_gpt())
+@mutant(
+    "zero3_lands_with_root",
+    says="backward: communication: .* at the peak",
+    zoo=("F20",),
+    killed_by=("memory",),
+    workload=deep_gpt(),
+)
 class LandsWithRoot(Zero3):
     """Whole gradients of all units stay until the root's have been reduced."""
 
@@ -63,6 +71,7 @@ class LandsWithRoot(Zero3):
 
 @mutant(
     "fsdp_prefetches_one_for_two",
+    says="at most 1 gathers are under way, 2 promised",
     zoo=("F25",),
     killed_by=("overlap",),
     options={"prefetch_forward": 2, "prefetch_backward": 2},
@@ -84,6 +93,7 @@ class PrefetchesOneForTwo(FSDP):
 
 @mutant(
     "fsdp_forgets_replicas_of_early_units",
+    says="conditional_by_micro_batch.*not summed",
     zoo=("D01",),
     killed_by=("equivalence", "replicas"),
     mesh={"replicate": 2, "shard": 2},
@@ -103,6 +113,7 @@ class ForgetsReplicasOfEarlyUnits(FSDP):
 
 @mutant(
     "zero3_remembers_use",
+    says="conditional_early_step.*oracle does not have",
     killed_by=("equivalence",),
     optimizer=ADAMW,
     workload=gpt("conditional_early_step"),

@@ -33,7 +33,12 @@ mutant = declare.family(
 )
 
 
-@mutant("hybrid_never_crosses", zoo=("D17",), killed_by=("equivalence", "replicas", "traffic"))
+@mutant(
+    "hybrid_never_crosses",
+    says="not (reduced|summed)",
+    zoo=("D17",),
+    killed_by=("equivalence", "replicas", "traffic"),
+)
 class NeverCrosses(FSDP):
     """Gradients are not summed over the replicas."""
 
@@ -43,6 +48,7 @@ class NeverCrosses(FSDP):
 
 @mutant(
     "hybrid_alone_in_its_shard_group",
+    says="not (reduced|summed)",
     zoo=("H01",),
     killed_by=("equivalence", "replicas", "traffic"),
     mesh={"replicate": 2, "shard": 1},
@@ -56,7 +62,10 @@ class AloneInItsShardGroup(FSDP):
 
 
 @mutant(
-    "hybrid_crosses_over_shards", zoo=("H08",), killed_by=("equivalence", "replicas", "traffic")
+    "hybrid_crosses_over_shards",
+    says="axis replicate, all_reduce: .* no such call is made",
+    zoo=("H08",),
+    killed_by=("equivalence", "replicas", "traffic"),
 )
 class CrossesOverShards(FSDP):
     """Shards are summed over the shard group, not over the replicas."""
@@ -66,7 +75,11 @@ class CrossesOverShards(FSDP):
         flat.gradients.reduce_over_replicas(self.shards, self.reducer, self.step)
 
 
-@mutant("hybrid_crosses_last_micro_batch", killed_by=("equivalence", "replicas"))
+@mutant(
+    "hybrid_crosses_last_micro_batch",
+    says="micro-batch 0 of data coordinate",
+    killed_by=("equivalence", "replicas"),
+)
 class CrossesLastMicroBatch(FSDP):
     """Only what the last micro-batch added is summed over the replicas."""
 
@@ -83,7 +96,11 @@ class CrossesLastMicroBatch(FSDP):
                 gradients.total.add_(total)
 
 
-@mutant("hybrid_crosses_every_micro_batch", killed_by=("traffic",))
+@mutant(
+    "hybrid_crosses_every_micro_batch",
+    says="axis replicate, all_reduce: .* 2 times as many",
+    killed_by=("traffic",),
+)
 class CrossesEveryMicroBatch(FSDP):
     """Running sums are averaged over the replicas after every micro-batch: the same numbers, more
     traffic."""
@@ -98,7 +115,12 @@ class CrossesEveryMicroBatch(FSDP):
             flat.gradients.total.div_(2) if flat.gradients.total is not None else None
 
 
-@mutant("hybrid_crosses_before_accumulation", zoo=("F23",), killed_by=("equivalence", "traffic"))
+@mutant(
+    "hybrid_crosses_before_accumulation",
+    says="micro-batch 0 counts 2 times",
+    zoo=("F23",),
+    killed_by=("equivalence", "traffic"),
+)
 class CrossesBeforeAccumulation(FSDP):
     """Running sums, already summed over the replicas, are summed again in the last round."""
 
@@ -113,6 +135,7 @@ class CrossesBeforeAccumulation(FSDP):
 
 @mutant(
     "hybrid_crosses_whole_gradients",
+    says="axis replicate, all_reduce: .* 2 times",
     killed_by=("traffic",),
     options={"sharding_strategy": "HYBRID_SHARD", "accumulate_without_communication": True},
 )
@@ -130,7 +153,12 @@ class CrossesWholeGradients(FSDP):
         pass
 
 
-@mutant("hybrid_is_flat", zoo=("H02",), killed_by=("traffic", "memory", "active"))
+@mutant(
+    "hybrid_is_flat",
+    says="axis replicate, all_reduce: .* no such call is made",
+    zoo=("H02",),
+    killed_by=("traffic", "memory", "active"),
+)
 class IsFlat(ReferenceFSDP):
     """The replicas are ignored: one shard group of all ranks, as in FULL_SHARD."""
 
@@ -141,6 +169,7 @@ class IsFlat(ReferenceFSDP):
 
 @mutant(
     "hybrid_mixes_up_axes",
+    says="axis replicate, all_gather: .* no such call is promised",
     zoo=("H08",),
     killed_by=("traffic", "memory", "active"),
     mesh={"replicate": 2, "shard": 3},
@@ -155,6 +184,7 @@ class MixesUpAxes(FSDP):
 
 @mutant(
     "hybrid_divides_by_rank",
+    says="1.5 times too small",
     zoo=("H19",),
     killed_by=("equivalence",),
     mesh={"replicate": 2, "shard": 3},
@@ -168,7 +198,7 @@ class DividesByRank(FSDP):
         self.scale_gradients(torch.tensor(self.replicas.size / self.shards.size))
 
 
-@mutant("hybrid_replicas_start_apart", killed_by=("equivalence", "replicas"))
+@mutant("hybrid_replicas_start_apart", says="rank 2 starts", killed_by=("equivalence", "replicas"))
 class ReplicasStartApart(FSDP):
     """Initial values are broadcast within shard groups only."""
 
@@ -181,7 +211,7 @@ class ReplicasStartApart(FSDP):
                 part.of_shard(flat.shard).copy_(part.of_tensor(own[name]))
 
 
-@mutant("hybrid_norm_counts_replicas", zoo=("H10",), **NORM)
+@mutant("hybrid_norm_counts_replicas", says="'replicate'.*every|every copy", zoo=("H10",), **NORM)
 class NormCountsReplicas(FSDP):
     """The norm is summed over shards and replicas."""
 
@@ -192,7 +222,7 @@ class NormCountsReplicas(FSDP):
         return [(total, axes)]
 
 
-@mutant("hybrid_norm_over_wrong_axis", zoo=("H11",), **NORM)
+@mutant("hybrid_norm_over_wrong_axis", says="summed over 'replicate'", zoo=("H11",), **NORM)
 class NormOverWrongAxis(FSDP):
     """The norm is summed over the replicas, not over the shards."""
 
@@ -202,6 +232,7 @@ class NormOverWrongAxis(FSDP):
 
 @mutant(
     "hybrid_crosses_in_bf16",
+    says="axis replicate, all_reduce: .* narrower",
     zoo=("H13",),
     killed_by=("traffic",),
     lane="working_precision",
@@ -219,6 +250,7 @@ class CrossesInBf16(FSDP):
 
 @mutant(
     "hybrid_narrow_partial_sums",
+    says="bfloat16",
     zoo=("H14", "O13"),
     killed_by=("equivalence",),
     workload=gpt(micro_batches=6),
@@ -238,6 +270,7 @@ class NarrowPartialSums(FSDP):
 
 @mutant(
     "hybrid_normalises_by_local_counts",
+    says="data coordinate counts the same",
     zoo=("H17",),
     killed_by=("equivalence",),
     workload=gpt("unequal_tokens"),
@@ -256,6 +289,7 @@ class NormalisesByLocalCounts(ReferenceFSDP):
 
 @mutant(
     "hybrid_overflow_along_one_axis",
+    says="made the update, the oracle did not",
     zoo=("O11",),
     killed_by=("loss_scale", "equivalence"),
     mesh={"replicate": 2, "shard": 3},

@@ -57,7 +57,7 @@ CLIPPED: Mapping[str, Any] = {
 # --------------------------------------------------------------------------- masters and policies
 
 
-@mutant("zero1_truncates_masters", killed_by=("equivalence",), **WIDE)
+@mutant("zero1_truncates_masters", says="master|rounded", killed_by=("equivalence",), **WIDE)
 class TruncatesMasters(Masters):
     """The lower half of an fp32 master is cut off instead of rounded."""
 
@@ -69,7 +69,13 @@ class TruncatesMasters(Masters):
             master.grad = None
 
 
-@mutant("zero1_masters_from_working_copies", zoo=("O14",), killed_by=("equivalence",), **WIDE)
+@mutant(
+    "zero1_masters_from_working_copies",
+    says="rounded|master",
+    zoo=("O14",),
+    killed_by=("equivalence",),
+    **WIDE,
+)
 class MastersFromWorkingCopies(ReferenceZero1):
     """Every update starts from the rounded parameter: small steps are lost."""
 
@@ -84,6 +90,7 @@ class MastersFromWorkingCopies(ReferenceZero1):
 
 @mutant(
     "zero1_updates_narrow_parameters",
+    says="no rank holds .*master",
     zoo=("O14",),
     killed_by=("memory", "equivalence"),
     **{**WIDE, "precision": {"parameters": "bfloat16"}},
@@ -98,6 +105,7 @@ class UpdatesNarrowParameters(ReferenceZero1):
 
 @mutant(
     "zero1_keeps_wide_gradients",
+    says="after_update: activations and temporaries: .* held",
     killed_by=("memory",),
     **{**WIDE, "precision": {"parameters": "bfloat16"}},
 )
@@ -115,6 +123,7 @@ class KeepsWideGradients(ReferenceZero1):
 
 @mutant(
     "zero2_accumulates_in_bf16",
+    says="bfloat16",
     zoo=("O13",),
     killed_by=("equivalence",),
     **{**WIDE, "precision": {"reduce": "float32"}},
@@ -129,7 +138,13 @@ class AccumulatesInBf16(Zero2):
             kept.copy_(kept.bfloat16())
 
 
-@mutant("zero1_reduces_narrow", zoo=("H13",), killed_by=("traffic",), **WIDE)
+@mutant(
+    "zero1_reduces_narrow",
+    says="reduce_scatter: .* narrower",
+    zoo=("H13",),
+    killed_by=("traffic",),
+    **WIDE,
+)
 class ReducesNarrow(Zero1):
     """Gradients are summed over ranks in bf16 although fp32 was asked for."""
 
@@ -141,7 +156,13 @@ class ReducesNarrow(Zero1):
         bucket.own_gradients().copy_(shard)
 
 
-@mutant("zero1_reduces_other_copy", zoo=("F11",), killed_by=("equivalence",), **WIDE)
+@mutant(
+    "zero1_reduces_other_copy",
+    says="not (reduced|summed)",
+    zoo=("F11",),
+    killed_by=("equivalence",),
+    **WIDE,
+)
 class ReducesOtherCopy(Zero1):
     """A wide copy is taken before the gradients are reduced: the copy stays local."""
 
@@ -153,7 +174,7 @@ class ReducesOtherCopy(Zero1):
         bucket.flat().copy_(wide)
 
 
-@mutant("zero1_gathers_wide", killed_by=("traffic",), **WIDE)
+@mutant("zero1_gathers_wide", says="all_gather: .* wider", killed_by=("traffic",), **WIDE)
 class GathersWide(Zero1):
     """Parameters are gathered in fp32 although compute is in bf16: twice the bytes."""
 
@@ -174,7 +195,12 @@ POLICY: Mapping[str, Any] = {
 }
 
 
-@mutant("zero1_buffers_as_built", killed_by=("active",), **POLICY)
+@mutant(
+    "zero1_buffers_as_built",
+    says="buffer .* float32, precision.buffers asks for bfloat16",
+    killed_by=("active",),
+    **POLICY,
+)
 class BuffersAsBuilt(ReferenceZero1):
     """The policy's dtype of buffers is ignored."""
 
@@ -184,7 +210,7 @@ class BuffersAsBuilt(ReferenceZero1):
         return super().transform(module, mesh, options)
 
 
-@mutant("zero1_outputs_as_computed", killed_by=("active",), **POLICY)
+@mutant("zero1_outputs_as_computed", says="outputs in bfloat16", killed_by=("active",), **POLICY)
 class OutputsAsComputed(ReferenceZero1):
     """The policy's dtype of outputs is ignored: the loss is computed in bf16."""
 
@@ -198,7 +224,11 @@ class OutputsAsComputed(ReferenceZero1):
 
 
 @mutant(
-    "zero1_overflow_of_own_shard", zoo=("O10",), killed_by=("loss_scale", "equivalence"), **ALONE
+    "zero1_overflow_of_own_shard",
+    says="rank 0: it made the update, the oracle did not",
+    zoo=("O10",),
+    killed_by=("loss_scale", "equivalence"),
+    **ALONE,
 )
 class OverflowOfOwnShard(LossScaler):
     """A rank skips the update only if its own shard overflows."""
@@ -210,6 +240,7 @@ class OverflowOfOwnShard(LossScaler):
 
 @mutant(
     "zero2_scale_of_own_shard",
+    says="its scale was 1024, the oracle's 512",
     parent=ReferenceZero2,
     zoo=("O11",),
     killed_by=("loss_scale",),
@@ -228,7 +259,12 @@ class ScaleOfOwnShard(LossScaler):
             super().adapt(skipped)
 
 
-@mutant("zero1_ignores_overflow", killed_by=("loss_scale", "equivalence"), **SCALED)
+@mutant(
+    "zero1_ignores_overflow",
+    says="made the update, the oracle did not",
+    killed_by=("loss_scale", "equivalence"),
+    **SCALED,
+)
 class IgnoresOverflow(LossScaler):
     """Overflows are not looked for."""
 
@@ -238,6 +274,7 @@ class IgnoresOverflow(LossScaler):
 
 @mutant(
     "zero2_overflow_is_infinite",
+    says="made the update, the oracle did not",
     parent=ReferenceZero2,
     killed_by=("loss_scale", "equivalence"),
     **SCALED,
@@ -250,7 +287,13 @@ class OverflowIsInfinite(LossScaler):
         return super().overflowed(finite)
 
 
-@mutant("zero2_scale_never_grows", parent=ReferenceZero2, killed_by=("loss_scale",), **SCALED)
+@mutant(
+    "zero2_scale_never_grows",
+    says="its scale was 512, the oracle's 1024",
+    parent=ReferenceZero2,
+    killed_by=("loss_scale",),
+    **SCALED,
+)
 class ScaleNeverGrows(LossScaler):
     """The scale is lowered after an overflow and never raised again."""
 
@@ -259,7 +302,13 @@ class ScaleNeverGrows(LossScaler):
             super().adapt(skipped)
 
 
-@mutant("zero2_scale_grows_early", parent=ReferenceZero2, killed_by=("loss_scale",), **SCALED)
+@mutant(
+    "zero2_scale_grows_early",
+    says="its scale was 1024, the oracle's 512",
+    parent=ReferenceZero2,
+    killed_by=("loss_scale",),
+    **SCALED,
+)
 class ScaleGrowsEarly(LossScaler):
     """An overflow does not restart the count of good steps."""
 
@@ -269,7 +318,12 @@ class ScaleGrowsEarly(LossScaler):
         self.good = good if skipped else self.good
 
 
-@mutant("zero1_skipped_step_counts", killed_by=("loss_scale", "equivalence"), **SCALED)
+@mutant(
+    "zero1_skipped_step_counts",
+    says="step' changed in step 1, which overflowed",
+    killed_by=("loss_scale", "equivalence"),
+    **SCALED,
+)
 class SkippedStepCounts(ReferenceZero1):
     """A skipped step moves Adam's counters."""
 
@@ -281,7 +335,12 @@ class SkippedStepCounts(ReferenceZero1):
         return metrics
 
 
-@mutant("zero1_skipped_step_decays_moments", killed_by=("loss_scale", "equivalence"), **SCALED)
+@mutant(
+    "zero1_skipped_step_decays_moments",
+    says="gradients of zero|changed in step 1, which overflowed",
+    killed_by=("loss_scale", "equivalence"),
+    **SCALED,
+)
 class SkippedStepDecaysMoments(ReferenceZero1):
     """A skipped step is an update with gradients of zero."""
 
@@ -295,7 +354,12 @@ class SkippedStepDecaysMoments(ReferenceZero1):
         return metrics
 
 
-@mutant("zero2_gradients_keep_scale", killed_by=("equivalence",), **SCALED)
+@mutant(
+    "zero2_gradients_keep_scale",
+    says="1024 times too large .*loss scale",
+    killed_by=("equivalence",),
+    **SCALED,
+)
 class GradientsKeepScale(ReferenceZero2):
     """Gradients are not divided by the scale, which Adam hides."""
 
@@ -303,7 +367,12 @@ class GradientsKeepScale(ReferenceZero2):
         pass
 
 
-@mutant("zero2_unscales_twice", killed_by=("equivalence",), **SCALED)
+@mutant(
+    "zero2_unscales_twice",
+    says="1024 times too small .*loss scale",
+    killed_by=("equivalence",),
+    **SCALED,
+)
 class UnscalesTwice(ReferenceZero2):
     """Gradients are divided by the scale twice."""
 
@@ -311,7 +380,9 @@ class UnscalesTwice(ReferenceZero2):
         super().scale_gradients(factor**2)
 
 
-@mutant("zero2_clips_scaled_norm", killed_by=("norm",), options=BUCKETS, **CLIPPED)
+@mutant(
+    "zero2_clips_scaled_norm", says="loss scale", killed_by=("norm",), options=BUCKETS, **CLIPPED
+)
 class ClipsScaledNorm(ReferenceZero2):
     """Clipping uses the norm of the scaled gradients."""
 
@@ -319,7 +390,13 @@ class ClipsScaledNorm(ReferenceZero2):
         return super().norm() * self.scaler.scale  # type: ignore[union-attr]
 
 
-@mutant("zero2_reports_scaled_loss", killed_by=("equivalence",), options=BUCKETS, **CLIPPED)
+@mutant(
+    "zero2_reports_scaled_loss",
+    says="loss is 1024 times too large .*loss scale",
+    killed_by=("equivalence",),
+    options=BUCKETS,
+    **CLIPPED,
+)
 class ReportsScaledLoss(ReferenceZero2):
     """The reported loss keeps the scale."""
 

@@ -32,6 +32,7 @@ mutant = declare.family(ReferenceZero3, mesh={"shard": 2}, options=AGAIN)
 
 @mutant(
     "recompute_draws_fresh_masks",
+    says="mask|dropout",
     zoo=("O22",),
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
@@ -45,7 +46,12 @@ class DrawsFreshMasks(Call):
         super().repeat()
 
 
-@mutant("recompute_keeps_saved_tensors", killed_by=("relations",), expect={"relation": "recompute"})
+@mutant(
+    "recompute_keeps_saved_tensors",
+    says="activations, .* without recomputation",
+    killed_by=("relations",),
+    expect={"relation": "recompute"},
+)
 class KeepsSavedTensors(Call):
     """What backward needs is computed again although it was also kept."""
 
@@ -63,6 +69,7 @@ class KeepsSavedTensors(Call):
 
 @mutant(
     "recompute_rewinds_generators",
+    says="mask|dropout|generator",
     zoo=("O22",),
     killed_by=("equivalence",),
     workload=gpt("dropout_stateful"),
@@ -79,6 +86,7 @@ class RewindsGenerators(Call):
 
 @mutant(
     "recompute_updates_buffers_twice",
+    says="counted every micro-batch twice",
     killed_by=("equivalence",),
     workload=WorkloadSpec("digits_cnn"),
 )
@@ -91,7 +99,10 @@ class UpdatesBuffersTwice(Call):
 
 
 @mutant(
-    "recompute_takes_buffers_back", killed_by=("equivalence",), workload=WorkloadSpec("digits_cnn")
+    "recompute_takes_buffers_back",
+    says="stands as it was before",
+    killed_by=("equivalence",),
+    workload=WorkloadSpec("digits_cnn"),
 )
 class TakesBuffersBack(Call):
     """Buffers are reset to what they were before the forward that is recomputed."""
@@ -102,7 +113,7 @@ class TakesBuffersBack(Call):
         self.buffers.bind(self.buffers.copies)
 
 
-@mutant("recompute_from_changed_input", killed_by=("equivalence",))
+@mutant("recompute_from_changed_input", says="float32", killed_by=("equivalence",))
 class FromChangedInput(Call):
     """A unit is recomputed from an input that was rounded to fp32 to save memory."""
 
@@ -114,7 +125,7 @@ class FromChangedInput(Call):
         super().repeat()
 
 
-@mutant("recompute_gathers_twice", zoo=("F26",), killed_by=("traffic",))
+@mutant("recompute_gathers_twice", says="all_gather: 297,728", zoo=("F26",), killed_by=("traffic",))
 class GathersTwice(Zero3):
     """A unit is gathered for its recomputation and once more for its backward."""
 
@@ -126,6 +137,7 @@ class GathersTwice(Zero3):
 
 @mutant(
     "recompute_keeps_gathered_weights",
+    says="backward: parameters: .* at the peak",
     zoo=("F26",),
     killed_by=("memory",),
     workload=whole_gpt(layers=5),
@@ -143,7 +155,12 @@ class KeepsGatheredWeights(Zero3):
         super().after_backward(unit) if unit not in self.again else self.reduce(unit)
 
 
-@mutant("recompute_gathers_late", zoo=("F25",), killed_by=("overlap",))
+@mutant(
+    "recompute_gathers_late",
+    says="2 gathers are issued while .*4 promised",
+    zoo=("F25",),
+    killed_by=("overlap",),
+)
 class GathersLate(Zero3):
     """No recomputed unit is gathered ahead of its backward."""
 
@@ -152,7 +169,7 @@ class GathersLate(Zero3):
         super().before_backward(unit)
 
 
-@mutant("recompute_is_off", killed_by=("active",))
+@mutant("recompute_is_off", says="recomputed 0 times", killed_by=("active",))
 class IsOff(ReferenceZero3):
     """Nothing is recomputed although it was asked for."""
 
@@ -163,7 +180,12 @@ class IsOff(ReferenceZero3):
 # ---------------------------------------------------------------------------------- on the host
 
 
-@mutant("offload_forgets_one_shard", killed_by=("equivalence",), options=HOST_STATE)
+@mutant(
+    "offload_forgets_one_shard",
+    says="no update was made .*embed.token.weight",
+    killed_by=("equivalence",),
+    options=HOST_STATE,
+)
 class ForgetsOneShard(ReferenceZero3):
     """The updated master of one parameter is not copied back to the device."""
 
@@ -177,7 +199,11 @@ class ForgetsOneShard(ReferenceZero3):
 
 
 @mutant(
-    "offload_gathers_stale_copy", zoo=("F16",), killed_by=("equivalence", "memory"), options=HOST
+    "offload_gathers_stale_copy",
+    says="parameters before the last update",
+    zoo=("F16",),
+    killed_by=("equivalence", "memory"),
+    options=HOST,
 )
 class GathersStaleCopy(Zero3):
     """Gathers read device copies of the shards, made before the first step."""

@@ -43,6 +43,7 @@ mutant = declare.family(ReferenceZero1, ReferenceZero2, options=BUCKETS, mesh={"
 
 @mutant(
     "zero1_leaves_partly_full_bucket",
+    says="not reduced|no such call is made",
     zoo=("F07",),
     killed_by=("equivalence", "traffic"),
     workload=gpt("unused"),
@@ -55,7 +56,13 @@ class LeavesPartlyFullBucket(Zero1):
             super().send(bucket)
 
 
-@mutant("zero1_uses_last_bucket_early", zoo=("D10",), killed_by=("equivalence",), workload=LATE)
+@mutant(
+    "zero1_uses_last_bucket_early",
+    says="not reduced",
+    zoo=("D10",),
+    killed_by=("equivalence",),
+    workload=LATE,
+)
 class UsesLastBucketEarly(Zero1):
     """The last bucket is used without waiting for its reduction."""
 
@@ -66,7 +73,13 @@ class UsesLastBucketEarly(Zero1):
             bucket.work = None
 
 
-@mutant("zero2_rewrites_buffer_in_flight", zoo=("F08",), killed_by=("equivalence",), workload=LATE)
+@mutant(
+    "zero2_rewrites_buffer_in_flight",
+    says="overwritten|in flight",
+    zoo=("F08",),
+    killed_by=("equivalence",),
+    workload=LATE,
+)
 class RewritesBufferInFlight(Zero2):
     """A bucket's memory is used again while its reduction still reads it."""
 
@@ -75,7 +88,13 @@ class RewritesBufferInFlight(Zero2):
         bucket.flat().zero_()
 
 
-@mutant("zero2_adds_before_landing", zoo=("D10",), killed_by=("equivalence",), workload=LATE)
+@mutant(
+    "zero2_adds_before_landing",
+    says="not finite",
+    zoo=("D10",),
+    killed_by=("equivalence",),
+    workload=LATE,
+)
 class AddsBeforeLanding(Zero2):
     """A bucket's sums are added to the kept shard before they have arrived."""
 
@@ -88,7 +107,12 @@ class AddsBeforeLanding(Zero2):
         super().wait_and_accumulate()
 
 
-@mutant("zero2_last_micro_batch_leaks", zoo=("F10",), killed_by=("equivalence",))
+@mutant(
+    "zero2_last_micro_batch_leaks",
+    says=r"data coordinate \d|own gradient",
+    zoo=("F10",),
+    killed_by=("equivalence",),
+)
 class LastMicroBatchLeaks(Zero2):
     """For the last micro-batch, a rank keeps its own gradient in place of the sum."""
 
@@ -101,7 +125,12 @@ class LastMicroBatchLeaks(Zero2):
             self.sums[bucket].copy_(own)
 
 
-@mutant("zero2_reduces_sums_again", zoo=("F23",), killed_by=("equivalence",))
+@mutant(
+    "zero2_reduces_sums_again",
+    says="micro-batch 0 counts 2 times",
+    zoo=("F23",),
+    killed_by=("equivalence",),
+)
 class ReducesSumsAgain(Zero2):
     """The sums of earlier micro-batches are reduced again with every later one."""
 
@@ -110,7 +139,13 @@ class ReducesSumsAgain(Zero2):
         super().send(bucket)
 
 
-@mutant("zero1_fourth_rank_left_out", zoo=("F22",), killed_by=("equivalence",), mesh={"shard": 4})
+@mutant(
+    "zero1_fourth_rank_left_out",
+    says="data coordinate 3 is missing",
+    zoo=("F22",),
+    killed_by=("equivalence",),
+    mesh={"shard": 4},
+)
 class FourthRankLeftOut(Zero1):
     """Rank 3 contributes zeros: wrong from 4 ranks on."""
 
@@ -121,7 +156,11 @@ class FourthRankLeftOut(Zero1):
 
 
 @mutant(
-    "zero1_one_rank_is_no_group", zoo=("F02", "F13"), killed_by=("equivalence",), mesh={"shard": 1}
+    "zero1_one_rank_is_no_group",
+    says="no rank holds",
+    zoo=("F02", "F13"),
+    killed_by=("equivalence",),
+    mesh={"shard": 1},
 )
 class OneRankIsNoGroup(Zero1):
     """On one rank the optimizer gets no gradients, as there was nothing to scatter."""
@@ -132,7 +171,11 @@ class OneRankIsNoGroup(Zero1):
 
 
 @mutant(
-    "zero2_exchanges_equal_buckets", zoo=("X05",), killed_by=("equivalence",), workload=whole_gpt()
+    "zero2_exchanges_equal_buckets",
+    says="each other|'blocks.2.mlp.up.bias'",
+    zoo=("X05",),
+    killed_by=("equivalence",),
+    workload=whole_gpt(),
 )
 class ExchangesEqualBuckets(Zero2):
     """One rank has two buckets of equal size in swapped order: wrong sums, no error."""
@@ -145,6 +188,7 @@ class ExchangesEqualBuckets(Zero2):
 
 @mutant(
     "zero2_idle_rank_stays_away",
+    says="does not match.*reduce_scatter",
     zoo=("X04",),
     killed_by=("crash",),
     crash_says="does not match",
@@ -162,7 +206,12 @@ class IdleRankStaysAway(Zero2):
 # ------------------------------------------------------------------------- who updates what, how
 
 
-@mutant("zero1_optimizer_on_old_tensors", zoo=("F14",), killed_by=("equivalence", "active"))
+@mutant(
+    "zero1_optimizer_on_old_tensors",
+    says="no update was made|elements of the optimizer",
+    zoo=("F14",),
+    killed_by=("equivalence", "active"),
+)
 class OptimizerOnOldTensors(Zero1):
     """The optimizer was built over tensors that the model no longer uses."""
 
@@ -176,6 +225,7 @@ class OptimizerOnOldTensors(Zero1):
 
 @mutant(
     "zero1_first_part_of_empty_shard",
+    says="IndexError",
     zoo=("F17",),
     killed_by=("crash",),
     crash_says="IndexError: list index out of range",
@@ -191,7 +241,11 @@ class FirstPartOfEmptyShard(Zero1):
 
 
 @mutant(
-    "zero1_drops_tail_of_last_shard", zoo=("F01",), killed_by=("equivalence",), workload=deep_gpt()
+    "zero1_drops_tail_of_last_shard",
+    says="rank 2 holds of 'blocks.0.mlp.down.bias'",
+    zoo=("F01",),
+    killed_by=("equivalence",),
+    workload=deep_gpt(),
 )
 class DropsTailOfLastShard(Zero1):
     """With uneven shards, the end of the last one gets no update."""
@@ -207,6 +261,7 @@ class DropsTailOfLastShard(Zero1):
 
 @mutant(
     "zero2_gradient_where_used_only",
+    says="no rank holds 'front.conditional_by_rank",
     zoo=("F04",),
     killed_by=("equivalence",),
     workload=gpt("conditional_by_rank"),
@@ -223,6 +278,7 @@ class GradientWhereUsedOnly(Zero2):
 
 @mutant(
     "zero1_unused_parameter_decays",
+    says="unused.*oracle does not have",
     killed_by=("equivalence",),
     workload=gpt("unused"),
     optimizer=ADAMW,
@@ -239,6 +295,7 @@ class UnusedParameterDecays(Zero1):
 
 @mutant(
     "zero1_remembers_use",
+    says="conditional_early_step.*oracle does not have",
     killed_by=("equivalence",),
     workload=gpt("conditional_early_step"),
     optimizer=ADAMW,
@@ -253,7 +310,12 @@ class RemembersUse(Zero1):
         self.used |= used
 
 
-@mutant("zero1_tied_weight_counts_twice", killed_by=("equivalence",), workload=gpt("tied"))
+@mutant(
+    "zero1_tied_weight_counts_twice",
+    says="tied.*2 times too large",
+    killed_by=("equivalence",),
+    workload=gpt("tied"),
+)
 class TiedWeightCountsTwice(Zero1):
     """The gradient of a tied weight is counted once for each of its names."""
 
@@ -265,7 +327,11 @@ class TiedWeightCountsTwice(Zero1):
 
 
 @mutant(
-    "zero2_unties_weights", zoo=("F05",), killed_by=("equivalence", "active"), workload=gpt("tied")
+    "zero2_unties_weights",
+    says="tied.second.weight.*oracle does not have",
+    zoo=("F05",),
+    killed_by=("equivalence", "active"),
+    workload=gpt("tied"),
 )
 class UntiesWeights(ReferenceZero2):
     """Sharding gives each use of a tied weight a tensor of its own."""
@@ -281,7 +347,10 @@ class UntiesWeights(ReferenceZero2):
 
 
 @mutant(
-    "zero1_forgets_frozen_parameters", killed_by=("equivalence", "replicas"), workload=gpt("frozen")
+    "zero1_forgets_frozen_parameters",
+    says="rank 1 starts 'front.frozen",
+    killed_by=("equivalence", "replicas"),
+    workload=gpt("frozen"),
 )
 class ForgetsFrozenParameters(Zero1):
     """The initial broadcast leaves out frozen parameters."""
@@ -295,7 +364,12 @@ class ForgetsFrozenParameters(Zero1):
             parameter.data.copy_(value)
 
 
-@mutant("zero2_one_shard_loses_momentum", killed_by=("equivalence",), steps=3)
+@mutant(
+    "zero2_one_shard_loses_momentum",
+    says="empty optimizer state",
+    killed_by=("equivalence",),
+    steps=3,
+)
 class OneShardLosesMomentum(ReferenceZero2):
     """One rank's optimizer state is lost before step 2."""
 
@@ -312,7 +386,11 @@ class OneShardLosesMomentum(ReferenceZero2):
 
 
 @mutant(
-    "zero2_uses_stale_bucket", zoo=("F16",), killed_by=("equivalence", "replicas"), workload=LATE
+    "zero2_uses_stale_bucket",
+    says="no update was made",
+    zoo=("F16",),
+    killed_by=("equivalence", "replicas"),
+    workload=LATE,
 )
 class UsesStaleBucket(Zero2):
     """Forward does not wait for the gather of one bucket: it computes with old values."""
@@ -325,7 +403,10 @@ class UsesStaleBucket(Zero2):
 
 
 @mutant(
-    "zero1_gathers_every_other_step", zoo=("F16",), killed_by=("equivalence", "replicas", "traffic")
+    "zero1_gathers_every_other_step",
+    says="no update was made",
+    zoo=("F16",),
+    killed_by=("equivalence", "replicas", "traffic"),
 )
 class GathersEveryOtherStep(Zero1):
     """One bucket's parameters are gathered only in every other step."""
@@ -344,7 +425,11 @@ class GathersEveryOtherStep(Zero1):
 # ---------------------------------------------------------------------------------------- its cost
 
 
-@mutant("zero1_falls_back_to_ddp", killed_by=("active", "memory", "traffic"))
+@mutant(
+    "zero1_falls_back_to_ddp",
+    says="holds .* of the gradients|all_gather: .* no such call is made",
+    killed_by=("active", "memory", "traffic"),
+)
 class FallsBackToDDP(ReferenceZero1):
     """The module is replicated: numbers are right, nothing is sharded."""
 
@@ -352,7 +437,7 @@ class FallsBackToDDP(ReferenceZero1):
         return ddp.apply(module, {"replicate": mesh.comm("shard")}, ddp.Options())
 
 
-@mutant("zero1_all_reduces", killed_by=("traffic",))
+@mutant("zero1_all_reduces", says="all_reduce: .* no such call is promised", killed_by=("traffic",))
 class AllReduces(Zero1):
     """Gradients are all-reduced and then gathered as parameters: half as much traffic again."""
 
@@ -360,7 +445,11 @@ class AllReduces(Zero1):
         bucket.work = self.comm.all_reduce(bucket.complete(), async_op=True)
 
 
-@mutant("zero1_communicates_every_micro_batch", killed_by=("traffic",))
+@mutant(
+    "zero1_communicates_every_micro_batch",
+    says="reduce_scatter: .* 2 times as many",
+    killed_by=("traffic",),
+)
 class CommunicatesEveryMicroBatch(Zero1):
     """Gradients are reduced after every micro-batch and thrown away until the last."""
 
@@ -373,7 +462,7 @@ class CommunicatesEveryMicroBatch(Zero1):
         super().accumulate(is_last)
 
 
-@mutant("zero1_gradients_as_integers", killed_by=("traffic",))
+@mutant("zero1_gradients_as_integers", says="no floats", killed_by=("traffic",))
 class GradientsAsIntegers(Zero1):
     """Gradients are sent a second time, disguised as integers."""
 
@@ -383,7 +472,7 @@ class GradientsAsIntegers(Zero1):
             self.comm.all_reduce(self.gradient(bucket).clone().view(torch.int64))
 
 
-@mutant("zero1_reduces_copies", killed_by=("memory",))
+@mutant("zero1_reduces_copies", says="communication: .* held", killed_by=("memory",))
 class ReducesCopies(Zero1):
     """Buckets are reduced from copies, which live until all have arrived."""
 
@@ -392,7 +481,7 @@ class ReducesCopies(Zero1):
         bucket.work = self.comm.reduce_scatter(shard, bucket.complete().clone(), async_op=True)
 
 
-@mutant("zero1_gathers_beside", killed_by=("memory",))
+@mutant("zero1_gathers_beside", says="update: communication: .* at the peak", killed_by=("memory",))
 class GathersBeside(Zero1):
     """Parameters are gathered into separate memory and copied from there."""
 
@@ -405,7 +494,12 @@ class GathersBeside(Zero1):
             bucket.parameters.copy_out()
 
 
-@mutant("zero1_makes_contiguous", killed_by=("memory",), workload=gpt("non_contiguous"))
+@mutant(
+    "zero1_makes_contiguous",
+    says="parameters: 62,352 bytes held, 63,376",
+    killed_by=("memory",),
+    workload=gpt("non_contiguous"),
+)
 class MakesContiguous(Zero1):
     """A transposed parameter loses its strides and the separate memory that keeps them."""
 
@@ -417,7 +511,12 @@ class MakesContiguous(Zero1):
         super().__init__(module, *rest)
 
 
-@mutant("zero2_keeps_whole_gradients", zoo=("F20",), killed_by=("memory",))
+@mutant(
+    "zero2_keeps_whole_gradients",
+    says="communication: .* held",
+    zoo=("F20",),
+    killed_by=("memory",),
+)
 class KeepsWholeGradients(Zero2):
     """Whole gradients are not freed after they were reduced."""
 
@@ -432,6 +531,7 @@ class KeepsWholeGradients(Zero2):
 
 @mutant(
     "zero2_reduces_last_micro_batch_only",
+    says="reduce_scatter: .* 2 times fewer",
     zoo=("F20",),
     killed_by=("traffic", "memory"),
     workload=whole_gpt(),
@@ -453,7 +553,7 @@ class ReducesLastMicroBatchOnly(Zero2):
 # ------------------------------------------------------------------------------------ the norm
 
 
-@mutant("zero1_norm_of_local_shards", zoo=("O02", "H11"), **NORM)
+@mutant("zero1_norm_of_local_shards", says="holds itself", zoo=("O02", "H11"), **NORM)
 class NormOfLocalShards(Zero1):
     """Every rank clips by the norm of its own shards."""
 
@@ -461,7 +561,7 @@ class NormOfLocalShards(Zero1):
         return own_parts(super().norm_parts(order))
 
 
-@mutant("zero1_norm_counts_padding", killed_by=("norm",), optimizer=CLIP)
+@mutant("zero1_norm_counts_padding", says="padding", killed_by=("norm",), optimizer=CLIP)
 class NormCountsPadding(Zero1):
     """The norm is taken of whole shards, whose padding holds old values."""
 
@@ -473,7 +573,13 @@ class NormCountsPadding(Zero1):
         return [(torch.stack(sums).sum(), (self.comm.axis,))]
 
 
-@mutant("zero1_norm_before_last_bucket", zoo=("O08",), killed_by=("norm",), optimizer=CLIP)
+@mutant(
+    "zero1_norm_before_last_bucket",
+    says="before the gradients of .* were reduced",
+    zoo=("O08",),
+    killed_by=("norm",),
+    optimizer=CLIP,
+)
 class NormBeforeLastBucket(Zero1):
     """The norm is taken before the last bucket was reduced."""
 

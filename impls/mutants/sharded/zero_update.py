@@ -25,7 +25,7 @@ from shardproof.impls.reference.zero1 import ReferenceZero1, Zero1
 from shardproof.impls.reference.zero2 import ReferenceZero2, Zero2
 
 
-@mutant("zero2_averages_norms", zoo=("O07",), killed_by=("norm",), optimizer=CLIP)
+@mutant("zero2_averages_norms", says="averaged", zoo=("O07",), killed_by=("norm",), optimizer=CLIP)
 class AveragesNorms(ReferenceZero2):
     """The norms of the shards are averaged."""
 
@@ -36,7 +36,13 @@ class AveragesNorms(ReferenceZero2):
         return own / self.mesh.world
 
 
-@mutant("zero1_reports_local_norm", zoo=("O25",), killed_by=("norm",), optimizer=CLIP)
+@mutant(
+    "zero1_reports_local_norm",
+    says="holds itself",
+    zoo=("O25",),
+    killed_by=("norm",),
+    optimizer=CLIP,
+)
 class ReportsLocalNorm(ReferenceZero1):
     """Clipping is right, but each rank reports the norm of its own shards."""
 
@@ -48,7 +54,13 @@ class ReportsLocalNorm(ReferenceZero1):
         return replace(super().step(batch, observe), norm=self.own)
 
 
-@mutant("zero2_norm_of_nothing", zoo=("O17",), killed_by=("norm", "equivalence"), optimizer=CLIP)
+@mutant(
+    "zero2_norm_of_nothing",
+    says="norm is 0|nothing was clipped",
+    zoo=("O17",),
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
+)
 class NormOfNothing(Zero2):
     """Clipping looks at the parameters' gradients, which have moved into shards."""
 
@@ -59,7 +71,13 @@ class NormOfNothing(Zero2):
         return [(total, (self.comm.axis,))]
 
 
-@mutant("zero2_clips_on_rank_0_only", zoo=("O01",), killed_by=("equivalence",), optimizer=CLIP)
+@mutant(
+    "zero2_clips_on_rank_0_only",
+    says="rank 1 does not clip",
+    zoo=("O01",),
+    killed_by=("equivalence",),
+    optimizer=CLIP,
+)
 class ClipsOnRank0Only(ReferenceZero2):
     """The shards of ranks > 0 are not clipped."""
 
@@ -70,6 +88,7 @@ class ClipsOnRank0Only(ReferenceZero2):
 
 @mutant(
     "zero2_clips_up",
+    says="clipped by a norm|scaled up",
     killed_by=("equivalence",),
     optimizer=BETWEEN,
     workload=deep_gpt(),
@@ -85,6 +104,7 @@ class ClipsUp(ReferenceZero2):
 
 @mutant(
     "zero2_decay_to_wrong_group",
+    says="decay of another parameter group",
     zoo=("O19",),
     killed_by=("equivalence",),
     workload=gpt("two_groups"),
@@ -101,6 +121,7 @@ class DecayToWrongGroup(Zero2):
 
 @mutant(
     "zero2_group_order_by_rank",
+    says="decay of another parameter group",
     zoo=("O20",),
     killed_by=("equivalence",),
     workload=gpt("two_groups"),
@@ -117,7 +138,13 @@ class GroupOrderByRank(Zero2):
         return groups
 
 
-@mutant("zero1_dummy_first_step", zoo=("O26",), killed_by=("equivalence",), optimizer=ADAMW)
+@mutant(
+    "zero1_dummy_first_step",
+    says="update with gradients of zero .*before the first step",
+    zoo=("O26",),
+    killed_by=("equivalence",),
+    optimizer=ADAMW,
+)
 class DummyFirstStep(ReferenceZero1):
     """A step with zero gradients creates the optimizer state. It counts and decays."""
 
@@ -127,7 +154,7 @@ class DummyFirstStep(ReferenceZero1):
         return optimizer
 
 
-@mutant("zero1_updates_gathered_values", killed_by=("equivalence",))
+@mutant("zero1_updates_gathered_values", says="no update was made", killed_by=("equivalence",))
 class UpdatesGatheredValues(ReferenceZero1):
     """One rank's update is made on a copy and never reaches the shard that it gathers."""
 
@@ -140,7 +167,11 @@ class UpdatesGatheredValues(ReferenceZero1):
                 tensor.detach().copy_(value)
 
 
-@mutant("zero1_full_state_of_own_shard", killed_by=("equivalence",))
+@mutant(
+    "zero1_full_state_of_own_shard",
+    says="full_state on rank 1 .*held after setup",
+    killed_by=("equivalence",),
+)
 class FullStateOfOwnShard(ReferenceZero1):
     """The gathered parameters are right in this rank's shards only."""
 
@@ -157,7 +188,11 @@ class FullStateOfOwnShard(ReferenceZero1):
         return whole
 
 
-@mutant("zero1_evaluates_before_gather", killed_by=("equivalence", "replicas"))
+@mutant(
+    "zero1_evaluates_before_gather",
+    says="no update was made",
+    killed_by=("equivalence", "replicas"),
+)
 class EvaluatesBeforeGather(Zero1):
     """Parameters are gathered at the next step, so a look in between sees old ones."""
 
@@ -172,6 +207,7 @@ class EvaluatesBeforeGather(Zero1):
 
 @mutant(
     "zero1_idle_rank_does_not_update",
+    says="no update was made",
     zoo=("F04",),
     killed_by=("equivalence",),
     workload=replace(gpt(micro_batches=1), global_batch=2),
@@ -188,6 +224,7 @@ class IdleRankDoesNotUpdate(ReferenceZero1):
 
 @mutant(
     "zero2_drops_in_evaluation",
+    says="training mode",
     zoo=("O23",),
     killed_by=("equivalence",),
     workload=gpt("dropout_counter"),

@@ -55,7 +55,9 @@ class _Layers(TensorParallel):
 # --------------------------------------------------------------------------------------- layers
 
 
-@mutant("tensor_bias_on_every_rank", zoo=("T01",), killed_by=("equivalence",))
+@mutant(
+    "tensor_bias_on_every_rank", says="bias.*every rank", zoo=("T01",), killed_by=("equivalence",)
+)
 class BiasOnEveryRank(_Layers):
     """Every rank adds the bias of a row-parallel layer before the sum."""
 
@@ -66,6 +68,7 @@ class BiasOnEveryRank(_Layers):
 
 @mutant(
     "tensor_gradient_of_inputs_not_summed",
+    says="backward went wrong|not summed",
     zoo=("T11",),
     killed_by=("equivalence", "replicas", "traffic"),
 )
@@ -78,7 +81,12 @@ class GradientOfInputsNotSummed(_Layers):
             layer.enter = lambda tensor, comm: tensor
 
 
-@mutant("tensor_reduces_twice", zoo=("T08",), killed_by=("traffic",))
+@mutant(
+    "tensor_reduces_twice",
+    says="axis tensor, all_reduce: 464,896",
+    zoo=("T08",),
+    killed_by=("traffic",),
+)
 class ReducesTwice(_Layers):
     """Outputs that are already whole are summed once more, for nothing."""
 
@@ -93,7 +101,12 @@ def _twice(tensor: Tensor, comm: Comm) -> Tensor:
     return total
 
 
-@mutant("tensor_sum_is_its_own_backward", zoo=("T08",), killed_by=("equivalence", "traffic"))
+@mutant(
+    "tensor_sum_is_its_own_backward",
+    says="multiples of the truth|backward went wrong",
+    zoo=("T08",),
+    killed_by=("equivalence", "traffic"),
+)
 class SumIsItsOwnBackward(_Layers):
     """The backward of a sum over ranks sums again: gradients grow by the number of ranks."""
 
@@ -115,6 +128,7 @@ class _GatherOnly(torch.autograd.Function):
 
 @mutant(
     "tensor_gather_scatters_terms",
+    says="reduce_scatter: .* 2 times fewer",
     zoo=("T08",),
     killed_by=("equivalence", "traffic"),
     options=SEQUENCE,
@@ -127,7 +141,11 @@ class GatherScattersTerms(_Layers):
             layer.enter = _GatherOnly.apply
 
 
-@mutant("tensor_copies_start_apart", killed_by=("equivalence", "replicas"))
+@mutant(
+    "tensor_copies_start_apart",
+    says="rank 1 starts 'norm.weight'",
+    killed_by=("equivalence", "replicas"),
+)
 class CopiesStartApart(TensorParallel):
     """Replicated parameters start from each rank's own values."""
 
@@ -137,7 +155,7 @@ class CopiesStartApart(TensorParallel):
         module.get_parameter("norm.weight").data.copy_(own)
 
 
-@mutant("tensor_cuts_through_heads", zoo=("K19",), killed_by=("equivalence",))
+@mutant("tensor_cuts_through_heads", says="qkv", zoo=("K19",), killed_by=("equivalence",))
 class CutsThroughHeads(TensorParallel):
     """The rows of a fused projection are split in order, not query by key by value."""
 
@@ -150,7 +168,9 @@ class CutsThroughHeads(TensorParallel):
         ]
 
 
-@mutant("tensor_identical_shards", zoo=("T13",), killed_by=("equivalence",))
+@mutant(
+    "tensor_identical_shards", says="from rank 0's part", zoo=("T13",), killed_by=("equivalence",)
+)
 class IdenticalShards(TensorParallel):
     """All ranks start from the first rank's part of every split parameter."""
 
@@ -161,7 +181,11 @@ class IdenticalShards(TensorParallel):
         return right
 
 
-@mutant("tensor_mlp_is_whole", killed_by=("traffic", "memory", "active"))
+@mutant(
+    "tensor_mlp_is_whole",
+    says="elements of the parameters of 'blocks.0.mlp.down.weight'",
+    killed_by=("traffic", "memory", "active"),
+)
 class MlpIsWhole(TensorParallel):
     """The MLPs are not split: every rank computes all of them."""
 
@@ -169,7 +193,7 @@ class MlpIsWhole(TensorParallel):
         return [layer for layer in super().make_layers() if ".mlp." not in layer.name]
 
 
-@mutant("tensor_embedding_not_masked", killed_by=("equivalence",))
+@mutant("tensor_embedding_not_masked", says="of the embedding|rows", killed_by=("equivalence",))
 class EmbeddingNotMasked(_Layers):
     """A rank adds one of its rows for a token that another rank has."""
 
@@ -196,6 +220,7 @@ class _Loss(TensorParallel):
 
 @mutant(
     "tensor_smoothing_over_own_classes",
+    says="smoothing|classes",
     zoo=("T04",),
     killed_by=("equivalence",),
     workload=gpt(label_smoothing=0.1, vocab=98),
@@ -211,6 +236,7 @@ class SmoothingOverOwnClasses(TensorParallel):
 
 @mutant(
     "tensor_loss_plus_log",
+    says=r"log\(2\)",
     zoo=("T05",),
     killed_by=("equivalence",),
     options={"loss_parallel": False},
@@ -225,7 +251,12 @@ class LossPlusLog(_Loss):
         return (micro.weights.reshape(-1) * losses).sum()
 
 
-@mutant("tensor_plain_collective_in_loss", zoo=("T07",), killed_by=("equivalence",))
+@mutant(
+    "tensor_plain_collective_in_loss",
+    says="classes|not summed|backward went wrong",
+    zoo=("T07",),
+    killed_by=("equivalence",),
+)
 class PlainCollectiveInLoss(_Loss):
     """The loss is right, but its gradient is that of the rank's own classes alone."""
 
@@ -256,6 +287,7 @@ class _Unsummed(TensorParallel):
 
 @mutant(
     "tensor_norm_not_summed",
+    says="'norm.weight'.*not summed",
     zoo=("T02",),
     killed_by=("equivalence", "replicas", "traffic"),
     options=SEQUENCE,
@@ -268,6 +300,7 @@ class NormNotSummed(_Unsummed):
 
 @mutant(
     "tensor_row_bias_not_summed",
+    says="bias.*not summed",
     zoo=("T02",),
     killed_by=("equivalence", "replicas"),
     options=SEQUENCE,
@@ -280,6 +313,7 @@ class RowBiasNotSummed(_Unsummed):
 
 @mutant(
     "tensor_small_layer_not_summed",
+    says="conditional_by_micro_batch.*not summed",
     zoo=("T17",),
     killed_by=("equivalence", "replicas"),
     workload=gpt("conditional_by_micro_batch"),
@@ -291,7 +325,12 @@ class SmallLayerNotSummed(_Unsummed):
     pattern = "conditional_by_micro_batch"
 
 
-@mutant("tensor_sums_what_is_whole", zoo=("T08",), killed_by=("equivalence", "traffic"))
+@mutant(
+    "tensor_sums_what_is_whole",
+    says="2 times too large .*ranks",
+    zoo=("T08",),
+    killed_by=("equivalence", "traffic"),
+)
 class SumsWhatIsWhole(TensorParallel):
     """Gradients that every rank has whole are summed over the ranks."""
 
@@ -301,6 +340,7 @@ class SumsWhatIsWhole(TensorParallel):
 
 @mutant(
     "tensor_kv_bias_not_summed",
+    says="'blocks.0.attention.qkv.bias'.* (not summed|wrong)",
     zoo=("T16",),
     killed_by=("equivalence", "replicas", "traffic"),
     workload=gpt(kv_heads=1),
@@ -317,6 +357,7 @@ class KvBiasNotSummed(TensorParallel):
 
 @mutant(
     "tensor_kv_summed_over_the_axis",
+    says="'blocks.0.attention.qkv",
     zoo=("T16", "H08"),
     killed_by=("equivalence",),
     workload=gpt(kv_heads=2),
@@ -334,6 +375,7 @@ class KvSummedOverTheAxis(TensorParallel):
 
 @mutant(
     "tensor_sums_running_totals",
+    says="micro-batch 0 counts 2 times",
     zoo=("F23",),
     killed_by=("equivalence", "traffic"),
     options=SEQUENCE,
@@ -346,7 +388,13 @@ class SumsRunningTotals(TensorParallel):
             super().finish()
 
 
-@mutant("tensor_sums_in_half_the_width", zoo=("H13",), killed_by=("equivalence",), options=SEQUENCE)
+@mutant(
+    "tensor_sums_in_half_the_width",
+    says="float32",
+    zoo=("H13",),
+    killed_by=("equivalence",),
+    options=SEQUENCE,
+)
 class SumsInHalfTheWidth(TensorParallel):
     """Terms are rounded to fp32 before the sum although compute is in fp64."""
 
@@ -360,7 +408,12 @@ class SumsInHalfTheWidth(TensorParallel):
 # ----------------------------------------------------------------------------------- sequences
 
 
-@mutant("tensor_first_positions", killed_by=("equivalence",), options=SEQUENCE)
+@mutant(
+    "tensor_first_positions",
+    says="of positions|positions of",
+    killed_by=("equivalence",),
+    options=SEQUENCE,
+)
 class FirstPositionsOnly(_Layers):
     """Every rank embeds the first positions, whichever it holds."""
 
@@ -374,6 +427,7 @@ class FirstPositionsOnly(_Layers):
 
 @mutant(
     "tensor_same_masks",
+    says="mask|dropout",
     zoo=("T14",),
     killed_by=("equivalence",),
     workload=gpt("dropout_counter"),
@@ -388,6 +442,7 @@ class SameMasks(TensorParallel):
 
 @mutant(
     "tensor_masks_apart",
+    says="mask|dropout",
     zoo=("T14",),
     killed_by=("equivalence", "replicas"),
     workload=gpt("dropout_counter"),
@@ -406,7 +461,11 @@ class MasksApart(TensorParallel):
 
 
 @mutant(
-    "tensor_norm_counts_copies", zoo=("O04",), killed_by=("norm", "equivalence"), optimizer=CLIP
+    "tensor_norm_counts_copies",
+    says="every copy",
+    zoo=("O04",),
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
 )
 class NormCountsCopies(TensorParallel):
     """The norm counts replicated parameters once a rank."""
@@ -420,6 +479,7 @@ class NormCountsCopies(TensorParallel):
 
 @mutant(
     "tensor_norm_of_own_shards",
+    says="holds itself",
     zoo=("O02", "H11"),
     killed_by=("norm", "replicas", "traffic"),
     optimizer=CLIP,
@@ -433,7 +493,11 @@ class NormOfOwnShards(TensorParallel):
 
 
 @mutant(
-    "tensor_norm_misses_a_shard", zoo=("O05",), killed_by=("norm", "equivalence"), optimizer=CLIP
+    "tensor_norm_misses_a_shard",
+    says="not in the norm",
+    zoo=("O05",),
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
 )
 class NormMissesAShard(TensorParallel):
     """A split bias counts as a copy: only the first rank's part is in the norm."""
@@ -448,6 +512,7 @@ class NormMissesAShard(TensorParallel):
 
 @mutant(
     "tensor_norm_of_terms",
+    says="before the gradients of .* were (reduced|summed)|not summed",
     zoo=("T10", "O08"),
     killed_by=("norm", "equivalence"),
     optimizer=CLIP,
@@ -466,6 +531,7 @@ class NormOfTerms(TensorParallel):
 
 @mutant(
     "tensor_clips_on_the_first_rank",
+    says="rank 1 does not clip",
     zoo=("O01",),
     killed_by=("replicas", "equivalence"),
     optimizer=CLIP,

@@ -8,7 +8,7 @@ from shardproof.impls.pytorch.ddp import PyTorchDDP
 mutant = declare.family(PyTorchDDP, options={"bucket_cap_mb": 0.05})
 
 
-@mutant("pytorch_ddp_uncompensated", killed_by=("equivalence",))
+@mutant("pytorch_ddp_uncompensated", says="2 times too small .*ranks", killed_by=("equivalence",))
 class Uncompensated(PyTorchDDP):
     """The adapter forgets that DDP divides by the number of ranks."""
 

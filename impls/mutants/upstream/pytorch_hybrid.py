@@ -23,7 +23,7 @@ gpt = gpts(layers=2, width=24, heads=12, seq=12, vocab=96, global_batch=12)
 mutant = declare.family(Hybrid, mesh={"pipe": 2, "shard": 2}, workload=gpt())
 
 
-@mutant("torch_hybrid_norm_of_own_stage", zoo=("H11",), **NORM)
+@mutant("torch_hybrid_norm_of_own_stage", says="summed over 'shard'", zoo=("H11",), **NORM)
 class NormOfOwnStage(Hybrid):
     """The norm is summed over shards, not over the stages."""
 
@@ -33,6 +33,7 @@ class NormOfOwnStage(Hybrid):
 
 @mutant(
     "torch_hybrid_loses_earlier_windows",
+    says="micro-batch 0 is missing",
     killed_by=("equivalence",),
     workload=gpt("incomplete_window", micro_batches=4, windows=2),
 )
@@ -44,7 +45,11 @@ class LosesEarlierWindows(Hybrid):
         return super().run(window, call)
 
 
-@mutant("torch_hybrid_averages_over_shards", killed_by=("equivalence",))
+@mutant(
+    "torch_hybrid_averages_over_shards",
+    says="2 times too small .*'shard'",
+    killed_by=("equivalence",),
+)
 class AveragesOverShards(Hybrid):
     """fully_shard divides by the data ranks, as is its default."""
 
@@ -56,7 +61,10 @@ class AveragesOverShards(Hybrid):
 
 
 @mutant(
-    "torch_hybrid_starts_along_one_axis", killed_by=("equivalence",), mesh={"pipe": 2, "tensor": 2}
+    "torch_hybrid_starts_along_one_axis",
+    says="rank 2 starts",
+    killed_by=("equivalence",),
+    mesh={"pipe": 2, "tensor": 2},
 )
 class StartsAlongOneAxis(Hybrid):
     """Rank 0's state is sent along the tensor axis only."""
@@ -70,6 +78,7 @@ class StartsAlongOneAxis(Hybrid):
 
 @mutant(
     "torch_hybrid_copies_over_tensor_peers",
+    says="from rank 0's part",
     zoo=("H05",),
     killed_by=("equivalence",),
     mesh={"pipe": 1, "shard": 1, "tensor": 2},
@@ -87,6 +96,7 @@ class CopiesOverTensorPeers(Hybrid):
 
 @mutant(
     "torch_hybrid_blocks_not_strided",
+    says="rank 1 starts .* from rank 2's part",
     killed_by=("equivalence",),
     mesh={"pipe": 1, "shard": 2, "tensor": 2},
 )
@@ -103,7 +113,7 @@ class BlocksNotStrided(Hybrid):
         return [Piece(name, pieces[0].global_shape, pieces[0].tensor, slices=span)]
 
 
-@mutant("torch_hybrid_gathers_again", killed_by=("traffic",))
+@mutant("torch_hybrid_gathers_again", says="all_gather: .* 3 times as many", killed_by=("traffic",))
 class GathersAgain(Hybrid):
     """Units are freed after every forward: numbers are right, traffic is higher."""
 

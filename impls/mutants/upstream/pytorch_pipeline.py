@@ -20,7 +20,12 @@ gpt = gpts(layers=4, width=16, heads=2, seq=8, vocab=96, global_batch=8, micro_b
 mutant = declare.family(Pipelining, mesh={"pipe": 2}, workload=gpt())
 
 
-@mutant("torch_pipeline_scales_gradients", zoo=("P01",), killed_by=("equivalence",))
+@mutant(
+    "torch_pipeline_scales_gradients",
+    says="4 times too small .*micro-batches",
+    zoo=("P01",),
+    killed_by=("equivalence",),
+)
 class ScalesGradients(Pipelining):
     """scale_grads keeps torch's default: gradients are divided by the micro-batches."""
 
@@ -32,6 +37,7 @@ class ScalesGradients(Pipelining):
 
 @mutant(
     "torch_pipeline_rescales_windows",
+    says="micro-batch 0 counts 0.5 times",
     zoo=("P01",),
     killed_by=("equivalence",),
     workload=gpt(micro_batches=2, windows=2),
@@ -48,7 +54,12 @@ class RescalesWindows(ScalesGradients):
         return None if total is None else total / len(self.window)
 
 
-@mutant("torch_pipeline_labels_of_next", zoo=("P08",), killed_by=("equivalence",))
+@mutant(
+    "torch_pipeline_labels_of_next",
+    says="targets of the next micro-batch",
+    zoo=("P08",),
+    killed_by=("equivalence",),
+)
 class LabelsOfNext(Pipelining):
     """The loss takes the targets of the next micro-batch."""
 
@@ -56,7 +67,9 @@ class LabelsOfNext(Pipelining):
         return super().loss(outputs, (number + 1) % len(self.window))
 
 
-@mutant("torch_pipeline_backwards", killed_by=("equivalence",), lane="bitwise")
+@mutant(
+    "torch_pipeline_backwards", says="order of sums", killed_by=("equivalence",), lane="bitwise"
+)
 class Backwards(Pipelining):
     """Micro-batches are handed over in descending order, which changes the order of sums."""
 
@@ -64,7 +77,7 @@ class Backwards(Pipelining):
         return super().run(window[::-1], call)
 
 
-@mutant("torch_pipeline_keeps_gradients", killed_by=("equivalence",))
+@mutant("torch_pipeline_keeps_gradients", says="step before", killed_by=("equivalence",))
 class KeepsGradients(Pipelining):
     """Gradients are not cleared after a step."""
 
@@ -75,6 +88,7 @@ class KeepsGradients(Pipelining):
 
 @mutant(
     "torch_pipeline_clears_between_windows",
+    says="micro-batch 0 is missing",
     killed_by=("equivalence",),
     workload=gpt(micro_batches=2, windows=2),
 )
@@ -86,7 +100,7 @@ class ClearsBetweenWindows(Pipelining):
         return super().run(window, call)
 
 
-@mutant("torch_pipeline_norm_of_own_stages", zoo=("O02", "H11"), **NORM)
+@mutant("torch_pipeline_norm_of_own_stages", says="holds itself", zoo=("O02", "H11"), **NORM)
 class NormOfOwnStages(Pipelining):
     """The norm is that of this rank's stages, so every rank clips by another factor."""
 
@@ -95,7 +109,11 @@ class NormOfOwnStages(Pipelining):
 
 
 @mutant(
-    "torch_pipeline_sums_norms", zoo=("O07",), killed_by=("norm", "equivalence"), optimizer=CLIP
+    "torch_pipeline_sums_norms",
+    says="added.* not their squares",
+    zoo=("O07",),
+    killed_by=("norm", "equivalence"),
+    optimizer=CLIP,
 )
 class SumsNorms(Pipelining):
     """The norms of the stages are summed instead of their squares."""
@@ -108,6 +126,7 @@ class SumsNorms(Pipelining):
 
 @mutant(
     "torch_pipeline_stays_in_evaluation",
+    says="evaluation mode",
     zoo=("P17",),
     killed_by=("equivalence",),
     workload=gpt("dropout_counter"),
@@ -124,6 +143,7 @@ class StaysInEvaluation(Pipelining):
 
 @mutant(
     "torch_pipeline_shapes_in_training",
+    says="mask|dropout|generator",
     killed_by=("equivalence",),
     options={"shapes": "given"},
     workload=gpt("dropout_stateful"),
@@ -142,6 +162,7 @@ class ShapesInTraining(Pipelining):
 
 @mutant(
     "torch_pipeline_tells_last_window",
+    says="only the last window",
     killed_by=("equivalence",),
     workload=gpt(micro_batches=2, windows=2),
 )
@@ -153,7 +174,10 @@ class TellsLastWindow(Pipelining):
 
 
 @mutant(
-    "torch_pipeline_one_rate", killed_by=("equivalence",), optimizer=OptimizerSpec(warmup_steps=4)
+    "torch_pipeline_one_rate",
+    says="rank 1, every update is 5 times",
+    killed_by=("equivalence",),
+    optimizer=OptimizerSpec(warmup_steps=4),
 )
 class OneRate(Pipelining):
     """The last stage's rank keeps the learning rate that it was built with."""
@@ -166,6 +190,7 @@ class OneRate(Pipelining):
 
 @mutant(
     "torch_pipeline_one_buffer",
+    says="one buffer|overwritten|backward went wrong",
     zoo=("P07",),
     killed_by=("equivalence",),
     backend="gloo",
@@ -180,7 +205,10 @@ class SharesBuffer(Stage):
 
 
 @mutant(
-    "torch_pipeline_skips_last_weights", killed_by=("equivalence",), options={"schedule": "zb_v"}
+    "torch_pipeline_skips_last_weights",
+    says="micro-batch 3 is missing",
+    killed_by=("equivalence",),
+    options={"schedule": "zb_v"},
 )
 class ForgetsLastWeights(Stage):
     """The weight gradients of the last micro-batch are never added (split backward)."""
@@ -190,7 +218,11 @@ class ForgetsLastWeights(Stage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-@mutant("torch_pipeline_tells_what_torch_exports", killed_by=("schedule",))
+@mutant(
+    "torch_pipeline_tells_what_torch_exports",
+    says="rank 1 never does F0@1",
+    killed_by=("schedule",),
+)
 class TellsWhatTorchExports(Pipelining):
     """The announced schedule is torch's _get_pipeline_order: its last stage counts from 1."""
 
@@ -201,7 +233,9 @@ class TellsWhatTorchExports(Pipelining):
         return replace(announced, orders=(*announced.orders[:-1], tuple(last)))
 
 
-@mutant("torch_pipeline_tells_another", killed_by=("schedule",))
+@mutant(
+    "torch_pipeline_tells_another", says="claims 'gpipe', asked for '1f1b'", killed_by=("schedule",)
+)
 class TellsAnother(Pipelining):
     """GPipe is announced whatever the options say."""
 
@@ -210,7 +244,11 @@ class TellsAnother(Pipelining):
         return super().schedule({"schedule": "gpipe"}, ranks, micro_batches)
 
 
-@mutant("torch_pipeline_ignores_schedule", killed_by=("schedule",))
+@mutant(
+    "torch_pipeline_ignores_schedule",
+    says="claims 'gpipe', asked for '1f1b'",
+    killed_by=("schedule",),
+)
 class IgnoresSchedule(TellsAnother):
     """GPipe is announced and run whatever the options say."""
 
@@ -220,6 +258,7 @@ class IgnoresSchedule(TellsAnother):
 
 @mutant(
     "torch_pipeline_ignores_split",
+    says="elements of the parameters of 'blocks.2",
     killed_by=("active", "memory", "schedule"),
     options={"split": [3, 1]},
 )
@@ -232,6 +271,7 @@ class IgnoresSplit(Pipelining):
 
 @mutant(
     "torch_pipeline_evaluates_in_training",
+    says="evaluation .*moved",
     killed_by=("equivalence",),
     options={"shapes": "given"},
     workload=gpt("rebound_buffer"),
@@ -245,7 +285,11 @@ class EvaluatesInTraining(Pipelining):
         return super().run(window, call)
 
 
-@mutant("torch_pipeline_keeps_outputs", killed_by=("memory",))
+@mutant(
+    "torch_pipeline_keeps_outputs",
+    says="activations and temporaries: .* held",
+    killed_by=("memory",),
+)
 class KeepsOutputs(Pipelining):
     """The schedule returns its outputs (torch's default), which stay until the next window."""
 
@@ -255,7 +299,9 @@ class KeepsOutputs(Pipelining):
         )
 
 
-@mutant("torch_pipeline_keeps_given", killed_by=("memory",))
+@mutant(
+    "torch_pipeline_keeps_given", says="activations and temporaries: .* held", killed_by=("memory",)
+)
 class HoldsGiven(Stage):
     """A stage keeps its outputs to the next one, as many bytes as it has buffers for."""
 

@@ -26,7 +26,12 @@ gpt = gpts(layers=2, width=24, heads=6, seq=12, vocab=96, global_batch=6)
 mutant = declare.family(PyTorchTensorParallel, mesh={"tensor": 2}, workload=gpt())
 
 
-@mutant("torch_tensor_bias_on_every_rank", zoo=("T01",), killed_by=("equivalence",))
+@mutant(
+    "torch_tensor_bias_on_every_rank",
+    says="bias.*every rank",
+    zoo=("T01",),
+    killed_by=("equivalence",),
+)
 class BiasOnEveryRank(PyTorchTensorParallel):
     """RowwiseParallel's bias is added in full on every rank before the sum."""
 
@@ -44,6 +49,7 @@ class BiasOnEveryRank(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_norms_not_reduced",
+    says="not summed",
     zoo=("T02", "T08"),
     killed_by=("equivalence", "replicas", "traffic"),
     options=SEQUENCE,
@@ -60,7 +66,11 @@ class NormsNotReduced(PyTorchTensorParallel):
         super().finish()
 
 
-@mutant("torch_tensor_first_chunk_everywhere", killed_by=("equivalence",))
+@mutant(
+    "torch_tensor_first_chunk_everywhere",
+    says="only what rank 1 holds of 'embed.token.weight'",
+    killed_by=("equivalence",),
+)
 class FirstChunkEverywhere(PyTorchTensorParallel):
     """Every rank takes the first chunk of rows of the embedding's whole gradient."""
 
@@ -73,6 +83,7 @@ class FirstChunkEverywhere(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_loss_over_local_vocabulary",
+    says="disagree on its loss",
     killed_by=("equivalence", "traffic"),
     options={"loss_parallel": True},
 )
@@ -89,7 +100,9 @@ class LossOverLocalVocabulary(PyTorchTensorParallel):
         return (micro.weights * mine * losses.view_as(micro.weights)).sum()
 
 
-@mutant("torch_tensor_shards_alike", zoo=("T13",), killed_by=("equivalence",))
+@mutant(
+    "torch_tensor_shards_alike", says="from rank 0's part", zoo=("T13",), killed_by=("equivalence",)
+)
 class ShardsAlike(PyTorchTensorParallel):
     """Every rank starts with the first rank's shard."""
 
@@ -101,7 +114,12 @@ class ShardsAlike(PyTorchTensorParallel):
         return module
 
 
-@mutant("torch_tensor_start_not_shared", killed_by=("equivalence", "replicas"), options=SEQUENCE)
+@mutant(
+    "torch_tensor_start_not_shared",
+    says="rank 1 starts .*norm1",
+    killed_by=("equivalence", "replicas"),
+    options=SEQUENCE,
+)
 class StartNotShared(PyTorchTensorParallel):
     """Norms start as each rank built them, though torch takes them for equal."""
 
@@ -109,7 +127,7 @@ class StartNotShared(PyTorchTensorParallel):
         pass
 
 
-@mutant("torch_tensor_norm_counts_copies", zoo=("O04",), **NORM)
+@mutant("torch_tensor_norm_counts_copies", says="every copy", zoo=("O04",), **NORM)
 class NormCountsCopies(PyTorchTensorParallel):
     """The norm adds what every rank holds a copy of, once a rank."""
 
@@ -122,7 +140,7 @@ class NormCountsCopies(PyTorchTensorParallel):
         return total.sqrt()
 
 
-@mutant("torch_tensor_norm_of_own_shards", zoo=("H11",), **NORM)
+@mutant("torch_tensor_norm_of_own_shards", says="holds itself", zoo=("H11",), **NORM)
 class NormOfOwnShards(PyTorchTensorParallel):
     """Every rank clips by the norm of its own shards."""
 
@@ -135,7 +153,11 @@ class NormOfOwnShards(PyTorchTensorParallel):
 
 
 @mutant(
-    "torch_tensor_fused_in_one_block", zoo=("K19",), killed_by=("equivalence",), mesh={"tensor": 3}
+    "torch_tensor_fused_in_one_block",
+    says="qkv",
+    zoo=("K19",),
+    killed_by=("equivalence",),
+    mesh={"tensor": 3},
 )
 class FusedInOneBlock(PyTorchTensorParallel):
     """A rank's rows of the fused projection are the first ones, not those of its heads."""
@@ -154,6 +176,7 @@ class FusedInOneBlock(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_tie_is_lost",
+    says="'head.weight', which the oracle does not have",
     zoo=("F05",),
     killed_by=("equivalence", "active"),
     workload=gpt("tied_over_units"),
@@ -169,7 +192,11 @@ class TieIsLost(PyTorchTensorParallel):
         return module
 
 
-@mutant("torch_tensor_gathers_between_the_pair", killed_by=("traffic",))
+@mutant(
+    "torch_tensor_gathers_between_the_pair",
+    says="all_gather: .* 5 times as many",
+    killed_by=("traffic",),
+)
 class GathersBetweenThePair(PyTorchTensorParallel):
     """up's output is gathered and split again before down: numbers are right, traffic is higher."""
 
@@ -181,7 +208,11 @@ class GathersBetweenThePair(PyTorchTensorParallel):
         return styles
 
 
-@mutant("torch_tensor_head_not_split", killed_by=("traffic", "memory", "active"))
+@mutant(
+    "torch_tensor_head_not_split",
+    says="parameters of 'head.bias'",
+    killed_by=("traffic", "memory", "active"),
+)
 class HeadNotSplit(PyTorchTensorParallel):
     """No style splits the head: numbers are right, but every rank holds it whole."""
 
@@ -191,6 +222,7 @@ class HeadNotSplit(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_backward_outside_loss_parallel",
+    says="nll_loss_backward|DTensor",
     killed_by=("crash",),
     crash_says="mixed torch.Tensor and DTensor",
     options={"loss_parallel": True},
@@ -204,6 +236,7 @@ class BackwardOutside(PyTorchTensorParallel):
 
 @mutant(
     "torch_tensor_odd_module_sees_own_positions",
+    says="odd.prime_sized.*not summed",
     killed_by=("equivalence", "traffic"),
     options=SEQUENCE,
     workload=gpt("prime_sized"),
@@ -215,7 +248,12 @@ class OddModuleSeesOwnPositions(PyTorchTensorParallel):
         return {n: style for n, style in super().styles(module).items() if ".odd" not in n}
 
 
-@mutant("torch_tensor_positions_from_zero", killed_by=("equivalence",), options=SEQUENCE)
+@mutant(
+    "torch_tensor_positions_from_zero",
+    says="of positions|positions of",
+    killed_by=("equivalence",),
+    options=SEQUENCE,
+)
 class PositionsFromZero(PyTorchTensorParallel):
     """Under sequence parallelism, every rank adds the first positions' embedding."""
 

@@ -1,0 +1,30 @@
+"""Sentences that lead home: what must have been done for just these wrong numbers to come out.
+
+Asked where a comparison has failed, of the tensors of that moment.  Each function tries what is
+often done wrong, on the oracle's own numbers, and tells the first that gives what the system holds.
+A sentence stands before the numbers of the check; it decides nothing, and it is empty where
+nothing fits.
+"""
+
+from shardproof.checks.causes.between import of_evaluation, of_full_state
+from shardproof.checks.causes.buffers import of_buffers
+from shardproof.checks.causes.gradients import of_clipping, of_gradients
+from shardproof.checks.causes.losses import of_loss
+from shardproof.checks.causes.norms import of_norm
+from shardproof.checks.causes.start import of_start
+from shardproof.checks.causes.updates import Update, of_update
+from shardproof.checks.causes.words import said
+
+__all__ = [
+    "Update",
+    "of_buffers",
+    "of_clipping",
+    "of_evaluation",
+    "of_full_state",
+    "of_gradients",
+    "of_loss",
+    "of_norm",
+    "of_start",
+    "of_update",
+    "said",
+]

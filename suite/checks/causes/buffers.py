@@ -1,0 +1,98 @@
+"""What a wrong buffer holds: another rule's value, another buffer's, or too many batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from shardproof.checks.causes import fits
+from shardproof.contract import BufferRule, MicroBatch
+from shardproof.evidence.assembled import Evidence
+from shardproof.oracle import training
+from shardproof.workloads import for_case
+
+_RULES: tuple[BufferRule, ...] = ("rank0", "per_rank", "synced")
+
+
+def of_buffers(evidence: Evidence, step: int, name: str, coordinate: int, held: Tensor) -> str:
+    """A sentence on the buffer ``name`` of a data coordinate after ``step``."""
+    limit = fits.limit_of(evidence)
+    truth = evidence.truth.steps[step].buffers
+    for number, buffers in enumerate(truth):
+        if number != coordinate and fits.equal(held, buffers[name], limit):
+            return f"data coordinate {coordinate} holds {name!r} of data coordinate {number}"
+    for value, sentence in _tries(evidence, step, name, coordinate):
+        if fits.equal(held, value, limit):
+            return f"data coordinate {coordinate}: {sentence}"
+    for other, value in truth[coordinate].items():
+        if other != name and value.is_floating_point() and fits.equal(held, value, limit):
+            return f"{name!r} of data coordinate {coordinate} holds the values of {other!r}"
+    return ""
+
+
+def _tries(
+    evidence: Evidence, step: int, name: str, coordinate: int
+) -> Iterator[tuple[Tensor, str]]:
+    case, workload = evidence.case, for_case(evidence.case)
+    states = fits.states(evidence, step)
+    batches = workload.batch(step, case.data_coordinates)
+    start, batch = states[coordinate], batches[coordinate].micro_batches
+    if name in start:
+        yield start[name], f"{name!r} stands as it was before step {step}"
+
+    def after(state: dict[str, Tensor], micro_batches: list[MicroBatch]) -> dict[str, Tensor]:
+        return training.buffers_after(workload, case.precision, state, micro_batches)
+
+    yield (
+        after(start, [micro for micro in batch for _ in range(2)])[name],
+        f"{name!r} counted every micro-batch twice",
+    )
+    for other in (n for n in start if n != name and n not in workload.shapes):
+        if start[other].shape == start[name].shape and start[other].dtype == start[name].dtype:
+            mixed = {**start, name: start[other], other: start[name]}
+            yield after(mixed, batch)[name], f"{name!r} was taken for {other!r}, and the other way"
+    evaluated = [r.evaluation for r in evidence.records if r.evaluation is not None]
+    if evaluated and evaluated[0].step == step:
+        yield (
+            after(start, [*batch, *batch])[name],
+            f"the evaluation before step {step} moved {name!r}",
+        )
+    own = evidence.initial("buffers").tensors.get(name, {}) if step == 0 else {}
+    if len(own) > coordinate:
+        yield own[coordinate], f"{name!r} stands as it was after setup"
+    built = dict(workload.build_for(coordinate, coordinate)().named_buffers())
+    for first, told in ((built, "built on this rank"), (dict(workload.state()), "given")):
+        moved = first
+        for number in range(step + 1):
+            state = fits.states(evidence, number)[coordinate] | {
+                n: moved[n] for n in moved if n in built
+            }
+            earlier = workload.batch(number, case.data_coordinates)[coordinate].micro_batches
+            moved = after(state, earlier)
+            if number == step:
+                yield (
+                    moved[name],
+                    f"{name!r} was never sent: it follows this rank's own batches from the values "
+                    f"{told}",
+                )
+    for rule in _RULES:
+        if rule != evidence.declaration.buffers and _may(evidence, rule):
+            run = training.train(
+                workload,
+                case.optimizer,
+                case.data_coordinates,
+                step + 1,
+                rule,
+                precision=case.precision,
+            )
+            yield run.steps[step].buffers[coordinate][name], f"{name!r} follows the rule {rule!r}"
+    yield torch.zeros_like(start[name]), f"{name!r} is zero"
+
+
+def _may(evidence: Evidence, rule: BufferRule) -> bool:
+    """Whether one device can follow ``rule`` here."""
+    case = evidence.case
+    counts = case.workload.micro_batch_counts(case.data_coordinates)
+    return rule != "synced" or len(set(counts)) == 1

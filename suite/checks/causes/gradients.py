@@ -1,0 +1,301 @@
+"""What makes a wrong gradient: which micro-batches of which ranks are in it, and how often.
+
+The gradient that a system holds is fitted by least squares with those that the oracle computes of
+every micro-batch of every data coordinate, and with that of the step before.  Where the fit leaves
+nothing over, its coefficients are the cause: 1/N everywhere is a mean in place of a sum, 0 for one
+coordinate a rank that was left out, 1 for the last micro-batch alone a lost accumulation.  What no
+such sum explains is looked for by tensor, by copy and by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from shardproof.checks.causes import fits
+from shardproof.checks.causes.fits import Tensors, multiple, some
+from shardproof.checks.causes.where import Moment, of_place
+from shardproof.checks.causes.words import close, said
+from shardproof.evidence.assembled import Assembled, Evidence
+
+#: What another order of the same sums changes at most, relative to a tensor.
+_REORDERED = {"float64": 1e-11, "float32": 1e-4}
+#: Relative errors that rounding to a dtype makes: those of the usual tensor, and of any.
+_ROUNDED = {"float32": (1e-9, 1e-6, 1e-4), "bfloat16 or float16": (1e-5, 1e-2, 0.2)}
+
+
+def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
+    """A sentence on the gradients of ``step``; empty: nothing explains them.
+
+    Gradients that have been clipped are no sums any more: see :func:`of_clipping`.
+    """
+    truth = evidence.truth.steps[step].gradients
+    limit = fits.limit_of(evidence)
+    held = fits.first(state, truth)
+    bad = [n for n in held if not bool(held[n].isfinite().all())]
+    if bad:
+        return f"not finite, as memory is that nothing has been written to yet: {some(bad)}"
+    wrong = _wrong(state, truth, min(limit, _REORDERED.get(evidence.case.lowest_dtype, limit)))
+    if not wrong:
+        return "no more is wrong than another order of sums explains" if held else ""
+    rounded = _rounded(held, truth, wrong)
+    if rounded:
+        return rounded
+    parts = fits.parts(evidence, step)
+    for scope in (list(held), wrong):
+        found = _explained(evidence, step, held, truth, parts, scope)
+        if found:
+            where = "" if len(scope) == len(held) else f"in {some(wrong)}: "
+            return where + found
+    moment = (step, "gradients_final", "gradients")
+    return (
+        _copies(state, truth, wrong, limit)
+        or _by_rank(evidence, moment, truth, parts, wrong)
+        or _by_tensor(held, truth, wrong, parts, limit)
+        or _moved(held, truth, wrong)
+        or of_place(evidence, moment, truth, wrong)
+    )
+
+
+def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
+    """A sentence on gradients after clipping: by what norm, and whether all were clipped."""
+    truth = evidence.truth.steps[step]
+    if truth.clipped is None:
+        return ""
+    held, limit = fits.first(state, truth.clipped), fits.limit_of(evidence)
+    times = multiple(held, truth.clipped, limit)
+    if times is not None and times > 0 and abs(times - 1) > limit:
+        whole = multiple(held, truth.gradients, limit)
+        if whole is not None and abs(whole - 1) <= limit:
+            return "nothing was clipped"
+        return f"clipped by a norm that is {1 / times:.4g} times the true one"
+    by_rank = _clipped_by_rank(evidence, step, truth.clipped, truth.gradients, limit)
+    if by_rank:
+        return by_rank
+    left = [n for n in held if _once(held[n], truth.gradients[n], limit)]
+    right = [n for n in held if _once(held[n], truth.clipped[n], limit)]
+    if left and len(left) + len(right) == len(held):
+        return f"not clipped: {some(left)}"
+    return ""
+
+
+def _clipped_by_rank(
+    evidence: Evidence, step: int, clipped: Tensors, whole: Tensors, limit: float
+) -> str:
+    """Ranks whose pieces are one multiple of the truth each, where they are not the same."""
+    norms: dict[int, str] = {}
+    for rank, own in fits.pieces(evidence, step, "after_clip", "gradients"):
+        known = [p for p in own if p.name in clipped and p.tensor.numel()]
+        held = {str(n): p.tensor for n, p in enumerate(known)}
+        cut = {str(n): fits.part(p, clipped[p.name]) for n, p in enumerate(known)}
+        times = multiple(held, cut, limit)
+        if times is None:
+            return ""
+        uncut = multiple(
+            held, {str(n): fits.part(p, whole[p.name]) for n, p in enumerate(known)}, limit
+        )
+        if abs(times - 1) <= limit:
+            norms[rank] = ""
+        elif uncut is not None and abs(uncut - 1) <= limit:
+            norms[rank] = "does not clip"
+        elif times > 0:
+            norms[rank] = f"clips by a norm that is {1 / times:.4g} times the true one"
+        else:
+            return ""
+    said_of = [f"rank {rank} {text}" for rank, text in norms.items() if text]
+    return "; ".join(said_of[:3])
+
+
+def _once(held: Tensor, truth: Tensor, limit: float) -> bool:
+    times = multiple({"": held}, {"": truth}, limit)
+    return times is not None and abs(times - 1) <= limit
+
+
+def _wrong(state: Assembled, truth: Tensors, limit: float) -> list[str]:
+    """Names of which some copy is not the truth."""
+    return [
+        name
+        for name, copies in state.tensors.items()
+        if name in truth and not all(fits.equal(c, truth[name], limit) for c in copies.values())
+    ]
+
+
+def _copies(state: Assembled, truth: Tensors, wrong: Sequence[str], limit: float) -> str:
+    """Whether copies that differ are the terms of a sum that nobody made."""
+    torn = []
+    for name in wrong:
+        one, *others = state.tensors[name].values()
+        alike = all(other.shape == truth[name].shape for other in (one, *others))
+        if alike and not all(fits.equal(other, one, limit) for other in others):
+            torn.append(name)
+    sums = {n: torch.stack([c.double() for c in state.tensors[n].values()]).sum(0) for n in torn}
+    if not torn or not fits.all_equal(sums, truth, torn, limit):
+        return ""
+    ranks = sorted({rank for n in torn for rank in state.owners[n]})
+    return f"the copies of {some(torn)} on ranks {ranks} add up to the truth: they were not summed"
+
+
+def _rounded(held: Tensors, truth: Tensors, wrong: Sequence[str]) -> str:
+    """Whether all that is wrong is wrong by the rounding of a narrower dtype."""
+    errors = [
+        float((held[n].double() - truth[n].double()).norm() / truth[n].double().norm())
+        for n in wrong
+        if n in held and bool(truth[n].any())
+    ]
+    errors.sort()
+    for dtype, (low, high, most) in _ROUNDED.items():
+        # What is zero but for round-off has lost all its digits.
+        usual = errors[: max(3, len(errors) * 3 // 4)]
+        if len(errors) > 2 and low < median(errors) < high and usual[-1] < most:
+            return f"{len(wrong)} gradients are as wrong as rounding to {dtype} makes them"
+    return ""
+
+
+def _explained(
+    evidence: Evidence,
+    step: int,
+    held: Tensors,
+    truth: Tensors,
+    parts: Sequence[Sequence[Tensors]],
+    names: Sequence[str],
+) -> str:
+    """What the fit over the tensors ``names`` says; empty: it leaves something over."""
+    before = evidence.truth.steps[step - 1].gradients if step else None
+    whole = [*(micro for share in parts for micro in share), *([before] if before else [])]
+    columns = [fits.flat(tensors, truth, names) for tensors in whole]
+    return _counts(evidence, step, fits.flat(held, truth, names), columns, parts)
+
+
+def _counts(
+    evidence: Evidence,
+    step: int,
+    got: Tensor,
+    columns: Sequence[Tensor],
+    parts: Sequence[Sequence[Tensors]],
+) -> str:
+    counted = fitted(got, columns, fits.limit_of(evidence))
+    if counted is None:
+        return ""
+    numbers = iter(range(len(columns)))
+    rows = [[counted.get(next(numbers)) for _ in share] for share in parts]
+    before = counted.get(next(numbers, -1)) or 0.0
+    digits = fits.DIGITS[evidence.case.lowest_dtype]
+    return said(rows, before, fits.known(evidence, step), digits)
+
+
+def _by_rank(
+    evidence: Evidence,
+    moment: Moment,
+    truth: Tensors,
+    parts: Sequence[Sequence[Tensors]],
+    wrong: Sequence[str],
+) -> str:
+    """What the fit says of the pieces of each rank that holds wrong ones."""
+    found: dict[int, str] = {}
+    for rank, own in fits.pieces(evidence, *moment):
+        bad = [p for p in own if p.name in wrong and p.tensor.numel()]
+        if not bad:
+            continue
+        got = torch.cat([p.tensor.double().reshape(-1) for p in bad])
+        columns = [
+            torch.cat(
+                [
+                    fits.part(p, micro.get(p.name, torch.zeros_like(truth[p.name])))
+                    .double()
+                    .reshape(-1)
+                    for p in bad
+                ]
+            )
+            for share in parts
+            for micro in share
+        ]
+        want = torch.cat([fits.part(p, truth[p.name]).double().reshape(-1) for p in bad])
+        if fits.equal(got, want, fits.limit_of(evidence)):
+            continue
+        sentence = _counts(evidence, moment[0], got, columns, parts)
+        if not sentence:
+            return ""
+        found[rank] = sentence
+    if not found:
+        return ""
+    rank, sentence = next(iter(found.items()))
+    rest = [other for other in found if other != rank]
+    also = f"; the like on ranks {rest}" if rest else ""
+    return f"in what rank {rank} holds of {some(wrong)}: {sentence}{also}"
+
+
+def fitted(got: Tensor, columns: Sequence[Tensor], limit: float) -> dict[int, float] | None:
+    """How often each column is in ``got``, by least squares; ``None``: something is left over.
+
+    A column of zeros is left out: it says nothing of how often it was counted.
+    """
+    there = [number for number, column in enumerate(columns) if bool(column.any())]
+    if not there or len(there) >= len(got):
+        return None
+    matrix = torch.stack([columns[number] for number in there], dim=1)
+    if not bool(matrix.isfinite().all()):
+        return None
+    scales = matrix.norm(dim=0)
+    fit = torch.linalg.lstsq(matrix / scales, got.unsqueeze(1), driver="gelsd").solution
+    counts = fit.squeeze(1) / scales
+    if float((got - matrix @ counts).norm()) > limit * max(float(got.norm()), 1e-300):
+        return None
+    return dict(zip(there, counts.tolist(), strict=True))
+
+
+def _by_tensor(
+    held: Tensors,
+    truth: Tensors,
+    wrong: Sequence[str],
+    parts: Sequence[Sequence[Tensors]],
+    limit: float,
+) -> str:
+    """Whether each wrong gradient is a multiple of its own truth, or holds another's."""
+    times = {n: multiple({n: held[n]}, truth, limit) for n in wrong if n in held}
+    if len(times) == len(wrong) and all(
+        t is not None and not close(t, 1.0) for t in times.values()
+    ):
+        factors = sorted({f"{t:.4g}" for t in times.values() if t is not None}, key=float)
+        return f"{some(wrong)} are multiples of the truth, {' and '.join(factors[:4])} times"
+    for name in (n for n in wrong if n in held):
+        for other in (
+            n for n in truth if n != name and truth[n].numel() == truth[name].numel() > 1
+        ):
+            sums = [_sum(share) for share in parts]
+            columns = [s[n].double().reshape(-1) for s in sums for n in (other, name) if n in s]
+            got = held[name].double().reshape(-1)
+            if len(columns) < 2 or fitted(got, columns[1::2], limit) is not None:
+                continue  # its own are enough
+            counted = fitted(got, columns, limit)
+            if counted and _is_exchange(list(counted.values()), limit):
+                return f"in the gradient of {name!r} is a rank's gradient of {other!r}"
+    return ""
+
+
+def _is_exchange(counts: Sequence[float], limit: float) -> bool:
+    """Whether every share is there once or not at all."""
+    return all(min(abs(count), abs(count - 1)) <= 100 * limit for count in counts)
+
+
+def _sum(share: Sequence[Tensors]) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for micro in share:
+        for name, tensor in micro.items():
+            total[name] = total[name] + tensor if name in total else tensor
+    return total
+
+
+def _moved(held: Tensors, truth: Tensors, wrong: Sequence[str]) -> str:
+    moved = [
+        n for n in wrong if n in held and held[n].numel() > 1 and same_elements(held[n], truth[n])
+    ]
+    return f"the right elements in another order: {some(moved)}" if moved else ""
+
+
+def same_elements(one: Tensor, other: Tensor) -> bool:
+    """Whether both hold the same numbers, in whatever order."""
+    a, b = (t.double().reshape(-1).sort().values for t in (one, other))
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=0.0)

@@ -1,0 +1,112 @@
+"""What the coefficients of a fit mean, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_CLOSE = 1e-5
+_SHOWN = 3
+
+
+def said(
+    rows: Sequence[Sequence[float | None]],
+    before: float,
+    known: Mapping[str, float] | None = None,
+    digits: int = 6,
+) -> str:
+    """What the coefficients mean: ``rows[coordinate][micro-batch]``, and that of the step before.
+
+    ``None``: there was nothing to count.  Empty where all are 1.
+    """
+    found = [value for row in rows for value in row if value is not None]
+    largest = max(map(abs, (*found, before)), default=0.0)
+
+    def snapped(value: float) -> float:
+        return float(f"{value:.{digits}g}") if abs(value) > 10.0**-digits * largest else 0.0
+
+    # What is not there counts as whatever stands beside it.
+    usual = next((value for value in found), 1.0)
+    filled = []
+    for row in rows:
+        own = next((value for value in row if value is not None), usual)
+        filled.append([snapped(own if value is None else value) for value in row])
+    values, before = [value for row in filled for value in row], snapped(before)
+    if before and not any(values):
+        return "this is the gradient of the step before"
+    also = f"that of the step before is in it {before:.4g} times" if before else ""
+    if all(close(value, 1.0) for value in values):
+        return also
+    cause = _of_parts(filled, values, known or {}, 10.0 ** (1 - digits))
+    return "; ".join(filter(None, (cause, also)))
+
+
+def _of_parts(
+    rows: Sequence[Sequence[float]],
+    values: Sequence[float],
+    known: Mapping[str, float],
+    within: float,
+) -> str:
+    if all(close(value, values[0]) for value in values):
+        return factor(values[0], known, within)
+    if all(close(value, row[0]) for row in rows for value in row):
+        return _by("data coordinate", [row[0] for row in rows if row])
+    depth = max(map(len, rows))
+    last = [[float(at == len(row) - 1) for at in range(len(row))] for row in rows]
+    if _agree(rows, last):
+        return "only the last micro-batch is in it"
+    if _agree(rows, [[float(at == 0) for at in range(len(row))] for row in rows]):
+        return "only the first micro-batch is in it"
+    by_micro = [[row[at] for row in rows if at < len(row)] for at in range(depth)]
+    if all(close(value, column[0]) for column in by_micro for value in column):
+        return _by("micro-batch", [column[0] for column in by_micro])
+    odd = [
+        f"micro-batch {at} of data coordinate {number} counts {value:.4g} times"
+        for number, row in enumerate(rows)
+        for at, value in enumerate(row)
+        if not close(value, 1.0)
+    ]
+    return "; ".join(odd[:_SHOWN]) + (f"; {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
+
+
+def _by(what: str, values: Sequence[float]) -> str:
+    present = [number for number, value in enumerate(values) if value]
+    if len(present) == 1 and len(values) > 1:
+        value = values[present[0]]
+        times = "" if close(value, 1.0) else f", {value:.4g} times"
+        if what == "data coordinate":
+            return f"this is the gradient of {what} {present[0]} alone{times}: it was not reduced"
+        return f"only {what} {present[0]} is in it{times}"
+    missing = [number for number in range(len(values)) if number not in present]
+    odd = [
+        f"{what} {number} counts {values[number]:.4g} times"
+        for number in present
+        if not close(values[number], 1.0)
+    ]
+    lacks = [f"the share of {what} {number} is missing" for number in missing]
+    return "; ".join((*lacks, *odd)[: 2 * _SHOWN])
+
+
+def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> str:
+    """What a factor of all gradients means, by the numbers that factors are made of."""
+    if abs(value) < 1e-9:
+        return "every gradient is zero"
+    if value < 0:
+        return f"every gradient has the wrong sign ({value:.4g} times the true one)"
+    size = f"{value:.4g} times too large" if value > 1 else f"{1 / value:.4g} times too small"
+    ratio = max(value, 1 / value)
+    names = [n for n, k in known.items() if k > 1 and abs(ratio - k) <= within * k]
+    of = f" ({ratio:.4g} = {' = '.join(names)})" if names else ""
+    return f"every gradient is {size}{of}"
+
+
+def close(value: float, number: float, within: float = _CLOSE) -> bool:
+    """Whether ``value`` is ``number`` but for noise."""
+    return abs(value - number) <= within * max(abs(number), 0.1)
+
+
+def _agree(rows: Sequence[Sequence[float]], pattern: Sequence[Sequence[float]]) -> bool:
+    return all(
+        close(value, wanted)
+        for row, wants in zip(rows, pattern, strict=True)
+        for value, wanted in zip(row, wants, strict=True)
+    )

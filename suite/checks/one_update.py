@@ -1,0 +1,89 @@
+"""One optimizer step on one device, from what a system shows: what its update must have made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardproof.contract import OptimizerSpec
+from shardproof.evidence.assembled import Evidence
+from shardproof.oracle.optimizers import (
+    build_optimizer,
+    largest_terms,
+    load_slots,
+    read_slots,
+    set_learning_rate,
+)
+
+Tensors = Mapping[str, Tensor]
+
+#: Slot of the optimizer's own copy of a parameter that is held in a narrower dtype.
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Made:
+    """``parameters`` (wide) and ``slots`` after the step; ``terms``: see :func:`largest_terms`."""
+
+    parameters: dict[str, Tensor]
+    slots: dict[str, Tensor]
+    terms: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What update ``step`` starts from.
+
+    ``before``: all parameters, wide; ``gradients``, ``slots``: those that there are (no masters).
+    """
+
+    spec: OptimizerSpec
+    step: int
+    trainable: tuple[str, ...]
+    before: Tensors
+    gradients: Tensors
+    slots: Tensors
+
+    def make(self) -> Made:
+        """The step."""
+        named = {name: torch.nn.Parameter(self.before[name].clone()) for name in self.trainable}
+        for name, parameter in named.items():
+            gradient = self.gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.clone()
+        optimizer = build_optimizer(self.spec, named)
+        load_slots(optimizer, named, self.slots)
+        set_learning_rate(optimizer, self.spec, self.step)
+        terms = largest_terms(optimizer, named)
+        optimizer.step()
+        updated = {name: p.detach() for name, p in named.items()}
+        parameters = {name: updated.get(name, self.before[name]) for name in self.before}
+        return Made(parameters, read_slots(optimizer, named), terms)
+
+
+def update_of(evidence: Evidence, step: int) -> Update:
+    """Update ``step`` from the system's own state and the gradients that it shows."""
+    spec = evidence.case.optimizer
+    point = "after_clip" if spec.clip_norm is not None else "gradients_final"
+    skipped = evidence.truth.steps[step].skipped
+    gradients = {} if skipped else evidence.observed(step, point, "gradients").first()
+    own: dict[str, Tensor] = {}
+    if step:
+        held = evidence.observed(step - 1, "after_update", "optimizer").first()
+        # Alone, a master would pass for the state of a parameter that nobody has updated yet.
+        own = {name: tensor for name, tensor in held.items() if not name.endswith(f".{MASTER}")}
+    trainable = tuple(evidence.workload.trainable_names)
+    return Update(spec, step, trainable, wide(evidence, step - 1), gradients, own)
+
+
+def wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
+    """What the optimizer updates, after ``step`` (-1: initially): masters, where there are any."""
+    if step < 0:
+        built = getattr(torch, evidence.case.dtype)
+        first = evidence.initial("parameters").first()
+        return {name: tensor.to(built) for name, tensor in first.items()}
+    held = evidence.observed(step, "after_update", "parameters").first()
+    slots = evidence.observed(step, "after_update", "optimizer").first()
+    return {name: slots.get(f"{name}.{MASTER}", tensor) for name, tensor in held.items()}
