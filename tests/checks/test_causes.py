@@ -53,7 +53,7 @@ SENTENCES = {
     "ddp_exchanges_equal_buckets": "is a rank's gradient of 'blocks.2.mlp.up.bias'",
     "tensor_norm_not_summed": "the copies of 'norm.weight' on ranks [0, 1] add up to the truth",
     "tensor_gather_scatters_terms": "backward went wrong there",
-    "torch_tensor_first_chunk_everywhere": "only what rank 1 holds of 'embed.token.weight' is wrong",
+    "torch_tensor_first_chunk_everywhere": "what rank 1 holds of 'embed.token.weight' is wrong",
     "torch_pipeline_backwards": "no more is wrong than another order of sums explains",
     "zero2_norm_of_nothing": "nothing was clipped",
     "ddp_clips_on_rank_0_only": "rank 1 does not clip",
