@@ -16,7 +16,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Literal
@@ -231,6 +231,13 @@ def markdown_text(text: str) -> str:
     line = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", line)  # within a word it is no emphasis
     line = re.sub(r"&(?=#?\w+;)", "&amp;", line)
     return line.replace("<", "&lt;").replace("](", "]\\(")
+
+
+def fenced(lines: Iterable[str]) -> list[str]:
+    """Lines of Markdown that show ``lines`` as they are; the fence is longer than any within."""
+    shown = list(lines)
+    fence = "~" * max([4, *(len(run) + 1 for line in shown for run in re.findall("~{4,}", line))])
+    return [f"{fence}text", *shown, fence]
 
 
 def some(names: Sequence[str], most: int) -> str:

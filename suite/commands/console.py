@@ -1,8 +1,7 @@
 """What commands print on, and what is seen while cases run.
 
-Progress is a bar on a terminal, and now and then a line anywhere else.
-
-A case that breaks is shown at once, with the reason and the command that reruns just that case.
+Progress is a bar on a terminal, and now and then a line anywhere else.  The first case that breaks
+for each cause is named at once; the blocks at the end tell the rest (``report/terminal.py``).
 """
 
 from __future__ import annotations
@@ -104,20 +103,21 @@ class Progress(_Bar):
     def __init__(self, console: Console, total: int | None, what: str) -> None:
         super().__init__(console, what, total, "cases")
         self.counts: Counter[str] = Counter()
+        self._causes: set[tuple[str, ...]] = set()
 
     def _columns(self, progress: Any) -> list[Any]:
         counts = progress.TextColumn("{task.fields[counts]}")
         return [progress.MofNCompleteColumn(), counts, progress.TimeElapsedColumn()]
 
     def step(self, result: CaseResult) -> None:
-        """Count one result and show it if it is red."""
+        """Count one result, and name it if it is the first that breaks for its cause."""
         self.counts[self._word(result)] += 1
         done = self.counts.total()
         counts = ", ".join(f"{self.counts[w]} {w}" for w in self.words if self.counts[w])
         self._move(done, counts=counts, due=done % EVERY_CASES == 0)
 
     def _word(self, result: CaseResult) -> str:
-        """What it counts as; a red or open result is shown."""
+        """What it counts as; the first red or open result of a cause is named."""
         kind = verdicts.kind(result.verdict)
         if kind in verdicts.RED or kind in verdicts.OPEN:
             self._failure(result)
@@ -126,10 +126,16 @@ class Progress(_Bar):
     def _failure(self, result: CaseResult) -> None:
         from rich.text import Text
 
-        self.console.print(Text(printable(f"{result.verdict}: {result.id}"), style="bold red"))
-        for line in result.reason.splitlines()[:12]:
+        from shardproof.runs.blocks import cause
+
+        key = (result.case.implementation, *cause(result.verdict, result.reason))
+        if self.total == 1 or key in self._causes:
+            return
+        self._causes.add(key)
+        named = Text(printable(f"{result.verdict}: {result.id}"), style="bold red")
+        self.console.print(named, soft_wrap=True)
+        for line in result.reason.splitlines()[:1]:
             print_line(self.console, f"    {line}")
-        print_line(self.console, f"    rerun: {result.rerun}")
 
 
 class FaultProgress(Progress):

@@ -262,6 +262,7 @@ def execute(
         results.extend(stay)
         if results:
             report.show(results, console.print)
+            report.show_broken(results, console.print)
         for line in report.skips(results):
             print_line(console, line)
         if stay:
@@ -279,6 +280,7 @@ def execute(
             if case.id not in done:
                 folder.leave_out(case, "stopped by Ctrl-C")
         left_out = len(schedule.left_out) + len(schedule.chosen) - (len(results) - len(kept))
+        report.show_broken(results, console.print)
         print_line(console, f"stopped: {verdicts.summary(verdicts.count(results), left_out)}")
 
     def finish() -> None:

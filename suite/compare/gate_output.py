@@ -9,12 +9,17 @@ from pathlib import Path
 from shardproof.compare import tables
 from shardproof.compare.gate import Gate, GateFinding, kind, ordered
 from shardproof.runs import junit
-from shardproof.table import Table, markdown_text, some
+from shardproof.runs.blocks import Block, Failure, blocks, size_of_cell
+from shardproof.table import Table, fenced, markdown_text, some
 
-#: Findings that a summary lists; the JUnit file has all.
-SUMMARY_ROWS = 100
-#: Ids that one annotation names.
-ANNOTATED_IDS = 3
+#: Blocks that a summary lists, and commands; the JUnit file has all.
+SUMMARY_ROWS, SUMMARY_COMMANDS = 100, 10
+#: Annotations of a job that a code host shows, and blocks that one annotation names.
+ANNOTATIONS, ANNOTATED_BLOCKS = 10, 3
+#: Rules whose findings tell what became of one result; its reason has the cause.
+_OF_VERDICTS = ("verdict", "expired")
+#: Rules about what one of the runs does not have.
+_OF_ABSENCE = ("missing", "left out", "new")
 #: Findings that say the same have a line each up to this number, beyond it one together.
 SINGLE_LINES = 5
 NARROW = "a run of a part of the baseline: cases.scope in the policy says what it has to have"
@@ -57,12 +62,18 @@ def summary(gate: Gate) -> str:
     parts = [f"## Shardproof gate: {markdown_text(gate.sentence())}\n"]
     if comparison.notes:
         parts += [*(f"- {markdown_text(note)}" for note in comparison.notes), ""]
-    findings = ordered(gate.findings)
-    if findings:
-        headings = ("state", "rule", "result", "what", "where")
-        rows = [(f.state, f.rule, f.id, f.headline, f.place) for f in findings]
+    groups = _blocks(gate, gate.findings)
+    if groups:
+        headings = ("state", "rule", "results", "what", "where")
+        rows = []
+        for first, block in groups:
+            named = "; ".join(filter(None, (first.id, block.more())))
+            rows.append((first.state, first.rule, named, first.headline, first.place))
         table = Table("Findings", headings, rows).first(SUMMARY_ROWS, "the JUnit file has all")
         parts += [table.markdown(), *(f"{note}\n" for note in table.notes)]
+    commands = [block.first.rerun for first, block in groups if first.state == "breaks"]
+    if shown := [command for command in commands if command][:SUMMARY_COMMANDS]:
+        parts += ["The simplest case of what breaks runs again by:\n", *fenced(shown), ""]
     for part in (
         tables.runs([comparison.before, comparison.after]),
         tables.groups(comparison, "", only_changed=True),
@@ -93,21 +104,51 @@ def _test(name: str, findings: Sequence[GateFinding]) -> junit.Item:
 
 
 def github(gate: Gate) -> Iterator[str]:
-    """Workflow commands: one annotation a place and rule, because a job shows few of them."""
+    """Workflow commands: one annotation a place and rule, and no more than a job shows."""
     groups: dict[tuple[str, str, str, int | None], list[GateFinding]] = defaultdict(list)
     for finding in ordered(gate.findings):
         key = finding.state, finding.rule, _relative(finding.file), finding.line
         groups[key].append(finding)
-    for (state, rule, file, line), members in groups.items():
+    for number, ((state, rule, file, line), members) in enumerate(groups.items(), 1):
         levels = {"breaks": "error", "excused": "notice"}
         level = levels.get(state, "notice" if rule in ("too good", "new") else "warning")
         places = [("file", file), ("line", str(line or ""))] if file else []
         properties = [*places, ("title", f"shardproof gate: {rule}")]
         shown = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties if value)
-        messages = [f"{f.id}: {f.headline}" for f in members[:ANNOTATED_IDS]]
-        if len(members) > ANNOTATED_IDS:
-            messages.append(f"and {len(members) - ANNOTATED_IDS:,} more")
+        if number == ANNOTATIONS < len(groups):
+            more = f"and {len(groups) - number + 1:,} more places: the summary has all"
+            yield f"::{level} title=shardproof gate::{_escaped(more)}"
+            return
+        blocks = _blocks(gate, members)
+        messages = [
+            "; ".join(filter(None, (f"{first.id}: {first.headline}", block.more())))
+            for first, block in blocks[:ANNOTATED_BLOCKS]
+        ]
+        if len(blocks) > ANNOTATED_BLOCKS:
+            messages.append(f"and {len(blocks) - ANNOTATED_BLOCKS:,} more causes")
         yield f"::{level} {shown}::" + _escaped("\n".join(messages))
+
+
+def _blocks(gate: Gate, findings: Sequence[GateFinding]) -> list[tuple[GateFinding, Block]]:
+    """The findings in blocks, one for each rule and cause; each with its first finding."""
+    groups: dict[tuple[str, str], dict[Failure, GateFinding]] = defaultdict(dict)
+    for finding in ordered(findings):
+        groups[finding.state, finding.rule][_failure(gate, finding)] = finding
+    return [(of[block.first], block) for of in groups.values() for block in blocks(of)]
+
+
+def _failure(gate: Gate, finding: GateFinding) -> Failure:
+    """The finding as what is put into blocks."""
+    after, before = gate.comparison.after.results, gate.comparison.before.results
+    entry = after.get(finding.id) or before.get(finding.id)
+    reason = finding.headline
+    if entry is None or finding.rule in _OF_ABSENCE:
+        return Failure("case", finding.id, finding.rule, reason)
+    if finding.rule in _OF_VERDICTS and entry.reason:
+        reason = entry.reason
+    size = size_of_cell(entry.world, entry.backend, entry.cell)
+    system = entry.implementation.split("+")[0]
+    return Failure("case", finding.id, entry.verdict, reason, entry.rerun, system, size)
 
 
 def _relative(file: str) -> str:

@@ -91,6 +91,8 @@ class Entry:
     source: str = ""
     reason: str = ""
     deep: JsonObject = field(default_factory=dict, compare=False)
+    #: The command that runs a case again; a baseline does not keep it.
+    rerun: str = field(default="", compare=False)
     samples: Mapping[str, Sample] = field(default_factory=dict)
     same: Sample | None = None
     #: Figures of a timed result that belong to its machine: modelled, scorecard, resident memory.
@@ -180,6 +182,7 @@ def _case(result: CaseResult, version: Version) -> Entry:
         source=case.source,
         reason=result.reason,
         deep=deep,
+        rerun=result.rerun,
     )
 
 

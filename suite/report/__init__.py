@@ -5,6 +5,7 @@ from shardproof.report.tables import closing as closing
 from shardproof.report.tables import medians as medians
 from shardproof.report.tables import skips as skips
 from shardproof.report.terminal import show as show
+from shardproof.report.terminal import show_broken as show_broken
 from shardproof.report.terminal import show_kills as show_kills
 from shardproof.report.text import document as document
 from shardproof.report.text import insert as insert

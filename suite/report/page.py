@@ -26,12 +26,13 @@ from shardproof.report.drawings import bars, curves, forest, heat, timelines
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
 from shardproof.report.looks import head, look
-from shardproof.report.summary import Break, cases_by_gravity
+from shardproof.report.summary import cases_by_gravity
 from shardproof.report.tables import error_of
+from shardproof.runs.blocks import Block, Failure
 from shardproof.runs.run_folder import Run
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: Cases that broke and are shown at once; the others stand below, folded by implementation.
+#: Causes that are shown at once; the others stand below, folded by implementation.
 SHOWN = 12
 #: With at most so many cases every group of them is open.
 FEW = 40
@@ -50,7 +51,9 @@ class CaseGroup:
 @dataclass(frozen=True)
 class BrokenItem:
     anchor: str
-    item: Break
+    item: Failure
+    #: Ids of the other cases of its cause.
+    others: tuple[str, ...]
     map: heat.Map | None
 
 
@@ -76,8 +79,9 @@ def html(run: Run) -> str:
 
     jinja.filters |= {"look": look, "parts": parts, "kind": verdicts.kind, "error": error_of}
     jinja.filters |= {"sent": _sent, "about": about}
-    broken = _broken(run)
-    anchors = {one.item.name: one.anchor for one in broken}
+    causes = summary.broken_blocks(run)
+    broken = _broken(run, causes)
+    anchors = {name: one.anchor for one in broken for name in (one.item.id, *one.others)}
     grouped = _groups(run.cases)
     drawn, more = timelines.timelines(run.path, run.cases)
     judged = kills.judged(run.kills)
@@ -93,7 +97,7 @@ def html(run: Run) -> str:
         tiles=_tiles(run),
         broken=broken[:SHOWN],
         more_broken=_by_implementation(broken[SHOWN:]),
-        causes=summary.by_cause([one.item for one in broken]),
+        causes=summary.by_cause(causes),
         maps_missing=_maps_missing(broken),
         matrix=capabilities,
         group_of={(group.implementation, group.backend): group.anchor for group in grouped},
@@ -129,19 +133,20 @@ def parts(name: str) -> Markup:
     return Markup("::<wbr>").join(name.split("::"))
 
 
-def _broken(run: Run) -> list[BrokenItem]:
+def _broken(run: Run, causes: Sequence[Block]) -> list[BrokenItem]:
     broken, drawn = [], 0
-    for number, item in enumerate(summary.breaks(run), 1):
-        picture = None
+    for number, block in enumerate(causes, 1):
+        item, picture = block.first, None
         if item.result is not None and drawn < heat.MOST:
             picture = heat.heat_map(run.path, item.result)
             drawn += picture is not None
-        broken.append(BrokenItem(f"b-{number}", item, picture))
+        others = tuple(failure.id for failure in block.failures[1:])
+        broken.append(BrokenItem(f"b-{number}", item, others, picture))
     return broken
 
 
 def _maps_missing(broken: Sequence[BrokenItem]) -> int:
-    """Failed cases without a map because there are too many of them."""
+    """Causes without a map because there are too many of them."""
     if sum(item.map is not None for item in broken) < heat.MOST:
         return 0
     last = max(number for number, item in enumerate(broken) if item.map is not None)

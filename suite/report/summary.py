@@ -11,6 +11,7 @@ from typing import Literal
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.report import kills, looks
+from shardproof.runs.blocks import Block, Failure, blocks, of_result
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
 
@@ -29,45 +30,22 @@ class Headline:
     details: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Break:
-    """Something that broke: ``kind`` is case, fault, comparison or scaling."""
-
-    kind: str
-    name: str
-    verdict: str
-    reason: str
-    rerun: str
-    result: CaseResult | None = None
-
-    @property
-    def implementation(self) -> str:
-        return "" if self.result is None else self.result.case.implementation
-
-    @property
-    def cause(self) -> str:
-        """The check that failed first, or else the verdict."""
-        outcomes = self.result.checks if self.result is not None else ()
-        failing = (outcome.check for outcome in outcomes if outcome.status == "fail")
-        return next(failing, verdicts.kind(self.verdict))
-
-
-def breaks(run: Run) -> list[Break]:
-    """Everything that broke: cases by gravity, then survivors, comparisons and scaling."""
+def broken_blocks(run: Run) -> list[Block]:
+    """Everything that broke, a block for each cause: first cases by gravity, then survivors,
+    comparisons and scaling.
+    """
     broken = [
-        Break("case", r.id, r.verdict, r.reason, r.rerun, r)
-        for r in cases_by_gravity(run.cases)
-        if verdicts.kind(r.verdict) in verdicts.RED
+        of_result(result) for result in run.cases if verdicts.kind(result.verdict) in verdicts.RED
     ]
     for kill in kills.survivors(run.kills):
         rerun = f"shardproof mutants --impl {shlex.quote(kill.name)}"
-        broken.append(Break("fault", kill.name, "survives", kill.why_not, rerun))
+        broken.append(Failure("fault", kill.name, "survives", kill.why_not, rerun))
     for kind, lines in (("comparison", run.benches), ("scaling", run.scalings)):
         for line in lines:
             if looks.head(line["verdict"]) in BROKEN:
                 reason = str(line.get("reason") or "")
-                broken.append(Break(kind, line["id"], line["verdict"], reason, _again(run)))
-    return broken
+                broken.append(Failure(kind, line["id"], line["verdict"], reason, _again(run)))
+    return blocks(broken)
 
 
 def _again(run: Run) -> str:
@@ -131,8 +109,10 @@ def unfinished(run: Run) -> list[str]:
     return list(dict.fromkeys(absent))
 
 
-def by_cause(broken: list[Break]) -> Table:
-    counts = Counter((item.implementation, item.cause) for item in broken if item.kind == "case")
+def by_cause(broken: Iterable[Block]) -> Table:
+    """How many cases of each implementation broke, by what failed first."""
+    cases = (one for block in broken for one in block.failures if one.kind == "case")
+    counts = Counter((case.implementation, case.failed_first) for case in cases)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     rows = [(implementation, cause, f"{n:,}") for (implementation, cause), n in ordered]
     headings = ("implementation", "failed first", "cases")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from shardproof import verdicts
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import printable
 from shardproof.report import bubbles, kills, memory, tables
+from shardproof.runs.blocks import blocks, of_result
 
 #: Prints one renderable or text; rich's ``Console.print``.
 Print = Callable[..., None]
+#: Blocks that a terminal shows, and lines of a reason.
+_BLOCKS, _LINES = 20, 12
 
 
 def show(results: Sequence[CaseResult], write: Print) -> None:
@@ -19,6 +23,30 @@ def show(results: Sequence[CaseResult], write: Print) -> None:
     for table in (*([state] if state.rows else []), *bubbles.tables(results)):
         write()
         write(table)
+
+
+def show_broken(results: Sequence[CaseResult], write: Print) -> None:
+    """What broke or is open, a block for each cause: the simplest case, and how to rerun it."""
+    from rich.text import Text
+
+    told = verdicts.RED | verdicts.OPEN
+    found = blocks(of_result(r) for r in results if verdicts.kind(r.verdict) in told)
+    if found:
+        cases = sum(len(block.failures) for block in found)
+        write(f"\nwhat did not hold: {_number(cases, 'case')}, {_number(len(found), 'cause')}")
+    for block in found[:_BLOCKS]:
+        first = block.first
+        write(Text(printable(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)
+        lines = [*first.reason.splitlines()[:_LINES], f"rerun: {first.rerun}"]
+        for line in (*lines, *filter(None, [block.more()])):
+            write(Text(printable(f"    {line}")), soft_wrap=True)
+    if rest := found[_BLOCKS:]:
+        cases = sum(len(block.failures) for block in rest)
+        write(f"{_number(len(rest), 'more cause')} ({_number(cases, 'case')}): see report.html")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def show_kills(lines: Sequence[Kill], write: Print) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardproof.bench import lines as stored
@@ -16,7 +16,7 @@ from shardproof.report.drawings import curves
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table, markdown_text
+from shardproof.table import Table, fenced, markdown_text
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 #: What broke is shown in full for so many; the others stand in a table.
@@ -64,19 +64,20 @@ def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
 
 
 def _broken(run: Run) -> Iterator[str]:
-    broken = summary.breaks(run)
+    broken = summary.broken_blocks(run)
     if not broken:
         return
     yield "## What broke\n"
     if len(broken) > IN_FULL:
         yield summary.by_cause(broken).markdown()
-        yield f"The first {IN_FULL} of {len(broken)}:\n"
-    for item in broken[:IN_FULL]:
-        name = item.name.replace("`", "'")
+        yield f"The first {IN_FULL} of {len(broken)} causes:\n"
+    for block in broken[:IN_FULL]:
+        item = block.first
+        name = item.id.replace("`", "'")
         yield f"- **{markdown_text(item.verdict)}** `{name}`"
-        rerun = ["", item.rerun] if item.rerun else []
-        fenced = _fenced([*item.reason.splitlines(), *rerun])
-        yield from ("", *(f"  {line}".rstrip() for line in fenced), "")
+        last = [line for text in (item.rerun, block.more()) if text for line in ("", text)]
+        shown = fenced([*item.reason.splitlines(), *last])
+        yield from ("", *(f"  {line}".rstrip() for line in shown), "")
 
 
 def _judged(run: Run) -> Iterator[str]:
@@ -93,7 +94,7 @@ def _timed(run: Run) -> Iterator[str]:
     timed = stored.pairs(run)
     yield times.table(timed).titled("Comparisons of times").section(2)
     for line in timed:
-        yield from (*_fenced(times.details(line)), "")
+        yield from (*fenced(times.details(line)), "")
 
 
 def _scaling(run: Run) -> Iterator[str]:
@@ -132,10 +133,3 @@ def _folded(table: Table) -> str:
 def _safe(text: str) -> str:
     """One line that may hold code, and no HTML, link or image."""
     return " ".join(text.split()).replace("<", "&lt;").replace("](", "]\\(")
-
-
-def _fenced(lines: Iterable[str]) -> list[str]:
-    """Lines as they are; the fence is longer than any within."""
-    shown = list(lines)
-    fence = "~" * max([4, *(len(run) + 1 for line in shown for run in re.findall("~{4,}", line))])
-    return [f"{fence}text", *shown, fence]

@@ -658,4 +658,34 @@ def test_annotations_are_few(gate: Judge) -> None:
         line["case"]["source"] = "scenarios/x.yaml:3"
     found = gate(made.results(721), new, "cases: {missing: ignore}")
     [annotation] = gate_output.github(found)
-    assert "and 7 more" in annotation
+    assert "and 9 more cases" in annotation
+
+
+def test_the_summary_and_annotations_are_grouped_by_cause(gate: Judge) -> None:
+    """Many cases of one cause are one row, led by the simplest and the command that reruns it."""
+    new = [made.result(made.case(n, world=2 + n % 3), n, "fail") for n in range(0, 720, 24)]
+    for number, line in enumerate(new):
+        kind = "reference/ddp" if number % 2 else "mine:Mine"
+        line["case"]["implementation"] = kind
+        line["case"]["mesh"] = {"shard": 9 - number % 5}
+        line["reason"] = f"equivalence: every gradient is {2 + number} times too small (3 = ranks)"
+        line["rerun"] = f"shardproof run -k '{line['id']}'"
+    found = gate([], new)
+    text = gate_output.summary(found)
+    rows = [line for line in text.splitlines() if line.startswith("| breaks")]
+    assert len(rows) == 2 and all("and 14 more cases" in row for row in rows)
+    simplest = min(
+        (line for line in new if line["case"]["implementation"] == "mine:Mine"),
+        key=lambda line: (line["case"]["mesh"]["shard"], line["case"]["backend"], line["id"]),
+    )
+    assert any(simplest["id"] in row for row in rows)
+    assert simplest["rerun"] in text
+
+
+def test_no_more_annotations_than_a_code_host_shows(gate: Judge) -> None:
+    new = [made.result(made.case(n), n, "fail") for n in range(30)]
+    for number, line in enumerate(new):
+        line["case"]["source"] = f"scenarios/x.yaml:{number}"
+    shown = list(gate_output.github(gate([], new)))
+    assert len(shown) == gate_output.ANNOTATIONS == 10
+    assert "and 51 more places" in shown[-1] and shown[-1].startswith("::error title=")

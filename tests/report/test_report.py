@@ -475,3 +475,32 @@ def test_a_scenario_of_bubbles_alone_has_these_tables(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     report.show(run.cases, console.print)
     assert "2,000" in console.export_text()
+
+
+def test_every_output_has_one_block_a_cause(tmp_path: Path) -> None:
+    """The terminal, the page and the Markdown show the simplest case, and count the others."""
+    reason = "equivalence: gradients are {} times too small ({} = ranks): differs from the oracle"
+    with RunFolder(tmp_path / "run", ["shardproof", "run"]) as folder:
+        for world in (4, 3, 2):
+            of = case(f"w{world}", "mine:Mine", world)
+            folder.add(result(of, "fail", 0.5, reason=reason.format(world, world)))
+        folder.add(result(case("crashed", "mine:Mine"), "crash", reason="rank 1 raised KeyError"))
+    run = read(tmp_path / "run")
+    console = Console(width=60, record=True)
+    report.show_broken(run.cases, console.print)
+    shown = console.export_text()
+    assert shown == (
+        "\nwhat did not hold: 4 cases, 2 causes\n"
+        "fail: w2\n"
+        "    equivalence: gradients are 2 times too small (2 = ranks): differs from the oracle\n"
+        "    rerun: shardproof run s -k 'w2'\n"
+        "    and 2 more cases: w3, w4\n"
+        "crash: crashed\n"
+        "    rank 1 raised KeyError\n"
+        "    rerun: shardproof run s -k 'crashed'\n"
+    )
+    page, document = report.html(run), report.document(run)
+    assert page.count('<article class="broken"') == 2
+    assert "and 2 more cases of this cause" in page and "<li>w4</li>" in page
+    assert page.count('<a href="#b-1">w') == 3, "each case leads to the block of its cause"
+    assert document.count("- **fail**") == 1 and "and 2 more cases: w3, w4" in document

@@ -1,0 +1,166 @@
+"""What broke, in blocks: one for each cause, however many cases show it.
+
+The terminal, the reports and the gate's summary all group here.  Failures share a cause where the
+implementation, the check that failed first and its sentence agree once the numbers of the case are
+left out: world, step, rank, size.  The simplest case leads its block, since it is the one to rerun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardproof import verdicts
+from shardproof.checks import CHECKS
+from shardproof.checks.results import CaseResult
+from shardproof.table import some
+
+#: Backends from the cheapest on; all others cost more.
+_CHEAPEST = ("in_memory", "gloo")
+#: Ids that a block names beside that of its simplest case.
+NAMED = 3
+#: What a comparison says of its tensor; a sentence that stands before it is the cause.
+_FINDING = re.compile(
+    r"(?:differs from|further from fp64|summed loss|buffer differs|true gradient is zero)\b"
+)
+#: The tensor that a comparison names, and the moment: ``'w' at step 0, gradients_final, rank 0:``.
+_PLACE = re.compile(r"(?P<name>'[^']+') at step -?\d+, (?P<phase>[^,:]+), ")
+_LAST_CALLS = re.compile(r" \[(?:its )?last calls?: .*\]$")
+#: What a factor may be made of, such as ``(2 = ranks = micro-batches)``: it hangs on the case.
+_EQUALS = re.compile(r" \([\d.]+ = [^()]*\)")
+_RANKS = re.compile(r"\branks? (?:\[[\d, ]*\]|\d+(?:[-,] ?\d+)*)")
+#: Any number but that of a line in a file.
+_NUMBER = re.compile(r"(\.\w+:\d+)|[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that broke: ``kind`` is case, fault, comparison or scaling.
+
+    ``size`` orders cases by how simple they are to run again; ``implementation`` is empty for what
+    is no case.
+    """
+
+    kind: str
+    id: str
+    verdict: str
+    reason: str
+    rerun: str = ""
+    implementation: str = ""
+    size: tuple[int, ...] = ()
+    result: CaseResult | None = None
+
+    @property
+    def failed_first(self) -> str:
+        """The check that failed first, or else the verdict."""
+        return cause(self.verdict, self.reason)[0]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Failures of one cause, the simplest first."""
+
+    failures: tuple[Failure, ...]
+
+    @property
+    def first(self) -> Failure:
+        """The one to look at and to run again."""
+        return self.failures[0]
+
+    def more(self) -> str:
+        """How many others there are, and the ids of some; empty: none."""
+        others = [failure.id for failure in self.failures[1:]]
+        cases = "case" if len(others) == 1 else "cases"
+        return f"and {len(others)} more {cases}: {some(others, NAMED)}" if others else ""
+
+
+def of_result(result: CaseResult) -> Failure:
+    """The failure of a judged case."""
+    case = result.case
+    return Failure(
+        "case",
+        result.id,
+        result.verdict,
+        result.reason,
+        result.rerun,
+        case.implementation,
+        size(
+            case.world,
+            case.workload.micro_batches * case.workload.windows,
+            case.steps,
+            case.backend,
+            case.optimizer.clip_norm is not None,
+        ),
+        result,
+    )
+
+
+def size(
+    world: int, micro_batches: int, steps: int, backend: str, clipped: bool
+) -> tuple[int, ...]:
+    """How much it takes to run a case, for sorting: smaller is simpler."""
+    place = _CHEAPEST.index(backend) if backend in _CHEAPEST else len(_CHEAPEST)
+    return world, micro_batches, steps, place, clipped
+
+
+def size_of_cell(world: int, backend: str, cell: Mapping[str, Any]) -> tuple[int, ...]:
+    """The same of a case as a snapshot keeps it, without what is empty or off."""
+    workload, optimizer = cell.get("workload") or {}, cell.get("optimizer") or {}
+    micro_batches = workload.get("micro_batches", 1) * workload.get("windows", 1)
+    clipped = optimizer.get("clip_norm") is not None
+    return size(world, micro_batches, cell.get("steps", 1), backend, clipped)
+
+
+def blocks(failures: Iterable[Failure]) -> list[Block]:
+    """One block for each cause, the gravest verdict first, then as given."""
+    members: dict[tuple[str, ...], list[Failure]] = {}
+    for failure in failures:
+        key: tuple[str, ...] = (failure.kind, failure.id)
+        if failure.kind == "case":
+            key = ("case", failure.implementation, *cause(failure.verdict, failure.reason))
+        members.setdefault(key, []).append(failure)
+    found = [
+        Block(tuple(sorted(group, key=lambda f: (f.size, f.id)))) for group in members.values()
+    ]
+    return sorted(found, key=lambda block: min(map(_gravity, block.failures)))
+
+
+def _gravity(failure: Failure) -> int:
+    """Only verdicts of cases are ordered: what is no case comes after them."""
+    if failure.kind != "case":
+        return len(verdicts.VERDICTS)
+    return verdicts.VERDICTS.index(verdicts.kind(failure.verdict))
+
+
+def cause(verdict: str, reason: str) -> tuple[str, str]:
+    """What failed first (a check, or else the kind of verdict), and its cause without numbers.
+
+    ``reason`` is that of a result: a line for each check that failed, as ``check: sentence``.
+    """
+    line = next(iter(reason.splitlines()), "")
+    check, colon, sentence = line.partition(": ")
+    if not colon or check not in CHECKS:
+        # Where a mismatch ends ranks in one backend, it may keep them waiting in another.
+        check, sentence = verdicts.kind(verdict), _LAST_CALLS.sub("", line)
+    finding = _FINDING.search(sentence)
+    if finding is not None:
+        told = sentence[: finding.start()].rstrip(": ")
+        sentence = told or _place(sentence)
+    return check, _without_numbers(sentence)
+
+
+def _place(sentence: str) -> str:
+    """The tensor that differs, and at what: gradients, or an update however it is compared."""
+    place = _PLACE.search(sentence)
+    if place is None:
+        return sentence
+    phase = "update" if "update" in place["phase"] else place["phase"]
+    return f"{place['name']} at {phase}"
+
+
+def _without_numbers(sentence: str) -> str:
+    text = _RANKS.sub("rank #", _EQUALS.sub("", sentence))
+    text = _NUMBER.sub(lambda found: found[1] or "#", text)
+    return "; ".join(dict.fromkeys(text.split("; ")))
