@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from shardproof import checks
-from shardproof.backends.errors import name_ranks
+from shardproof.backends.errors import CollectiveMismatch, name_ranks
 from shardproof.case import AXES, Case
 from shardproof.cases.audit import audited
 from shardproof.checks import Outcome, announced_schedule
@@ -186,23 +186,34 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
         return "fail", f"rank {cause.rank}: {cause.error_type}: {cause.message}"
     if cause.status == "hung" or cause.error_type in ("Deadlock", "PeerTimeout"):
         who = "" if cause.error_type else f"rank {cause.rank} "
-        return "hang", f"{who}{cause.message}{_last_calls(outcomes)}"
+        calls = "" if cause.error_type == CollectiveMismatch.__name__ else _last_calls(outcomes)
+        return "hang", f"{who}{cause.message}{calls}"
     if cause.status == "over budget":
         return OVER_BUDGET, f"rank {cause.rank} {cause.message}{_last_calls(outcomes)}"
+    message, newline, more = cause.message.partition("\n")
+    message += f"{_where(cause)}{newline}{more}"
+    if cause.error_type == CollectiveMismatch.__name__:
+        return "crash", message  # it names the calls
     text = f"rank {cause.rank} {cause.status}"
     if cause.error_type:
         text += f" {cause.error_type}"
-    if cause.message:
-        text += f": {cause.message}"
-    frames = _FRAME.findall(cause.traceback)
-    if cause.status == "raised" and frames:
-        file, line, function = frames[-1]
-        text += f" ({file}:{line} in {function})"
+    if message:
+        text += f": {message}"
     if len({outcome.last_call for outcome in outcomes}) > 1:
-        text += _last_calls(outcomes)  # who called what tells a mismatch that gloo only aborts on
+        text += _last_calls(outcomes)
     elif cause.last_call:
         text += f" [its last call: {cause.last_call}]"
     return "crash", text
+
+
+def _where(cause: RankOutcome) -> str:
+    """The method of the contract that ran, and the implementation's innermost frame."""
+    place = cause.place
+    if not place and cause.status == "raised" and (frames := _FRAME.findall(cause.traceback)):
+        place = "{}:{} in {}".format(*frames[-1])
+    called = f"in {cause.method}" if cause.method else ""
+    where = ", ".join(filter(None, (called, place)))
+    return f" ({where})" if where else ""
 
 
 def _last_calls(outcomes: Sequence[RankOutcome]) -> str:

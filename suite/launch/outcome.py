@@ -17,11 +17,10 @@ from typing import Literal
 import torch.distributed as dist
 
 from shardproof.backends.errors import CollectiveMismatch, CommError, Deadlock, RankFailed
+from shardproof.launch import frames
 
 Status = Literal["ok", "raised", "exited", "killed", "hung", "over budget", "early"]
 
-_SUITE = str(Path(__file__).parent.parent)
-_IMPLS = str(Path(__file__).parent.parent / "impls")
 _LAUNCH = str(Path(__file__).parent)
 _MOST_FRAMES = 16
 
@@ -49,6 +48,8 @@ class RankOutcome:
     the heartbeat, ``ended`` is in seconds after the start, ``output`` the tail of what it printed.
     ``blames`` is the rank that a communication error names.  ``error_type`` is the exception's
     name, but ``PeerTimeout`` for whatever a native group raises when a peer is late.
+    ``method`` is that of the contract which ran, ``place`` the implementation's innermost frame as
+    ``file:line in function``.
     """
 
     rank: int
@@ -66,6 +67,8 @@ class RankOutcome:
     calls: int = 0
     output: str = ""
     blames: int | None = None
+    method: str = ""
+    place: str = ""
 
     def sentence(self) -> str:
         """One line: ``rank 2 raised ValueError: ...``."""
@@ -84,6 +87,10 @@ class RankOutcome:
 
 def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
     """The outcome of a rank whose program raised ``error``."""
+    stack = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    # An error of Python's library is its caller's; what crashes there is named by the stack.
+    inner = frames.innermost([frame for frame in stack if not frames.is_library(frame[0])])
+    place = "" if inner is None else "{}:{} in {}".format(*inner)
     if isinstance(error, SystemExit):
         code = error.code
         number = code if isinstance(code, int) else 0 if code is None else 1
@@ -95,6 +102,8 @@ def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
             traceback=_trimmed(error),
             exit_code=number,
             ended=ended,
+            method=frames.method(stack),
+            place=place,
         )
     comm = _communication_error(error)
     blamed = comm.rank if isinstance(comm, RankFailed) else None
@@ -108,6 +117,8 @@ def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
         consequence=comm is not None and not _is_fault_of_calls(comm),
         ended=ended,
         blames=blamed,
+        method=frames.method(stack),
+        place=place,
     )
 
 
@@ -121,6 +132,13 @@ def mark_consequences(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
     """
     settled = list(outcomes)
     failing = [o for o in settled if o.status != "ok"]
+    difference = _differing_calls(settled)
+    if difference and (aborted := [o for o in failing if _is_abort_of_gloo(o)]):
+        first = min(aborted, key=lambda o: (o.ended, o.rank))
+        message = f"{difference}; gloo then ended rank {first.rank}: {first.message}"
+        kind = CollectiveMismatch.__name__
+        settled[settled.index(first)] = replace(first, message=message, error_type=kind)
+        return settled
     if any(not o.consequence and not (o.status == "hung" and o.is_comm_error) for o in failing):
         settled = [
             replace(o, consequence=True) if o.status == "hung" and o.is_comm_error else o
@@ -129,7 +147,6 @@ def mark_consequences(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
     elif failing:
         # Hung ranks end in the order in which we end them: that says nothing.
         first = min(failing, key=lambda o: (0.0 if o.status == "hung" else o.ended, o.rank))
-        difference = _differing_calls(settled)
         if difference:
             message = f"{difference} ({first.message})"
             kind = first.error_type or CollectiveMismatch.__name__
@@ -184,9 +201,14 @@ def _differing_calls(outcomes: Sequence[RankOutcome]) -> str:
             if one.calls != other.calls or not call or group != group2 or call == call2:
                 continue
             if not any(c.startswith(("send(", "recv(")) for c in (call, call2)):
-                calls = f"rank {one.rank} calls {call}, rank {other.rank} calls {call2}"
-                return f"the ranks' calls do not match in group {group}: {calls}"
+                calls = f"rank {one.rank} calls {call}; rank {other.rank} calls {call2}"
+                return f"the calls on {group} do not match: {calls}"
     return ""
+
+
+def _is_abort_of_gloo(outcome: RankOutcome) -> bool:
+    """Whether gloo itself ended the rank's process, with a line of its own."""
+    return outcome.status == "killed" and _MISMATCH.search(outcome.message) is not None
 
 
 def _type_name(error: BaseException, comm: BaseException | None) -> str:
@@ -239,20 +261,16 @@ def _chain(whole: traceback.TracebackException) -> list[traceback.TracebackExcep
     return parts
 
 
-def _is_judge(file: str) -> bool:
-    return file.startswith(_SUITE) and not file.startswith(_IMPLS)
-
-
 def _trim(stack: traceback.StackSummary) -> traceback.StackSummary:
-    frames = list(stack)
-    start = next((i for i, f in enumerate(frames) if not _is_judge(f.filename)), None)
+    kept = list(stack)
+    start = next((i for i, f in enumerate(kept) if not frames.is_judge(f.filename)), None)
     if start is None:  # the judge's own program failed: leave out the launcher only
         start = next(
-            (i for i, f in enumerate(frames) if not f.filename.startswith(_LAUNCH)), len(frames)
+            (i for i, f in enumerate(kept) if not f.filename.startswith(_LAUNCH)), len(kept)
         )
-    frames = frames[start:]
-    if len(frames) > _MOST_FRAMES:
+    kept = kept[start:]
+    if len(kept) > _MOST_FRAMES:
         half = _MOST_FRAMES // 2
-        gap = traceback.FrameSummary("...", 0, f"{len(frames) - 2 * half} more frames", line="")
-        frames = [*frames[:half], gap, *frames[-half:]]
-    return traceback.StackSummary.from_list(frames)
+        gap = traceback.FrameSummary("...", 0, f"{len(kept) - 2 * half} more frames", line="")
+        kept = [*kept[:half], gap, *kept[-half:]]
+    return traceback.StackSummary.from_list(kept)

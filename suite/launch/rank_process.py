@@ -178,8 +178,11 @@ def _run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> int:
 
 
 def _write_end(launch: RankLaunch, outcome: RankOutcome) -> None:
-    names = ("status", "error_type", "message", "traceback", "is_comm_error", "consequence")
-    fields = {name: getattr(outcome, name) for name in (*names, "exit_code", "ended", "blames")}
+    names = (
+        *("status", "error_type", "message", "traceback", "is_comm_error", "consequence"),
+        *("exit_code", "ended", "blames", "method", "place"),
+    )
+    fields = {name: getattr(outcome, name) for name in names}
     write_whole(launch.end(outcome.rank), json.dumps(fields))
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardproof.launch import process_control
+from shardproof.launch.frames import Frame, innermost, method
 
 #: Free for this use: neither torch nor Python's runtime handles it.
 DUMP_SIGNAL = signal.SIGUSR2
@@ -36,7 +37,7 @@ _WAITING_FOLDER = str(Path(__file__).parent.parent / "backends")
 class Stack:
     """Frames (file, line, function) of one thread, outermost first, ours left out."""
 
-    frames: tuple[tuple[str, int, str], ...]
+    frames: tuple[Frame, ...]
 
     @property
     def waits(self) -> bool:
@@ -46,12 +47,14 @@ class Stack:
 
     @property
     def place(self) -> str:
-        """``in f (file:line)``: the innermost frame, of a waiting thread that of its caller."""
+        """``in f (file:line) under step()``: the innermost frame of the implementation, or else of
+        all; and the method of the contract that led there.
+        """
         frames = [frame for frame in self.frames if not frame[0].endswith(_STANDARD)]
-        if self.waits:
-            frames = [frame for frame in frames if not _communicates(frame[0])] or frames
-        file, line, function = (frames or self.frames)[-1]
-        return f"in {function} ({file}:{line})"
+        file, line, function = innermost(frames) or (frames or self.frames)[-1]
+        caller = method(self.frames)
+        under = f" under {caller}" if caller not in ("", f"{function}()") else ""
+        return f"in {function} ({file}:{line}){under}"
 
     def __str__(self) -> str:
         lines = []
@@ -96,7 +99,7 @@ def read(path: Path) -> tuple[dict[int, Stack], int | None]:
     """Stacks by thread identity, and the thread that a fatal error struck."""
     if not path.exists():
         return {}, None
-    stacks: dict[int, list[tuple[str, int, str]]] = {}
+    stacks: dict[int, list[Frame]] = {}
     fatal, culprit, thread = False, None, None
     for line in path.read_text(errors="replace").splitlines():
         if line.startswith("Fatal Python error"):
@@ -109,14 +112,14 @@ def read(path: Path) -> tuple[dict[int, Stack], int | None]:
         elif (match := _FRAME.match(line)) and thread is not None:
             number = int(match[2]) if match[2].isdigit() else 0
             stacks[thread].append((match[1], number, match[3]))
-    return {thread: Stack(_own(frames)) for thread, frames in stacks.items()}, culprit
+    return {thread: Stack(_own(stack)) for thread, stack in stacks.items()}, culprit
 
 
 def _communicates(file: str) -> bool:
     return file.startswith(_WAITING_FOLDER) or file.endswith(_WAITING)
 
 
-def _own(frames: Collection[tuple[str, int, str]]) -> tuple[tuple[str, int, str], ...]:
+def _own(stack: Collection[Frame]) -> tuple[Frame, ...]:
     """From innermost first to outermost first, from the last launcher frame inwards."""
-    kept = itertools.takewhile(lambda frame: not frame[0].startswith(_LAUNCH), frames)
+    kept = itertools.takewhile(lambda frame: not frame[0].startswith(_LAUNCH), stack)
     return tuple(kept)[::-1]

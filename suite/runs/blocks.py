@@ -28,6 +28,11 @@ _FINDING = re.compile(
 #: The tensor that a comparison names, and the moment: ``'w' at step 0, gradients_final, rank 0:``.
 _PLACE = re.compile(r"(?P<name>'[^']+') at step -?\d+, (?P<phase>[^,:]+), ")
 _LAST_CALLS = re.compile(r" \[(?:its )?last calls?: .*\]$")
+#: Calls that do not match: the operation of each rank.
+_MISMATCH, _CALLED = (
+    re.compile(r"do(?:es)? not match: "),
+    re.compile(r"\branks? [\d,-]+ calls? (\w+)"),
+)
 #: What a factor may be made of, such as ``(2 = ranks = micro-batches)``: it hangs on the case.
 _EQUALS = re.compile(r" \([\d.]+ = [^()]*\)")
 _RANKS = re.compile(r"\branks? (?:\[[\d, ]*\]|\d+(?:[-,] ?\d+)*)")
@@ -142,8 +147,9 @@ def cause(verdict: str, reason: str) -> tuple[str, str]:
     line = next(iter(reason.splitlines()), "")
     check, colon, sentence = line.partition(": ")
     if not colon or check not in CHECKS:
-        # Where a mismatch ends ranks in one backend, it may keep them waiting in another.
         check, sentence = verdicts.kind(verdict), _LAST_CALLS.sub("", line)
+        if _MISMATCH.search(line):  # one backend ends the ranks, in another they wait for ever
+            return "calls", " and ".join(sorted({*_CALLED.findall(line)}))
     finding = _FINDING.search(sentence)
     if finding is not None:
         told = sentence[: finding.start()].rstrip(": ")

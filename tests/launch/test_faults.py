@@ -17,7 +17,10 @@ HERE = Path(__file__).parents[1] / "support"
 #: calls do not match.  On ``in_memory`` a signal or ``os._exit`` takes all ranks along: the process
 #: is named, with each rank's last call.
 EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Raises": ("crash", ("rank 1 raised ValueError", "the learning rate is a fish")),
+    "Raises": (
+        "crash",
+        ("rank 1 raised ValueError", "the learning rate is a fish (in step(), ", "in misbehave"),
+    ),
     "Exits": ("crash", ("rank 1 exited",)),
     "ExitsAtOnce": ("crash", ("rank 1 exited",)),
     "IsKilled": ("crash", ("rank 1 killed",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import launch_programs
 import psutil
 import pytest
+import torch
 from commands import python
 from kept_fork_server import KeptForkServer
 
@@ -351,7 +353,40 @@ def test_differing_last_calls_are_named_where_gloo_only_sees_a_closed_connection
     five = raised(1, CLOSED, calls=3, last_call="all_reduce([5]) on ranks 0-1")
     cause = root_cause(mark_consequences([four, five]))
     assert cause is not None and cause.rank == 1
-    assert "rank 0 calls all_reduce([4]), rank 1 calls all_reduce([5])" in cause.message
+    assert "rank 0 calls all_reduce([4]); rank 1 calls all_reduce([5])" in cause.message
+
+
+def test_where_gloo_aborts_on_differing_calls_they_come_first_and_its_own_line_last() -> None:
+    four = RankOutcome(0, "hung", is_comm_error=True, calls=3, last_call="f([4]) on ranks 0-1")
+    line = "SIGABRT in g (m.py:3): [enforce fail at gloo/pair.cc] Received data size doesn't match"
+    five = RankOutcome(
+        1, "killed", "SIGABRT", line, signal=6, calls=3, last_call="f([5]) on ranks 0-1"
+    )
+    cause = root_cause(mark_consequences([four, five]))
+    assert cause is not None and (cause.rank, cause.error_type) == (1, "CollectiveMismatch")
+    assert cause.message.startswith(
+        "the calls on ranks 0-1 do not match: rank 0 calls f([4]); rank 1 calls f([5]); "
+    )
+    assert cause.message.endswith(line)
+
+
+def test_an_error_names_the_contract_s_method_and_the_implementation_s_innermost_frame() -> None:
+    class System:
+        def step(self) -> None:
+            self.helper()
+
+        def helper(self) -> None:
+            torch.cat([torch.zeros(2), torch.zeros(2, 2)])
+
+    with pytest.raises(RuntimeError) as caught:
+        System().step()
+    outcome = of_exception(0, caught.value, 0.0)
+    assert outcome.method == "step()"
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in helper", outcome.place)
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 2)(torch.zeros(3))  # inside of torch: the line here is the one to see
+    outcome = of_exception(0, caught.value, 0.0)
+    assert outcome.method == "" and outcome.place.startswith(f"{__file__}:")
 
 
 def test_long_tracebacks_are_cut() -> None:

@@ -60,6 +60,12 @@ def differs(times: str, world: int, step: int = 0, name: str = "blocks.0.up") ->
             "rank 2 raised ValueError: 4 and 3 (mine.py:46 in helper)",
         ),
         (differs("no update was made: ", 2), differs("no update was made: ", 2) + "\nnorm: wrong"),
+        (
+            "call 4 of group 0-1 does not match: rank 0 calls all_reduce(sum, float64[32]); rank 1 "
+            "calls broadcast(root 0, float64[32]) (in step(), mine.py:28 in finish)",
+            "the calls on ranks 0-2 do not match: rank 0 calls all_reduce(sum, float64[32]); rank "
+            "1 calls broadcast(root 0, float64[32]) (still in finish (mine.py:30) under step())",
+        ),
     ],
 )
 def test_one_cause(one: str, other: str) -> None:
