@@ -51,11 +51,20 @@ class Worst:
         """The tensor that a stored outcome names; JSON has no infinity but as text."""
         return cls(**{**data, "error": float(data["error"]), "bound": float(data["bound"])})
 
+    @property
+    def place(self) -> str:
+        """``'w' at step 0, gradients_final, rank 1``."""
+        return f"{self.name!r} at step {self.step}, {self.phase}, {self.owner}"
+
     def __str__(self) -> str:
-        return (
-            f"{self.name!r} at step {self.step}, {self.phase}, {self.owner}: "
-            f"error {self.error:.3g} against bound {self.bound:.3g}"
-        )
+        return f"{self.place}: {against(self.error, self.bound)}"
+
+
+def against(error: float, bound: float, unit: str = "") -> str:
+    """An error beside its bound; a bound of 0 without a unit counts elements of other bits."""
+    if not bound and not unit:
+        return f"{error:.0f} elements differ, equal bits are asked"
+    return f"error {error:.3g} against bound {bound:.3g} {unit}".rstrip()
 
 
 @dataclass

@@ -26,13 +26,15 @@ import torch
 from torch import Tensor
 
 from shardproof.case import Lane
-from shardproof.checks import Outcome, Worst, between_steps, causes, working_precision
+from shardproof.checks import Outcome, between_steps, causes, working_precision
 from shardproof.checks.numbers import (
     FP64_BOUND,
     REPLAY_ULPS,
     ZERO_FLOOR,
     Compare,
     Comparison,
+    Differs,
+    Moment,
     Region,
     Tally,
     bitwise,
@@ -54,12 +56,13 @@ from shardproof.evidence.records import ComparisonRow
 LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
 
 
-#: What was compared so far; the first failure ends the check.
+#: Units of a comparison in working precision, and how a slice whose gradient is 0 is called.
+_TIMES_ONE, _OF_NOISE = "times one device's", "times its noise"
+_ZERO_SLICE = " (zero slice)"
+
+
+#: What was compared so far; the first moment with a failure ends the check.
 Rows = list[ComparisonRow]
-
-
-class _Failure(Exception):
-    """Ends the check with its message."""
 
 
 @contextmanager
@@ -67,25 +70,16 @@ def _told(cause: Callable[[], str]) -> Iterator[None]:
     """Put what ``cause`` says in front of a failure."""
     try:
         yield
-    except _Failure as failure:
+    except Differs as failure:
         try:
             sentence = cause()
         except Exception as error:  # noqa: BLE001 - it must not take the failure's place
             sentence = f"no cause could be told ({error!r})"
-        raise _Failure(f"{sentence}: {failure}" if sentence else str(failure)) from None
-
-
-def _note(
-    rows: Rows, result: Comparison, name: str, step: int, phase: str, owner: str, failure: str
-) -> None:
-    """Add a comparison; raise ``failure`` with the comparison in it, if it failed."""
-    rows.append(ComparisonRow(step, phase, name, owner, result.error, result.bound))
-    if not result.ok:
-        raise _Failure(failure.format(Worst(name, step, phase, owner, result.error, result.bound)))
+        raise Differs(f"{sentence}: {failure}" if sentence else str(failure)) from None
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
-    """Compare everything observed with the oracle, up to the first failure."""
+    """Compare everything observed with the oracle, up to the first moment with a failure."""
     if _precondition(evidence):
         return []
     rows: Rows = []
@@ -101,7 +95,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         else:
             _against_oracle(evidence, rows)
         rows += between_steps.measure(evidence, LOSS_BOUNDS[evidence.case.lowest_dtype])
-    except _Failure as failure:
+    except Differs as failure:
         rows.append(ComparisonRow(problem=str(failure)))
     return rows
 
@@ -173,7 +167,7 @@ def _against_oracle(evidence: Evidence, rows: Rows) -> None:
 def _replayed(evidence: Evidence, rows: Rows) -> None:
     """Where the told history of updates leads is where the system ended."""
     if evidence.oracle.problem:
-        raise _Failure(f"no possible history: {evidence.oracle.problem}")
+        raise Differs(f"no possible history: {evidence.oracle.problem}")
     compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
     state, last = evidence.final("parameters"), evidence.steps[-1]
     final = evidence.truth.final
@@ -185,44 +179,38 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
     case, regions = evidence.case, evidence.workload.zero_gradient
     bound, unit = working_precision.factor(evidence), working_precision.round_off(case.lowest_dtype)
     truths, singles = working_precision.teachers(evidence)
+    failure = f"further from fp64 than {case.lowest_dtype} explains"
     for step in evidence.steps:
         truth, single = truths[step], singles[step]
-        ratios: dict[tuple[str, str, str], float] = {}
-        silent: dict[tuple[str, str, str], float] = {}
-        for point, kind in (("gradients_final", "gradients"), ("after_clip", "clipped")):
-            wanted, alone = getattr(truth, kind), getattr(single, kind)
-            if wanted is None or evidence.oracle.steps[step].skipped:
-                continue
-            state = evidence.observed(step, point, "gradients")
-            _check_names(state, wanted, step, point)
-            held = state.first()
-            errors = working_precision.ratios(held, alone, wanted, regions)
-            ratios |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
-            errors = working_precision.noise(held, wanted, regions, unit)
-            silent |= {(n, point, _owner(state, n)): e for n, e in errors.items()}
         shares = _loss_shares(evidence, step, LOSS_BOUNDS[case.lowest_dtype])
-        ratios["loss", "forward", "all ranks"] = working_precision.loss_ratio(
+        moment = Moment(rows, step, "forward", failure)
+        error = working_precision.loss_ratio(
             sum(shares.values()),
             single.loss,
             truth.loss,
             unit,
             sum(case.workload.micro_batch_counts(case.data_coordinates)),
         )
-        for (name, point, owner), error, limit in (
-            *((key, error, bound) for key, error in ratios.items()),
-            *((key, error, 1.0) for key, error in silent.items()),
-        ):
-            failure = f"further from fp64 than {case.lowest_dtype} explains: {{}}"
-            state = evidence.observed(
-                step, "after_clip" if point == "after_clip" else "gradients_final", "gradients"
-            )
-            cause = partial(causes.of_gradients, evidence, step, state)
-            if name == "loss":
-                cause = partial(causes.of_loss, evidence, step, shares)
-            elif point == "after_clip":
-                cause = partial(causes.of_clipping, evidence, step, state)
-            with _told(cause):
-                _note(rows, Comparison(error, limit), name, step, point, owner, failure)
+        moment.note(Comparison(error, bound), "loss", "all ranks", unit=_TIMES_ONE)
+        with _told(partial(causes.of_loss, evidence, step, shares)):
+            moment.end(case.world)
+        for point, kind in (("gradients_final", "gradients"), ("after_clip", "clipped")):
+            wanted, alone = getattr(truth, kind), getattr(single, kind)
+            if wanted is None or evidence.oracle.steps[step].skipped:
+                continue
+            state = evidence.observed(step, point, "gradients")
+            _check_names(state, wanted, step, point)
+            held, moment = state.first(), Moment(rows, step, point, failure)
+            ratios = working_precision.ratios(held, alone, wanted, regions)
+            noise = working_precision.noise(held, wanted, regions, unit)
+            for errors, limit, of in ((ratios, bound, _TIMES_ONE), (noise, 1.0, _OF_NOISE)):
+                for name, error in errors.items():
+                    ranks = state.owners.get(name, [])
+                    result, owner = Comparison(error, limit), _owner(state, name)
+                    moment.note(result, name, owner, ranks, unit=of)
+            cause = causes.of_clipping if point == "after_clip" else causes.of_gradients
+            with _told(partial(cause, evidence, step, state)):
+                moment.end(case.world)
         _replay(evidence, step, rows)
 
 
@@ -270,7 +258,7 @@ def _check_names(
     state: Assembled, expected: Mapping[str, object] | set[str], step: int, phase: str
 ) -> None:
     if state.problems:
-        raise _Failure(f"step {step}, {phase}: " + "; ".join(state.problems[:3]))
+        raise Differs(f"step {step}, {phase}: " + "; ".join(state.problems[:3]))
     missing = [name for name in expected if name not in state.tensors]
     extra = [name for name in state.tensors if name not in expected]
     if missing or extra:
@@ -281,12 +269,12 @@ def _check_names(
             text += ", but there is "
         if extra:
             text += f"{_some(extra)}, which the oracle does not have"
-        raise _Failure(text)
+        raise Differs(text)
 
 
 def _must_be_observed(evidence: Evidence, step: int, point: str) -> None:
     if not evidence.has(step, point):
-        raise _Failure(f"step {step}: the implementation never observed {point!r}")
+        raise Differs(f"step {step}: the implementation never observed {point!r}")
 
 
 def _some(names: list[str]) -> str:
@@ -327,29 +315,36 @@ def _compare_all(
         for actual in state.tensors[name].values():
             wants[name] = want.to(actual.dtype) if actual.dtype in rounded else want
     passing = powerless(wants, evidence.case.world, compare.parts)
+    moment = Moment(rows, step, phase, "differs from the oracle")
     for name, expected in truth.items():
         parts, want = silent_parts[name], wants[name]
         known: dict[int, Comparison] = {}  # equal copies are one object: compared once
         for replica, actual in state.tensors[name].items():
+            ranks = state.holders.get((name, replica), [])
             if actual.dtype in rounded:
                 expected = expected.to(actual.dtype)
             if actual.shape != expected.shape or actual.dtype != expected.dtype:
-                raise _Failure(
-                    f"step {step}, {phase}: {name!r} is {actual.dtype} {tuple(actual.shape)}, "
+                text = (
+                    f"{name!r} is {actual.dtype} {tuple(actual.shape)}, "
                     f"expected {expected.dtype} {tuple(expected.shape)}"
                 )
+                moment.problem(name, ranks, text)
+                continue
             have, silent = split_zero(actual, parts)
             owner = _owner(state, name) + (f", replica {replica}" if replica else "")
             result = known.get(id(actual))
             if result is None and zeros and not exact(evidence) and not bool(expected.any()):
                 result = Comparison(root_mean_square([actual]), floor)
             known[id(actual)] = result = result or compare(have, want)
-            _note(rows, result, name, step, phase, owner, "differs from the oracle: {}")
+            moment.note(result, name, owner, ranks)
             for part in silent:
-                result, zeroed = Comparison(root_mean_square([part]), floor), f"{name} (zero slice)"
-                _note(rows, result, zeroed, step, phase, owner, "true gradient is zero, but: {}")
+                size, zero = root_mean_square([part]), "true gradient is zero, but"
+                moment.note(
+                    *(Comparison(size, floor), name, owner, ranks), part=_ZERO_SLICE, failure=zero
+                )
         if passing[name]:
             rows.append(ComparisonRow(step, phase, name, tested=False))
+    moment.end(evidence.case.world)
 
 
 def _declared(regions: Mapping[str, Sequence[Region]], name: str) -> Sequence[Region]:
@@ -369,9 +364,10 @@ def _loss(evidence: Evidence, step: int, rows: Rows) -> None:
     total = sum(shares.values())
     # A hinge loss can be exactly zero; then so must be the sum of shares.
     error = abs(total - truth) / (abs(truth) or 1.0)
-    failure = f"summed loss {total!r} against {truth!r}: {{}}"
+    moment = Moment(rows, step, "forward", f"summed loss {total!r} against {truth!r}")
+    moment.note(Comparison(error, bound), "loss", "all ranks")
     with _told(partial(causes.of_loss, evidence, step, shares)):
-        _note(rows, Comparison(error, bound), "loss", step, "forward", "all ranks", failure)
+        moment.end(evidence.case.world)
 
 
 def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None, float]:
@@ -388,16 +384,16 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
             continue
         loss /= factor
         if not math.isfinite(loss):
-            raise _Failure(f"step {step}: the loss of rank {rank} is {loss}")
+            raise Differs(f"step {step}: the loss of rank {rank} is {loss}")
         known = shares.setdefault(coordinate, loss)
         if abs(known - loss) > bound * abs(truth):
-            raise _Failure(
+            raise Differs(
                 f"step {step}: ranks of data coordinate {coordinate} disagree on its loss: "
                 f"{known!r} and, on rank {rank}, {loss!r}"
             )
     if wanted - set(shares):
         missing = sorted(wanted - set(shares))
-        raise _Failure(f"step {step}: no rank tells the loss of data coordinates {missing}")
+        raise Differs(f"step {step}: no rank tells the loss of data coordinates {missing}")
     return shares
 
 
@@ -473,6 +469,7 @@ def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
         ):
             _check_names(state, wanted, step, phase)
             passing = powerless(wanted, evidence.case.world, parts_within_ulps)
+            moment = Moment(rows, step, phase, "differs from a one-step replay")
             for name, value in wanted.items():
                 like = reference.get(name, value).to(value.dtype)
                 ulps = 0 if name in exact_values else REPLAY_ULPS
@@ -482,9 +479,10 @@ def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
                 known: dict[int, Comparison] = {}
                 for replica, actual in state.tensors[name].items():
                     owner = _owner(state, name) + (f", replica {replica}" if replica else "")
-                    failure = "differs from a one-step replay: {} ULP"
                     known[id(actual)] = result = known.get(id(actual)) or compare(actual, value)
-                    _note(rows, result, name, step, phase, owner, failure)
+                    ranks = state.holders.get((name, replica), [])
+                    moment.note(result, name, owner, ranks, unit="ULP")
+            moment.end(evidence.case.world)
 
 
 def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> None:
@@ -497,12 +495,16 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> Non
         return
     state = evidence.observed(step, "after_update", "buffers")
     _check_names(state, truth[0], step, "buffers")
+    moment = Moment(rows, step, "buffers", "buffer differs from the rule's")
+    wrong: tuple[str, int, Tensor] | None = None
     for name, copies in state.tensors.items():
         each = max(1, len(copies) // len(truth))
         for replica, actual in copies.items():
             coordinate = min(replica // each, len(truth) - 1)
             expected = truth[coordinate][name]
             how = compare if expected.is_floating_point() else bitwise
-            owner, failure = f"data coordinate {coordinate}", "buffer differs from the rule's: {}"
-            with _told(partial(causes.of_buffers, evidence, step, name, coordinate, actual)):
-                _note(rows, how(actual, expected), name, step, "buffers", owner, failure)
+            ranks, result = state.holders.get((name, replica), []), how(actual, expected)
+            wrong = wrong if wrong or result.ok else (name, coordinate, actual)
+            moment.note(result, name, f"data coordinate {coordinate}", ranks)
+    with _told(lambda: causes.of_buffers(evidence, step, *wrong) if wrong else ""):
+        moment.end(evidence.case.world)

@@ -62,11 +62,14 @@ def decide(evidence: Figures) -> Outcome:
             compared.append(Worst("gradient norm", step, "gradients_final", owner, error, bound))
     worst = max(compared, key=lambda this: this.error)
     figures = {"clipped_steps": active, "steps": len(evidence.steps)}
-    wrong = next((this for this in compared if this.error > bound), None)
-    if wrong is not None:
+    wrong = [this for this in compared if this.error > bound]
+    if wrong:
+        counts = [sum(one.step == wrong[0].step for one in of) for of in (wrong, compared)]
         told = [row.problem for row in evidence.compared.get("norm", ()) if row.problem]
-        message = ": ".join([*told, f"pre-clip global norm is wrong: {wrong}"])
-        return Outcome("norm", "fail", message, wrong, figures)
+        message = ": ".join([*told, f"pre-clip global norm is wrong: {wrong[0]}"])
+        if counts[1] > 1:
+            message += " (wrong: on {} of {} ranks)".format(*counts)
+        return Outcome("norm", "fail", message, wrong[0], figures)
     if not active:
         message = f"the norm never exceeds clip_norm={limit}: lower it in the scenario"
         return Outcome("norm", "precondition", message, worst, figures)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardproof.checks import Worst
+from shardproof.checks import Worst, against
 from shardproof.evidence.records import ComparisonRow
 
 #: Largest relative Frobenius error of a tensor in the fp64 lane: 600 x above the worst clean run
@@ -64,6 +64,67 @@ class Compare:
     def __call__(self, actual: Tensor, truth: Tensor) -> Comparison:
         """Compare ``actual`` with ``truth``."""
         return self.whole(actual, truth)
+
+
+class Differs(Exception):
+    """Something that was compared is not as it should be; the message says what."""
+
+
+class Moment:
+    """The comparisons of one moment.
+
+    All are made, so that the first that fails is told with how many tensors and ranks are wrong.
+    """
+
+    def __init__(self, rows: list[ComparisonRow], step: int, phase: str, failure: str) -> None:
+        """``rows``: where comparisons go; ``failure``: what precedes the one that failed."""
+        self._rows, self._step, self._phase, self._failure = rows, step, phase, failure
+        self._compared: set[str] = set()
+        self._wrong: set[str] = set()
+        self._ranks: set[int] = set()
+        self._first = ""
+
+    def note(
+        self,
+        result: Comparison,
+        name: str,
+        owner: str,
+        ranks: Sequence[int] = (),
+        unit: str = "",
+        part: str = "",
+        failure: str = "",
+    ) -> None:
+        """Add one comparison of ``name`` (or of a ``part`` of it), held by ``ranks``."""
+        step, phase = self._step, self._phase
+        shown = name + part
+        self._rows.append(ComparisonRow(step, phase, shown, owner, result.error, result.bound))
+        self._compared.add(name)
+        if not result.ok:
+            place = Worst(shown, step, phase, owner, result.error, result.bound).place
+            says = against(result.error, result.bound, unit)
+            self._fails(name, ranks, f"{failure or self._failure}: {place}: {says}")
+
+    def problem(self, name: str, ranks: Sequence[int], text: str) -> None:
+        """``name`` could not be compared."""
+        self._compared.add(name)
+        self._fails(name, ranks, f"step {self._step}, {self._phase}: {text}")
+
+    def _fails(self, name: str, ranks: Sequence[int], text: str) -> None:
+        self._first = self._first or text
+        self._wrong.add(name)
+        self._ranks.update(ranks)
+
+    def end(self, world: int) -> None:
+        """All of the moment has been compared.
+
+        :raises Differs: something was wrong.
+        """
+        if not self._first:
+            return
+        wrong, compared, ranks = len(self._wrong), len(self._compared), len(self._ranks)
+        counts = [f"{wrong} of {compared} tensors"] if compared > 1 else []
+        counts += [f"on {ranks} of {world} ranks"] if ranks and world > 1 else []
+        raise Differs(self._first + (f" (wrong: {', '.join(counts)})" if counts else ""))
 
 
 @dataclass

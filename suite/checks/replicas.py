@@ -27,6 +27,8 @@ def decide(figures: Figures) -> Outcome:
     compared = 0
     for (step, point, kind), tensors in moments.items():
         phase = f"{point} {kind}" if point == "after_update" else point
+        first_wrong: Outcome | None = None
+        wrong: dict[str, set[int]] = {}
         for name, copies in tensors.items():
             first = min(copies)
             for replica, row in copies.items():
@@ -34,16 +36,22 @@ def decide(figures: Figures) -> Outcome:
                     continue
                 compared += 1
                 # Digests differ, too, where 0 meets -0 or one NaN another: these are equal.
-                if row.digest != copies[first].digest and row.differs:
+                if row.digest == copies[first].digest or not row.differs:
+                    continue
+                wrong.setdefault(name, set()).update(row.owners)
+                if first_wrong is None:
                     worst = Worst(name, step, phase, f"replica {replica}", row.differs, 0.0)
-                    return Outcome(
-                        "replicas",
-                        "fail",
+                    message = (
                         f"replicas {first} and {replica} differ in {row.differs} of "
-                        f"{math.prod(row.shape)} elements of {name!r} at step {step} ({phase})",
-                        worst,
-                        {"compared": compared},
+                        f"{math.prod(row.shape)} elements of {name!r} at step {step} ({phase})"
                     )
+                    first_wrong = Outcome("replicas", "fail", message, worst)
+        if first_wrong is not None:
+            ranks = len(set().union(*wrong.values()))
+            counts = f"{len(wrong)} of {len(tensors)} tensors, on {ranks} ranks"
+            first_wrong.message += f" (different: {counts})"
+            first_wrong.figures = {"compared": compared}
+            return first_wrong
         lone = _lone(tensors, initial)
         if lone:
             return Outcome("replicas", "fail", f"step {step} ({phase}): {lone}")

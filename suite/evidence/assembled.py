@@ -49,6 +49,8 @@ class Assembled:
 
     tensors: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     owners: dict[str, list[int]] = field(default_factory=dict)
+    #: The ranks that hold a piece of one copy, by name and replica.
+    holders: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def replica(self, name: str, replica: int = 0) -> Tensor:
@@ -75,6 +77,7 @@ def assemble(per_rank: Mapping[int, Iterable[Piece]]) -> Assembled:
         tensor = _merge(name, replica, own, result.problems, first)
         if tensor is not None:
             result.tensors.setdefault(name, {})[replica] = tensor
+            result.holders[name, replica] = sorted({rank for rank, _ in own})
     return result
 
 

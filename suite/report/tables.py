@@ -106,7 +106,8 @@ def error_of(result: CaseResult) -> str:
     if error_is_ratio(result):
         return f"x{error:.2g} of {bound:g}"
     if bound == 0:
-        return "equal bits" if error == 0 else f"{error:.2g} / equal bits"
+        differ = f"{error:,.0f} elements" if math.isfinite(error) else str(error)
+        return "equal bits" if error == 0 else f"{differ} / equal bits"
     return f"{error:.2g} / {bound:.0e}"
 
 

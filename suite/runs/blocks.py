@@ -27,6 +27,8 @@ _FINDING = re.compile(
 )
 #: The tensor that a comparison names, and the moment: ``'w' at step 0, gradients_final, rank 0:``.
 _PLACE = re.compile(r"(?P<name>'[^']+') at step -?\d+, (?P<phase>[^,:]+), ")
+#: How much was wrong, at the end of a sentence.
+_COUNTS = re.compile(r" \((?:wrong|different): [^()]*\)$")
 _LAST_CALLS = re.compile(r" \[(?:its )?last calls?: .*\]$")
 #: Calls that do not match: the operation of each rank.
 _MISMATCH, _CALLED = (
@@ -150,20 +152,14 @@ def cause(verdict: str, reason: str) -> tuple[str, str]:
         check, sentence = verdicts.kind(verdict), _LAST_CALLS.sub("", line)
         if _MISMATCH.search(line):  # one backend ends the ranks, in another they wait for ever
             return "calls", " and ".join(sorted({*_CALLED.findall(line)}))
-    finding = _FINDING.search(sentence)
-    if finding is not None:
-        told = sentence[: finding.start()].rstrip(": ")
-        sentence = told or _place(sentence)
-    return check, _without_numbers(sentence)
-
-
-def _place(sentence: str) -> str:
-    """The tensor that differs, and at what: gradients, or an update however it is compared."""
-    place = _PLACE.search(sentence)
-    if place is None:
-        return sentence
-    phase = "update" if "update" in place["phase"] else place["phase"]
-    return f"{place['name']} at {phase}"
+    finding, place = _FINDING.search(sentence), _PLACE.search(sentence)
+    first = finding or place
+    if first is not None and (told := sentence[: first.start()].rstrip(": ")):
+        sentence = told
+    elif place is not None:  # a tensor, and at what it differs: an update however it is compared
+        phase = "update" if "update" in place["phase"] else place["phase"]
+        sentence = f"{place['name']} at {phase}"
+    return check, _without_numbers(_COUNTS.sub("", sentence))
 
 
 def _without_numbers(sentence: str) -> str:

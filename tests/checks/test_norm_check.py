@@ -47,3 +47,17 @@ def test_what_is_true_of_a_norm(
 ) -> None:
     outcome = norm.decide(figures(lane, reported, shown, oracle))
     assert outcome.status == status, outcome.message
+
+
+def test_the_first_wrong_step_is_named_and_not_the_worst() -> None:
+    told = figures("fp64", 1.0, 1.0, 1.1)
+    of = lambda norm: SimpleNamespace(present=True, norm=norm, skipped=False)  # noqa: E731
+    told.steps = range(3)
+    told.oracle.steps = [SimpleNamespace(norm=1.0, skipped=False)] * 3
+    told.records = [
+        SimpleNamespace(rank=0, steps=[of(1.0), of(1.0), of(9.0)]),
+        SimpleNamespace(rank=1, steps=[of(1.0), of(1.1), of(9.0)]),
+    ]
+    message = norm.decide(told).message
+    assert "at step 1, gradients_final, rank 1: error 0.1 against" in message
+    assert message.endswith("(wrong: on 1 of 2 ranks)")

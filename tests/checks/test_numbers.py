@@ -11,6 +11,9 @@ from shardproof.checks import working_precision
 from shardproof.checks.numbers import (
     FP64_BOUND,
     Compare,
+    Comparison,
+    Differs,
+    Moment,
     bitwise,
     parts_within_ulps,
     powerless,
@@ -20,6 +23,7 @@ from shardproof.checks.numbers import (
     within_ulps,
 )
 from shardproof.contract import OptimizerSpec
+from shardproof.evidence.records import ComparisonRow
 from shardproof.oracle.optimizers import build_optimizer, largest_terms
 
 TRUTH = torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(4, 6)
@@ -122,3 +126,37 @@ def test_a_loss_that_one_device_has_right_by_luck_may_lose_what_its_sum_loses() 
     assert working_precision.loss_ratio(off, 1.0, 1.0, unit, shares=1) == pytest.approx(3.5)
     assert working_precision.loss_ratio(off, 1.0, 1.0, unit, shares=16) == pytest.approx(3.5 / 4)
     assert working_precision.loss_ratio(off, 1 + 7 * unit, 1.0, unit, 16) == pytest.approx(0.5)
+
+
+def test_the_first_failure_of_a_moment_is_told_with_how_much_is_wrong() -> None:
+    """All of the moment is compared: rows go on after the failure, and the counts are whole."""
+    rows: list[ComparisonRow] = []
+    moment = Moment(rows, 1, "gradients_final", "differs from the oracle")
+    moment.note(Comparison(0.0, 0.0), "a", "rank 0", [0])
+    moment.note(Comparison(7.0, 0.0), "b", "rank 1", [1])
+    moment.note(Comparison(9.0, 0.0), "c", "rank 2", [1, 2])
+    moment.note(Comparison(9.0, 0.0), "c", "rank 3", [3], part=" (zero slice)")
+    with pytest.raises(Differs) as caught:
+        moment.end(4)
+    assert str(caught.value) == (
+        "differs from the oracle: 'b' at step 1, gradients_final, rank 1: 7 elements differ, equal "
+        "bits are asked (wrong: 2 of 3 tensors, on 3 of 4 ranks)"
+    )
+    assert [row.name for row in rows] == ["a", "b", "c", "c (zero slice)"]
+
+
+def test_a_moment_of_one_rank_and_one_number_has_nothing_to_count() -> None:
+    moment = Moment([], 0, "forward", "summed loss 2 against 1")
+    moment.note(Comparison(0.5, 1e-12), "loss", "all ranks")
+    with pytest.raises(Differs, match=r"rank[s]: error 0.5 against bound 1e-12$"):
+        moment.end(1)
+    right = Moment([], 0, "forward", "")
+    right.note(Comparison(0.0, 0.0), "loss", "all ranks")
+    right.end(1)
+
+
+def test_an_error_has_its_unit() -> None:
+    moment = Moment([], 0, "replayed update of optimizer", "differs from a one-step replay")
+    moment.note(Comparison(8.0, 0.0), "w.master", "rank 0", [0], unit="ULP")
+    with pytest.raises(Differs, match="error 8 against bound 0 ULP"):
+        moment.end(1)

@@ -1,7 +1,7 @@
 """Heat maps of failures: error over bound, tensor by tensor and step by step, from the records.
 
-A check stops comparing at its first failure, so what comes after it is blank: the first blank tells
-as much as the first red cell.  Of several comparisons of one tensor in a step the worst counts.
+A check stops at the moment of its first failure, so what comes after it is blank.  Of several
+comparisons of one tensor in a step the worst counts.
 """
 
 from __future__ import annotations
