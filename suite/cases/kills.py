@@ -176,12 +176,13 @@ def run_mutants(
     on_result: Callable[[CaseResult], None],
     stop_after: float | None = None,
     on_account: OnAccount | None = None,
+    on_start: Callable[[Case], None] | None = None,
 ) -> list[Kill]:
-    """Run every mutant beside its parent and say which were killed.
+    """Run every mutant beside its parent and say which were killed; the rest as ``run_cases``.
 
     Where time may run out (``stop_after``) every pair of check and class comes first.
     """
     order = pairs if stop_after is None else _in_turn(pairs)
-    results, _ = run_cases(mutant_cases(order), jobs, on_result, stop_after, on_account)
+    results, _ = run_cases(mutant_cases(order), jobs, on_result, stop_after, on_account, on_start)
     by_id = {result.id: result for result in results}
     return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]

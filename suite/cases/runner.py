@@ -52,6 +52,8 @@ class Session:
         on_result: Callable[[CaseResult], None],
         stop_after: float | None = None,
         on_account: OnAccount | None = None,
+        on_start: Callable[[Case], None] | None = None,
+        enough: Callable[[], bool] | None = None,
     ) -> tuple[list[CaseResult], list[Case]]:
         """As :func:`run_cases`.
 
@@ -67,13 +69,12 @@ class Session:
 
         def items(cases: Sequence[Case]) -> Iterator[tuple[str, CaseTask, float]]:
             for case in cases:
-                if (
-                    cases is not again
-                    and stop_after is not None
-                    and time.monotonic() - begin > stop_after
-                ):
+                late = stop_after is not None and time.monotonic() - begin > stop_after
+                if cases is not again and (late or (enough is not None and enough())):
                     return
                 started.add(case.id)
+                if on_start is not None:
+                    on_start(case)
                 self._made += 1
                 workdir = self._pool.folder / f"case{self._made}"
                 seconds = 2 * LAST_RESORT * case.deadline + JUDGING_SECONDS
@@ -114,14 +115,16 @@ def run_cases(
     on_result: Callable[[CaseResult], None],
     stop_after: float | None = None,
     on_account: OnAccount | None = None,
+    on_start: Callable[[Case], None] | None = None,
+    enough: Callable[[], bool] | None = None,
 ) -> tuple[list[CaseResult], list[Case]]:
     """Run ``cases``; ``on_account``, then ``on_result`` see each result as it ends.
 
-    With ``stop_after`` (seconds) no further case is started once the time is used up.  Returns the
-    results and the cases that were left out.
+    ``on_start`` is told each case as it starts.  None is started any more once ``stop_after``
+    (seconds) are over or ``enough`` says so.  Returns the results and the cases that were left out.
     """
     with Session(jobs) as session:
-        return session.run(cases, on_result, stop_after, on_account)
+        return session.run(cases, on_result, stop_after, on_account, on_start, enough)
 
 
 def _result_of(end: TaskEnd[CaseTask]) -> tuple[CaseResult, dict[str, Any]]:

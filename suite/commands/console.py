@@ -6,23 +6,32 @@ for each cause is named at once; the blocks at the end tell the rest (``report/t
 
 from __future__ import annotations
 
+import statistics
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
 from shardproof import verdicts
 from shardproof.errors import printable
+from shardproof.table import some
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shardproof.case import Case
     from shardproof.checks.results import CaseResult
 
 EVERY_SECONDS = 10.0
 EVERY_CASES = 25
+#: Characters of a bar, cases that are named while they run, and seconds that are told as minutes.
+_BAR, _RUNNING, _MINUTES = 20, 4, 100
+#: Fields of a bar that change as it moves.
+_FIELDS = ("counts", "left")
 
 
 def make_console() -> Console:
@@ -56,17 +65,9 @@ class _Bar:
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            from rich import progress
-
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                *self._columns(progress),
-                console=self.console,
-                transient=True,
-            )
+            self._bar = self._make_bar()
             self._bar.start()
-            self._task = self._bar.add_task(self.what, total=self.total, counts="")
+            self._task = self._bar.add_task(self.what, total=self.total, counts="", left="")
         else:
             count = "" if self.total is None else f": {self.total} {self._noun}"
             print_line(self.console, f"{self.what}{count}")
@@ -76,45 +77,160 @@ class _Bar:
         if self._bar is not None:
             self._bar.stop()
 
+    def _make_bar(self) -> Any:
+        """A bar of rich, as wide as the terminal allows."""
+        from rich import progress
+
+        below = self.below
+
+        class View(progress.Progress):
+            def get_renderables(self) -> Iterator[Any]:
+                yield self.make_tasks_table(self.tasks)
+                yield from below()
+
+        return View(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=_BAR),
+            *self._columns(progress),
+            console=self.console,
+            transient=True,
+        )
+
+    def view(self) -> Iterator[Any]:
+        """What a terminal shows now; nothing elsewhere."""
+        return iter(() if self._bar is None else self._bar.get_renderables())
+
+    def below(self) -> Iterator[Any]:
+        """Lines below the bar."""
+        return iter(())
+
     def _columns(self, progress: Any) -> list[Any]:
         """What stands right of the bar."""
         raise NotImplementedError
 
-    def _move(self, done: int, unit: str = "", counts: str = "", due: bool = False) -> None:
+    def _move(
+        self, done: int, unit: str = "", counts: str = "", due: bool = False, left: str = ""
+    ) -> None:
         """So many are over; ``due``: elsewhere than on a terminal a line says so now."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, counts=counts)
+            self._bar.update(self._task, completed=done, counts=counts, left=left)
             return
         now = time.monotonic()
         if due or now - self._spoke > EVERY_SECONDS or done == self.total:
             self._spoke = now
             of = "" if self.total is None else f"/{self.total}"
+            more = "; ".join(filter(None, (counts, self._now())))
             print_line(
                 self.console,
-                f"  {done}{of}{unit} in {now - self._began:.0f} s{counts and f': {counts}'}",
+                f"  {done}{of}{unit} in {now - self._began:.0f} s{left and f', {left}'}"
+                f"{more and f': {more}'}",
             )
+
+    def _now(self) -> str:
+        """What is under way, for a line."""
+        return ""
 
 
 class Progress(_Bar):
-    """Progress over cases: :meth:`step` is called once for each."""
+    """Progress over ``cases``: :meth:`started` and :meth:`step` are called once for each.
+
+    ``expected``: seconds of a case by its id, where known.  Elsewhere than on a terminal a thread
+    says what runs when nothing else has been said for a while.
+    """
 
     words: tuple[str, ...] = verdicts.VERDICTS
 
-    def __init__(self, console: Console, total: int | None, what: str) -> None:
-        super().__init__(console, what, total, "cases")
+    def __init__(
+        self,
+        console: Console,
+        cases: Sequence[Case],
+        what: str,
+        expected: Mapping[str, float],
+        jobs: int = 1,
+    ) -> None:
+        super().__init__(console, what, len(cases), "cases")
         self.counts: Counter[str] = Counter()
         self._causes: set[tuple[str, ...]] = set()
+        usual = statistics.median(expected.values()) if expected else 1.0
+        #: Seconds that each case without a result is expected to take.
+        self._rest = {case.id: expected.get(case.id, usual) for case in cases}
+        self._all, self._jobs = sum(self._rest.values()), jobs
+        self._running: dict[str, float] = {}
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._ticking = threading.Thread(target=self._tick, daemon=True)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._bar is None:
+            self._ticking.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._over.set()
+        if self._bar is None:
+            self._ticking.join()
+        super().__exit__(*reason)
+
+    def _tick(self) -> None:
+        while not self._over.wait(1.0):
+            self.tick()
+
+    def tick(self) -> None:
+        """Say what runs if nothing was said for a while."""
+        with self._lock:
+            if not self._over.is_set() and self._running:
+                self._show()
 
     def _columns(self, progress: Any) -> list[Any]:
-        counts = progress.TextColumn("{task.fields[counts]}")
-        return [progress.MofNCompleteColumn(), counts, progress.TimeElapsedColumn()]
+        counts, left = (progress.TextColumn(f"{{task.fields[{name}]}}") for name in _FIELDS)
+        return [progress.MofNCompleteColumn(), counts, progress.TimeElapsedColumn(), left]
+
+    def below(self) -> Iterator[Any]:
+        """The cases that run, the longest first."""
+        from rich.text import Text
+
+        now = time.monotonic()
+        running = [*self._running.items()]
+        for name, began in running[:_RUNNING]:
+            text = f"  running {now - began:4.0f} s  {name}"
+            yield Text(printable(text), style="dim", overflow="fold")
+        if running[_RUNNING:]:
+            yield Text(f"  and {len(running) - _RUNNING} more run", style="dim")
+
+    def _now(self) -> str:
+        now, running = time.monotonic(), [*self._running.items()]
+        if not running:
+            return ""
+        named = [f"{name} ({now - began:.0f} s)" for name, began in running]
+        return f"running: {some(named, _RUNNING)}"
+
+    def _left(self) -> str:
+        """About how long it will take: what the cases so far took for each expected second."""
+        rest, elapsed = sum(self._rest.values()), time.monotonic() - self._began
+        if not rest:
+            return ""
+        done = self._all - rest
+        seconds = elapsed * rest / done if done else rest / self._jobs
+        shown = f"{seconds:.0f} s" if seconds < _MINUTES else f"{seconds / 60:.0f} min"
+        return f"about {shown} left"
+
+    def started(self, case: Case) -> None:
+        """``case`` runs from now on."""
+        with self._lock:
+            self._running[case.id] = time.monotonic()
 
     def step(self, result: CaseResult) -> None:
         """Count one result, and name it if it is the first that breaks for its cause."""
-        self.counts[self._word(result)] += 1
-        done = self.counts.total()
+        with self._lock:
+            self._running.pop(result.id, None)
+            self._rest.pop(result.id, None)
+            self.counts[self._word(result)] += 1
+            self._show(due=self.counts.total() % EVERY_CASES == 0)
+
+    def _show(self, due: bool = False) -> None:
         counts = ", ".join(f"{self.counts[w]} {w}" for w in self.words if self.counts[w])
-        self._move(done, counts=counts, due=done % EVERY_CASES == 0)
+        self._move(self.counts.total(), counts=counts, due=due, left=self._left())
 
     def _word(self, result: CaseResult) -> str:
         """What it counts as; the first red or open result of a cause is named."""

@@ -86,9 +86,10 @@ def execute_mutants(
     pairs = [pair(mutant, weigh_all=all_must_run, depth=depth) for mutant in mutants]
 
     def body(interrupts: Interrupts) -> int:
-        folder.plan(mutant_cases(pairs), [mutant.name for mutant in mutants])
+        cases = mutant_cases(pairs)
+        folder.plan(cases, [mutant.name for mutant in mutants])
         what = f"planted faults ({len(mutants)}) and their parents"
-        with FaultProgress(console, None, what) as progress:
+        with FaultProgress(console, cases, what, {}, jobs) as progress:
 
             def note(result: CaseResult) -> None:
                 with interrupts.held():
@@ -96,7 +97,7 @@ def execute_mutants(
                 progress.step(result)
 
             seconds = None if budget is None else budget * 60
-            kills = run_mutants(pairs, jobs, note, seconds, folder.keep)
+            kills = run_mutants(pairs, jobs, note, seconds, folder.keep, progress.started)
         for kill in kills:
             folder.add(kill, "kill")
         late = {kill.name for kill in kills if kill.left_out}

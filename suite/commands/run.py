@@ -63,6 +63,12 @@ def run(
     rerun_failed: Annotated[
         bool, typer.Option("--rerun-failed", help="run the failed cases of that run again")
     ] = False,
+    fail_fast: Annotated[
+        int | None,
+        typer.Option(
+            "--fail-fast", metavar="N", min=1, help="start no case any more once N have broken"
+        ),
+    ] = None,
     junit: Annotated[Path | None, options.output("--junit", "write JUnit XML there, too")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would run, and run nothing")
@@ -80,6 +86,7 @@ def run(
     shardproof run --impl mine:MyZero1 --like 'reference/zero1*'   with the options of its cells
     shardproof run --campaign 200 --seed 7              look for false alarms
     shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
+    shardproof run --impl mine:MyDDP --fail-fast 1      stop at the first case that breaks
     shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
     shardproof run --resume --results results/RUN       with that run, not with the newest
     shardproof run --rerun-failed --backend gloo        some of the cases that failed
@@ -150,7 +157,7 @@ def run(
     if depth:
         cases = [replace(case, depth=depth) for case in cases]
     fit = not (scenarios or resume or rerun_failed or like)
-    run_and_exit(cases, budget, jobs, results, kept, junit, dry_run, fit)
+    run_and_exit(cases, budget, jobs, results, kept, junit, dry_run, fit, fail_fast)
 
 
 def run_and_exit(
@@ -162,6 +169,7 @@ def run_and_exit(
     junit: Path | None = None,
     dry_run: bool = False,
     fit: bool = False,
+    fail_fast: int | None = None,
 ) -> None:
     """Run what of ``cases`` fits into ``budget`` minutes and end the command with its exit code.
 
@@ -192,7 +200,9 @@ def run_and_exit(
         echo(f"{summary}{left_out}", err=True)
         return
     with open_folder(results) as folder:
-        raise typer.Exit(execute(folder, planned, workers, budget, durations, kept, junit))
+        raise typer.Exit(
+            execute(folder, planned, workers, budget, durations, kept, junit, fail_fast)
+        )
 
 
 def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> list[Case]:
@@ -222,8 +232,11 @@ def execute(
     durations: Durations,
     kept: Sequence[CaseResult] = (),
     junit_file: Path | None = None,
+    fail_fast: int | None = None,
 ) -> int:
     """Run the cases of ``schedule``; ``budget`` is in minutes.  Returns the exit code.
+
+    No case is started any more once ``fail_fast`` have broken.
 
     ``kept`` are results that the folder holds already: they count, too, as do those of cases that
     the budget leaves out.
@@ -238,11 +251,16 @@ def execute(
     console = make_console()
     results = [*kept]
 
+    def failed_fast() -> bool:
+        broken = (verdicts.kind(result.verdict) in verdicts.RED for result in results[len(kept) :])
+        return fail_fast is not None and sum(broken) >= fail_fast
+
     def body(interrupts: Interrupts) -> int:
         folder.plan(schedule.chosen + schedule.left_out)
         for case in schedule.left_out:
             folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
-        with Progress(console, len(schedule.chosen), "judging") as progress:
+        chosen, expected = schedule.chosen, schedule.expected
+        with Progress(console, chosen, "judging", expected, jobs) as progress:
 
             def note(result: CaseResult) -> None:
                 with interrupts.held():  # a line on disk and a result that counts are one thing
@@ -254,9 +272,16 @@ def execute(
 
             seconds = None if budget is None else budget * 60
             # In: cases, and what to do with each result.  Out: the cases that time did not allow.
-            _, late = run_cases(schedule.chosen, jobs, note, seconds, folder.keep)
+            _, late = run_cases(
+                chosen, jobs, note, seconds, folder.keep, progress.started, failed_fast
+            )
+        if late and failed_fast():
+            why = f"--fail-fast {fail_fast}: so many cases had broken"
+            print_line(console, f"{why}; {len(late)} are left out (run --resume goes on)")
+        elif late:
+            why = f"the budget of {budget:g} minutes was used up"
         for case in late:
-            folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
+            folder.leave_out(case, why)
         left_out = [*schedule.left_out, *late]
         stay = _results_of(folder, left_out)
         results.extend(stay)
@@ -267,7 +292,8 @@ def execute(
             print_line(console, line)
         if stay:
             what = f"not run again, earlier results stay ({len(stay)})"
-            print_line(console, f"{what}: no room in a budget of {budget:g} minutes")
+            why = "--fail-fast" if budget is None else f"no room in a budget of {budget:g} minutes"
+            print_line(console, f"{what}: {why}")
         print_line(console, verdicts.summary(verdicts.count(results), len(left_out) - len(stay)))
         medians = [f"{name} {value:.2f} s" for name, value in report.medians(results).items()]
         if medians:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shardproof.case import Case
@@ -28,11 +28,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CaseSchedule:
-    """``chosen`` in the order to run; ``seconds`` is the estimated wall-clock time."""
+    """``chosen`` in the order to run; ``seconds`` is the estimated wall-clock time, ``expected``
+    that of each case by its id.
+    """
 
     chosen: list[Case]
     left_out: list[Case]
     seconds: float
+    expected: Mapping[str, float] = field(default_factory=dict)
 
 
 def fit_cases(
@@ -47,7 +50,7 @@ def fit_cases(
     expected = {case.id: each for case, each in zip(cases, seconds, strict=True)}
     if minutes is None:
         used = START_SECONDS + sum(expected.values()) / jobs
-        return CaseSchedule(list(cases), [], used if cases else 0.0)
+        return CaseSchedule(list(cases), [], used if cases else 0.0, expected)
     chosen: list[Case] = []
     left_out: list[Case] = []
     used = START_SECONDS
@@ -58,7 +61,7 @@ def fit_cases(
             chosen.append(case)
         else:
             left_out.append(case)
-    return CaseSchedule(chosen, left_out, used if chosen else 0.0)
+    return CaseSchedule(chosen, left_out, used if chosen else 0.0, expected)
 
 
 def estimates(

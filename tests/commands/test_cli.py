@@ -245,6 +245,20 @@ def test_a_mutant_named_exactly_fails_with_a_rerun_line(tmp_path: Path) -> None:
     assert "rerun: shardproof run ddp-gpt" in done.stdout
 
 
+def test_fail_fast_leaves_the_rest_to_resume(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    selection = ["--impl", "mutants/ddp_never_reduces", "-k", "in_memory and sgd and fp64"]
+    selection = ["ddp-gpt", *selection, "--tier", "full", "--world", "2", "-j", "1"]
+    done = here("run", *selection, "--fail-fast", "2", "--results", folder)
+    assert done.returncode == 1, done.stdout + done.stderr
+    run = read(tmp_path / "run")
+    assert [r.verdict for r in run.cases] == ["fail"] * 2 and run.left_out
+    assert {line.reason for line in run.left_out} == {"--fail-fast 2: so many cases had broken"}
+    assert f"{len(run.left_out)} are left out (run --resume goes on)" in done.stdout
+    again = here("run", "--resume", "--results", folder, "--dry-run")
+    assert again.stdout.split() == [line.id for line in run.left_out]
+
+
 #: Options that only the implementation can refuse -> what it says of them.
 REFUSED = {
     "reference/fsdp, {sharding_strategy: NO_SHARD, offload: optimizer}, replicate": "here: none",

@@ -1,0 +1,100 @@
+"""What is seen while cases run: which of them, for how long, and how long it will take."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from made_case import made_case
+from rich.console import Console
+
+from shardproof.case import Case
+from shardproof.checks.results import CaseResult
+from shardproof.commands import console as module
+from shardproof.commands.console import FaultProgress, Progress
+
+
+def cases(count: int, name: str = "mine:Mine") -> list[Case]:
+    return [made_case(name, {"replicate": 2}, id=f"s::{name}::{n}") for n in range(count)]
+
+
+def result(case: Case, verdict: str = "pass", reason: str = "") -> CaseResult:
+    return CaseResult(case.id, case, verdict, reason, rerun="shardproof run s")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that progress sees."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def console(width: int, terminal: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, width=width, force_terminal=terminal, highlight=False), file
+
+
+def test_piped_lines_name_what_runs_and_the_time_left(clock: list[float]) -> None:
+    out, file = console(240, False)
+    made = cases(4)
+    with Progress(out, made, "judging", {case.id: 2.0 for case in made}, jobs=2) as progress:
+        progress.started(made[0])
+        progress.started(made[1])
+        clock[0] = 12.0
+        progress.step(result(made[0]))
+        progress.started(made[2])
+        clock[0] = 24.0
+        progress.tick()  # nothing ended since, and still it says what runs
+        clock[0] = 25.0
+        progress.tick()
+    assert file.getvalue().splitlines() == [
+        "judging: 4 cases",
+        "  1/4 in 12 s, about 36 s left: 1 pass; running: s::mine:Mine::1 (12 s)",
+        "  1/4 in 24 s, about 72 s left: 1 pass; running: s::mine:Mine::1 (24 s), "
+        "s::mine:Mine::2 (12 s)",
+    ]
+
+
+def test_a_terminal_shows_a_live_view_as_narrow_as_it_is(clock: list[float]) -> None:
+    out, file = console(60, True)
+    made = cases(3, "package.module:AClassWithALongName_" + "x" * 40)
+    with Progress(out, made, "judging", {}, jobs=2) as progress:
+        for case in made:
+            progress.started(case)
+        clock[0] = 3.0
+        progress.step(result(made[0]))
+        shown = list(progress.view())
+    drawn, text = Console(file=io.StringIO(), width=60, record=True), ""
+    for part in shown:
+        drawn.print(part)
+    text = drawn.export_text()
+    assert all(len(line.rstrip()) <= 60 for line in text.splitlines())
+    whole = "".join(text.split())
+    assert "1/3" in whole and made[1].id in whole and made[2].id in whole
+    assert made[0].id not in whole and "left" in text
+    assert file.getvalue(), "something was drawn"
+
+
+def test_a_cause_is_named_once_while_cases_run(clock: list[float]) -> None:
+    out, file = console(240, False)
+    made = cases(3)
+    with Progress(out, made, "judging", {}) as progress:
+        for world, case in enumerate(made, 2):
+            reason = f"equivalence: every gradient is {world} times too small"
+            progress.step(result(case, "fail", reason))
+    shown = file.getvalue()
+    assert shown.count("fail: s::mine:Mine") == 1
+    assert shown.count("times too small") == 1 and "3 fail" in shown
+
+
+def test_a_kill_does_not_look_like_a_failure(clock: list[float]) -> None:
+    out, file = console(240, True)
+    faults: list[Any] = cases(2, "mutants/ddp_never_reduces")
+    with FaultProgress(out, faults, "planted faults", {}) as progress:
+        for case in faults:
+            progress.step(result(case, "fail", "equivalence: differs"))
+    shown = file.getvalue()
+    assert "2 faults caught" in shown
+    assert "fail" not in shown and "\x1b[1;31m" not in shown and "\x1b[31m" not in shown
