@@ -193,7 +193,7 @@ class Progress(_Bar):
         now = time.monotonic()
         running = [*self._running.items()]
         for name, began in running[:_RUNNING]:
-            text = f"  running {now - began:4.0f} s  {name}"
+            text = f"  running {name}  {now - began:.0f} s"
             yield Text(printable(text), style="dim", overflow="fold")
         if running[_RUNNING:]:
             yield Text(f"  and {len(running) - _RUNNING} more run", style="dim")
@@ -219,6 +219,8 @@ class Progress(_Bar):
         """``case`` runs from now on."""
         with self._lock:
             self._running[case.id] = time.monotonic()
+            if self._bar is not None:
+                self._show()
 
     def step(self, result: CaseResult) -> None:
         """Count one result, and name it if it is the first that breaks for its cause."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 from xml.etree import ElementTree
 
@@ -23,6 +23,7 @@ class Item:
     """One test; ``id`` is a case's, cut at ``::`` into class and name.
 
     ``tag`` is empty where it passed; ``text`` of a test that passed is shown as its output.
+    ``properties`` without a value are left out.
     """
 
     id: str
@@ -31,30 +32,67 @@ class Item:
     text: str = ""
     seconds: float = 0.0
     kind: str = ""
+    properties: Mapping[str, object] = field(default_factory=dict)
 
 
 def document(run: Run) -> str:
     """One test case a case; those that were left out are skipped tests."""
     late = [Item(line.id, "skipped", f"left out: {line.reason}") for line in run.left_out]
-    return render("shardproof", [*map(_of_result, run.cases), *late])
+    last = run.header.last
+    properties = {
+        "run": run.path.resolve().name,
+        "suite": last.suite,
+        "commit": last.commit,
+        "python": last.python,
+        "torch": last.packages.get("torch"),
+        "hardware": last.fingerprint.label,
+    }
+    started = run.header.invocations[0].started
+    return render("shardproof", [*map(_of_result, run.cases), *late], properties, started)
 
 
 def _of_result(result: CaseResult) -> Item:
-    name, seconds, reason = result.id, result.seconds, result.reason
-    kind = verdicts.kind(result.verdict)
+    reason, kind = result.reason, verdicts.kind(result.verdict)
+    item = Item(result.id, seconds=result.seconds, properties=_properties(result))
     if kind in ("skip", "xfail"):
-        return Item(name, "skipped", f"{kind}: {reason}", seconds=seconds)
+        return replace(item, tag="skipped", message=f"{kind}: {reason}")
     if kind in verdicts.GREEN:
-        return Item(name, seconds=seconds)
+        return item
     message = f"{result.verdict}: {reason}".split("\n")[0]
     text = f"{reason}\nrerun: {result.rerun}"
     # A verdict of the judge is a failure; what kept it from one is an error.
     tag: Tag = "failure" if kind in ("fail", "xpass") else "error"
-    return Item(name, tag, message, text, seconds, kind)
+    return replace(item, tag=tag, message=message, text=text, kind=kind)
 
 
-def render(name: str, tests: Iterable[Item]) -> str:
+def _properties(result: CaseResult) -> dict[str, object]:
+    case = result.case
+    return {
+        "verdict": result.verdict,
+        "implementation": case.system,
+        "backend": case.backend,
+        "world": case.world,
+        "lane": case.lane,
+        "depth": result.depth,
+        "worst_error": result.worst_error,
+        "bound": result.bound,
+        "bytes_sent": result.bytes_sent,
+        "bytes_expected": result.bytes_expected,
+        "rerun": result.rerun,
+    }
+
+
+def render(
+    name: str,
+    tests: Iterable[Item],
+    properties: Mapping[str, object] | None = None,
+    started: str = "",
+) -> str:
+    """The XML of ``tests``; ``started``: the moment as ISO 8601, in UTC."""
     suite = ElementTree.Element("testsuite", name=name)
+    if started:
+        suite.set("timestamp", started[: len("2026-01-31T12:00:00")])
+    _add_properties(suite, properties or {})
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     seconds = 0.0
     for test in tests:
@@ -68,6 +106,7 @@ def render(name: str, tests: Iterable[Item]) -> str:
             name=_clean(rest or scenario),
             time=f"{test.seconds:.3f}",
         )
+        _add_properties(element, test.properties)
         if test.tag:
             counts[_COUNTED[test.tag]] += 1
             outcome = ElementTree.SubElement(element, test.tag, message=_clean(test.message))
@@ -84,6 +123,14 @@ def render(name: str, tests: Iterable[Item]) -> str:
     top.append(suite)
     ElementTree.indent(top)
     return ElementTree.tostring(top, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _add_properties(element: ElementTree.Element, properties: Mapping[str, object]) -> None:
+    known = {name: value for name, value in properties.items() if value not in (None, "")}
+    if known:
+        parent = ElementTree.SubElement(element, "properties")
+        for name, value in known.items():
+            ElementTree.SubElement(parent, "property", name=name, value=_clean(str(value)))
 
 
 def _clean(text: str) -> str:

@@ -227,6 +227,17 @@ def test_junit_tells_every_case(made: Path) -> None:
     assert int(told.get("failures", 0)) + int(told.get("errors", 0)) == 2
     failure = told.find("testcase/failure")
     assert failure is not None and "rerun: shardproof run" in (failure.text or "")
+    told_of = {p.get("name"): p.get("value") for p in told.findall("properties/property")}
+    assert told_of["torch"] and told_of["run"] == made.name and told_of["hardware"]
+    assert told.get("timestamp") == read(made).header.invocations[0].started[:19]
+    for result, test in zip(read(made).cases, told.iter("testcase"), strict=True):
+        assert test.get("time") == f"{result.seconds:.3f}"
+        assert [child.tag for child in test][:1] == ["properties"], "the schema has them first"
+        of = {p.get("name"): p.get("value") for p in test.iter("property")}
+        assert of["verdict"] == result.verdict and of["world"] == str(result.case.world)
+        assert of["implementation"] == result.case.system and of["rerun"] == result.rerun
+        if result.worst_error is not None:
+            assert float(str(of["worst_error"])) == result.worst_error
     run = read(made)
     run.cases[0].reason = "control \x00 and \ud800"
     run.cases[0].verdict = "fail"
