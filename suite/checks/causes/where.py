@@ -39,11 +39,7 @@ def of_place(evidence: Evidence, moment: Moment, truth: Tensors, wrong: Sequence
     kind = _kind(evidence, truth, wrong)
     if kind:
         return f"only {kind} wrong{is_zero}: {some(wrong)}"
-    passed = _boundary(evidence, truth, wrong)
-    if passed:
-        return passed
-    spread = f"{len(wrong)} of {len(truth)} tensors are wrong"
-    return f"{spread}, on {len(ranks)} of {len(holders)} ranks that hold them"
+    return _boundary(evidence, truth, wrong)
 
 
 def _kind(evidence: Evidence, truth: Tensors, wrong: Sequence[str]) -> str:
