@@ -102,8 +102,9 @@ def _multiple_of_all(wrong: _Wrong, limit: float) -> str:
     places = [place for own in wrong.values() for place in own]
     made = {str(n): place.held - place.was for n, place in enumerate(places)}
     wanted = {str(n): place.want - place.was for n, place in enumerate(places)}
-    times = fits.multiple(made, wanted, limit * 100)
-    if times is None or abs(times) < 1e-6 or abs(times - 1) <= 1e-3:
+    within = min(100 * limit, 1e-2)
+    times = fits.multiple(made, wanted, within)
+    if times is None or abs(times) < 1e-6 or abs(times - 1) <= 2 * within:
         return ""
     return f"every update is {times:.4g} times the true one"
 
