@@ -123,6 +123,7 @@ def html(run: Run) -> str:
         kill_counts=kills.kill_counts(judged) if judged else "",
         limits=limits(run),
         groups=grouped,
+        slowest=tables.slowest(run.cases),
         open_groups=len(run.cases) <= FEW,
         environment=environment(run),
     )

@@ -19,6 +19,8 @@ State = Literal["held", "broke", "open"]
 #: Verdicts of timed comparisons and of scaling that say that something broke, or is open.
 BROKEN = ("crash", "hang", "fail")
 OPEN = ("inconclusive", "precondition", "undecidable", "over budget")
+#: What holds of a run does not hold of what it leaves out: beyond this share it is not decided.
+MUCH = 0.1
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ def headline(run: Run) -> Headline:
         return Headline("open", "Nothing was judged.", details)
     nouns = ((judged, "judged case"), (len(planted), "planted fault"), (len(timed), "timing"))
     held = _told(*((count, f"{noun}{'s' * (count != 1)}") for count, noun in nouns))
+    late = len(run.left_out) + sum(kill.left_out for kill in run.kills)
+    every = late + judged + len(planted) + len(timed)
+    if late > MUCH * every:
+        sentence = f"Nothing broke in {', '.join(held)}, but {late} of {every} were left out."
+        return Headline("open", sentence, details)
     return Headline("held", f"It held: {', '.join(held)}, nothing broke.", details)
 
 

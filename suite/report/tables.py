@@ -151,6 +151,22 @@ def medians(results: Iterable[CaseResult]) -> dict[str, float]:
     return {backend: statistics.median(values) for backend, values in sorted(seconds.items())}
 
 
+#: Cases that the table of the slowest names.
+_SLOWEST = 10
+
+
+def slowest(results: Iterable[CaseResult]) -> Table:
+    """The cases that took longest, if there are more than the table names; or no rows."""
+    ran = [result for result in results if verdicts.kind(result.verdict) != "skip"]
+    ran.sort(key=lambda result: (-result.seconds, result.id))
+    total, shown = sum(result.seconds for result in ran), ran[:_SLOWEST]
+    rows = [(r.id, f"{r.seconds:.2f}", f"{r.seconds / total:.1%}") for r in shown if total]
+    share = sum(result.seconds for result in shown) / total if total else 0.0
+    note = f"{len(shown)} of {len(ran)} cases took {share:.0%} of all seconds."
+    headings = ("case", "seconds", "share of all")
+    return Table("Slowest cases", headings, rows if len(ran) > _SLOWEST else [], (), (note,), "lrr")
+
+
 #: Reasons of skipped cases that have a line each.
 _SKIPS = 12
 

@@ -83,7 +83,8 @@ def _broken(run: Run) -> Iterator[str]:
 def _judged(run: Run) -> Iterator[str]:
     matrix = capability_matrix.matrix(run).table()
     memories = memory.table(run.cases), memory.allocator(run.cases)
-    for table in (matrix, tables.table(run.cases), *memories, *bubbles.tables(run.cases)):
+    shown = [matrix, tables.table(run.cases), *memories, *bubbles.tables(run.cases)]
+    for table in (*shown, tables.slowest(run.cases)):
         if table.rows:
             yield table.section(2)
 

@@ -172,6 +172,30 @@ def test_a_place_in_the_matrix_shows_its_cases(browser: Any, file: Path) -> None
         assert page.evaluate("location.hash") == link.get_attribute("href")
 
 
+def test_cases_are_sought_by_words_and_by_failure(browser: Any, file: Path) -> None:
+    with Visit(browser, file) as page:
+        rows, status = page.locator("details.group tbody tr:visible"), page.locator("[role=status]")
+        every = page.locator("details.group tbody tr").count()
+        page.get_by_label("failures only").check()
+        assert status.inner_text() == f"30 of {every} cases" and rows.count() == 30
+        page.get_by_label("Search").fill("ZERO1 gloo")
+        found = rows.all_inner_texts()
+        assert 0 < len(found) < 30
+        assert all("zero1" in text and "gloo" in text and "fail" in text for text in found)
+        assert page.locator("details.group:visible").count() == 1
+        page.get_by_label("failures only").uncheck()
+        assert rows.count() > len(found)
+        page.get_by_label("Search").fill("")
+        assert status.inner_text() == "" and rows.count() > 30
+
+
+def test_the_results_are_not_clipped_in_a_laptop_s_window(browser: Any, file: Path) -> None:
+    with Visit(browser, file, viewport={"width": 1280, "height": 900}) as page:
+        box = page.locator('[aria-label="Results"]')
+        wide, seen = box.evaluate("(box) => [box.scrollWidth, box.clientWidth]")
+        assert wide <= seen
+
+
 def test_it_reads_without_scripts(browser: Any, file: Path) -> None:
     with Visit(browser, file, java_script_enabled=False) as page:
         assert page.get_by_text("It did not hold: 30 of").is_visible()

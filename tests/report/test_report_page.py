@@ -20,7 +20,7 @@ from shardproof import report
 from shardproof.bench import lines
 from shardproof.bench.lines import InReport
 from shardproof.bench.scaling import tables as scaling_tables
-from shardproof.report import limits, looks, summary
+from shardproof.report import limits, looks, summary, tables
 from shardproof.report.drawings import bars, curves, forest, heat, svg, timelines
 from shardproof.report.page import TEMPLATES, parts
 from shardproof.runs import records
@@ -58,7 +58,8 @@ class Page(HTMLParser):
         self.tables += tag == "table"
         self.captions += tag == "caption"
         self.bare_heads += tag == "th" and "scope" not in told
-        if tag not in ("meta", "wbr", "link", "br", "img", "use", "path", "rect", "line", "circle"):
+        void = ("meta", "wbr", "link", "br", "img", "input")
+        if tag not in (*void, "use", "path", "rect", "line", "circle"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -111,6 +112,16 @@ def test_the_answer_comes_first_and_then_what_broke(page: str) -> None:
     assert "shardproof mutants --impl zero1_fault_000" in text
 
 
+def test_the_slowest_cases_are_named(full: Path, page: str) -> None:
+    run = read(full)
+    first = max(run.cases, key=lambda result: result.seconds)
+    for found in (report.document(run), page):
+        told = found[found.index("Slowest cases") :]
+        assert told.index(first.id.split("::")[-3]) < 3000 and f"{first.seconds:.2f}" in told
+    few = [result for result in run.cases if result.verdict != "skip"][:10]
+    assert not tables.slowest(few).rows, "ten cases need no list of the slowest"
+
+
 def test_both_forms_tell_the_same(full: Path, page: str) -> None:
     run = read(full)
     text = report.document(run)
@@ -133,6 +144,8 @@ def test_both_forms_tell_the_same(full: Path, page: str) -> None:
         ({"cases": 20, "failing": 1}, "broke", "1 of "),
         ({"cases": 20, "kills": 3, "survivors": 1}, "broke", "1 of 3 planted faults survive"),
         ({"cases": 0}, "open", "Nothing was judged."),
+        ({"cases": 20, "left_out": 2}, "held", "It held: "),
+        ({"cases": 20, "left_out": 5}, "open", ", but 5 of "),
         ({"cases": 0, "benches": 4}, "open", "1 of 4 timings are not decided"),
         ({"cases": 0, "benches": 3}, "held", "3 timings"),
     ],

@@ -38,29 +38,66 @@
     });
   }
 
-  const show = (group, capability, name) => {
-    const bar = group.querySelector(".filter");
-    let shown = 0;
-    const rows = group.querySelectorAll("tbody tr");
-    for (const row of rows) {
-      const wanted = capability === null || row.dataset.about.split(" ").includes(capability);
-      row.hidden = !wanted;
-      shown += wanted;
-    }
-    bar.hidden = capability === null;
-    bar.querySelector("span").textContent = `${shown} of ${rows.length} cases: ${name}`;
+  // What of the cases is shown: of each group those of a capability, of all those that are sought.
+  const groups = [...document.querySelectorAll("details.group")];
+  const chosen = new Map();
+  const find = document.querySelector(".find");
+  const search = find && find.querySelector("[type=search]");
+  const red = find && find.querySelector("[type=checkbox]");
+  const texts = new WeakMap();
+
+  const textOf = (row) => {
+    if (!texts.has(row)) texts.set(row, row.textContent.toLowerCase());
+    return texts.get(row);
   };
+
+  const filter = () => {
+    const words = search ? search.value.toLowerCase().split(/\s+/).filter(Boolean) : [];
+    const sought = words.length > 0 || (red !== null && red.checked);
+    let found = 0;
+    let all = 0;
+    for (const group of groups) {
+      const only = chosen.get(group);
+      const rows = group.querySelectorAll("tbody tr");
+      let shown = 0;
+      for (const row of rows) {
+        const wanted =
+          (!only || row.dataset.about.split(" ").includes(only.capability)) &&
+          (!red || !red.checked || "red" in row.dataset) &&
+          words.every((word) => textOf(row).includes(word));
+        row.hidden = !wanted;
+        shown += wanted;
+      }
+      const bar = group.querySelector(".filter");
+      bar.hidden = !only;
+      if (only) bar.querySelector("span").textContent = `${shown} of ${rows.length} cases: ${only.name}`;
+      group.hidden = sought && shown === 0;
+      if (sought && shown > 0) group.open = true;
+      found += shown;
+      all += rows.length;
+    }
+    if (find) find.querySelector("[role=status]").textContent = sought ? `${found} of ${all} cases` : "";
+  };
+
+  if (find) {
+    find.hidden = false;
+    search.addEventListener("input", filter);
+    red.addEventListener("change", filter);
+  }
 
   document.addEventListener("click", (event) => {
     const link = event.target.closest("a[data-about]");
     if (link) {
       const table = document.getElementById(link.hash.slice(1));
       const group = table.closest("details");
+      if (search) search.value = "";
+      if (red) red.checked = false;
+      chosen.set(group, { capability: link.dataset.about, name: link.dataset.name });
+      filter();
       group.open = true;
-      show(group, link.dataset.about, link.dataset.name);
       return;
     }
     const button = event.target.closest(".filter button");
-    if (button) show(button.closest("details"), null, "");
+    if (button && chosen.delete(button.closest("details"))) filter();
   });
 })();
