@@ -93,6 +93,7 @@ def list_(
     impl: options.Impl = None,
     backend: options.BackendOption = None,
     world: options.World = None,
+    like: options.Like = "",
     expression: options.Expression = "",
     tier: options.Tier = "full",
     seed: options.Seed = None,
@@ -102,14 +103,15 @@ def list_(
     \b
     shardproof list impls
     shardproof list cases --tier quick -k 'tied and gloo'
+    shardproof list cases --impl mine:MyZero1 --like 'reference/zero1*'
     shardproof list traits
     """
     if what == "cases":
         from shardproof.scenarios.vocabulary import installed
 
-        selection = options.selection(scenarios, impl, backend, world, expression, tier, seed)
+        selection = options.selection(scenarios, impl, backend, world, expression, tier, seed, like)
         rows = [(case.id, "") for case in selection.cases(installed())]
-    elif scenarios or impl or backend or world or expression or seed is not None:
+    elif scenarios or impl or backend or world or like or expression or seed is not None:
         raise SelectionError(Problem("filters belong to `list cases`", "leave them out", what))
     else:
         rows = LISTS[what]()

@@ -257,8 +257,9 @@ def execute(
 
     def body(interrupts: Interrupts) -> int:
         folder.plan(schedule.chosen + schedule.left_out)
+        no_room = "" if budget is None else f"no room in a budget of {budget:g} minutes"
         for case in schedule.left_out:
-            folder.leave_out(case, f"no room in a budget of {budget:g} minutes")
+            folder.leave_out(case, no_room)
         chosen, expected = schedule.chosen, schedule.expected
         with Progress(console, chosen, "judging", expected, jobs) as progress:
 
@@ -280,8 +281,10 @@ def execute(
             print_line(console, f"{why}; {len(late)} are left out (run --resume goes on)")
         elif late:
             why = f"the budget of {budget:g} minutes was used up"
+        reasons = dict.fromkeys((case.id for case in schedule.left_out), no_room)
         for case in late:
             folder.leave_out(case, why)
+            reasons[case.id] = why
         left_out = [*schedule.left_out, *late]
         stay = _results_of(folder, left_out)
         results.extend(stay)
@@ -290,10 +293,12 @@ def execute(
             report.show_broken(results, console.print)
         for line in report.skips(results):
             print_line(console, line)
+        known = {result.id for result in stay}
         if stay:
             what = f"not run again, earlier results stay ({len(stay)})"
-            why = "--fail-fast" if budget is None else f"no room in a budget of {budget:g} minutes"
-            print_line(console, f"{what}: {why}")
+            print_line(console, f"{what}: {no_room or '--fail-fast'}")
+        for line in report.left_out({k: v for k, v in reasons.items() if k not in known}):
+            print_line(console, line)
         print_line(console, verdicts.summary(verdicts.count(results), len(left_out) - len(stay)))
         medians = [f"{name} {value:.2f} s" for name, value in report.medians(results).items()]
         if medians:

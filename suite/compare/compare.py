@@ -229,8 +229,12 @@ def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
 def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
     if old.figures == new.figures:
         return
+    depths = [entry.figures.get(exact_figures.DEPTH) for entry in (old, new)]
+    told = None not in depths and depths[0] != depths[1]
     for name in sorted({*old.figures, *new.figures} & known):
         both = name in old.figures and name in new.figures
+        if told and not both and name != exact_figures.DEPTH:
+            continue  # what only one depth has: that the depth differs says it all
         was, now = old.figures.get(name), new.figures.get(name)
         if both and was == now and type(was) is type(now):
             continue

@@ -68,6 +68,9 @@ _MORE = frozenset(
 )
 STATUS = ".status"
 VERDICT = "verdict"
+#: How closely a system was held to its strategy; the more loosely, the less a pass says.
+DEPTH = "depth"
+_STRICTNESS = {"family": 0, "layout": 1, "own": 1}
 #: From good to bad; what a change of verdict or of a check's status is measured by.
 _ORDER = (
     *("pass", WORKING_PRECISION_ONLY, "killed", "timed", "holds", "xpass", "xfail", "below"),
@@ -123,6 +126,9 @@ def word(figure: str, before: Scalar, after: Scalar) -> Word:
         if was is None or now is None or was == now:
             return "changed"
         return "worse" if now > was else "better"
+    if figure == DEPTH:
+        strict, stricter = (_STRICTNESS.get(str(value), 0) for value in (before, after))
+        return "changed" if strict == stricter else "worse" if strict > stricter else "better"
     if figure not in _LESS and figure not in _MORE:
         return "changed"
     old, new = number(before), number(after)

@@ -168,6 +168,8 @@ def _version(invocation: Invocation, run: Run) -> Version:
 def _case(result: CaseResult, version: Version) -> Entry:
     case = result.case
     figures, deep = exact_figures.of_checks(result.checks, case.mesh.get("pipe", 1))
+    if result.depth is not None:
+        figures[exact_figures.DEPTH] = result.depth
     return Entry(
         id=result.id,
         implementation=case.system,

@@ -209,8 +209,11 @@ def _checked(name: str, value: Any) -> type[Implementation]:
     if not (isinstance(value, type) and issubclass(value, Implementation)):
         raise BrokenImplementation(name, f"is {value!r}, not a subclass of Implementation")
     lacking = sorted(value.__abstractmethods__)
-    if not isinstance(getattr(value, "strategy", None), str):
+    if not hasattr(value, "strategy"):
         lacking.append("strategy")
+    elif not (isinstance(value.strategy, str) and value.strategy):
+        asked = "asked is the name of a strategy as text, such as strategy = 'zero1'"
+        raise BrokenImplementation(name, f"has strategy = {value.strategy!r}; {asked}")
     if lacking:
         raise BrokenImplementation(name, f"does not define: {', '.join(lacking)}")
     return value

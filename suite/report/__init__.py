@@ -2,6 +2,7 @@
 
 from shardproof.report.page import html as html
 from shardproof.report.tables import closing as closing
+from shardproof.report.tables import left_out as left_out
 from shardproof.report.tables import medians as medians
 from shardproof.report.tables import skips as skips
 from shardproof.report.terminal import show as show

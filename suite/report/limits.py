@@ -19,6 +19,8 @@ from shardproof.table import Table, some
 
 #: Rows of one table that are shown; the rest is counted.
 MOST = 200
+#: Titles of what was to run and did not.
+_MISSING, _LEFT_OUT = NOT_RUN = ("Planned and missing", "Left out")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def _of_cases(run: Run) -> Iterator[Limit]:
     """Cases without a verdict, or with one that says less than it seems to."""
     unfinished = ("planned, without a result: the run ended before",)
     yield _limit(
-        "Planned and missing",
+        _MISSING,
         "Planned by an invocation that was stopped.",
         ("reason",),
         ((unfinished, name) for name in summary.unfinished(run)),
@@ -83,7 +85,7 @@ def _of_cases(run: Run) -> Iterator[Limit]:
     )
     late = [((line.reason,), line.id) for line in run.left_out]
     late += [((f"fault: {kill.why_not}",), kill.name) for kill in run.kills if kill.left_out]
-    yield _limit("Left out", "Selected and not run.", ("reason",), late, listed=True)
+    yield _limit(_LEFT_OUT, "Selected and not run.", ("reason",), late, listed=True)
     kinds = [(verdicts.kind(r.verdict), r, r.case.implementation) for r in run.cases]
     yield _limit(
         "Skipped cases",

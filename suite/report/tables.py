@@ -17,7 +17,7 @@ from typing import Any
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.runs.run_folder import Run
-from shardproof.table import Mark, Table
+from shardproof.table import Mark, Table, some
 
 #: Figures of one check, by name: their shapes are the check's own.
 Figures = Mapping[str, Any]
@@ -151,8 +151,8 @@ def medians(results: Iterable[CaseResult]) -> dict[str, float]:
     return {backend: statistics.median(values) for backend, values in sorted(seconds.items())}
 
 
-#: Cases that the table of the slowest names.
-_SLOWEST = 10
+#: Cases that the table of the slowest names, and that a line on what was left out names.
+_SLOWEST, _NAMED = 10, 3
 
 
 def slowest(results: Iterable[CaseResult]) -> Table:
@@ -181,6 +181,16 @@ def skips(results: Iterable[CaseResult]) -> list[str]:
     lines = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
     rest = len(counts) - len(lines)
     return [*lines, *([f"skipped for {rest} more reasons: see report.html"] if rest else [])]
+
+
+def left_out(reasons: Mapping[str, str]) -> list[str]:
+    """What was not run, ``reasons`` by id: a line for each reason, with some ids."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, reason in reasons.items():
+        names[reason].append(name)
+    return [
+        f"left out ({len(ids)}): {reason}: {some(ids, _NAMED)}" for reason, ids in names.items()
+    ]
 
 
 def closing(run: Run) -> str:

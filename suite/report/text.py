@@ -14,13 +14,15 @@ from shardproof.files import write_whole
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
 from shardproof.report.drawings import curves
 from shardproof.report.environment import environment
-from shardproof.report.limits import limits
+from shardproof.report.limits import NOT_RUN, limits
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, fenced, markdown_text
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 #: What broke is shown in full for so many; the others stand in a table.
 IN_FULL = 50
+#: Ids of cases that were not run, for each reason; the page has all.
+NAMED = 20
 
 
 def markdown(run: Run) -> str:
@@ -122,6 +124,9 @@ def _limits(run: Run) -> Iterator[str]:
     for limit in unchecked:
         yield f"### {limit.title}\n\n{limit.why}\n\n{limit.table.markdown()}"
         yield from limit.table.notes
+        for names in limit.items if limit.title in NOT_RUN else ():
+            rest = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+            yield "\n".join(["", *fenced([*names[:NAMED], *rest]), ""])
 
 
 def _folded(table: Table) -> str:

@@ -245,6 +245,20 @@ def test_a_mutant_named_exactly_fails_with_a_rerun_line(tmp_path: Path) -> None:
     assert "rerun: shardproof run ddp-gpt" in done.stdout
 
 
+def test_list_cases_takes_like(tmp_path: Path) -> None:
+    (tmp_path / "mine_alike.py").write_text(
+        "from shardproof.impls.reference.zero1 import IMPLEMENTATION as Base\n"
+        "class Mine(Base): ...\n"
+    )
+    arguments = ("--impl", "mine_alike:Mine", "--like", "reference/zero1*", "--tier", "quick")
+    listed = here("list", "cases", *arguments, cwd=tmp_path, paths=[tmp_path])
+    planned = here("run", *arguments, "--dry-run", cwd=tmp_path, paths=[tmp_path])
+    assert listed.returncode == 0 == planned.returncode, listed.stderr + planned.stderr
+    assert listed.stdout == planned.stdout and "zero1" in listed.stdout
+    refused = here("list", "impls", "--like", "x")
+    assert refused.returncode == 2 and "filters belong to `list cases`" in refused.stderr
+
+
 def test_fail_fast_leaves_the_rest_to_resume(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     selection = ["--impl", "mutants/ddp_never_reduces", "-k", "in_memory and sgd and fp64"]

@@ -689,3 +689,36 @@ def test_no_more_annotations_than_a_code_host_shows(gate: Judge) -> None:
     shown = list(gate_output.github(gate([], new)))
     assert len(shown) == gate_output.ANNOTATIONS == 10
     assert "and 51 more places" in shown[-1] and shown[-1].startswith("::error title=")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "state", "says"),
+    [
+        ("layout", "family", "breaks", "depth worse: layout, now family"),
+        ("own", "family", "breaks", "depth worse: own, now family"),
+        ("family", "layout", "reported", "depth better: family, now layout"),
+        ("layout", "layout", "", ""),
+    ],
+)
+def test_a_loosened_depth_breaks(gate: Judge, was: str, now: str, state: str, says: str) -> None:
+    """A pass at depth family says less than one at depth layout, so it is no equal."""
+    old, new = made.results(2), made.results(2)
+    for lines, depth in ((old, was), (new, now)):
+        for line in lines:
+            line["depth"] = depth
+    if now == "family":
+        del new[0]["checks"][3]["figures"]["formula"]  # what only a layout has
+    found = gate(old, new)
+    assert [f.state for f in found.findings] == [state] * (2 if state else 0)
+    assert all(says in finding.message for finding in found.findings)
+
+
+def test_a_baseline_that_does_not_tell_its_depth_misses_the_figures_of_a_layout(
+    gate: Judge,
+) -> None:
+    old, new = made.results(2), made.results(2)
+    for line in new:
+        line["depth"] = "family"
+    del new[0]["checks"][3]["figures"]["formula"]
+    [finding] = gate(old, new).of("breaks")
+    assert finding.message == "traffic.formula changed: is gone"

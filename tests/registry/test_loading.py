@@ -17,6 +17,11 @@ MODULES = {
     "raising": ("open('/no/such/file')", "Mine", "cannot be imported: FileNotFoundError"),
     "leaving": ("raise SystemExit('not today')", "Mine", "cannot be imported: SystemExit: not"),
     "ending": ("import os; print('bye', flush=True); os._exit(3)", "Mine", "(exit code 3): bye"),
+    "numbered": (
+        "from shardproof.impls.plain import Plain\nclass Mine(Plain): strategy = 5",
+        "Mine",
+        "has strategy = 5; asked is the name of a strategy as text, such as strategy = 'zero1'",
+    ),
     "killed": ("import os; os.kill(os.getpid(), 9)", "Mine", "ended its process (signal 9)"),
 }
 

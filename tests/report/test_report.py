@@ -504,3 +504,15 @@ def test_every_output_has_one_block_a_cause(tmp_path: Path) -> None:
     assert "and 2 more cases of this cause" in page and "<li>w4</li>" in page
     assert page.count('<a href="#b-1">w') == 3, "each case leads to the block of its cause"
     assert document.count("- **fail**") == 1 and "and 2 more cases: w3, w4" in document
+
+
+def test_what_was_left_out_is_named_in_every_form(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", ["shardproof", "run"]) as folder:
+        folder.add(result(case("done")))
+        for number in range(5):
+            folder.leave_out(case(f"late{number}"), "no room")
+    run = read(tmp_path / "run")
+    reasons = {line.id: line.reason for line in run.left_out}
+    assert report.left_out(reasons) == ["left out (5): no room: late0, late1, late2 and 2 more"]
+    for found in (report.document(run), report.html(run)):
+        assert all(name in found for name in reasons)

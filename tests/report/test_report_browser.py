@@ -192,6 +192,14 @@ def test_cases_are_sought_by_words_and_by_failure(browser: Any, file: Path) -> N
 def test_the_results_are_not_clipped_in_a_laptop_s_window(browser: Any, file: Path) -> None:
     with Visit(browser, file, viewport={"width": 1280, "height": 900}) as page:
         box = page.locator('[aria-label="Results"]')
+        texts = {
+            0: "somebodys_package.strategies:ShardedDataParallel+small_buckets (depth family)",
+            3: "12 fail, 3 crash, 120 pass, 40 pass (working precision only), 12 skip",
+            5: "12,345,678,901 / 12,345,678,000 (x1.23) (1.5 x zero3 of the textbook)",
+        }
+        for number, text in texts.items():
+            cell = page.locator('[aria-label="Results"] tbody tr').first.locator("td, th")
+            cell.nth(number).evaluate("(cell, text) => { cell.textContent = text; }", text)
         wide, seen = box.evaluate("(box) => [box.scrollWidth, box.clientWidth]")
         assert wide <= seen
 
