@@ -30,8 +30,6 @@ EVERY_SECONDS = 10.0
 EVERY_CASES = 25
 #: Characters of a bar, cases that are named while they run, and seconds that are told as minutes.
 _BAR, _RUNNING, _MINUTES = 20, 4, 100
-#: Fields of a bar that change as it moves.
-_FIELDS = ("counts", "left")
 
 
 def make_console() -> Console:
@@ -67,7 +65,7 @@ class _Bar:
         if self.console.is_terminal:
             self._bar = self._make_bar()
             self._bar.start()
-            self._task = self._bar.add_task(self.what, total=self.total, counts="", left="")
+            self._task = self._bar.add_task(self.what, total=self.total, left="")
         else:
             count = "" if self.total is None else f": {self.total} {self._noun}"
             print_line(self.console, f"{self.what}{count}")
@@ -113,7 +111,7 @@ class _Bar:
     ) -> None:
         """So many are over; ``due``: elsewhere than on a terminal a line says so now."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, counts=counts, left=left)
+            self._bar.update(self._task, completed=done, left=left)
             return
         now = time.monotonic()
         if due or now - self._spoke > EVERY_SECONDS or done == self.total:
@@ -183,14 +181,16 @@ class Progress(_Bar):
                 self._show()
 
     def _columns(self, progress: Any) -> list[Any]:
-        counts, left = (progress.TextColumn(f"{{task.fields[{name}]}}") for name in _FIELDS)
-        return [progress.MofNCompleteColumn(), counts, progress.TimeElapsedColumn(), left]
+        left = progress.TextColumn("{task.fields[left]}")
+        return [progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), left]
 
     def below(self) -> Iterator[Any]:
-        """The cases that run, the longest first."""
+        """The counts, and the cases that run, the longest first."""
         from rich.text import Text
 
         now = time.monotonic()
+        if counts := self._counts():
+            yield Text(f"  {counts}", overflow="fold")
         running = [*self._running.items()]
         for name, began in running[:_RUNNING]:
             text = f"  running {name}  {now - began:.0f} s"
@@ -230,9 +230,11 @@ class Progress(_Bar):
             self.counts[self._word(result)] += 1
             self._show(due=self.counts.total() % EVERY_CASES == 0)
 
+    def _counts(self) -> str:
+        return ", ".join(f"{self.counts[w]} {w}" for w in self.words if self.counts[w])
+
     def _show(self, due: bool = False) -> None:
-        counts = ", ".join(f"{self.counts[w]} {w}" for w in self.words if self.counts[w])
-        self._move(self.counts.total(), counts=counts, due=due, left=self._left())
+        self._move(self.counts.total(), counts=self._counts(), due=due, left=self._left())
 
     def _word(self, result: CaseResult) -> str:
         """What it counts as; the first red or open result of a cause is named."""

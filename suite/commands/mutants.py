@@ -88,7 +88,7 @@ def execute_mutants(
     def body(interrupts: Interrupts) -> int:
         cases = mutant_cases(pairs)
         folder.plan(cases, [mutant.name for mutant in mutants])
-        what = f"planted faults ({len(mutants)}) and their parents"
+        what = f"planting {len(mutants)} fault{'s' * (len(mutants) != 1)}"
         with FaultProgress(console, cases, what, {}, jobs) as progress:
 
             def note(result: CaseResult) -> None:

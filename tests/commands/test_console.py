@@ -72,7 +72,13 @@ def test_a_terminal_shows_a_live_view_as_narrow_as_it_is(clock: list[float]) -> 
     text = drawn.export_text()
     assert all(len(line.rstrip()) <= 60 for line in text.splitlines())
     whole = "".join(text.split())
-    assert "1/3" in whole and made[1].id in whole and made[2].id in whole
+    assert (
+        "1/3" in whole
+        and "1pass" in whole
+        and "…" not in whole
+        and made[1].id in whole
+        and made[2].id in whole
+    )
     assert made[0].id not in whole and "left" in text
     assert file.getvalue(), "something was drawn"
 
