@@ -18,7 +18,7 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench peers test slow conformance mutants gpu cluster image compare report docs lint format clean
+.PHONY: help setup bench peers test slow conformance mutants ecosystem gpu cluster image compare report docs lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ conformance: setup ## the whole conformance matrix, all tiers
 mutants: setup ## every planted fault against the checks that must catch it
 	@$(BIN)/shardproof mutants -j $(JOBS)
 
+ecosystem: setup ## systems that people use, each beside its known verdict (PICOTRON=checkout adds picotron)
+	@$(BIN)/python deploy/ecosystem.py $(if $(PICOTRON),--picotron "$(PICOTRON)") -j $(JOBS)
+
 # Uses the installed torch, not the pinned one of `make setup`.
 gpu: ## all measurements on GPUs, into results/baselines (40 minutes; docs/gpu.md)
 	@$(PYTHON) deploy/gpu.py
@@ -91,4 +94,4 @@ format: setup ## rewrite to style
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environment and caches (results stay)
-	@rm -rf $(VENV) .venv-gpu .ruff_cache .mypy_cache .pytest_cache .hypothesis build *.egg-info
+	@rm -rf $(VENV) .venv-gpu .venv-ecosystem .ruff_cache .mypy_cache .pytest_cache .hypothesis build *.egg-info

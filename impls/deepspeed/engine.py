@@ -27,7 +27,6 @@ import contextlib
 import importlib.util
 import logging
 import math
-import os
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -50,6 +49,7 @@ from shardproof.contract import (
     StepResult,
 )
 from shardproof.impls.deepspeed.json_form import ZeroOptimization, parse, section
+from shardproof.impls.reference.engine.environment import environment
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     param_groups,
@@ -68,21 +68,6 @@ EVERY_MICRO_BATCH: Mapping[str, str] = {
     **DECLINES,
     "unequal_micro_batches": "ranks with more micro-batches would start a reduction alone",
 }
-
-
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """``values`` in the environment where nothing stands; afterwards all is as before."""
-    before = dict(os.environ)
-    os.environ.update({name: value for name, value in values.items() if name not in before})
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        changed = {name: value for name, value in before.items() if os.environ.get(name) != value}
-        os.environ.update(changed)
-
 
 # Imported where the ranks are forked from, once, because it takes more than a second.
 if importlib.util.find_spec("deepspeed") is not None:

@@ -51,7 +51,8 @@ from shardproof.contract import (
     StepResult,
 )
 from shardproof.impls.deepspeed import engine
-from shardproof.impls.deepspeed.engine import ZERO_GRADIENT, environment
+from shardproof.impls.deepspeed.engine import ZERO_GRADIENT
+from shardproof.impls.reference.engine.environment import environment
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     make_slots,

@@ -104,7 +104,7 @@ class Adapter(Implementation):
         for number, micro in enumerate(micro_batches):
             with self.accumulating(is_last=number == len(micro_batches) - 1):
                 loss = self.loss(micro)
-                self.scaler.scale(loss * self.loss_factor).backward()
+                self.backward(self.scaler.scale(loss * self.loss_factor))
             losses.append(loss.detach())
         self.finish()
         norm, metrics = update(
@@ -115,6 +115,10 @@ class Adapter(Implementation):
     def loss(self, micro: MicroBatch) -> Tensor:
         """Weighted loss of one micro-batch."""
         return self.build.loss(self.module(micro.inputs), micro)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss``, which is multiplied by the factor and the scale."""
+        loss.backward()
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
         """Around the forward and backward of a micro-batch."""

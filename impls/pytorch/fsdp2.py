@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardproof.comm import Mesh
-from shardproof.contract import Capabilities, Kind, Piece, Refused
+from shardproof.contract import Capabilities, Depth, Kind, Piece, Refused
 from shardproof.impls.pytorch.adapter import Adapter, unit_features, whole_units
 from shardproof.impls.pytorch.recompute import checkpoint_units, plain, single_unit
 from shardproof.impls.reference.engine.optimizer import slot_pieces
@@ -112,7 +112,7 @@ class PyTorchFSDP2(Adapter):
     """The adapter."""
 
     strategy = "fsdp2"
-    depth = "layout"
+    depth: ClassVar[Depth] = "layout"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -240,10 +240,8 @@ class PyTorchFSDP2(Adapter):
             return {piece.name: piece.tensor.clone() for piece in self.buffers()}
         if kind != "parameters":
             raise Refused(f"gathers parameters and buffers only, not {kind}")
-        full = {
-            n: p.full_tensor().detach() for n, p in self.named.items() if isinstance(p, DTensor)
-        }
-        return {name: tensor.clone() for name, tensor in full.items()}
+        full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in self.named.items()}
+        return {name: tensor.detach().clone() for name, tensor in full.items()}
 
 
 IMPLEMENTATION = PyTorchFSDP2

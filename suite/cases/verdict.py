@@ -228,9 +228,17 @@ def _last_calls(outcomes: Sequence[RankOutcome]) -> str:
 def _apply_xfail(
     case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] = ()
 ) -> CaseResult:
-    """Apply the scenario's ``xfail``: an expected failure is green, an unexpected pass red."""
+    """Apply the scenario's ``xfail``: an expected failure is green, an unexpected pass red.
+
+    A failure without the words that the rule asks for stays what it is.
+    """
     if case.xfail is not None:
-        if verdict in ("fail", "crash", "hang", "refused"):
+        if (
+            verdict in ("fail", "crash", "hang", "refused")
+            and (case.xfail_says or "") not in reason
+        ):
+            reason = f"expected was a failure that says {case.xfail_says!r}: {reason}"
+        elif verdict in ("fail", "crash", "hang", "refused"):
             verdict, reason = "xfail", f"{case.xfail} [{reason}]"
         elif verdict in ("pass", WORKING_PRECISION_ONLY):
             verdict, reason = "xpass", f"expected to fail: {case.xfail}"

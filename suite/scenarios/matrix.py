@@ -111,12 +111,13 @@ class _Expansion:
         cells = self._cells()
         self._check_cells(cells)
         skips, xfails, quick = (self._marks(cells, key) for key in ("skip", "xfail", "quick"))
+        says = self._marks(cells, "xfail", "says")
         self._stop_if_faulty()
         clips = {cell.clip for cell in cells} - {None}
         cases = []
         for cell in cells:
             tier = cell.tier or ("quick" if cell.key in quick else self.scenario.tier)
-            marks = skips.get(cell.key), xfails.get(cell.key)
+            marks = skips.get(cell.key), xfails.get(cell.key), says.get(cell.key)
             case = self._case(cell, tier, *marks, several_clips=len(clips) > 1)
             quick_size = self.scenario.quick_size
             small = dataclasses.replace(
@@ -322,9 +323,11 @@ class _Expansion:
         at = next(path for path, expect in self._expectations() if expect is given)
         return [*at, "relation"]
 
-    def _marks(self, cells: Sequence[Cell], section: str) -> dict[tuple[str, ...], str]:
-        """Key -> reason of the first matching rule of ``section``, for every matched cell."""
-        marks: dict[tuple[str, ...], str] = {}
+    def _marks(
+        self, cells: Sequence[Cell], section: str, field: str = "reason"
+    ) -> dict[tuple[str, ...], Any]:
+        """Key -> ``field`` of the first matching rule of ``section``, for every matched cell."""
+        marks: dict[tuple[str, ...], Any] = {}
         for index, rule in enumerate(getattr(self.scenario, section)):
             keys = [cell.key for cell in cells if matches(rule, cell)]
             reason = getattr(rule, "reason", "")
@@ -332,7 +335,7 @@ class _Expansion:
                 what = f"{section} rule matches nothing"
                 self._add([section, index], what, "correct or remove it", reason)
             for key in keys:
-                marks.setdefault(key, reason)
+                marks.setdefault(key, getattr(rule, field, ""))
         return marks
 
     def _workload(
@@ -366,7 +369,13 @@ class _Expansion:
         return dataclasses.replace(spec, groups=groups)
 
     def _case(
-        self, cell: Cell, tier: str, skip: str | None, xfail: str | None, several_clips: bool
+        self,
+        cell: Cell,
+        tier: str,
+        skip: str | None,
+        xfail: str | None,
+        xfail_says: str | None,
+        several_clips: bool,
     ) -> Case:
         scenario, choice = self.scenario, cell.implementation
         variant, system, backend, mesh, optimizer, clip, lane = cell.key
@@ -399,6 +408,7 @@ class _Expansion:
             memory_gib=scenario.memory_gib,
             skip=skip,
             xfail=xfail,
+            xfail_says=xfail_says,
             source=self._source(choice),
         )
 
@@ -483,6 +493,7 @@ def substitute(
                 expect={key: value for key, value in case.expect.items() if key != "buckets"},
                 skip=None,
                 xfail=None,
+                xfail_says=None,
                 # The file, to run it again; its line names another system.
                 source=f"{case.source.rpartition(':')[0]}:",
             ),

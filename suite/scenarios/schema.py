@@ -282,6 +282,14 @@ class Rule(Match):
     reason: Reason
 
 
+class KnownFailure(Rule):
+    """A match, its reason and, where they are given, words of the right failure."""
+
+    says: str | None = Field(
+        None, min_length=1, description="text that the failure must contain, check: and all"
+    )
+
+
 class Include(Model):
     """Cells to add: a small matrix; missing axes keep the values of the matrix."""
 
@@ -315,7 +323,7 @@ class Scenario(Model):
     )
     include: list[Include] = Field(default_factory=list, description="cells to add")
     exclude: list[Rule] = Field(default_factory=list, description="cells to remove")
-    xfail: list[Rule] = Field(default_factory=list, description="cells known to fail")
+    xfail: list[KnownFailure] = Field(default_factory=list, description="cells known to fail")
     skip: list[Rule] = Field(default_factory=list, description="cells that do not run")
     quick: list[Match] = Field(
         default_factory=list, description="cells of the quick tier; all others are `full`"

@@ -51,6 +51,7 @@ TAKEN: dict[str, Any] = {
     "deepspeed/pipeline": deepspeed_pipeline.Options,
 }
 WITHOUT = {"plain", "reference/naive_ddp"}
+WITHOUT |= {name for name in registry.names() if name.startswith("ecosystem/")}
 
 
 def rows(heading: str) -> list[list[str]]:

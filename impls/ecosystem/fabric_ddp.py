@@ -1,0 +1,66 @@
+"""Lightning Fabric with ``strategy="ddp"`` on CPUs, judged as it ships.
+
+Used: ``launch``, ``setup_module`` (torch's DDP over the default group), ``setup_optimizers``,
+``no_backward_sync``, ``backward``, ``clip_gradients``.
+
+One compensation: DDP divides by the ranks, so the loss is multiplied by them.  Cost: as
+``pytorch/ddp``.  Tried with lightning-fabric 2.6.6.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.impls.ecosystem.whole import Whole, launched
+from shardproof.impls.pytorch.adapter import Adapter
+
+if importlib.util.find_spec("lightning_fabric") is not None:
+    import lightning_fabric
+
+
+class Fabricated(Adapter):
+    """What Fabric is asked to do, whatever its strategy."""
+
+    def launch(self, strategy: Any) -> Any:
+        """A Fabric over all ranks, in which this process takes its place."""
+        with launched(self.mesh):
+            self.fabric = lightning_fabric.Fabric(
+                accelerator="cpu", strategy=strategy, devices=self.mesh.world
+            )
+            self.fabric.launch()
+        return self.fabric
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Set up by Fabric."""
+        return self.fabric.setup_optimizers(super().make_optimizer())
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
+        """Reduce with the last micro-batch only."""
+        return self.fabric.no_backward_sync(self.module, enabled=not is_last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Fabric's."""
+        self.fabric.backward(loss)
+
+    def clip(self, limit: float) -> Tensor:
+        """Fabric's."""
+        norm = self.fabric.clip_gradients(self.module, self.optimizer, max_norm=limit)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class FabricDDP(Fabricated, Whole):
+    """The adapter."""
+
+    package = "lightning_fabric"
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Fabric's wrapper around DDP."""
+        return self.launch("ddp").setup_module(module)
+
+
+IMPLEMENTATION = FabricDDP
