@@ -35,6 +35,7 @@ PATIENCE = 180
 EXTRAS = {
     "accelerate": "accelerate",
     "fabric": "lightning_fabric",
+    "fairscale": "fairscale",
 }
 
 
@@ -112,7 +113,7 @@ def table(run: Path, known: dict[str, str]) -> list[str]:
     for line in (run / "cases.jsonl").read_text().splitlines():
         result = json.loads(line)
         case = result["case"]
-        says = case["xfail_says"]
+        says = " ... ".join(case["xfail_says"])
         expected = f"fail: {says}" if case["xfail"] else "pass"
         system = case["implementation"] + (f"+{case['label']}" if case["label"] else "")
         key = system, known.get(case["scenario"], "-"), expected

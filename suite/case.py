@@ -111,8 +111,8 @@ class Case(Stored):
     loss_scale: float = 1.0
     reload_at: int | None = None
     xfail: str | None = None
-    #: What the failure that ``xfail`` expects must contain; ``None``: any failure will do.
-    xfail_says: str | None = None
+    #: Texts, all of which the failure that ``xfail`` expects must contain; empty: any will do.
+    xfail_says: tuple[str, ...] = ()
     skip: str | None = None
     #: ``file:line`` of the implementation's entry in the scenario; ``file:``: its cell has another
     #: there; empty: no file gave it.

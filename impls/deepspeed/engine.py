@@ -54,6 +54,7 @@ from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     param_groups,
     set_learning_rate,
+    unnamed_groups,
 )
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
 
@@ -137,10 +138,7 @@ class Engine(Implementation):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Torch's optimizer over whole parameters; DeepSpeed puts its partitions in their place."""
-        groups = [
-            {**group, "params": [parameter for _, parameter in group["params"]]}
-            for group in param_groups(self.spec, self.trainable)
-        ]
+        groups = unnamed_groups(param_groups(self.spec, self.trainable))
         return build_optimizer(self.spec, groups)
 
     def make_engine(self, module: nn.Module, options: Mapping[str, Any]) -> Any:

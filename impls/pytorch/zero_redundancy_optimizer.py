@@ -33,7 +33,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from shardproof.contract import Capabilities, Kind, Piece
 from shardproof.impls.pytorch.ddp import Options as DDPOptions
 from shardproof.impls.pytorch.ddp import PyTorchDDP
-from shardproof.impls.reference.engine.optimizer import param_groups
+from shardproof.impls.reference.engine.optimizer import (
+    optimizer_kind,
+    param_groups,
+    unnamed_groups,
+)
 from shardproof.impls.reference.engine.options import parse_options
 
 
@@ -68,20 +72,13 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The same kernels as elsewhere, behind ZeroRedundancyOptimizer."""
-        spec = self.spec
-        groups = param_groups(spec, self.trainable)
-        kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-        own: dict[str, Any] = {"momentum": spec.momentum}
-        if spec.name == "adamw":
-            own = {"betas": spec.betas, "eps": spec.eps}
+        kind, arguments = optimizer_kind(self.spec)
         return ZeroRedundancyOptimizer(
-            [{**group, "params": [p for _, p in group["params"]]} for group in groups],
-            optimizer_class=kinds[spec.name],
+            unnamed_groups(param_groups(self.spec, self.trainable)),
+            optimizer_class=kind,
             process_group=self.comm.group,
             parameters_as_bucket_view=self.options.parameters_as_bucket_view,
-            lr=spec.lr,
-            foreach=False,
-            **own,
+            **arguments,
         )
 
     def local_state(self, kind: Kind) -> list[Piece]:

@@ -117,7 +117,7 @@ class _Expansion:
         cases = []
         for cell in cells:
             tier = cell.tier or ("quick" if cell.key in quick else self.scenario.tier)
-            marks = skips.get(cell.key), xfails.get(cell.key), says.get(cell.key)
+            marks = skips.get(cell.key), xfails.get(cell.key), says.get(cell.key, ())
             case = self._case(cell, tier, *marks, several_clips=len(clips) > 1)
             quick_size = self.scenario.quick_size
             small = dataclasses.replace(
@@ -374,7 +374,7 @@ class _Expansion:
         tier: str,
         skip: str | None,
         xfail: str | None,
-        xfail_says: str | None,
+        xfail_says: Sequence[str],
         several_clips: bool,
     ) -> Case:
         scenario, choice = self.scenario, cell.implementation
@@ -408,7 +408,7 @@ class _Expansion:
             memory_gib=scenario.memory_gib,
             skip=skip,
             xfail=xfail,
-            xfail_says=xfail_says,
+            xfail_says=tuple(xfail_says),
             source=self._source(choice),
         )
 
@@ -493,7 +493,7 @@ def substitute(
                 expect={key: value for key, value in case.expect.items() if key != "buckets"},
                 skip=None,
                 xfail=None,
-                xfail_says=None,
+                xfail_says=(),
                 # The file, to run it again; its line names another system.
                 source=f"{case.source.rpartition(':')[0]}:",
             ),

@@ -285,9 +285,7 @@ class Rule(Match):
 class KnownFailure(Rule):
     """A match, its reason and, where they are given, words of the right failure."""
 
-    says: str | None = Field(
-        None, min_length=1, description="text that the failure must contain, check: and all"
-    )
+    says: Words = Field([], description="texts, all of which the failure must contain")
 
 
 class Include(Model):

@@ -14,6 +14,7 @@ from shardproof import registry
 from shardproof.contract import ScalerSpec
 from shardproof.impls.deepspeed import json_form
 from shardproof.impls.deepspeed import pipeline as deepspeed_pipeline
+from shardproof.impls.ecosystem import fairscale_sharded_ddp
 from shardproof.impls.pytorch import ddp as pytorch_ddp
 from shardproof.impls.pytorch import (
     fsdp1,
@@ -49,9 +50,10 @@ TAKEN: dict[str, Any] = {
     "pytorch/pipelining": pipelining.Options,
     "pytorch/hybrid": hybrid.Options,
     "deepspeed/pipeline": deepspeed_pipeline.Options,
+    "ecosystem/fairscale_sharded_ddp": fairscale_sharded_ddp.Options,
 }
 WITHOUT = {"plain", "reference/naive_ddp"}
-WITHOUT |= {name for name in registry.names() if name.startswith("ecosystem/")}
+WITHOUT |= {name for name in registry.names() if name.startswith("ecosystem/")} - {*TAKEN}
 
 
 def rows(heading: str) -> list[list[str]]:
