@@ -36,6 +36,8 @@ EXTRAS = {
     "accelerate": "accelerate",
     "fabric": "lightning_fabric",
     "fairscale": "fairscale",
+    "torchft": "torchft",
+    "megatron": "megatron",
 }
 
 

@@ -36,7 +36,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,16 @@ from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 from torch.nn import functional as F
 
 from shardproof.comm import Mesh
-from shardproof.contract import Build, Capabilities, Kind, MicroBatch, OptimizerSpec, Piece, Refused
+from shardproof.contract import (
+    Build,
+    Capabilities,
+    Depth,
+    Kind,
+    MicroBatch,
+    OptimizerSpec,
+    Piece,
+    Refused,
+)
 from shardproof.impls.pytorch.adapter import Adapter
 from shardproof.impls.pytorch.tensor_styles import (
     apply_styles,
@@ -75,7 +84,7 @@ class PyTorchTensorParallel(Adapter):
     """The adapter."""
 
     strategy = "torch_tensor_parallel"
-    depth = "layout"
+    depth: ClassVar[Depth] = "layout"
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

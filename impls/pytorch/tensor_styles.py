@@ -204,10 +204,8 @@ def rows_by_rank(attention: Any, ranks: int) -> list[int]:
 
 
 @torch.no_grad()
-def reorder_fused(
-    module: nn.Module, styles: Mapping[str, ParallelStyle], ranks: int
-) -> dict[str, list[int]]:
-    """Move the rows of fused projections; the order by parameter."""
+def reorder_fused(module: nn.Module, styles: Iterable[str], ranks: int) -> dict[str, list[int]]:
+    """Move the rows of fused projections among ``styles``; the order by parameter."""
     orders = {}
     for name in styles:
         path = name.rpartition(".")[0]
@@ -245,15 +243,36 @@ def dtensor_pieces(
     """
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(f"a partial sum is no part of {name!r}: {tensor.placements}")
-    shape, spans = tuple(tensor.shape), held_spans(tensor)
     local = tensor.to_local().detach()
+    return block_pieces(name, tuple(tensor.shape), local, held_spans(tensor), order, replica)
+
+
+def block_pieces(
+    name: str,
+    shape: tuple[int, ...],
+    local: Tensor,
+    spans: Sequence[tuple[int, int]],
+    order: Sequence[int] | None,
+    replica: int,
+) -> list[Piece]:
+    """``local``, the block ``spans`` of a tensor of ``shape``, whose rows are kept in ``order``."""
     if order is None:
-        return [Piece(name, shape, local, slices=spans, replica=replica)]
+        return [Piece(name, shape, local, slices=tuple(spans), replica=replica)]
     (first, last), *rest = spans
     return [
         Piece(name, shape, local[at : at + n], slices=((row, row + n), *rest), replica=replica)
         for at, row, n in runs(order[first:last])
     ]
+
+
+def chunk_pieces(
+    name: str, local: Tensor, dim: int, rank: int, ranks: int, order: Sequence[int] | None
+) -> list[Piece]:
+    """``local``, the ``rank``-th of equal chunks along ``dim``; ``order`` as in the other forms."""
+    shape, spans = list(local.shape), [(0, size) for size in local.shape]
+    spans[dim] = (shape[dim] * rank, shape[dim] * (rank + 1))
+    shape[dim] *= ranks
+    return block_pieces(name, tuple(shape), local, spans, order, replica=0)
 
 
 def held_spans(tensor: DTensor) -> tuple[tuple[int, int], ...]:
