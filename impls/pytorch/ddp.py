@@ -20,10 +20,10 @@ Left out: communication hooks, ``join``, mixed precision (a private option).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,10 @@ VARYING = (
 
 @dataclass(frozen=True)
 class Options:
-    """DDP's constructor arguments of the same names, with its defaults, and recomputation."""
+    """DDP's constructor arguments of the same names, with its defaults, and recomputation.
+
+    ``compile``: the backend of ``torch.compile`` around DDP.
+    """
 
     bucket_cap_mb: float | None = None
     find_unused_parameters: bool = False
@@ -68,11 +71,18 @@ class Options:
     gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
     recompute_every: int = 0
+    compile: Literal["none", "aot_eager"] = "none"
 
     def __post_init__(self) -> None:
         single_unit(self.recompute_every)
         if self.bucket_cap_mb is not None:
             at_least("bucket_cap_mb", self.bucket_cap_mb, 2**-20)
+            if self.compile != "none" and self.bucket_cap_mb < 1:
+                raise Refused(
+                    f"option 'bucket_cap_mb' = {self.bucket_cap_mb} with 'compile': torch.compile "
+                    "splits DDP's graph by buckets, none of which may be smaller than the first "
+                    "one's 1 MiB; valid: 1 and more"
+                )
 
     def declines(self) -> dict[str, str]:
         """Traits that DDP documents as unsupported under these options, with the reason."""
@@ -120,6 +130,9 @@ class PyTorchDDP(Implementation):
         if not self.options.broadcast_buffers:  # then DDP leaves out the initial broadcast as well
             broadcast_tensors(list(self.module.buffers()), self.comm)
         self.ddp = self.wrap(self.module)
+        self.call: Callable[..., Any] = self.ddp
+        if self.options.compile != "none":
+            self.call = torch.compile(self.ddp, backend=self.options.compile)
         self.build, self.spec = build, optimizer
         named = {plain(name): p for name, p in self.module.named_parameters()}
         self.trainable = {name: p for name, p in named.items() if p.requires_grad}
@@ -153,7 +166,7 @@ class PyTorchDDP(Implementation):
         for number, micro in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             with nullcontext() if is_last else self.ddp.no_sync():
-                loss = self.build.loss(self.ddp(micro.inputs), micro)
+                loss = self.build.loss(self.call(micro.inputs), micro)
                 self.scaler.scale(loss * self.loss_factor()).backward()
             total = total + loss.detach()
         norm, metrics = update(

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class Options(Training):
     """As the reference's; ``reduce_scatter_unused_params`` is torch's own.
 
     ``prefetch_forward``: units gathered ahead explicitly (torch's default is none, and to let
-    streams overlap).
+    streams overlap).  ``compile``: the backend of ``torch.compile`` for every unit but the root.
     """
 
     wrap: Wrap = field(default_factory=Wrap)
@@ -74,6 +74,7 @@ class Options(Training):
     prefetch_backward: int = 1
     accumulate_without_communication: bool = False
     reduce_scatter_unused_params: bool = False
+    compile: Literal["none", "aot_eager"] = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,6 +152,8 @@ class PyTorchFSDP2(Adapter):
         inner = self.mixed_precision(None)  # what one unit hands to another stays narrow
         for name in sorted(units, key=lambda name: -name.count(".")):  # inner ones first
             fully_shard(module.get_submodule(name), mp_policy=inner, **arguments)
+            if self.options.compile != "none":
+                module.get_submodule(name).compile(backend=self.options.compile)
         outer = self.mixed_precision(self.options.precision.output)
         fully_shard(module, mp_policy=outer, **arguments)
         parts: list[Any] = [*(module.get_submodule(name) for name in units), module]

@@ -215,9 +215,19 @@ def _import_all() -> None:
 
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
+    import_lazy_modules()
+    _settle_memory()
+
+
+def import_lazy_modules() -> None:
+    """Import them all; and let ``torch.compile`` leave our groups alone.
+
+    It would compile whatever Python runs below a compiled module, also what C++ calls from there,
+    as DDP calls its group.
+    """
     for module in LAZY_MODULES:
         importlib.import_module(module)
-    _settle_memory()
+    sys.modules["torch._dynamo"].trace_rules.add("shardproof.backends")
 
 
 def _check_threads(module: str) -> None:

@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import faulthandler
 import gc
-import importlib
 import json
 import os
 import socket
@@ -50,7 +49,7 @@ from shardproof.errors import InputError, Problem, SelectionError
 from shardproof.launch import heartbeat
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.fork_server import REPRODUCIBLE
-from shardproof.launch.fork_server_main import LAZY_MODULES
+from shardproof.launch.fork_server_main import import_lazy_modules
 from shardproof.launch.outcome import RankOutcome, of_exception
 from shardproof.launch.ranks import LAST_RESORT
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
@@ -145,8 +144,7 @@ def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True)
     torch.set_num_threads(1)
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(place.address)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
-    for module in LAZY_MODULES:  # or the first case pays for it
-        importlib.import_module(module)
+    import_lazy_modules()  # or the first case pays for it
     store = place.store()
     _agree(store, place, [case.id for case in cases])
     if place.rank == 0:
