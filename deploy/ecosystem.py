@@ -16,9 +16,13 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import os
+import re
+import signal
 import site
 import subprocess
 import sys
+import time
 import tomllib
 import venv
 from collections import Counter
@@ -29,8 +33,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OVERLAY = ROOT / ".venv-ecosystem"
 PYTHON = OVERLAY / "bin" / "python"
-#: Seconds in which one package must be installed.
-PATIENCE = 180
+#: Seconds in which all packages together must be installed.
+PATIENCE = 150
 #: Extras of pyproject.toml -> the module that comes with it.
 EXTRAS = {
     "accelerate": "accelerate",
@@ -41,51 +45,80 @@ EXTRAS = {
 }
 
 
-def make_overlay() -> Path:
-    """The overlay's own site-packages; it also sees those of this Python.
+def site_packages() -> Path:
+    """The overlay's own."""
+    return OVERLAY / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 
-    Made anew when pins, extras or this Python changed.
-    """
+
+def requirement(extra: str) -> str:
+    """What ``extra`` of pyproject.toml asks for, a single distribution."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wanted,) = project["optional-dependencies"][extra]
+    return str(wanted)
+
+
+def make_overlay() -> None:
+    """An environment that also sees the packages of this one, made anew when its pins changed."""
     base = site.getsitepackages()
-    packages = OVERLAY / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     parts = [*base, sys.version, importlib.metadata.version("torch")]
     parts += [(ROOT / name).read_text() for name in ("constraints.txt", "pyproject.toml")]
     state, stamp = hashlib.sha256("\n".join(parts).encode()).hexdigest(), OVERLAY / "made-of"
-    if not stamp.exists() or stamp.read_text() != state:
-        venv.create(OVERLAY, clear=True, with_pip=False)
-        # addsitedir also reads the .pth files there, one of which may be shardproof's own.
-        lines = "".join(f"import site; site.addsitedir({folder!r})\n" for folder in base)
-        (packages / "beside.pth").write_text(lines)
-        stamp.write_text(state)
-    return packages
+    if stamp.exists() and stamp.read_text() == state:
+        return
+    venv.create(OVERLAY, clear=True, with_pip=False)
+    # addsitedir also reads the .pth files there, one of which may be shardproof's own.
+    lines = "".join(f"import site; site.addsitedir({folder!r})\n" for folder in base)
+    (site_packages() / "beside.pth").write_text(lines)
+    stamp.write_text(state)
 
 
-def install(extra: str, packages: Path) -> str:
-    """Install what ``extra`` asks for; why that failed, or nothing."""
-    if (packages / EXTRAS[extra]).is_dir():
+def install(extra: str, until: float) -> str:
+    """Install what ``extra`` asks for before ``until``; why that failed, or nothing.
+
+    :raises SystemExit: it brought a torch of its own.
+    """
+    if (site_packages() / EXTRAS[extra]).is_dir():
         return ""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = OVERLAY / "pins.txt"
     torch = f"torch=={importlib.metadata.version('torch')}\n"
     pins.write_text((ROOT / "constraints.txt").read_text() + torch)
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    wanted = project["optional-dependencies"][extra]
-    command = [*pip, "--retries", "1", "--constraint", str(pins), *wanted]
+    command = [*pip, "--retries", "1", "--constraint", str(pins), requirement(extra)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=PATIENCE
-        )
+        code, errors = run_or_kill(command, max(1.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return f"not installed within {PATIENCE} s"
-    if (packages / "torch").exists():
-        raise SystemExit(f"{extra} brought a second torch into {packages}: correct its extra")
-    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    return (lines or [f"pip ended with exit code {done.returncode}"])[-1] if done.returncode else ""
+        return f"not installed within the {PATIENCE} s that all have together"
+    if (site_packages() / "torch").exists():
+        raise SystemExit(f"{extra} brought a second torch into {OVERLAY.name}: correct its extra")
+    lines = [line for line in errors.splitlines() if line.startswith("ERROR")]
+    return (lines or [f"pip ended with exit code {code}"])[-1] if code else ""
 
 
-def link_picotron(checkout: str | None, packages: Path) -> str:
+def run_or_kill(command: Sequence[str], seconds: float) -> tuple[int, str]:
+    """Exit code and errors of ``command``; what it started ends with it.
+
+    :raises subprocess.TimeoutExpired: it took longer; the overlay is then made anew next time.
+    """
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, errors = process.communicate(timeout=seconds)
+        return process.returncode, errors
+    except BaseException:
+        (OVERLAY / "made-of").unlink(missing_ok=True)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+
+
+def link_picotron(checkout: str | None) -> str:
     """Make the package of a picotron ``checkout`` importable; why it is not, or nothing."""
-    link = packages / "picotron.pth"
+    link = site_packages() / "picotron.pth"
     link.unlink(missing_ok=True)
     if checkout is None:
         return "no checkout given: make ecosystem PICOTRON=path"
@@ -98,15 +131,18 @@ def link_picotron(checkout: str | None, packages: Path) -> str:
     return ""
 
 
-def versions(packages: Path) -> dict[str, str]:
+def versions(checkout: str | None) -> dict[str, str]:
     """Scenario -> version of the system that it judges, as far as one is installed."""
-    found = {
-        path.name.rpartition(".dist-info")[0].partition("-")[0]: distribution.version
-        for path in packages.glob("*.dist-info")
-        for distribution in [importlib.metadata.Distribution.at(path)]
-    }
-    own = {extra: found.get(module, "-") for extra, module in EXTRAS.items()}
-    return own | {"compiled": f"torch {importlib.metadata.version('torch')}"}
+    found = {"compiled": f"torch {importlib.metadata.version('torch')}"}
+    places = [str(path) for path in (site_packages(), *site.getsitepackages())]
+    known = {d.name.lower(): d.version for d in importlib.metadata.distributions(path=places)}
+    for extra in EXTRAS:
+        found[extra] = known.get(re.split(r"[<>=]", requirement(extra))[0], "-")
+    if checkout is not None:
+        git = ["git", "-C", checkout, "rev-parse", "--short", "HEAD"]
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+        found["picotron"] = done.stdout.strip() or "a checkout without history"
+    return found
 
 
 def table(run: Path, known: dict[str, str]) -> list[str]:
@@ -122,7 +158,7 @@ def table(run: Path, known: dict[str, str]) -> list[str]:
         got = "fail, as expected" if result["verdict"] == "xfail" else result["verdict"]
         rows.setdefault(key, Counter())[got] += 1
     lines = ["| system | version | expected | cases |", "|---|---|---|---|"]
-    for (system, version, expected), got in rows.items():
+    for (system, version, expected), got in sorted(rows.items()):
         cases = ", ".join(f"{count} {verdict}" for verdict, count in sorted(got.items()))
         lines.append(f"| {system} | {version} | {expected} | {cases} |")
     return lines
@@ -135,16 +171,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-j", "--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--results", type=Path, help="run folder; default: a new one in results/")
     options = parser.parse_args(arguments)
-    packages = make_overlay()
-    lacking = {extra: install(extra, packages) for extra in EXTRAS}
-    lacking["picotron"] = link_picotron(options.picotron, packages)
+    make_overlay()
+    until = time.monotonic() + PATIENCE
+    lacking = {extra: install(extra, until) for extra in EXTRAS}
+    lacking["picotron"] = link_picotron(options.picotron)
     run = options.results or Path("results") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-ecosystem"
     command = [str(PYTHON), "-m", "shardproof", "run", "scenarios/ecosystem", "--tier", "full"]
     command += ["-j", str(options.jobs), "--results", str(run)]
     # Ctrl-C reaches it as well, and it ends what it started.
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if code in (0, 1, 3):
-        print("\n".join(table(ROOT / run, versions(packages))))
+        print("\n".join(table(ROOT / run, versions(options.picotron))))
         for extra, why in lacking.items():
             if why:
                 print(f"skipped: {extra}: {why}")

@@ -1,0 +1,102 @@
+"""``deploy/ecosystem.py``: its overlay, its table and its errors; nothing is installed here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, with an overlay of this test's own."""
+    spec = importlib.util.spec_from_file_location("ecosystem", ROOT / "deploy/ecosystem.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "OVERLAY", tmp_path)
+    module.site_packages().mkdir(parents=True)
+    return module
+
+
+def test_every_extra_is_pinned_and_has_a_scenario_of_its_name(command: ModuleType) -> None:
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    for extra in command.EXTRAS:
+        assert re.split(r"[<>=]", command.requirement(extra))[0] in pins
+    scenarios = {path.stem for path in (ROOT / "scenarios/ecosystem").glob("*.yaml")}
+    assert scenarios == {*command.EXTRAS, "compiled", "picotron"}
+    assert command.versions(None).keys() == {*command.EXTRAS, "compiled"}
+
+
+def test_picotron_needs_a_checkout(
+    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "PICOTRON=path" in command.link_picotron(None)
+    with pytest.raises(SystemExit) as ended:
+        command.link_picotron(str(tmp_path))
+    assert ended.value.code == 2
+    assert "no checkout of picotron" in capsys.readouterr().err
+    (tmp_path / "picotron/pipeline_parallel").mkdir(parents=True)
+    assert command.link_picotron(str(tmp_path)) == ""
+    link = command.site_packages() / "picotron.pth"
+    assert link.read_text() == f"{tmp_path}\n"
+    command.link_picotron(None)
+    assert not link.exists()
+
+
+def has_ended(pid: int) -> bool:
+    """Gone, or dead and not collected yet."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_what_takes_too_long_ends_with_all_that_it_started(
+    command: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "made-of").write_text("anything")
+    pids = tmp_path / "pids"
+    script = f"sleep 600 & echo $! > {pids}; wait"
+    with pytest.raises(subprocess.TimeoutExpired):
+        command.run_or_kill(["sh", "-c", script], 1.0)
+    child = int(pids.read_text())
+    deadline = time.monotonic() + 30
+    while not has_ended(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert has_ended(child)
+    assert not (tmp_path / "made-of").exists(), "half an overlay is made anew"
+    assert command.run_or_kill(["sh", "-c", "echo ERROR: no such >&2; exit 3"], 30.0) == (
+        3,
+        "ERROR: no such\n",
+    )
+
+
+def line(system: str, verdict: str, xfail: str | None = None, says: tuple[str, ...] = ()) -> str:
+    case: dict[str, Any] = {"implementation": system, "label": "", "scenario": "accelerate"}
+    case |= {"xfail": xfail, "xfail_says": says}
+    return json.dumps({"case": case, "verdict": verdict})
+
+
+def test_the_table_tells_what_was_expected_and_what_came(
+    command: ModuleType, tmp_path: Path
+) -> None:
+    lines = [line("one", "pass"), line("one", "fail"), line("two", "xfail", "why", ("a: b", "c"))]
+    (tmp_path / "cases.jsonl").write_text("\n".join(lines))
+    assert command.table(tmp_path, {"accelerate": "1.0"})[2:] == [
+        "| one | 1.0 | pass | 1 fail, 1 pass |",
+        "| two | 1.0 | fail: a: b ... c | 1 fail, as expected |",
+    ]
