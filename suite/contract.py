@@ -14,13 +14,20 @@ compensated by its adapter.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
+import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from shardproof.errors import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,6 +60,67 @@ class Refused(ValueError):
     (``option 'split' = [2, 2]``) or the axis of the mesh (``axis 'tensor'``): then the case ends
     with the verdict ``refused``, any other refusal that was not declared fails.
     """
+
+
+# ------------------------------------------------------------------------- what a user has by path
+
+
+class CannotImport(ValueError):
+    """What ``package.module:name`` should lead to is not there; says why in one sentence."""
+
+
+def at_path(path: str) -> Any:
+    """What ``package.module:name`` leads to; a class, a function or any other object.
+
+    So functions of a user's own reach the processes of ranks.
+
+    :raises CannotImport: no such module, one that raises, or no such name in it.
+    """
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise CannotImport("is no path of the form package.module:name")
+    return attribute(import_module(module), name)
+
+
+def import_module(name: str) -> ModuleType:
+    """The module ``name``; those in the working folder count, as for ``python -m``.
+
+    :raises CannotImport: no such module, or one that raises.
+    """
+    _find_local_modules()
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "importlib" not in frame.filename]
+        where = f" ({own[-1].filename}:{own[-1].lineno})" if len(own) > 1 else ""
+        why = f"cannot be imported: {type(error).__name__}: {error}{where}"
+        raise CannotImport(why) from error
+
+
+def is_module(package: str) -> bool:
+    """Whether there is a ``package``; imports nothing."""
+    _find_local_modules()
+    return importlib.util.find_spec(package) is not None
+
+
+def _find_local_modules() -> None:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
+def attribute(module: ModuleType, name: str) -> Any:
+    """What ``module`` holds under the dotted ``name``.
+
+    :raises CannotImport: nothing; the nearest name is suggested.
+    """
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            choices = nearest(part, [n for n in vars(value) if not n.startswith("_")])
+            raise CannotImport(f"has no {name!r} in {module.__name__}; {choices}")
+        value = getattr(value, part)
+    return value
 
 
 # --------------------------------------------------------------------------------------- the work

@@ -34,6 +34,7 @@ from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
+    Depth,
     Implementation,
     Kind,
     Observe,
@@ -98,7 +99,7 @@ class PyTorchDDP(Implementation):
     """The adapter."""
 
     strategy = "ddp"
-    depth = "layout"
+    depth: ClassVar[Depth] = "layout"
     options_type: ClassVar[type[Options]] = Options
     axis: ClassVar[str] = "replicate"
 

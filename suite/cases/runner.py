@@ -97,9 +97,13 @@ class Session:
                     on_result(result)
         return results, [case for case in cases if case.id not in started]
 
-    def check(self, implementation: str) -> None:
-        """Raise :class:`SelectionError` if a user's own implementation cannot be loaded."""
+    def check(self, implementation: str, options: Options) -> None:
+        """Raise :class:`SelectionError` if a user's own implementation cannot be loaded, or refuses
+        ``options``, which may name things of a user's own as well.
+        """
         preflight.check([implementation], self._pool)
+        if options:
+            preflight.check_options(implementation, options, self._pool)
 
     def axes(self, implementation: str, options: Options) -> list[str]:
         """The mesh axes that it declares under ``options``; empty if it cannot be asked."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +14,7 @@ from shardproof.checks import GENERAL
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import Problem, ScenarioError, SelectionError
+from shardproof.registry import adapters
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,11 +31,16 @@ COLUMNS = (
 
 
 def prove(
-    implementation: str | type[Implementation],
+    implementation: str | type[Implementation] | None = None,
     *,
+    hook: adapters.Thing | None = None,
+    state: adapters.Thing | None = None,
+    schedule: adapters.Thing | None = None,
+    tensor_plan: adapters.Thing | None = None,
     workload: str | WorkloadSpec | None = None,
     traits: Sequence[str] = (),
-    optimizer: str | OptimizerSpec = "sgd",
+    optimizer: str | OptimizerSpec | Callable[..., Any] = "sgd",
+    settings: str | OptimizerSpec | None = None,
     clip: Sequence[float | None] = (None,),
     backends: Sequence[str] = ("in_memory",),
     worlds: Sequence[int] = (1, 2, 3),
@@ -42,6 +48,7 @@ def prove(
     meshes: Sequence[Mapping[str, int]] = (),
     lanes: Sequence[Lane] = ("fp64",),
     dtype: str | None = None,
+    precision: Mapping[str, str] | None = None,
     options: Options | None = None,
     checks: Sequence[str] = GENERAL,
     depth: Literal["", "family", "layout"] = "",
@@ -53,16 +60,23 @@ def prove(
     """Judge ``implementation`` in every combination, and return one row per case.
 
     ``implementation`` is a name (``reference/ddp``, ``package.module:Class``) or a class that has
-    one.  ``workload`` is the model with its data (``shardproof list traits`` names the conditions
-    that make it harder); unless given ``charnames_gpt``, in the lane ``dyadic`` ``dyadic_mlp``, the
-    only one with a form for it, by steps of plain SGD that a power of two scales.  Meshes are
-    ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the implementation
-    claims unless given; or ``meshes`` as given, which a strategy of several axes needs.  ``clip``
-    are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given.  ``depth``: how
-    closely the system is held to its strategy, unless as it declares. ``deadline``: CPU seconds
-    that a rank may compute. With ``results`` the evidence is written into that run folder, which
-    must not hold another case of the same id: one for each workload. Whatever is not given here has
-    the defaults of a scenario file, for the call becomes one (``scenarios/``).
+    one.  In its place may stand, as an object that a module holds or as its path
+    ``package.module:name`` (``docs/what-you-have.md``): ``hook``, a communication hook of DDP (with
+    what makes its ``state``); ``optimizer``, a function that makes one of parameters and
+    ``settings``; ``schedule``, a class of ``torch.distributed.pipelining``; ``tensor_plan``, what
+    ``parallelize_module`` takes.
+
+    ``workload`` is the model with its data (``shardproof list traits`` names the conditions that
+    make it harder); unless given ``charnames_gpt``, in the lane ``dyadic`` ``dyadic_mlp``, the only
+    one with a form for it, by steps of plain SGD that a power of two scales.  Meshes are ``{axis:
+    world}`` for every one of ``worlds``, ``axis`` being the one that the implementation claims
+    unless given; or ``meshes`` as given, which a strategy of several axes needs.  ``clip`` are clip
+    norms, ``None`` is off.  ``dtype`` is that of the lane unless given, ``precision`` what differs
+    from it, as in a scenario (``{"reduce": "bfloat16"}``).  ``depth``: how closely the system is
+    held to its strategy, unless as it declares.  ``deadline``: CPU seconds that a rank may compute.
+    With ``results`` the evidence is written into that run folder, which must not hold another case
+    of the same id: one for each workload.  Whatever is not given here has the defaults of a
+    scenario file, for the call becomes one (``scenarios/``).
 
     Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's.  Cases run in processes of their
     own, so that nothing that an implementation does can harm the caller.
@@ -74,13 +88,23 @@ def prove(
     from shardproof import registry
     from shardproof.cases.runner import Session
 
-    name = implementation if isinstance(implementation, str) else _path_of(implementation)
+    things = {"hook": hook, "state": state, "schedule": schedule, "tensor_plan": tensor_plan}
+    data: str | OptimizerSpec
+    if isinstance(optimizer, OptimizerSpec | str) and ":" not in str(optimizer):
+        data = optimizer
+        if settings is not None:
+            remedy = "give it beside a function of your own; optimizer='adamw' says all by itself"
+            raise SelectionError(Problem("settings= belongs to optimizer=", remedy))
+    else:
+        things["optimizer"], data = optimizer, settings or "sgd"
+    name, options = adapters.subject(implementation, things, options or {})
     registry.check(name)
     current_lanes: list[Any] = [old_words.current("lane", lane) for lane in _several(lanes)]
     current_checks = [old_words.current("check", check) for check in _several(checks)]
     choice = {"name": name, **({"options": options, "label": "given"} if options else {})}
 
-    precision = {} if dtype is None else {"precision": {"label": dtype, "built": dtype}}
+    dtypes = {**({} if dtype is None else {"built": dtype}), **(precision or {})}
+    policy = {"precision": {"label": "-".join(dtypes.values()), **dtypes}} if dtypes else {}
 
     def expanded(along: str) -> list[Case]:
         places = [
@@ -104,10 +128,10 @@ def prove(
                         "implementation": choice,
                         "backend": backend,
                         "mesh": mesh,
-                        "optimizer": _optimizer(optimizer, lane),
-                        "clip": _clips(clip, optimizer),
+                        "optimizer": _optimizer(data, lane),
+                        "clip": _clips(clip, data),
                         "lane": lane,
-                        **precision,
+                        **policy,
                     },
                     "checks": current_checks,
                     "steps": steps,
@@ -126,9 +150,9 @@ def prove(
     if type(jobs) is not int or jobs < 1:
         raise SelectionError(Problem("jobs: not a number of processes", "jobs=2", repr(jobs)))
     with Session(jobs) as session:
-        session.check(name)
+        session.check(name, options)
         if axis is None and not meshes:
-            cases = expanded(_only_axis(name, session.axes(name, dict(options or {}))))
+            cases = expanded(_only_axis(name, session.axes(name, options)))
         cases = [replace(case, depth=depth) for case in cases]
         if results is None:
             judged, _ = session.run(cases, lambda result: None)
@@ -164,17 +188,6 @@ def _clips(clip: Any, optimizer: str | OptimizerSpec) -> list[Any]:
     """The norms to clip by; an optimizer's own stands where ``clip`` is off."""
     own = None if isinstance(optimizer, str) else optimizer.clip_norm
     return list(dict.fromkeys(own if norm is None else norm for norm in _several(clip)))
-
-
-def _path_of(cls: Any) -> str:
-    """How other processes import ``cls``."""
-    if not isinstance(cls, type):
-        remedy = "give a name, e.g. 'reference/ddp', or a class"
-        raise SelectionError(Problem("not an implementation", remedy, repr(cls)))
-    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
-        what = "ranks cannot import this class"
-        raise SelectionError(Problem(what, "put it at the top of a module", cls.__qualname__))
-    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _refuse(value: object) -> None:

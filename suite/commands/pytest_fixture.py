@@ -3,8 +3,9 @@
     def test_mine(shardproof):
         shardproof(MyZero1)
 
-It judges a class (at the top of a module that ranks can import) or a name, with the arguments of
-``shardproof.prove``, and fails the test with what the judge says of each case that is not green.
+It judges a class (at the top of a module that ranks can import), a name, or a part of a system
+(``shardproof(hook=mine)``), with the arguments of ``shardproof.prove``, and fails the test with
+what the judge says of each case that is not green.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Judge = Callable[..., "pd.DataFrame"]
 def shardproof() -> Judge:
     """Judges an implementation; returns ``prove``'s frame, a row a case."""
 
-    def judge(implementation: str | type[Implementation], **arguments: Any) -> pd.DataFrame:
+    def judge(
+        implementation: str | type[Implementation] | None = None, **arguments: Any
+    ) -> pd.DataFrame:
         from shardproof import verdicts
         from shardproof.commands.prove import prove
 

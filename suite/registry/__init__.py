@@ -19,13 +19,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-import sys
-import traceback
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from shardproof.contract import CannotImport, at_path, import_module, is_module
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry import old_names
 
@@ -73,8 +72,7 @@ def check(name: str) -> None:
         if not _OWN_CLASS.fullmatch(name):
             raise UnknownImplementation(name, "write package.module:Class")
         package = name.partition(":")[0].partition(".")[0]
-        _find_local_modules()
-        if importlib.util.find_spec(package) is None:
+        if not is_module(package):
             remedy = f"no module {package!r} here or installed: check the name and PYTHONPATH"
             raise UnknownImplementation(name, remedy)
     elif name.startswith(MUTANTS):
@@ -100,16 +98,15 @@ def load(name: str) -> type[Implementation]:
     if name.startswith(MUTANTS):
         return load_mutant(name).implementation
     if ":" in name:
-        module_name, _, attribute = name.partition(":")
-        return _checked(name, _attribute(name, _import(name, module_name, local=True), attribute))
+        return _checked(name, _find(name, name))
     if name in _folder():
-        module = _import(name, _folder()[name])
-        export = _attribute(name, module, "IMPLEMENTATION")
+        module = _folder()[name]
+        export = _find(name, f"{module}:IMPLEMENTATION")
         return _checked(
-            name, _attribute(name, module, export) if isinstance(export, str) else export
+            name, _find(name, f"{module}:{export}") if isinstance(export, str) else export
         )
     point = _entry_points()[name]
-    return _checked(name, _attribute(name, _import(name, point.module), point.attr))
+    return _checked(name, _find(name, point.value))
 
 
 def load_mutant(name: str) -> Mutant:
@@ -117,7 +114,10 @@ def load_mutant(name: str) -> Mutant:
     full = name if name.startswith(MUTANTS) else MUTANTS + name
     check(full)
     short = full.removeprefix(MUTANTS)
-    module = _import(full, _mutant_modules()[short])
+    try:
+        module = import_module(_mutant_modules()[short])
+    except CannotImport as error:
+        raise BrokenImplementation(full, str(error)) from error
     for value in vars(module).values():
         declared = vars(value).get("mutant") if isinstance(value, type) else None
         if declared is not None and declared.name == short:
@@ -169,38 +169,14 @@ def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
 
 
-def _import(name: str, module: str, local: bool = False) -> Any:
-    if local:
-        _find_local_modules()
-    if not module.startswith("shardproof."):
+def _find(name: str, path: str) -> Any:
+    """What ``path`` (``package.module:Class``) leads to."""
+    if not path.startswith("shardproof."):
         old_names.install()
     try:
-        return importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        frames = [
-            f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename
-        ]
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-        raise BrokenImplementation(
-            name, f"cannot be imported: {type(error).__name__}: {error}{where}"
-        ) from error
-
-
-def _find_local_modules() -> None:
-    """Modules in the working folder count, as for ``python -m``."""
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-
-
-def _attribute(name: str, module: Any, attribute: str) -> Any:
-    value = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            choices = nearest(part, [n for n in vars(value) if not n.startswith("_")])
-            where = module.__name__
-            raise BrokenImplementation(name, f"has no {attribute!r} in {where}; {choices}")
-        value = getattr(value, part)
-    return value
+        return at_path(path)
+    except CannotImport as error:
+        raise BrokenImplementation(name, str(error)) from (error.__cause__ or error)
 
 
 def _checked(name: str, value: Any) -> type[Implementation]:

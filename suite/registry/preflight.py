@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 from shardproof import registry
-from shardproof.contract import Refused
+from shardproof.contract import Options, Refused
 from shardproof.errors import InputError, Problem, SelectionError, printable, shorten
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import old_names
@@ -81,7 +82,40 @@ def try_to_load(name: str) -> Loaded:
     return fault, texts, axes
 
 
+def check_options(name: str, options: Options, pool: Pool) -> None:
+    """Ask ``name``, in a leader of ``pool``, whether it takes ``options``.
+
+    :raises SelectionError: it refuses them, or ended the process that asked.
+    """
+    with closing(pool.run(try_options, [("options", (name, options), SECONDS)])) as ends:
+        (end,) = ends
+    fault = f"{name} was asked for its options: {_how(end)}" if end.value is None else end.value
+    if fault:
+        remedy = "nothing was run: correct the option"
+        raise SelectionError(Problem(shorten(fault, _LONGEST), remedy))
+
+
+def try_options(system: tuple[str, Options]) -> str:
+    """Task of a leader: why the system refuses its options; empty: it does not.
+
+    What else is wrong is told by its cases.
+    """
+    name, options = system
+    try:
+        Declaration.of(registry.load(name), options)
+    except Refused as error:
+        return str(error)
+    except (BrokenContract, registry.BrokenImplementation):
+        pass
+    return ""
+
+
 def _unfinished(end: TaskEnd[str]) -> str:
+    return f"implementation {end.key!r} cannot be imported: {_how(end)}"
+
+
+def _how(end: TaskEnd[Any]) -> str:
+    """How a leader ended that gave no answer, with its last words."""
     if end.timed_out:
         how = f"did not end within {SECONDS:g} s"
     elif end.signal is not None:
@@ -91,6 +125,4 @@ def _unfinished(end: TaskEnd[str]) -> str:
     else:
         how = "ended its process (with its fork server)"
     last: Sequence[str] = end.output.strip().splitlines()[-1:]
-    return f"implementation {end.key!r} cannot be imported: the import {how}" + "".join(
-        f": {line}" for line in last
-    )
+    return f"the import {how}" + "".join(f": {line}" for line in last)

@@ -17,6 +17,7 @@ from shardproof.impls.deepspeed import pipeline as deepspeed_pipeline
 from shardproof.impls.ecosystem import fairscale_sharded_ddp
 from shardproof.impls.pytorch import ddp as pytorch_ddp
 from shardproof.impls.pytorch import (
+    ddp_hook,
     fsdp1,
     fsdp2,
     hybrid,
@@ -49,6 +50,7 @@ TAKEN: dict[str, Any] = {
     "pytorch/tensor_parallel": tensor_parallel.Options,
     "pytorch/pipelining": pipelining.Options,
     "pytorch/hybrid": hybrid.Options,
+    "pytorch/ddp_hook": ddp_hook.Options,
     "deepspeed/pipeline": deepspeed_pipeline.Options,
     "ecosystem/fairscale_sharded_ddp": fairscale_sharded_ddp.Options,
 }

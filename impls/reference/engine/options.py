@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from shardproof.contract import Capabilities, Refused
+from shardproof.contract import CannotImport, Capabilities, Refused, at_path
 from shardproof.impls.reference.engine.precision import DTYPES, Precision, dtype_named
 
 T = TypeVar("T")
@@ -76,6 +76,25 @@ def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -
         if name not in names:
             raise Refused(unknown(str(name), within, names))
     return kind(**{n: _value(within + n, hints[n], value) for n, value in options.items()})
+
+
+def own_thing(name: str, path: str) -> Any:
+    """What a user has at ``path`` (``package.module:name``), given as the option ``name``.
+
+    Raises :class:`Refused` where nothing can be imported there.
+    """
+    try:
+        return at_path(path)
+    except CannotImport as error:
+        raise Refused(f"option {name!r} = {path!r}: {error}") from error
+
+
+def own_function(name: str, path: str) -> Callable[..., Any]:
+    """As :func:`own_thing`; what cannot be called is refused, too."""
+    found = own_thing(name, path)
+    if not callable(found):
+        raise Refused(f"option {name!r} = {path!r}: is {found!r:.60}, which cannot be called")
+    return found
 
 
 def at_least(name: str, value: float, least: float) -> None:

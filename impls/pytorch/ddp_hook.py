@@ -1,0 +1,89 @@
+"""PyTorch's ``DistributedDataParallel`` with a communication hook, anybody's.
+
+    step     as ``pytorch/ddp``; what becomes of a bucket is the hook's affair
+
+``hook`` is ``package.module:name`` of a function ``hook(state, bucket) -> Future[Tensor]``, as
+``register_comm_hook`` takes it.  ``state`` is the path of a function that makes its first argument
+of the process group, once a rank; unless given, the state is the process group, which torch's own
+hooks take.
+
+DDP multiplies no gradient where a hook is registered: the hook divides by N itself.  The loss is
+multiplied by N, as for plain DDP, so a hook that sums without dividing is N times off.
+
+A hook that sends in a narrower dtype is held to that: ``precision.reduce`` names it, and the lane
+``working_precision`` asks no more of it than of one device that adds up in that dtype.
+
+Cost: between the bounds of its family.  Numbers: sums over ranks in the hook's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardproof.contract import Capabilities, Refused
+from shardproof.impls.pytorch.ddp import Options as DDPOptions
+from shardproof.impls.pytorch.ddp import PyTorchDDP
+from shardproof.impls.reference.engine.options import own_function, parse_options
+from shardproof.impls.reference.engine.precision import Precision
+
+ANNOTATIONS = (
+    " (it compares classes, and finds text: leave `from __future__ import annotations` out)"
+)
+
+
+@dataclass(frozen=True)
+class Options(DDPOptions):
+    """DDP's, the paths of the hook and of what makes its state, and what it sends in."""
+
+    hook: str = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook"
+    bucket_cap_mb: float | None = 0.02  # small, so that a hook sees several buckets
+    state: str | None = None
+    precision: Precision = field(default_factory=Precision)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        others = (self.precision.parameters, self.precision.output, self.precision.buffers)
+        if any(dtype is not None for dtype in others):
+            raise Refused("option 'precision': a hook has a say in 'reduce' only")
+
+
+class DDPWithHook(PyTorchDDP):
+    """The adapter: DDP's, with a hook registered."""
+
+    depth = "family"
+    options_type: ClassVar[type[Options]] = Options
+    options: Options
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """DDP's; the hook can be imported."""
+        chosen = parse_options(Options, options)
+        own_function("hook", chosen.hook)
+        if chosen.state is not None:
+            own_function("state", chosen.state)
+        exact = chosen.precision.reduce is None
+        declared = super().capabilities(options)
+        return replace(declared, exactness="reordered-sum" if exact else "lower-precision")
+
+    def wrap(self, module: nn.Module) -> DistributedDataParallel:
+        """DDP with the hook."""
+        ddp = super().wrap(module)
+        make = None if self.options.state is None else own_function("state", self.options.state)
+        state = self.comm.group if make is None else make(self.comm.group)
+        hook: Any = own_function("hook", self.options.hook)
+        try:
+            ddp.register_comm_hook(state, hook)
+        except (TypeError, ValueError) as error:  # of its annotations, or of this machine
+            raise Refused(
+                f"option 'hook' = {self.options.hook!r}: torch says: {error}"
+                + (ANNOTATIONS if "annotation" in str(error) else "")
+            ) from error
+        return ddp
+
+
+IMPLEMENTATION = DDPWithHook

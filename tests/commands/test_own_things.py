@@ -1,0 +1,100 @@
+"""What people have and is no class of the contract: sound ones pass, defective ones fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import own_things as own
+import pandas as pd
+import pytest
+from commands import here
+
+from shardproof import prove
+from shardproof.errors import SelectionError
+
+SUPPORT = Path(own.__file__).parent
+BOTH: dict[str, Any] = {"worlds": (2, 3)}
+HALVES: dict[str, Any] = {"lanes": ("working_precision",), "precision": {"reduce": "float16"}}
+
+
+def verdicts(frame: pd.DataFrame) -> list[tuple[int, str]]:
+    return list(zip(frame["world"], frame["verdict"], strict=True))
+
+
+def fails(frame: pd.DataFrame, says: str) -> None:
+    """Every case of ``frame`` does, with that sentence."""
+    assert set(frame["verdict"]) == {"fail"}, list(frame["reason"])
+    assert all(says in reason for reason in frame["reason"]), list(frame["reason"])
+
+
+# ------------------------------------------------------------------------------------------ a hook
+
+
+@pytest.mark.parametrize("hook", [own.averages, own.averages_at_once])
+def test_a_sound_hook_passes(hook: Any) -> None:
+    frame = prove(hook=hook, **BOTH)
+    assert verdicts(frame) == [(2, "pass"), (3, "pass")], list(frame["reason"])
+
+
+@pytest.mark.parametrize(
+    ("hook", "state", "says"),
+    [
+        (own.forgets_to_divide, None, "times too large"),
+        (own.reduces_even_buckets, None, "it was not reduced"),
+        (own.sums_stale, own.Before, "this is the gradient of the step before"),
+        (own.sends_halves, None, "as wrong as a cast to bfloat16 or float16 makes them"),
+    ],
+)
+def test_a_wrong_hook_fails(hook: Any, state: Any, says: str) -> None:
+    fails(prove(hook=hook, state=state, **BOTH), says)
+
+
+def test_a_hook_is_held_to_the_dtype_that_it_declares() -> None:
+    frame = prove(hook=own.sends_halves, **BOTH, **HALVES)
+    assert set(frame["verdict"]) == {"pass (working precision only)"}, list(frame["reason"])
+    fails(prove(hook=own.forgets_to_divide, **BOTH, **HALVES), "times too large")
+
+
+def test_a_scenario_takes_a_hook_by_its_path(tmp_path: Path) -> None:
+    text = """\
+name: mine
+about: hooks of one's own
+sees: [reduction]
+workload: {name: charnames_gpt}
+matrix:
+  implementation:
+    - {name: pytorch/ddp_hook, options: {hook: "own_things:averages"}, label: sound}
+    - {name: pytorch/ddp_hook, options: {hook: "own_things:avarages"}, label: none}
+  backend: gloo
+  mesh: {replicate: 2}
+  optimizer: sgd
+checks: [equivalence, replicas]
+"""
+    (tmp_path / "mine.yaml").write_text(text)
+    done = here("run", "mine.yaml", "--results", "run", cwd=tmp_path, paths=[SUPPORT])
+    told = done.stdout + done.stderr
+    assert done.returncode == 2 and "2 judged (1 refused, 1 pass)" in told, told
+    assert "mine.yaml:8: option 'hook' = 'own_things:avarages': has no 'avarages'" in told
+    assert "did you mean averages?" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "nothing to judge - give one of: an implementation, hook=, optimizer="),
+        ({"implementation": "plain", "hook": own.averages}, "several things to judge at once"),
+        ({"hook": lambda state, bucket: None}, "ranks cannot import this hook .*<lambda>"),
+        ({"hook": "nowhere:mine"}, "'nowhere:mine': cannot be imported: ModuleNotFoundError"),
+        ({"hook": "own_things:dist"}, "'own_things:dist': is <module .* cannot be called"),
+        ({"hook": "own_things"}, "is no path of the form package.module:name"),
+        ({"implementation": "plain", "state": own.Before}, "state= belongs to hook="),
+        ({"implementation": "plain", "settings": "sgd"}, "settings= belongs to optimizer="),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_before_anything_runs(
+    tmp_path: Path, given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SelectionError, match=says):
+        prove(**given, results=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
