@@ -17,14 +17,19 @@ __version__ = VERSION
 
 if TYPE_CHECKING:
     from shardproof.commands.prove import prove
+    from shardproof.workloads.own import OwnWorkload
 
-__all__ = ["VERSION", "__version__", "prove"]
+__all__ = ["OwnWorkload", "VERSION", "__version__", "prove"]
 
 
 def __getattr__(name: str) -> Any:
-    """``prove`` is imported when it is asked for: ranks import this package without pandas."""
+    """What is imported when it is asked for: ranks import this package without pandas."""
     if name == "prove":
         from shardproof.commands.prove import prove
 
         return prove
+    if name == "OwnWorkload":
+        from shardproof.workloads.own import OwnWorkload
+
+        return OwnWorkload
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

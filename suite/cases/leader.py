@@ -116,8 +116,14 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
     except Refused as error:  # of options that are defaults as well: the mesh does not suit them
         account.cannot_fit = str(error)
         return None
-    workload = workloads.for_case(case)
-    account.data_digest = workload.digest
+    try:
+        workload = workloads.for_case(case)
+        account.cannot_fit = _why_it_has_no_stages(case, workload)
+        account.data_digest = workload.digest
+    except workloads.WorkloadError as error:  # a user's own, which nobody has tried before
+        account.cannot_fit = str(error)
+    if account.cannot_fit:
+        return None
     facts = facts_of(case, workload)
     account.cannot_fit = _why_it_cannot_fit(case, schedules, facts, workload)
     account.unsound_schedules = announced_schedule.unsound_schedules(
@@ -200,6 +206,12 @@ def _announced_schedules(case: Case, implementation: type[Implementation]) -> di
         if announced is not None:
             schedules[size] = announced
     return schedules
+
+
+def _why_it_has_no_stages(case: Case, workload: Workload) -> str:
+    """Why a pipeline cannot cut a user's own model; empty: it can."""
+    reason = workload.family.unstaged(workload.params) if "pipe" in case.mesh else ""
+    return f"axis 'pipe' of {case.mesh['pipe']} ranks: {reason}" if reason else ""
 
 
 def _why_it_cannot_fit(

@@ -105,6 +105,10 @@ class Session:
         if options:
             preflight.check_options(implementation, options, self._pool)
 
+    def with_found_traits(self, cases: Sequence[Case]) -> list[Case]:
+        """``cases`` with the traits of a user's own models; see ``registry.preflight``."""
+        return preflight.with_found_traits(cases, self._pool)
+
     def axes(self, implementation: str, options: Options) -> list[str]:
         """The mesh axes that it declares under ``options``; empty if it cannot be asked."""
         items = [("axes", (implementation, options), JUDGING_SECONDS)]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from shardproof.contract import Implementation
+    from shardproof.workloads.own import OwnWorkload
 
 #: Trained in every lane that it has a form for; in others, the first workload that has one.
 DEFAULT_WORKLOAD = "charnames_gpt"
@@ -37,7 +38,7 @@ def prove(
     state: adapters.Thing | None = None,
     schedule: adapters.Thing | None = None,
     tensor_plan: adapters.Thing | None = None,
-    workload: str | WorkloadSpec | None = None,
+    workload: str | WorkloadSpec | OwnWorkload | None = None,
     traits: Sequence[str] = (),
     optimizer: str | OptimizerSpec | Callable[..., Any] = "sgd",
     settings: str | OptimizerSpec | None = None,
@@ -66,10 +67,11 @@ def prove(
     ``settings``; ``schedule``, a class of ``torch.distributed.pipelining``; ``tensor_plan``, what
     ``parallelize_module`` takes.
 
-    ``workload`` is the model with its data (``shardproof list traits`` names the conditions that
-    make it harder); unless given ``charnames_gpt``, in the lane ``dyadic`` ``dyadic_mlp``, the only
-    one with a form for it, by steps of plain SGD that a power of two scales.  Meshes are ``{axis:
-    world}`` for every one of ``worlds``, ``axis`` being the one that the implementation claims
+    ``workload`` is the model with its data, one of the suite's or an ``OwnWorkload``
+    (``shardproof list traits`` names the conditions that make it harder); unless given
+    ``charnames_gpt``, in the lane ``dyadic`` ``dyadic_mlp``, the only one with a form for it, by
+    steps of plain SGD that a power of two scales.  Meshes are ``{axis: world}`` for every one of
+    ``worlds``, ``axis`` being the one that the implementation claims
     unless given; or ``meshes`` as given, which a strategy of several axes needs.  ``clip`` are clip
     norms, ``None`` is off.  ``dtype`` is that of the lane unless given, ``precision`` what differs
     from it, as in a scenario (``{"reduce": "bfloat16"}``).  ``depth``: how closely the system is
@@ -153,7 +155,7 @@ def prove(
         session.check(name, options)
         if axis is None and not meshes:
             cases = expanded(_only_axis(name, session.axes(name, options)))
-        cases = [replace(case, depth=depth) for case in cases]
+        cases = session.with_found_traits([replace(case, depth=depth) for case in cases])
         if results is None:
             judged, _ = session.run(cases, lambda result: None)
         else:
@@ -221,7 +223,7 @@ def _cases_of(scenario: Mapping[str, Any]) -> list[Case]:
 
 
 def _workload(
-    workload: str | WorkloadSpec | None, traits: Sequence[str], lane: Lane
+    workload: str | WorkloadSpec | OwnWorkload | None, traits: Sequence[str], lane: Lane
 ) -> dict[str, Any]:
     """What ``lane`` trains, as a scenario says it."""
     from shardproof.workloads import in_lane
@@ -229,7 +231,10 @@ def _workload(
     if workload is None:
         valid = in_lane(lane)
         workload = DEFAULT_WORKLOAD if DEFAULT_WORKLOAD in valid else valid[0]
-    spec = WorkloadSpec(workload) if isinstance(workload, str) else workload
+    if isinstance(workload, WorkloadSpec):
+        spec = workload
+    else:
+        spec = WorkloadSpec(adapters.path_of(workload, "workload"))
     more = (traits,) if isinstance(traits, str) else traits
     return asdict(spec) | {"traits": list(dict.fromkeys((*spec.traits, *more)))}
 

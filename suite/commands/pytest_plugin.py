@@ -70,6 +70,7 @@ class ScenarioFile(pytest.File):
     def collect(self) -> Iterator[CaseItem]:
         """Its cases, as the options select them."""
         from shardproof.errors import InputError
+        from shardproof.registry import preflight
         from shardproof.scenarios.selection import Selection
         from shardproof.scenarios.vocabulary import installed
 
@@ -81,7 +82,7 @@ class ScenarioFile(pytest.File):
             tier=option("--tier"),
         )
         try:
-            cases = selection.cases(installed())
+            cases = preflight.with_found_traits(selection.cases(installed()))
         except InputError as error:
             if _matches_nothing(error):
                 return

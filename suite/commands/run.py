@@ -186,6 +186,7 @@ def run_and_exit(
     declared = preflight.check(sources, sources=sources)
     if fit:
         cases = _fitting(cases, declared)
+    cases = preflight.with_found_traits(cases)
     root = results.parent if results is not None else RESULTS
     durations = Durations(root / "durations.json")
     workers = jobs or cores()

@@ -93,7 +93,8 @@ class FSDP(Zero3):
             count = sum(len(unit.flats) for unit in inner)
             follows = self.facts.option("prefetch_forward", 1) and not self.uncalled
             gathers += count if follows else 0
-            gathers += count if self.facts.option("prefetch_backward", 1) and self.rests > 1 else 0
+            if self.facts.option("prefetch_backward", 1) and self.rests > 1:
+                gathers += count - self.first_of_backward
         scatters, crosses = (self.facts.size(axis) > 1 for axis in ("shard", "replicate"))
         of_zero3 = super().prefetch()
         late = of_zero3.late_when_computing

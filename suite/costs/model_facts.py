@@ -218,8 +218,9 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
         calls={
             f"{name}.{child}": count
             for name, module in model.named_modules()
-            for child, count in getattr(module, "calls", {}).items()
-        },
+            for child, count in _calls(module).items()
+        }
+        | dict(workload.found.calls),
         inputs=inputs,
         heads=_heads(model),
         label_smoothing=None if form is None else form.label_smoothing,
@@ -246,6 +247,12 @@ def _inputs(case: Case, workload: Workload) -> tuple[tuple[Windows, ...], ...]:
         )
         for step in range(case.steps)
     )
+
+
+def _calls(module: nn.Module) -> Mapping[str, int]:
+    """What the suite's own modules say of their children; a user's may use the word otherwise."""
+    told = getattr(module, "calls", None)
+    return told if isinstance(told, Mapping) else {}
 
 
 def _heads(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -293,13 +293,23 @@ class Zero3(CostModel):
         """
         inner = [unit for unit in self.units if unit.name in self.facts.units]
         ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
-        gathers = ways * sum(len(u.flats) for u in inner) if self.facts.size("shard") > 1 else 0
+        gathers = 0
+        if self.facts.size("shard") > 1:
+            gathers = ways * sum(len(u.flats) for u in inner) - self.first_of_backward
         late = sum(len(unit.trained) for unit in self.held_up)
         watched = all(not unit.name or unit.name in self.facts.units for unit in self.units)
         depth = {phase: self.depth(self._prefetched(phase)) for phase in ("forward", "backward")}
         if not self.has_one_order:
             depth = {}
         return Prefetch(gathers, late, len(self.trained), watched=watched, depth=depth)
+
+    @property
+    def first_of_backward(self) -> int:
+        """Gathers of the unit whose backward begins, where the model itself owns nothing: then no
+        unit computes before it.
+        """
+        inner = [unit for unit in self.units if unit.name in self.facts.units]
+        return len(inner[-1].flats) if inner and all(unit.name for unit in self.units) else 0
 
     @property
     def has_one_order(self) -> bool:

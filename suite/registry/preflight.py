@@ -11,14 +11,17 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from shardproof import registry
+from shardproof import registry, workloads
+from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import Options, Refused
 from shardproof.errors import InputError, Problem, SelectionError, printable, shorten
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry import old_names
 from shardproof.registry.declaration import BrokenContract, Declaration
+from shardproof.workloads.own import FOUND
 
 #: For the import of a user's modules; torch is imported already.
 SECONDS = 60.0
@@ -108,6 +111,72 @@ def try_options(system: tuple[str, Options]) -> str:
     except (BrokenContract, registry.BrokenImplementation):
         pass
     return ""
+
+
+def with_found_traits(cases: Sequence[Case], pool: Pool | None = None) -> list[Case]:
+    """``cases`` with the traits that a user's own models turn out to have.
+
+    Each of these is tried once in a leader, in every dtype that it is built in.
+
+    :raises SelectionError: some cannot be imported or judged.  All of them are told.
+    """
+    tried = {_trial(case): case for case in cases if ":" in case.workload.name}
+    if not tried:
+        return list(cases)
+    with ExitStack() as stack:
+        leaders = pool if pool is not None else stack.enter_context(Pool(1))
+        items = [(key, case, SECONDS) for key, case in tried.items()]
+        ends = list(stack.enter_context(closing(leaders.run(try_workload, items))))
+    found: dict[str, tuple[str, list[str]]] = {
+        end.key: end.value or (f"workload {end.payload.workload.name!r}: {_how(end)}", [])
+        for end in ends
+    }
+    problems = []
+    for key, (fault, _) in found.items():
+        if fault:
+            file, line = _named_in(tried[key])
+            remedy = "nothing was run: correct the workload"
+            problems.append(Problem(shorten(fault, _LONGEST), remedy, file=file, line=line))
+    if problems:
+        raise SelectionError(list(dict.fromkeys(problems)))
+    return [
+        case
+        if ":" not in case.workload.name
+        else replace(case, workload=_carrying(case.workload, found[_trial(case)][1]))
+        for case in cases
+    ]
+
+
+def _named_in(case: Case) -> tuple[str, int | None]:
+    """The scenario file and the line that names the workload; empty: there is none any more."""
+    file = case.source.rpartition(":")[0]
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines() if file else []
+    except OSError:
+        lines = []
+    return file, next((n for n, line in enumerate(lines, 1) if case.workload.name in line), None)
+
+
+def _trial(case: Case) -> str:
+    """What is tried once for all cases that share it."""
+    return f"{case.workload} {case.dtype}"
+
+
+def _carrying(spec: WorkloadSpec, traits: Sequence[str]) -> WorkloadSpec:
+    return replace(spec, traits=tuple(dict.fromkeys((*spec.traits, *traits))))
+
+
+def try_workload(case: Case) -> tuple[str, list[str]]:
+    """Task of a leader: why the workload of ``case`` cannot be judged, and the traits it has."""
+    try:
+        workload = workloads.make(case.workload, case.dtype, case.lane)
+        found = list(workload.found.traits)
+    except workloads.WorkloadError as error:
+        return str(error), []
+    lacking = [trait for trait in case.workload.traits if trait in FOUND and trait not in found]
+    if lacking:
+        return f"{case.workload.name}: the model has no {lacking[0]!r}, only {found or 'none'}", []
+    return "", found
 
 
 def _unfinished(end: TaskEnd[str]) -> str:

@@ -180,8 +180,8 @@ class _Expansion:
 
     def _check_name(self, path: Keys, kind: str, name: str) -> bool:
         known = getattr(self.vocabulary, f"{kind}s")
-        if name in known or (kind == "implementation" and ":" in name):
-            return True
+        if name in known or (kind in ("implementation", "workload") and ":" in name):
+            return True  # a user's own: its place is asked for later
         self._add(path, f"unknown {kind}", nearest(name, known, f"{kind}s"), name)
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardproof.case import Case, Lane, WorkloadSpec
+from shardproof.workloads import own
 from shardproof.workloads.base import Family, Workload, resolve
 from shardproof.workloads.cnn import DigitsCNN
 from shardproof.workloads.dyadic import DyadicMLP
@@ -26,7 +27,7 @@ def make(
     :raises WorkloadError: unknown workload, knob, trait or dtype, a value that does not fit, or a
         lane that the workload has no form for.
     """
-    family = lookup(spec.name, WORKLOADS, "workload")
+    family = _family(spec.name)
     _check_lane(family, lane)
     return Workload(family, spec, dtype, rounded_to)
 
@@ -41,10 +42,20 @@ def for_case(case: Case) -> Workload:
 
 
 def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
-    """Raise :class:`WorkloadError` unless ``spec`` can be made for ``lane``; builds nothing."""
-    family = lookup(spec.name, WORKLOADS, "workload")
+    """Raise :class:`WorkloadError` unless ``spec`` can be made for ``lane``; builds nothing.
+
+    A user's own is not imported here (``registry.preflight`` does, in another process).
+    """
+    if ":" in spec.name:
+        own.check_name(spec.name, spec.traits)
+        return
+    family = _family(spec.name)
     resolve(family, spec)
     _check_lane(family, lane)
+
+
+def _family(name: str) -> Family:
+    return own.load(name) if ":" in name else lookup(name, WORKLOADS, "workload")
 
 
 def in_lane(lane: Lane) -> list[str]:
@@ -52,7 +63,7 @@ def in_lane(lane: Lane) -> list[str]:
 
 
 def _check_lane(family: Family, lane: Lane) -> None:
-    if family.name not in in_lane(lane):
+    if lane == "dyadic" and not family.dyadic:
         raise WorkloadError(
             f"{family.name} has no {lane} form: its numbers are not small integers; "
             f"workloads that have one: {', '.join(in_lane(lane))}"

@@ -8,10 +8,11 @@ target is 1 over their number in the *global* batch, so the weights sum to 1 wha
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardproof import tensor_bytes
 from shardproof.case import WorkloadSpec
 from shardproof.contract import Batch, CrossEntropy, MicroBatch
 from shardproof.workloads import layers
@@ -59,6 +61,19 @@ class Samples:
     valid: Tensor
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a model shows when it runs: slices of parameters whose true gradient is 0, trained
+    parameters that no forward uses, traits that it has by itself, and how often one forward of a
+    module calls a child where that is not once.
+    """
+
+    zero_gradient: Mapping[str, list[Region]] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
+    traits: tuple[str, ...] = ()
+    calls: Mapping[str, int] = field(default_factory=dict)
+
+
 class Family(ABC):
     """A kind of model with its data: what distinguishes one workload from another."""
 
@@ -71,16 +86,47 @@ class Family(ABC):
     #: Whether all its numbers are small integers over powers of two.
     dyadic: ClassVar[bool] = False
 
+    #: Whether a fresh model has its initial values already, and :meth:`initial` perturbs them.
+    has_values: ClassVar[bool] = False
+
     def check(self, params: Params) -> None:
         """Raise :class:`WorkloadError` for knobs that do not fit together."""
+
+    def resolve(self, given: Params) -> Params:
+        """All knobs, with the values that are ``given``, checked one by one and together."""
+        params = {name: knob.default for name, knob in self.knobs.items()}
+        for name, value in given.items():
+            knob = lookup(name, self.knobs, f"parameter of {self.name}")
+            knob.check(f"{self.name}: {name}", value)
+            params[name] = value
+        self.check(params)
+        return params
+
+    def carriers(self, trait: str) -> Collection[str]:
+        """The workloads that can carry ``trait``, this one among them if it can."""
+        return TRAITS[trait].applies_to
 
     @abstractmethod
     def size(self) -> int:
         """Number of samples in the data set."""
 
     @abstractmethod
-    def model(self, params: Params, traits: Collection[str], place: layers.Place) -> layers.Stack:
+    def model(self, params: Params, traits: Collection[str], place: layers.Place) -> nn.Module:
         """A fresh, uninitialised model; frozen parameters already marked."""
+
+    def units(self, model: nn.Module) -> tuple[str, ...]:
+        """Dotted names of the repeated blocks of ``model``, in forward order."""
+        return tuple(f"blocks.{name}" for name, _ in model.get_submodule("blocks").named_children())
+
+    def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
+        """The part of ``model`` with units ``start`` to ``stop - 1``."""
+        if not isinstance(model, layers.Stack):
+            raise ValueError(f"a {type(model).__name__} has no stages")
+        return layers.StackPart(model, start, stop)
+
+    def unstaged(self, params: Params) -> str:
+        """Why the model cannot be cut into stages (empty: it can)."""
+        return ""
 
     @abstractmethod
     def samples(self, params: Params, picks: Picks) -> Samples:
@@ -122,6 +168,10 @@ class Family(ABC):
         """Slices of parameters whose true gradient is 0."""
         return {}
 
+    def found(self, workload: Workload) -> Found:
+        """What only a look at the model and its first gradients tells."""
+        return Found(zero_gradient=self.zero_gradient(workload.params))
+
 
 class ModelBuild:
     def __init__(self, workload: Workload, rank: int, coordinate: int) -> None:
@@ -148,9 +198,9 @@ class ModelBuild:
 
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``module`` with blocks ``start`` to ``stop - 1``."""
-        if not isinstance(module, layers.Stack) or not 0 <= start < stop <= len(module.blocks):
+        if not 0 <= start < stop <= len(self.units):
             raise ValueError(f"units {start} to {stop} are no part of a {type(module).__name__}")
-        return layers.StackPart(module, start, stop)
+        return self._workload.family.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
         return self._workload.family.loss(self._workload.params, outputs, micro)
@@ -182,9 +232,14 @@ class Workload:
 
     @property
     def digest(self) -> str:
-        return self.family.digest
+        """Of the data set; of a user's own, of the first batch."""
+        if self.family.digest:
+            return self.family.digest
+        whole = self.whole_batch(0)
+        parts = (tensor_bytes.digest(part) for part in (whole.inputs, whole.targets))
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
-    def model(self, device: str = "cpu") -> layers.Stack:
+    def model(self, device: str = "cpu") -> nn.Module:
         """An uninitialised model on ``device``."""
         return self.family.model(self.params, self.traits, {"device": device, "dtype": self._dtype})
 
@@ -203,22 +258,23 @@ class Workload:
     def _state(self) -> dict[str, Tensor]:
         seed = f"{self.spec.seed}/state"
         state = {}
-        for name, tensor, owner in layers.named_tensors(self.skeleton):
-            value = self.family.initial(seed, name, tensor, owner)
+        is_told = self.family.has_values
+        for name, tensor, owner in layers.named_tensors(self.model() if is_told else self.skeleton):
+            value = tensor if is_told else self.family.initial(seed, name, tensor, owner)
             if value.is_floating_point():
                 value = value.to(self._narrow).to(self._dtype)
-            state[name] = value
+            state[name] = value.detach()
         return state
 
     @cached_property
-    def skeleton(self) -> layers.Stack:
+    def skeleton(self) -> nn.Module:
         """The model on ``"meta"``: names and shapes, made once."""
         return self.model("meta")
 
     @cached_property
     def units(self) -> tuple[str, ...]:
         """Dotted names of the blocks, in forward order."""
-        return tuple(f"blocks.{index}" for index in range(len(self.skeleton.blocks)))
+        return self.family.units(self.skeleton)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -236,12 +292,18 @@ class Workload:
 
     @cached_property
     def unused(self) -> set[str]:
-        return {name for name in self.trainable_names if ".unused." in f".{name}"}
+        by_name = {name for name in self.trainable_names if ".unused." in f".{name}"}
+        return by_name | self.found.unused
+
+    @cached_property
+    def found(self) -> Found:
+        """What a look at the model and its first gradients tells."""
+        return self.family.found(self)
 
     @property
     def unused_possible(self) -> bool:
         """Whether a rank may leave a trainable parameter without gradient in some step."""
-        return "unused" in self.traits or not self.traits.isdisjoint(FLAGS)
+        return not self.traits.isdisjoint(("unused", *FLAGS))
 
     def first_use(self, name: str) -> int | None:
         """The first step in which some rank uses trainable ``name``; ``None``: none ever does."""
@@ -259,16 +321,16 @@ class Workload:
             TRAITS[name].by_cut for name in self.traits
         )
 
-    @cached_property
-    def zero_gradient(self) -> dict[str, list[Region]]:
-        return self.family.zero_gradient(self.params)
+    @property
+    def zero_gradient(self) -> Mapping[str, list[Region]]:
+        return self.found.zero_gradient
 
     def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
         layers.load_state(module, self._state if state is None else state)
 
     def prepare(self, steps: int, coordinates: int) -> None:
         """Make the state and the shares of ``steps`` steps now, for all processes forked later."""
-        _ = self._state
+        _ = self._state, self.found
         for step in range(steps):
             self._prepared[step, coordinates] = self.batch(step, coordinates)
 
@@ -304,6 +366,12 @@ class Workload:
         cached = self._cached  # read once: threads share a workload
         if cached is not None and cached[0] == step:
             return cached[1]
+        whole = self.fresh_batch(step)
+        self._cached = step, whole
+        return whole
+
+    def fresh_batch(self, step: int) -> MicroBatch:
+        """As :meth:`whole_batch`, made anew."""
         size = self.spec.global_batch
         total = len(self._permutation)
         index = [self._permutation[(step * size + i) % total] for i in range(size)]
@@ -320,9 +388,7 @@ class Workload:
         if "ignore_index" in self.traits:
             targets = targets.masked_fill(~valid, CrossEntropy.ignore_index)
         weights = self.family.weights(valid).to(self._round_weights).to(self._weight_dtype)
-        whole = MicroBatch(samples.inputs, targets, weights, torch.arange(size) + step * size)
-        self._cached = step, whole
-        return whole
+        return MicroBatch(samples.inputs, targets, weights, torch.arange(size) + step * size)
 
     @cached_property
     def _period(self) -> int:
@@ -382,15 +448,10 @@ class Workload:
 
 def resolve(family: Family, spec: WorkloadSpec) -> Params:
     """All knobs of ``family`` with the values of ``spec``; checks the whole of ``spec``."""
-    params = {name: knob.default for name, knob in family.knobs.items()}
-    for name, value in spec.params.items():
-        knob = lookup(name, family.knobs, f"parameter of {family.name}")
-        knob.check(f"{family.name}: {name}", value)
-        params[name] = value
-    family.check(params)
+    params = family.resolve(spec.params)
     for name, smallest in (("global_batch", 1), ("micro_batches", 1), ("windows", 1), ("seed", 0)):
         Knob(smallest, smallest).check(name, getattr(spec, name))
-    check_traits(family.name, spec.traits, spec.micro_batches)
+    check_traits(family.name, family.carriers, spec.traits, spec.micro_batches)
     return params
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,14 +46,21 @@ def lookup(name: str, known: Mapping[str, T], what: str) -> T:
     raise WorkloadError(f"unknown {what} {name!r}: {hint}known are {', '.join(known)}")
 
 
-def check_traits(workload: str, traits: Iterable[str], micro_batches: int) -> None:
-    """Raise :class:`WorkloadError` for a trait that is unknown or does not fit."""
+def check_traits(
+    workload: str,
+    carriers: Callable[[str], Collection[str]],
+    traits: Iterable[str],
+    micro_batches: int,
+) -> None:
+    """Raise :class:`WorkloadError` for a trait that is unknown or does not fit.
+
+    ``carriers`` tells the workloads that can carry a trait.
+    """
     for name in traits:
-        trait = lookup(name, TRAITS, "trait")
-        if workload not in trait.applies_to:
+        trait, able = lookup(name, TRAITS, "trait"), carriers(name)
+        if workload not in able:
             raise WorkloadError(
-                f"trait {name!r} does not apply to {workload}, "
-                f"only to {', '.join(trait.applies_to)}"
+                f"trait {name!r} does not apply to {workload}, only to {', '.join(able)}"
             )
         if micro_batches < trait.micro_batches:
             raise WorkloadError(

@@ -1,0 +1,287 @@
+"""A workload of a user's own: a model, a loss and a function that makes batches.
+
+    # my_package/tiny.py
+    tiny = OwnWorkload(model=Net, loss=cross_entropy_of_each, batch=pairs)
+
+Its name is its path, ``my_package.tiny:tiny``, in ``prove(workload=...)`` and in scenario files.
+
+The model keeps its own initial values, drawn under one fixed seed of torch's global generator; what
+a rank builds is perturbed, as for every workload.  What the oracle needs of a model, and no test of
+shapes shows, is tried in ``trial.py`` before anything runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardproof import contract
+from shardproof.contract import CrossEntropy, MicroBatch
+from shardproof.workloads import layers
+from shardproof.workloads.base import Family, Found, Picks, Samples, Workload
+from shardproof.workloads.knobs import Params, WorkloadError
+from shardproof.workloads.traits import TRAITS, Trait
+
+#: Traits of the batch that need another model or loss than a user's.
+_NEEDS_MORE = ("variable_lengths", "ignore_index")
+#: Traits that a model has or has not; they are found, not asked for.
+FOUND = (
+    *("tied", "tied_over_units", "frozen", "unused", "module_twice", "scalar", "one_element"),
+    *("empty", "non_contiguous", "rebound_buffer", "dropout_stateful"),
+)
+#: The one seed under which models are built.
+_SEED = 0
+#: torch's global generator is everybody's: ranks that are threads build one after the other.
+_BUILDING = threading.Lock()
+_OTHERS = (str(Path(torch.__file__).parent), str(Path(contract.__file__).parent))
+
+
+def _can_be_had(name: str, trait: Trait) -> bool:
+    return trait.place in ("batch", "optimizer", "backend") and name not in _NEEDS_MORE
+
+
+#: Traits that any workload can carry.
+HAD = tuple(name for name, trait in TRAITS.items() if _can_be_had(name, trait))
+
+
+class OwnWorkload(Family):
+    """``model(**params)`` makes an ``nn.Module``; ``params`` are those of the scenario.
+
+    ``loss(outputs, targets)`` gives the loss of each target, not reduced: a tensor of the shape of
+    ``targets``, or of their first dimensions.  The suite weighs and sums it.
+    ``batch(size, generator)`` gives ``size`` inputs and targets on the first dimension, drawn with
+    ``generator`` alone, and maybe which targets count (bool, of their shape).  The model is called
+    with the inputs, one tensor, and gives one tensor.
+
+    ``units`` are dotted names of its repeated blocks, in forward order; unless given, the children
+    of an ``nn.Sequential``, or of the ``nn.ModuleList`` or ``nn.Sequential`` with most parameters.
+    ``stages(model, start, stop)`` gives the part of ``model`` with units ``start`` to ``stop - 1``,
+    for pipelines (:meth:`shardproof.contract.Build.stage`); an ``nn.Sequential`` needs none.
+    """
+
+    has_values: ClassVar[bool] = True
+    knobs: ClassVar = {}
+    digest = ""
+
+    def __init__(
+        self,
+        model: Callable[..., nn.Module],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        batch: Callable[[int, torch.Generator], Sequence[Tensor]],
+        *,
+        units: Sequence[str] = (),
+        stages: Callable[[nn.Module, int, int], nn.Module] | None = None,
+        about: str = "a model of a user's own",
+    ) -> None:
+        self.name, self.about = "an OwnWorkload", about
+        self._model, self._loss, self._batch = model, loss, batch
+        self._units, self._stages = tuple(units), stages
+
+    # ------------------------------------------------------------------------------- what it is
+
+    def resolve(self, given: Params) -> Params:
+        """Arguments of ``model``, which checks them itself."""
+        return dict(given)
+
+    def carriers(self, trait: str) -> Collection[str]:
+        """This one, where a model need not be changed for ``trait``."""
+        return (self.name,) if trait in (*HAD, *FOUND) else TRAITS[trait].applies_to
+
+    def size(self) -> int:
+        """Samples are made, not taken from a set: any number serves as one."""
+        return 1024
+
+    def model(self, params: Params, traits: Collection[str], place: layers.Place) -> nn.Module:
+        """A fresh model with its own initial values, cast and placed."""
+        with _BUILDING, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            with self.told("model(...)"):
+                module = self._model(**params)
+        if not isinstance(module, nn.Module):
+            raise WorkloadError(f"{self.name}: model(...) gives {module!r:.80}, no nn.Module")
+        module = module.to(place["dtype"])
+        return _on_meta(module) if place["device"] == "meta" else module.to(place["device"])
+
+    def units(self, model: nn.Module) -> tuple[str, ...]:
+        """As given, or found."""
+        names = dict(model.named_modules())
+        for name in self._units:
+            if name not in names:
+                raise WorkloadError(f"{self.name}: units: the model has no module {name!r}")
+        return self._units or _repeated(model)
+
+    def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
+        """By ``stages``, or a part of the chain that an ``nn.Sequential`` is."""
+        if self._stages is not None:
+            return self._stages(model, start, stop)
+        units, children = self.units(model), list(model.named_children())
+        at = [number for number, (name, _) in enumerate(children) if name in units]
+        first = at[start] if start else 0
+        last = at[stop] if stop < len(units) else len(children)
+        return nn.Sequential(OrderedDict(children[first:last]))
+
+    def unstaged(self, params: Params) -> str:
+        """A chain can be cut, anything else by ``stages`` only."""
+        place = {"device": "meta", "dtype": torch.float64}
+        model = self.model(params, (), place)
+        chain = type(model) is nn.Sequential and set(self.units(model)) <= set(model._modules)
+        if self._stages is not None or chain:
+            return ""
+        kind = type(model).__name__
+        return f"{self.name} is a {kind}, which nobody but stages= can cut: give that function"
+
+    def initial(self, seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Tensor:
+        """``tensor``, perturbed where it is of floating point."""
+        if not tensor.is_floating_point():
+            return tensor
+        generator = torch.Generator().manual_seed(layers.seed_number(f"{seed}/{name}"))
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return tensor.detach().cpu().to(torch.float64) + 0.1 * noise
+
+    def depends_on_cut(self, params: Params) -> bool:
+        """Whether there is a batch norm."""
+        model = self.model(params, (), {"device": "meta", "dtype": torch.float64})
+        return any(isinstance(part, _BatchNorm) for part in model.modules())
+
+    def cross_entropy(self, params: Params) -> CrossEntropy | None:
+        """It may be one, but nobody says so."""
+        return None
+
+    # ---------------------------------------------------------------------------- what it gives
+
+    def samples(self, params: Params, picks: Picks) -> Samples:
+        """One call of ``batch``; its generator is seeded by seed and step."""
+        size, seed = len(picks.draws), ",".join(map(str, picks.draws))
+        generator = torch.Generator().manual_seed(layers.seed_number(seed))
+        with self.told(f"batch({size}, generator)"):
+            given = self._batch(size, generator)
+        parts = tuple(given) if isinstance(given, tuple | list) else (given,)
+        if len(parts) not in (2, 3) or not all(isinstance(part, Tensor) for part in parts):
+            kinds = ", ".join(type(part).__name__ for part in parts)
+            raise self._wrong(size, f"({kinds})", "inputs, targets and maybe what counts, tensors")
+        for part in parts:
+            if not part.dim() or len(part) != size:
+                shape = f"a tensor of shape {tuple(part.shape)}"
+                raise self._wrong(size, shape, f"{size} samples on the first dimension of each")
+        inputs, targets, *rest = parts
+        valid = rest[0] if rest else torch.ones(targets.shape, dtype=torch.bool)
+        if valid.shape != targets.shape or valid.dtype != torch.bool or not bool(valid.any()):
+            shape = f"{valid.dtype} {tuple(valid.shape)} for what counts"
+            raise self._wrong(size, shape, f"bool {tuple(targets.shape)}, some of it true")
+        if inputs.is_floating_point():
+            inputs = inputs.to(picks.dtype)
+        if targets.is_floating_point():
+            targets = targets.to(picks.dtype if picks.dtype.itemsize >= 4 else torch.float32)
+        return Samples(inputs.detach(), targets.detach(), valid)
+
+    def _wrong(self, size: int, given: str, wanted: str) -> WorkloadError:
+        return WorkloadError(
+            f"{self.name}: batch({size}, generator) gives {given}, asked: {wanted}"
+        )
+
+    def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """The weighted sum of what ``loss`` gives."""
+        if not isinstance(outputs, Tensor):
+            kind = type(outputs).__name__
+            remedy = "return the one that the loss takes"
+            raise WorkloadError(f"{self.name}: the model gives a {kind}, no tensor: {remedy}")
+        if outputs.is_floating_point():
+            outputs = outputs.to(micro.weights.dtype)
+        losses, weights = self._loss(outputs, micro.targets), micro.weights
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        if not isinstance(losses, Tensor) or not shape or shape != weights.shape[: losses.dim()]:
+            raise WorkloadError(
+                f"{self.name}: loss(outputs, targets) gives {shape or 'one number'} for targets "
+                f"{tuple(weights.shape)}: return the loss of each target (reduction='none')"
+            )
+        return (weights.reshape(*losses.shape, -1).sum(-1) * losses).sum()
+
+    def found(self, workload: Workload) -> Found:
+        """What a trial shows."""
+        from shardproof.workloads import trial
+
+        return trial.run(self, workload)
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Tell what the user's own code raises, with its place."""
+        try:
+            yield
+        except WorkloadError:
+            raise
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if not frame.filename.startswith(_OTHERS)]
+            where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+            text = f"{type(error).__name__}: {error}"
+            raise WorkloadError(f"{self.name}: {what} raised {text}{where}") from error
+
+
+@cache
+def load(path: str) -> OwnWorkload:
+    """The workload at ``path`` (``package.module:name``).
+
+    :raises WorkloadError: it cannot be imported, or is none.
+    """
+    try:
+        found = contract.at_path(path)
+    except contract.CannotImport as error:
+        raise WorkloadError(f"workload {path!r} {error}") from error
+    if not isinstance(found, OwnWorkload):
+        remedy = "write shardproof.OwnWorkload(model=..., loss=..., batch=...)"
+        raise WorkloadError(f"workload {path!r} is {found!r:.80}, no OwnWorkload: {remedy}")
+    named = copy.copy(found)
+    named.name = path
+    return named
+
+
+def check_name(path: str, traits: Collection[str]) -> None:
+    """What can be said of ``path`` and ``traits`` without an import.
+
+    :raises WorkloadError: no such package, or a trait that needs another model.
+    """
+    package = path.partition(":")[0].partition(".")[0]
+    if not path.partition(":")[2] or not package.isidentifier() or not contract.is_module(package):
+        remedy = f"no module {package!r} here or installed: check the name and PYTHONPATH"
+        raise WorkloadError(f"unknown workload {path!r}: {remedy}")
+    for name in traits:
+        if name not in (*HAD, *FOUND):
+            have = ", ".join(HAD)
+            raise WorkloadError(f"trait {name!r} would change the model of {path}; others: {have}")
+
+
+def _repeated(model: nn.Module) -> tuple[str, ...]:
+    """Names of the blocks that are most of ``model``."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+    sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in lists.items()}
+    whole = max(sizes, key=lambda name: (sizes[name], -len(name)), default="")
+    parent = model.get_submodule(whole)
+    prefix = f"{whole}." if whole else ""
+    return tuple(
+        f"{prefix}{name}" for name, child in parent.named_children() if list(child.parameters())
+    )
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """``module`` without values; a tensor in two places stays one."""
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                like = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                part._parameters[name] = made.setdefault(id(parameter), like)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))
+    return module

@@ -1,0 +1,223 @@
+"""One forward and backward of a user's own model, before anything runs: can it be judged at all?
+
+The oracle repeats in one process what many ranks do.  So a model must give the same numbers
+whenever it is asked: no draws from torch's global generator, no data that move on.  What the trial
+finds besides (frozen, tied or unused parameters, gradients that are zero by construction) becomes
+traits of the cases and parts of their comparisons.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.workloads.base import Found, Region, Workload
+from shardproof.workloads.draws import generators
+from shardproof.workloads.knobs import WorkloadError
+from shardproof.workloads.layers import named_tensors
+
+if TYPE_CHECKING:
+    from shardproof.workloads.own import OwnWorkload
+
+#: Relative to the largest element of all gradients: below, a gradient may be round-off alone.
+#: Whether it is, each comparison asks again (``ZERO_FLOOR``).
+_ROUND_OFF = 1e-10
+#: What two forwards of the same numbers may differ by.
+_SAME = 1e-9
+
+
+def run(family: OwnWorkload, workload: Workload) -> Found:
+    """Try ``workload``; what it shows.
+
+    :raises WorkloadError: it cannot be judged, with the reason and what to do.
+    """
+    _check_values(family, workload)
+    first, again = (_attempt(family, workload, seed) for seed in (1, 2))
+    _check_same(family, first, again)
+    module, gradients = first.module, first.gradients
+    unused = {name for name, gradient in gradients.items() if gradient is None}
+    if len(unused) == len(gradients):
+        what = "no parameter is trained" if not gradients else "no parameter gets a gradient"
+        raise WorkloadError(f"{family.name}: {what}: the loss does not depend on the model")
+    zero = _zero_regions(_double(family, workload))
+    traits = tuple(_traits(module, unused, workload.units, first))
+    return Found(zero, frozenset(unused), traits, _relative(module, first.calls, unused))
+
+
+class _Attempt:
+    """One forward and backward: the module, its gradients, its calls, and rebound buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.loss = 0.0
+        self.gradients: dict[str, Tensor | None] = {}
+        self.calls: Counter[str] = Counter()
+        self.rebinds = False
+
+
+def _attempt(family: OwnWorkload, workload: Workload, seed: int) -> _Attempt:
+    """With torch's global generator at ``seed``."""
+    module = workload.build_for(0)()
+    workload.load(module)
+    module.train()
+    attempt = _Attempt(module)
+    before = {name: id(buffer) for name, buffer in module.named_buffers()}
+    micro = workload.whole_batch(0)
+    inputs = tuple(micro.inputs.shape)
+    with torch.random.fork_rng(devices=[]), _counted(module, attempt.calls):
+        torch.manual_seed(seed)
+        with family.told(f"model(inputs), of {micro.inputs.dtype} {inputs},"):
+            outputs = module(micro.inputs)
+        with family.told("loss(outputs, targets)"):
+            loss = family.loss(workload.params, outputs, micro)
+        attempt.loss = float(loss.detach())
+        if loss.requires_grad:
+            with family.told("the backward"):
+                loss.backward()
+    attempt.rebinds = before != {name: id(buffer) for name, buffer in module.named_buffers()}
+    attempt.gradients = {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
+    finite = all(g is None or bool(g.isfinite().all()) for g in attempt.gradients.values())
+    if attempt.loss - attempt.loss != 0.0 or not finite:
+        what = f"the loss of the first batch is {attempt.loss}"
+        what = f"{what}, its gradients are not finite" if attempt.loss == attempt.loss else what
+        raise WorkloadError(f"{family.name}: {what}, in {workload.dtype}: nothing can be compared")
+    return attempt
+
+
+@contextmanager
+def _counted(module: nn.Module, calls: Counter[str]) -> Iterator[None]:
+    hooks = [
+        part.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+        for name, part in module.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _check_values(family: OwnWorkload, workload: Workload) -> None:
+    """The model and the first batch are the same whenever they are made."""
+    one, two = (
+        {name: tensor.detach() for name, tensor, _ in named_tensors(workload.model())}
+        for _ in range(2)
+    )
+    for name in {*one, *two}:
+        if name not in one or name not in two or not torch.equal(one[name], two[name]):
+            remedy = "draw them from torch's global generator, or not at all"
+            raise WorkloadError(f"{family.name}: model(...) gives {name!r} other values: {remedy}")
+    batches = [workload.fresh_batch(0) for _ in range(2)]
+    for what in ("inputs", "targets", "weights"):
+        a, b = (getattr(batch, what) for batch in batches)
+        if a.shape != b.shape or not torch.equal(a, b):
+            remedy = "draw with its generator alone"
+            raise WorkloadError(f"{family.name}: batch(...) gives other {what}: {remedy}")
+
+
+def _check_same(family: OwnWorkload, one: _Attempt, two: _Attempt) -> None:
+    if abs(one.loss - two.loss) <= _SAME * abs(one.loss):
+        return
+    dropouts = [
+        f"{name} ({type(part).__name__}, p={part.p})"
+        for name, part in one.module.named_modules()
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p
+    ]
+    which = f": {', '.join(dropouts[:3])}" if dropouts else ""
+    raise WorkloadError(
+        f"{family.name}: two forwards of one batch give the losses {one.loss!r} and {two.loss!r}: "
+        f"the model draws from torch's global generator{which}; no cut of the work draws the same: "
+        "build it without (p=0), or draw from a torch.Generator in the module's own attribute "
+        "`generator`"
+    )
+
+
+def _double(family: OwnWorkload, workload: Workload) -> dict[str, Tensor]:
+    """Gradients of the first batch in fp64."""
+    if workload.dtype != "float64":
+        workload = Workload(family, workload.spec, "float64")
+    gradients = _attempt(family, workload, 1).gradients
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def _zero_regions(gradients: Mapping[str, Tensor]) -> dict[str, list[Region]]:
+    """Runs of rows whose gradient is round-off; rows of true zeros are compared as they are."""
+    limit = _ROUND_OFF * max(
+        (float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0
+    )
+    regions: dict[str, list[Region]] = {}
+    for name, gradient in gradients.items():
+        rows = gradient.reshape(len(gradient), -1) if gradient.dim() else gradient.reshape(1, 1)
+        if not rows.numel():
+            continue
+        largest = rows.abs().amax(1)
+        for start, stop in _runs((largest <= limit).tolist()):
+            if bool(largest[start:stop].any()):
+                rest = tuple((0, n) for n in gradient.shape[1:])
+                region = ((start, stop), *rest) if gradient.dim() else ()
+                regions.setdefault(name, []).append(region)
+    return regions
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """``(start, stop)`` of every stretch of true ones."""
+    start = None
+    for at, flag in enumerate((*flags, False)):
+        if flag and start is None:
+            start = at
+        elif not flag and start is not None:
+            yield start, at
+            start = None
+
+
+def _traits(
+    module: nn.Module, unused: set[str], units: Sequence[str], attempt: _Attempt
+) -> Iterator[str]:
+    """Traits that ``module`` has by itself."""
+    named = dict(module.named_parameters())
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [several for several in names.values() if len(several) > 1]
+    homes = [
+        {next((u for u in units if name.startswith(f"{u}.")), "") for name in several}
+        for several in tied
+    ]
+    owners = {name.rpartition(".")[0] for name in named}
+    has = {
+        "tied": any(len(home) == 1 for home in homes),
+        "tied_over_units": any(len(home) > 1 for home in homes),
+        "frozen": any(not p.requires_grad for p in named.values()),
+        "unused": bool(unused),
+        "module_twice": any(attempt.calls[name] > 1 for name in owners if name),
+        "scalar": any(not p.dim() for p in named.values()),
+        "one_element": any(p.dim() and p.numel() == 1 for p in named.values()),
+        "empty": any(not p.numel() for p in named.values()),
+        "non_contiguous": any(not p.is_contiguous() for p in named.values()),
+        "rebound_buffer": attempt.rebinds,
+        "dropout_stateful": bool(generators(module)),
+    }
+    return (name for name, there in has.items() if there)
+
+
+def _relative(module: nn.Module, calls: Mapping[str, int], unused: set[str]) -> dict[str, int]:
+    """How often one call of its parent calls a module, where that is not once."""
+    relative = {}
+    for name, part in module.named_modules():
+        own = [f"{name}.{leaf}" for leaf, _ in part.named_parameters()]
+        if not name or not own:
+            continue
+        above = name.rpartition(".")[0]
+        while above and not calls.get(above):  # a list of modules is called by nobody
+            above = above.rpartition(".")[0]
+        count, around = calls.get(name, 0), max(1, calls.get(above, 1))
+        if count and count != around:
+            relative[name] = max(1, count // around)
+        elif not count and unused.issuperset(own):
+            relative[name] = 0
+    return relative
