@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from shardproof.errors import nearest
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from shardproof.comm import Mesh
@@ -174,6 +175,27 @@ class OptimizerSpec:
     groups: tuple[GroupSpec, ...] = ()
     clip_norm: float | None = None
     scaler: ScalerSpec | None = None
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """torch's optimizer of that name.
+
+        :raises ValueError: no such optimizer.
+        """
+        import torch
+
+        kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+        if self.name not in kinds:
+            raise ValueError(f"unknown optimizer {self.name!r}; known: {', '.join(kinds)}")
+        return kinds[self.name]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What :attr:`kind` takes beside parameters; decay is that of their groups."""
+        own: dict[str, Any] = {"momentum": self.momentum}
+        if self.name == "adamw":
+            own = {"betas": self.betas, "eps": self.eps}
+        return {"lr": self.lr, **own}
 
     def lr_at(self, step: int) -> float:
         """Learning rate of optimizer step ``step`` (counted from 0), before a group's scale."""

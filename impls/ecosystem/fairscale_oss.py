@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from shardproof.contract import Kind, Piece
 from shardproof.impls.ecosystem.whole import Whole
 from shardproof.impls.reference.engine.optimizer import (
-    optimizer_kind,
     param_groups,
     unnamed_groups,
 )
@@ -44,9 +43,11 @@ class FairscaleOSS(Whole):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """torch's optimizer over what this rank owns, behind OSS."""
-        kind, arguments = optimizer_kind(self.spec)
-        groups = unnamed_groups(param_groups(self.spec, self.updated()))
-        self.oss: Any = fairscale.optim.OSS(groups, optim=kind, **arguments)
+        spec = self.spec
+        groups = unnamed_groups(param_groups(spec, self.updated()))
+        self.oss: Any = fairscale.optim.OSS(
+            groups, optim=spec.kind, **spec.arguments, foreach=False
+        )
         return self.oss
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:

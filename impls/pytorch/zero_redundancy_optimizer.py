@@ -34,7 +34,6 @@ from shardproof.contract import Capabilities, Kind, Piece
 from shardproof.impls.pytorch.ddp import Options as DDPOptions
 from shardproof.impls.pytorch.ddp import PyTorchDDP
 from shardproof.impls.reference.engine.optimizer import (
-    optimizer_kind,
     param_groups,
     unnamed_groups,
 )
@@ -72,13 +71,14 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The same kernels as elsewhere, behind ZeroRedundancyOptimizer."""
-        kind, arguments = optimizer_kind(self.spec)
+        spec = self.spec
         return ZeroRedundancyOptimizer(
-            unnamed_groups(param_groups(self.spec, self.trainable)),
-            optimizer_class=kind,
+            unnamed_groups(param_groups(spec, self.trainable)),
+            optimizer_class=spec.kind,
             process_group=self.comm.group,
             parameters_as_bucket_view=self.options.parameters_as_bucket_view,
-            **arguments,
+            foreach=False,
+            **spec.arguments,
         )
 
     def local_state(self, kind: Kind) -> list[Piece]:

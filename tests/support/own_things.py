@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.futures import Future
 
 # ---------------------------------------------------------------------------------------- DDP hooks
@@ -67,3 +68,81 @@ def sends_halves(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     work = dist.all_reduce(half, group=group, async_op=True)
     wide = bucket.buffer()
     return work.get_future().then(lambda done: wide.copy_(done.value()[0]))
+
+
+# --------------------------------------------------------------------------------------- optimizers
+
+Groups = list[dict[str, Any]]
+
+
+def sharded(groups: Groups, settings: Any) -> torch.optim.Optimizer:
+    """Sound: torch's own way of keeping each parameter's state on one rank."""
+    return ZeroRedundancyOptimizer(groups, settings.kind, foreach=False, **settings.arguments)
+
+
+class Wrapper:
+    """Sound: hands everything on to the optimizer inside."""
+
+    def __init__(self, groups: Groups, settings: Any) -> None:
+        self.optimizer = settings.kind(groups, foreach=False, **settings.arguments)
+        self.param_groups = self.optimizer.param_groups
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+class ForgetsToSend(Wrapper):
+    """Each rank updates every second parameter, and tells nobody."""
+
+    def step(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in enumerate(parameters):
+            if number % dist.get_world_size() != dist.get_rank():
+                parameter.grad = None
+        self.optimizer.step()
+
+
+class StepsTwice(Wrapper):
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.step()
+
+
+class KeepsRate(Wrapper):
+    """Holds on to the learning rate that it was made with, halved."""
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        self.optimizer.step()
+
+
+class OwnSlots(Wrapper):
+    """SGD with momentum whose state has a name of its own; without, it is sound."""
+
+    def __init__(self, groups: Groups, settings: Any) -> None:
+        super().__init__(groups, settings)
+        self.momentum, self.state = settings.momentum, dict[Tensor, dict[str, Tensor]]()
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    change = parameter.grad
+                    if change is None:
+                        continue
+                    if self.momentum:
+                        kept = self.state.setdefault(parameter, {"velocity": 0 * change})
+                        change = kept["velocity"].mul_(self.momentum).add_(change)
+                    parameter -= group["lr"] * change
+
+
+class WithoutGroups:
+    def step(self) -> None: ...
+
+
+def without_groups(groups: Groups, settings: Any) -> WithoutGroups:
+    return WithoutGroups()

@@ -30,21 +30,7 @@ def build_optimizer(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.
 
     ``foreach=False``: one kernel a parameter, so that a sharded update repeats it bit for bit.
     """
-    kind, arguments = optimizer_kind(spec)
-    return kind(groups, **arguments)
-
-
-def optimizer_kind(spec: OptimizerSpec) -> tuple[Any, dict[str, Any]]:
-    """torch's class that ``spec`` names, and its arguments: for who builds it over its own groups.
-
-    :raises ValueError: no such optimizer.
-    """
-    usual: dict[str, Any] = {"lr": spec.lr, "foreach": False}
-    if spec.name == "sgd":
-        return torch.optim.SGD, usual | {"momentum": spec.momentum}
-    if spec.name == "adamw":
-        return torch.optim.AdamW, usual | {"betas": spec.betas, "eps": spec.eps}
-    raise ValueError(f"unknown optimizer {spec.name!r}; known: sgd, adamw")
+    return spec.kind(groups, **spec.arguments, foreach=False)  # type: ignore[call-arg]
 
 
 def unnamed_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
