@@ -62,6 +62,7 @@ from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
+    Depth,
     Implementation,
     Kind,
     MicroBatch,
@@ -167,6 +168,20 @@ class Options:
         given = self.schedule.chunks if isinstance(self.schedule, Chunked) else 0
         return given or (1 if self.name in SINGLE else 2)
 
+    @property
+    def kind(self) -> Any:
+        """torch's class."""
+        return CLASSES[self.name]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it takes one stage, not a list."""
+        return self.name in SINGLE
+
+    def place(self, ranks: int) -> tuple[int, ...]:
+        """The rank of each stage along the pipe axis."""
+        return place(self, ranks)
+
     def declines(self) -> dict[str, str]:
         """Traits that torch cannot have under these options."""
         torn = {} if self.name in V_SHAPED else {"tied_over_units": TORN}
@@ -208,8 +223,8 @@ class Pipelining(Implementation):
     """The adapter."""
 
     strategy = "torch_pipelining"
-    depth = "layout"
-    options_type: ClassVar[type[Options]] = Options
+    depth: ClassVar[Depth] = "layout"
+    options_type: ClassVar[type[Any]] = Options
     stage_type: ClassVar[type[Stage]] = Stage
     features: ClassVar[frozenset[str]] = frozenset({"clipping", "accumulation", "stages"})
 
@@ -243,7 +258,7 @@ class Pipelining(Implementation):
         self.options = parse_options(self.options_type, options)
         self.build, self.spec, self.comm = build, optimizer, mesh.comm("pipe")
         self.device = torch.device(mesh.device)
-        self.place = place(self.options, self.comm.size)
+        self.place = self.options.place(self.comm.size)
         whole = build(mesh.device)
         self.begin(whole, state, mesh)
         bounds = cut(len(build.units), len(self.place), self.options.split)
@@ -286,12 +301,10 @@ class Pipelining(Implementation):
         """torch's schedule for windows like this one: it holds buffers of their shapes."""
         shapes = self.shapes(window[0].inputs) if self.options.shapes == "given" else {}
         stages = [self.make_stage(number, shapes) for number in self.parts]
-        kind, single = CLASSES[self.options.name], self.options.name in SINGLE
+        given = stages[0] if self.options.is_single else stages
         try:
-            return kind(
-                stages[0] if single else stages, len(window), loss_fn=self.loss, scale_grads=False
-            )
-        except ValueError as error:
+            return self.options.kind(given, len(window), loss_fn=self.loss, scale_grads=False)
+        except (AssertionError, TypeError, ValueError) as error:
             raise Refused(f"option 'schedule' = {self.options.name!r}: {error}") from error
 
     def make_stage(self, number: int, shapes: Mapping[int, tuple[Tensor, Tensor]]) -> Stage:
@@ -496,17 +509,27 @@ def plan(options: Options, ranks: int, micro_batches: int) -> Schedule:
         )
     if name in SINGLE:
         return (gpipe if name == "gpipe" else one_f_one_b)(ranks, micro_batches)
-    outline = {"num_stages": ranks * options.chunks, "group_size": ranks, "group_rank": 0}
-    stages = [SimpleNamespace(submod=nn.Identity(), **outline) for _ in range(options.chunks)]
-    try:
-        made = CLASSES[name](stages, micro_batches, scale_grads=False)
-    except ValueError as error:
-        raise Refused(f"option 'schedule' = {name!r}: {error}") from error
-    orders = tuple(tuple(translated(made.pipeline_order_with_comms[rank])) for rank in range(ranks))
+    made = outline(options, ranks, micro_batches)
+    orders = told_orders(made, ranks)
     # The schedule of that name takes groups of as many micro-batches as there are ranks.
     textbook = name == "interleaved" and micro_batches % ranks == 0
     shown = name if textbook else type(made).__name__
     return Schedule(shown, micro_batches, place(options, ranks), orders)
+
+
+def outline(options: Any, ranks: int, micro_batches: int) -> Any:
+    """A schedule of several stages a rank, of stages that compute nothing."""
+    form = {"num_stages": ranks * options.chunks, "group_size": ranks, "group_rank": 0}
+    stages = [SimpleNamespace(submod=nn.Identity(), **form) for _ in range(options.chunks)]
+    try:
+        return options.kind(stages, micro_batches, scale_grads=False)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise Refused(f"option 'schedule' = {options.name!r}: {error}") from error
+
+
+def told_orders(made: Any, ranks: int) -> tuple[tuple[Action, ...], ...]:
+    """What a schedule of torch's runtime says of each rank."""
+    return tuple(tuple(translated(made.pipeline_order_with_comms[rank])) for rank in range(ranks))
 
 
 def translated(order: Sequence[Any]) -> Iterator[Action]:

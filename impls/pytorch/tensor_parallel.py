@@ -85,6 +85,8 @@ class PyTorchTensorParallel(Adapter):
 
     strategy = "torch_tensor_parallel"
     depth: ClassVar[Depth] = "layout"
+    options_type: ClassVar[type[Any]] = Options
+    options: Any
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -95,7 +97,7 @@ class PyTorchTensorParallel(Adapter):
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
         """The options; the mesh is ranks along one axis."""
-        self.options = parse_options(Options, options)
+        self.options = parse_options(self.options_type, options)
         if "tensor" not in mesh.axes:
             raise Refused(f"parallelize_module needs the axis 'tensor'; this mesh has {mesh.axes}")
 

@@ -147,16 +147,21 @@ def apply_styles(
     """
     check_sizes(module, styles, mesh.size())
     orders = reorder_fused(module, styles, mesh.size())
+    parallelize(module, styles, mesh)
+    return orders
+
+
+def parallelize(module: nn.Module, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
+    """``parallelize_module``; ties and frozen parameters survive it."""
     tied = _ties(module)
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
-    parallelize_module(module, mesh, dict(styles))
+    parallelize_module(module, mesh, dict(plan))
     for first, others in tied.items():
         for other in others:
             path, _, leaf = other.rpartition(".")
             module.get_submodule(path).register_parameter(leaf, module.get_parameter(first))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    return orders
 
 
 def _ties(module: nn.Module) -> dict[str, list[str]]:

@@ -44,6 +44,13 @@ def path_of(thing: Any, what: str) -> str:
     raise SelectionError(Problem(problem, "put it at the top of a module", given))
 
 
+def _as_option(thing: Thing, what: str) -> Any:
+    """The path of ``thing``; of a schedule also ``{"name": ..., "chunks": ...}``."""
+    if what == "schedule" and isinstance(thing, Mapping) and "name" in thing:
+        return {**thing, "name": path_of(thing["name"], what)}
+    return path_of(thing, what)
+
+
 def _holds(module: str, name: str, thing: Any) -> bool:
     """Whether ``module``, once imported, is where ``name`` leads to ``thing``."""
     if module == "__main__" or module not in sys.modules or "<" in name:
@@ -78,5 +85,5 @@ def subject(
             remedy = "give a name, e.g. 'reference/ddp', or a class"
             raise SelectionError(Problem("not an implementation", remedy, repr(implementation)))
         return path_of(implementation, "class"), dict(options)
-    paths = {name: path_of(thing, name) for name, thing in there.items()}
+    paths = {name: _as_option(thing, name) for name, thing in there.items()}
     return ADAPTERS[systems[0]], {**options, **paths}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import own_models
 import own_things as own
 import pandas as pd
 import pytest
 from commands import here
 
 from shardproof import prove
+from shardproof.case import WorkloadSpec
+from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
 
 SUPPORT = Path(own.__file__).parent
@@ -79,6 +82,91 @@ checks: [equivalence, replicas]
     assert "did you mean averages?" in told
 
 
+# ------------------------------------------------------------------------------------ an optimizer
+
+
+@pytest.mark.parametrize("optimizer", [own.sharded, own.Wrapper])
+def test_a_sound_optimizer_passes(optimizer: Any) -> None:
+    frame = prove(optimizer=optimizer, settings="adamw", clip=0.5, **BOTH)
+    assert verdicts(frame) == [(2, "pass"), (3, "pass")], list(frame["reason"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (own.ForgetsToSend, "not updated: "),
+        (own.StepsTwice, "every update is 2 times the true one"),
+        (own.KeepsRate, "every update is 0.5 times the true one"),
+    ],
+)
+def test_a_wrong_optimizer_fails(optimizer: Any, says: str) -> None:
+    fails(prove(optimizer=optimizer, settings="adamw", **BOTH), says)
+
+
+def test_state_by_other_names_is_refused_and_none_is_needed() -> None:
+    frame = prove(optimizer=own.OwnSlots, **BOTH)
+    assert set(frame["verdict"]) == {"refused"}
+    assert all("keeps by parameter velocity" in reason for reason in frame["reason"])
+    plain = OptimizerSpec("sgd", momentum=0.0)
+    frame = prove(optimizer=own.OwnSlots, settings=plain, **BOTH)
+    assert set(frame["verdict"]) == {"pass"}, list(frame["reason"])
+    (row,) = prove(optimizer=own.without_groups, worlds=2).to_dict("records")
+    assert row["verdict"] == "refused"
+    assert "gives a WithoutGroups without zero_grad, param_groups" in row["reason"]
+
+
+# -------------------------------------------------------------------- a plan of tensor parallelism
+
+CHAIN: dict[str, Any] = {"workload": own_models.CHAIN}
+
+
+def test_a_sound_plan_passes() -> None:
+    frame = prove(tensor_plan=own.CHAIN_PLAN, clip=0.5, **CHAIN, **BOTH)
+    assert verdicts(frame) == [(2, "pass"), (3, "pass")], list(frame["reason"])
+
+
+def test_a_wrong_plan_fails() -> None:
+    fails(prove(tensor_plan=own.WRONG_BIAS, **CHAIN, **BOTH), "summed loss")
+    fails(prove(tensor_plan=own.cuts_heads, worlds=2), "summed loss")
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    (row,) = prove(tensor_plan=own.ELSEWHERE, worlds=2, **CHAIN).to_dict("records")
+    assert row["verdict"] == "refused" and "the model has no module 'blocks.*.up'" in row["reason"]
+
+
+# ------------------------------------------------------------------------------------- a schedule
+
+DEEP = WorkloadSpec("charnames_gpt", params={"layers": 6}, micro_batches=4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "workload"), [(own.OwnGPipe, own_models.CHAIN), (own.Ascending, DEEP)]
+)
+def test_a_sound_schedule_passes(schedule: Any, workload: Any) -> None:
+    frame = prove(schedule=schedule, workload=workload, **BOTH)
+    assert verdicts(frame) == [(2, "pass"), (3, "pass")], list(frame["reason"])
+
+
+def test_a_wrong_schedule_fails() -> None:
+    fails(prove(schedule=own.Averages, **CHAIN, **BOTH), "every gradient is 2 times too small")
+
+
+def test_an_unsound_schedule_is_not_run() -> None:
+    (row,) = prove(schedule=own.LeavesOneOut, workload=DEEP, worlds=2).to_dict("records")
+    assert row["verdict"] == "refused", row["reason"]
+    assert "Invalid backward microbatches for stage 1" in row["reason"]
+
+
+def test_a_file_of_actions_is_a_schedule() -> None:
+    file = {"name": "own_things:two_stages.csv", "chunks": 1}
+    (row,) = prove(schedule=file, worlds=2, **CHAIN).to_dict("records")
+    assert row["verdict"] == "pass", row["reason"]
+
+
+# --------------------------------------------------------------------------- what cannot be judged
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -89,6 +177,9 @@ checks: [equivalence, replicas]
         ({"hook": "own_things:dist"}, "'own_things:dist': is <module .* cannot be called"),
         ({"hook": "own_things"}, "is no path of the form package.module:name"),
         ({"implementation": "plain", "state": own.Before}, "state= belongs to hook="),
+        ({"tensor_plan": own.NO_PLAN}, "'colwise' is no ParallelStyle"),
+        ({"schedule": own.Before}, "is no schedule class of torch.distributed.pipelining"),
+        ({"schedule": "own_things:three.csv"}, "there is no file three.csv beside own_things"),
         ({"implementation": "plain", "settings": "sgd"}, "settings= belongs to optimizer="),
     ],
 )

@@ -18,11 +18,14 @@ from shardproof.impls.ecosystem import fairscale_sharded_ddp
 from shardproof.impls.pytorch import ddp as pytorch_ddp
 from shardproof.impls.pytorch import (
     ddp_hook,
+    ddp_optimizer,
     fsdp1,
     fsdp2,
     hybrid,
+    own_schedule,
     pipelining,
     tensor_parallel,
+    tensor_plan,
     zero_redundancy_optimizer,
 )
 from shardproof.impls.reference import ddp, pipeline, tensor, zero1, zero2, zero3
@@ -51,6 +54,9 @@ TAKEN: dict[str, Any] = {
     "pytorch/pipelining": pipelining.Options,
     "pytorch/hybrid": hybrid.Options,
     "pytorch/ddp_hook": ddp_hook.Options,
+    "pytorch/ddp_optimizer": ddp_optimizer.Options,
+    "pytorch/own_schedule": own_schedule.Options,
+    "pytorch/tensor_plan": tensor_plan.Options,
     "deepspeed/pipeline": deepspeed_pipeline.Options,
     "ecosystem/fairscale_sharded_ddp": fairscale_sharded_ddp.Options,
 }

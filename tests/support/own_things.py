@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.futures import Future
 
 # ---------------------------------------------------------------------------------------- DDP hooks
@@ -146,3 +148,69 @@ class WithoutGroups:
 
 def without_groups(groups: Groups, settings: Any) -> WithoutGroups:
     return WithoutGroups()
+
+
+# ------------------------------------------------------------------- plans of tensor parallelism
+
+#: For ``own_models.CHAIN``, whose layers are 0, 2 and 4.
+CHAIN_PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+class AddsBiasEverywhere(RowwiseParallel):
+    """Adds the whole bias to every rank's part of the sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        made = super()._apply(module, device_mesh)
+        made.register_forward_hook(
+            lambda own, given, output: output + (device_mesh.size() - 1) * own.bias.full_tensor()
+        )
+        return made
+
+
+WRONG_BIAS = {"0": ColwiseParallel(), "2": AddsBiasEverywhere()}
+NO_PLAN = {"0": "colwise"}
+ELSEWHERE = {"blocks.*.up": ColwiseParallel()}
+
+
+def cuts_heads(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Cuts the fused projection of the suite's GPT across queries, keys and values."""
+    names = [name for name, _ in model.named_modules()]
+    plan: dict[str, ParallelStyle] = {n: ColwiseParallel() for n in names if n.endswith(".qkv")}
+    return plan | {n: RowwiseParallel() for n in names if n.endswith("attention.out")}
+
+
+# -------------------------------------------------------------------------- schedules of pipelines
+
+
+class OwnGPipe(schedules.ScheduleGPipe):
+    """Sound: GPipe under a name of its own."""
+
+
+class Ascending(schedules.ScheduleLoopedBFS):
+    """Sound: breadth first, with backwards in the order of the forwards."""
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[Any]:
+        made = super()._calculate_single_rank_operations(rank)
+        backward = [each for each in made if each is not None and "F" not in str(each)]
+        by_stage: dict[int, list[Any]] = {}
+        for action in backward:
+            by_stage.setdefault(action.stage_index, []).append(action)
+        rest = [action for stage in by_stage.values() for action in reversed(stage)]
+        return [each for each in made if each is None or "F" in str(each)] + rest
+
+
+class Averages(schedules.ScheduleGPipe):
+    """Divides by the number of micro-batches, although losses are sums."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **{**more, "scale_grads": True})
+
+
+class LeavesOneOut(Ascending):
+    """The last rank never goes backward through micro-batch 0."""
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[Any]:
+        made = super()._calculate_single_rank_operations(rank)
+        if rank < self.pp_group_size - 1:
+            return made
+        return [a for a in made if a is None or "F" in str(a) or a.microbatch_index]
