@@ -41,6 +41,7 @@ def campaign(
     \b
     shardproof study campaign 200 --seed 7
     shardproof study campaign 50 --impl '*/fsdp*'
+    shardproof study campaign 50 --impl my_package.module:Class
     """
     from shardproof.studies.campaign import first_cases
 

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from commands import here
 
 from shardproof import registry, workloads
 from shardproof.case import Case
@@ -17,6 +19,8 @@ from shardproof.impls.reference.units.plan import Wrap, plan_units
 from shardproof.registry.declaration import Declaration
 from shardproof.studies import campaign
 from shardproof.studies.campaign import systems
+
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +168,35 @@ def test_a_batch_that_goes_with_nothing_is_drawn_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(campaign, "has_schedule", has_schedule)
     assert campaign.numbered_case(1, 5).implementation == "plain"
     assert len(set(asked)) > 1
+
+
+def test_a_campaign_of_ones_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SUPPORT)
+    drawn = campaign.first_cases(40, 3, ["adopted:GreedyZero1"])
+    assert {case.implementation for case in drawn} == {"adopted:GreedyZero1"}
+    assert {tuple(case.mesh) for case in drawn} == {("shard",)}
+    assert {case.world for case in drawn} == {1, 2, 3, 4, 5}
+    assert "bitwise" not in {case.lane for case in drawn}
+    assert campaign.by_id(drawn[7].id) == drawn[7]
+    for case in drawn:
+        assert not _declared(case).excludes_case(case, ""), case.id
+    for wrong, says in (
+        ("nowhere:Mine", "no module 'nowhere' here or installed"),
+        ("adopted:Nobody", "has no 'Nobody' in adopted"),
+    ):
+        with pytest.raises(SelectionError, match=says):
+            campaign.first_cases(1, 0, [wrong])
+    with pytest.raises(SelectionError, match="classes and names together"):
+        campaign.first_cases(1, 0, ["adopted:GreedyZero1", "reference/ddp"])
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("own_things:CompleteZero1", 0), ("adopted:GreedyZero1", 1)]
+)
+def test_it_finds_what_a_class_lacks(tmp_path: Path, name: str, code: int) -> None:
+    """The second one neither clips nor decays."""
+    words = ("study", "campaign", "4", "--seed", "5", "--impl", name)
+    done = here(*words, "--results", str(tmp_path / "run"), paths=[SUPPORT])
+    told = done.stdout + done.stderr
+    assert done.returncode == code, told
+    assert ("never observed 'after_clip'" in told) == bool(code), told

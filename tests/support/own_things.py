@@ -10,6 +10,8 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.futures import Future
 
+from shardproof.impls.reference.zero1 import ReferenceZero1
+
 # ---------------------------------------------------------------------------------------- DDP hooks
 
 
@@ -214,3 +216,12 @@ class LeavesOneOut(Ascending):
         if rank < self.pp_group_size - 1:
             return made
         return [a for a in made if a is None or "F" in str(a) or a.microbatch_index]
+
+
+# -------------------------------------------------------------------------------- a complete class
+
+
+class CompleteZero1(ReferenceZero1):
+    """All that a campaign draws from."""
+
+    depth = "family"

@@ -23,10 +23,16 @@ from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.contract import Capabilities, OptimizerSpec, Options, Refused
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.registry import preflight
+from shardproof.registry.declaration import Declaration
 from shardproof.scenarios.matrix import OVERFLOW
 from shardproof.studies.campaign.systems import (
     DYADIC,
+    LARGEST_GRID,
+    LARGEST_WORLD,
+    LAYERED,
     MOST_PROCESSES,
+    NO_BITWISE,
     NORMED,
     SYSTEMS,
     Policy,
@@ -57,8 +63,19 @@ POLICIES: Sequence[tuple[str, Policy]] = (
 def first_cases(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Case]:
     """The first ``count`` random clean cases of ``seed`` whose implementation a glob matches.
 
-    :raises SelectionError: a pattern that matches none of a campaign's systems.
+    A ``package.module:Class`` is drawn alone, over the axes that it declares.
+
+    :raises SelectionError: a pattern that matches none of a campaign's systems, or a class that
+        cannot be loaded, or that stands beside names.
     """
+    own = [pattern for pattern in patterns if ":" in pattern]
+    if own:
+        if len(own) < len(patterns):
+            remedy = "draw them in campaigns of their own"
+            raise SelectionError(Problem("--impl: classes and names together", remedy, own[0]))
+        preflight.check(own)
+        systems = tuple(map(own_system, own))
+        return [numbered_case(number, seed, systems) for number in range(count)]
     known = sorted({system.name for system in SYSTEMS})
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
@@ -78,17 +95,22 @@ def by_id(name: str) -> Case | None:
     drawn = _ID.match(name)
     if drawn is None:
         return None
-    case = numbered_case(int(drawn[2]), int(drawn[1]))
+    system = name.split("::")[2]
+    systems = SYSTEMS
+    if ":" in system:
+        preflight.check([system])
+        systems = (own_system(system),)
+    case = numbered_case(int(drawn[2]), int(drawn[1]), systems)
     if case.id != name:
         remedy = "campaigns of another version of the suite cannot be repeated"
         raise SelectionError(Problem("no such case", remedy, name))
     return case
 
 
-def numbered_case(number: int, seed: int) -> Case:
+def numbered_case(number: int, seed: int, systems: Sequence[System] = SYSTEMS) -> Case:
     source = random.Random(f"{seed} {number}")
     while True:
-        case = _drawn(source, f"campaign-{seed}::{number:04d}")
+        case = _drawn(source, f"campaign-{seed}::{number:04d}", systems)
         if case is not None:
             return case
 
@@ -110,9 +132,39 @@ def has_schedule(name: str, options: Options, mesh: Mapping[str, int], micro_bat
     return True
 
 
-def _drawn(source: random.Random, prefix: str) -> Case | None:
+def own_system(name: str) -> System:
+    """A user's own class, which :func:`preflight.check` has loaded before.
+
+    Options are its defaults.  Equal bits are not asked for: whether ranks or micro-batches are
+    added up first, it does not say.
+
+    :raises SelectionError: it takes no default options.
+    """
+    try:
+        declared = Declaration.of(registry.load(name), {})
+    except Refused as error:
+        raise SelectionError(Problem(f"--impl: {error}", "give options defaults", name)) from error
+    most, several = declared.max_world or LARGEST_WORLD, len(declared.axes) > 1
+    sizes = range(1, 3 if several or "tensor" in declared.axes else LARGEST_WORLD + 1)
+    meshes = [
+        dict(zip(declared.axes, shape, strict=True))
+        for shape in itertools.product(sizes, repeat=len(declared.axes))
+        if math.prod(shape) <= min(most, LARGEST_GRID)
+    ]
+    exact = {"float32", "float64"} & {*declared.dtypes}
+    chosen = LAYERED if "tensor" in declared.axes else System.workloads
+    return System(
+        name,
+        meshes,
+        stages=lambda setup: setup.size("pipe") if "pipe" in setup.mesh else 0,
+        workloads=tuple(workload for workload in chosen if exact or workload != DYADIC),
+        lanes=NO_BITWISE if "float64" in declared.dtypes else ("working_precision",),
+    )
+
+
+def _drawn(source: random.Random, prefix: str, systems: Sequence[System]) -> Case | None:
     """A case whose id begins with ``prefix``; ``None`` if no batch goes with what is drawn."""
-    system = source.choices(SYSTEMS, [system.chance for system in SYSTEMS])[0]
+    system = source.choices(systems, [system.chance for system in systems])[0]
     setup = _setup(source, system)
     declared = registry.load(system.name).capabilities(setup.options)
     backend = source.choice([name for name in BACKENDS if name in declared.backends])
