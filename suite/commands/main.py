@@ -19,6 +19,7 @@ from shardproof.commands import (
     bench,
     compare,
     evidence,
+    init,
     list,
     mutants,
     report,
@@ -47,6 +48,7 @@ app = typer.Typer(
     shardproof run                                             the quick conformance matrix
     shardproof run -k "reference/ddp and gloo and replicate3"  a part of it
     shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
+    shardproof init mine:MyDDP                                 a test, gate and workflow for it
     shardproof run --resume --results results/RUN              go on with that run
     shardproof list cases                                      what there is to run
     shardproof mutants                                         prove that the checks can fail
@@ -66,6 +68,7 @@ app = typer.Typer(
 
 app.command()(run.run)
 app.command("list")(list.list_)
+app.command(short_help="Write test, policy, baseline and workflow for your own.")(init.init)
 app.command(short_help="Check scenario files.")(scenario_files.check_scenario)
 app.command()(scenario_files.schema)
 app.command(short_help="Plant every fault and see its check catch it.")(mutants.mutants)

@@ -1,0 +1,108 @@
+"""``shardproof init``: what a repository of one's own needs to judge its strategy from now on.
+
+tests/test_shardproof.py           a test with the fixture, which any pytest has
+conformance/strategy.yaml          the cases of the gate
+conformance/policy.yaml            what breaks it
+conformance/baseline.json          what these cases gave here and now
+.github/workflows/shardproof.yaml  runs them for every pull request, and the gate
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardproof import VERSION
+from shardproof.commands import options, run
+from shardproof.commands.console import echo
+from shardproof.errors import Problem, SelectionError
+from shardproof.files import write_whole
+
+TEST = '''\
+"""Splitting the work over ranks changes nothing but the cost."""
+
+
+def test_strategy(shardproof):
+    shardproof("@IMPL@", @MESHES@)
+'''
+#: The template beside this file, and where it goes.
+PLACES = {
+    "strategy.yaml": Path("conformance/strategy.yaml"),
+    "policy.yaml": Path("conformance/policy.yaml"),
+    "workflow.yaml": Path(".github/workflows/shardproof.yaml"),
+}
+BASELINE = Path("conformance/baseline.json")
+
+
+def init(
+    impl: Annotated[str, typer.Argument(metavar="IMPL", help="package.module:Class, or a name")],
+    into: Annotated[Path, typer.Option("--into", metavar="DIR", help="the repository")] = Path(),
+    install: Annotated[
+        str, typer.Option("--install", metavar="REQ", help="what pip installs the suite from in CI")
+    ] = f"shardproof=={VERSION}",
+    force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
+    jobs: options.Jobs = None,
+) -> None:
+    """Write a test, scenario, policy, baseline and workflow for a strategy of your own.
+
+    Runs the scenario (8 cases, under a minute) for the baseline. Exit codes are those of `run`.
+
+    \b
+    shardproof init my_package.module:MyStrategy
+    """
+    from shardproof import registry
+    from shardproof.compare import baseline
+    from shardproof.registry import preflight
+    from shardproof.registry.declaration import Declaration
+    from shardproof.scenarios.selection import Selection
+    from shardproof.scenarios.vocabulary import installed
+
+    registry.check(impl)
+    axes = preflight.check([impl]).get(impl) or list(Declaration.of(registry.load(impl), {}).axes)
+    texts = written(impl, axes, install)
+    there = [path for path in (*texts, BASELINE) if (into / path).exists()]
+    if there and not force:
+        remedy = "--force replaces them, or name another repository by --into"
+        problems = [Problem("is there already", remedy, file=str(into / path)) for path in there]
+        raise SelectionError(problems)
+    for path, text in texts.items():
+        (into / path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(into / path, text)
+        echo(f"wrote {into / path}")
+    cases = Selection([str(into / PLACES["strategy.yaml"])]).cases(installed())
+    with tempfile.TemporaryDirectory(prefix="shardproof-init-") as folder:
+        code = 0
+        try:
+            run.run_and_exit(cases, None, jobs, Path(folder) / "run")
+        except typer.Exit as ended:
+            code = ended.exit_code
+        baseline.save(baseline.load(str(Path(folder) / "run")), into / BASELINE)
+    echo(f"wrote {into / BASELINE}")
+    if code:
+        echo(
+            "not all cases hold: the baseline says so, and the gate breaks until they do", err=True
+        )
+    raise typer.Exit(code)
+
+
+def written(impl: str, axes: Sequence[str], install: str) -> Mapping[Path, str]:
+    """Path -> text of all files but the baseline; ``axes`` are those that ``impl`` declares."""
+    sizes = ", ".join(f"{axis}: 2" for axis in axes)
+    mesh = f"{{{sizes}}}" if len(axes) > 1 else f"{{{axes[0]}: [2, 3]}}"
+    quoted = ", ".join(f'"{axis}": 2' for axis in axes)
+    values = {
+        "@IMPL@": impl,
+        "@MESHES@": f"meshes=[{{{quoted}}}]" if len(axes) > 1 else "worlds=(2, 3)",
+        "@MESH@": mesh,
+        "@INSTALL@": install,
+    }
+    templates = {Path("tests/test_shardproof.py"): TEST}
+    for name, path in PLACES.items():
+        templates[path] = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    for mark, value in values.items():
+        templates = {path: text.replace(mark, value) for path, text in templates.items()}
+    return templates

@@ -1,0 +1,145 @@
+"""``shardproof init``: what it writes runs as it stands, passes the sound class and not another."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from commands import here, python
+
+from shardproof.commands import main
+from shardproof.commands.init import BASELINE, PLACES, written
+from shardproof.compare import policy
+
+ROOT = Path(__file__).parents[2]
+MINE = """\
+from shardproof.impls.reference.zero1 import ReferenceZero1
+
+
+class Mine(ReferenceZero1):
+    depth = "family"
+"""
+SPOILT = """
+    def step(self, batch, observe):
+        for micro in batch.micro_batches:
+            micro.weights.mul_(0.5)
+        return super().step(batch, observe)
+"""
+WORKFLOW = ROOT / "suite/commands/init/workflow.yaml"
+ACTION = ROOT / "deploy/ci/action.yaml"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Somebody's, after `shardproof init`."""
+    folder = tmp_path_factory.mktemp("repository")
+    (folder / "mine.py").write_text(MINE)
+    done = here("init", "mine:Mine", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 judged (8 pass)" in done.stdout + done.stderr
+    return folder
+
+
+def test_it_writes_what_it_says_and_nothing_else(repository: Path) -> None:
+    files = {str(p.relative_to(repository)) for p in repository.rglob("*") if p.is_file()}
+    files = {file for file in files if "__pycache__" not in file}
+    test = "tests/test_shardproof.py"
+    assert files == {"mine.py", test, str(BASELINE), *map(str, PLACES.values())}
+    read = policy.read(repository / PLACES["policy.yaml"]).policy
+    assert read.level("fail") == "break" and read.level("skip") == "new"
+    again = here("init", "mine:Mine", cwd=repository)
+    assert again.returncode == 2 and again.stderr.count("is there already") == len(files) - 1
+
+
+def test_its_test_passes(repository: Path) -> None:
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=repository)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_its_workflow_runs_and_its_gate_judges(
+    repository: Path, tmp_path: Path, spoilt: bool
+) -> None:
+    """The steps' own texts, by a shell; the target branch is the repository as `init` left it."""
+    (tmp_path / "mine.py").write_text(MINE + (SPOILT if spoilt else ""))
+    for name in ("conformance", "target/conformance"):
+        (tmp_path / name).mkdir(parents=True)
+        for file in (repository / "conformance").iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    tool = tmp_path / "bin" / "shardproof"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shardproof "$@"\n')
+    tool.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tool.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+    }
+    codes = []
+    steps = _steps(yaml.safe_load((repository / PLACES["workflow.yaml"]).read_text()))
+    for name in ("Run", "Gate"):
+        (text,) = [step["run"] for step in steps if step.get("name") == name]
+        done = subprocess.run(
+            ["bash", "-e", "-c", text],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+        )
+        codes.append(done.returncode)
+    assert codes == [0, int(spoilt)], done.stdout + done.stderr
+
+
+def test_a_class_that_is_not_there_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    done = here("init", "nowhere:Mine", cwd=tmp_path)
+    assert done.returncode == 2 and "no module 'nowhere' here or installed" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_axes_make_a_mesh() -> None:
+    texts = written("mine:Mine", ["replicate", "shard"], "shardproof")
+    scenario = yaml.safe_load(texts[PLACES["strategy.yaml"]])
+    assert scenario["matrix"]["mesh"] == {"replicate": 2, "shard": 2}
+    assert 'meshes=[{"replicate": 2, "shard": 2}]' in texts[Path("tests/test_shardproof.py")]
+
+
+def _steps(document: Any) -> list[dict[str, Any]]:
+    if "runs" in document:
+        return list(document["runs"]["steps"])
+    (job,) = document["jobs"].values()
+    return list(job["steps"])
+
+
+@pytest.mark.parametrize("file", [WORKFLOW, ACTION], ids=["workflow", "action"])
+def test_actions_are_pinned_and_options_exist(file: Path) -> None:
+    group: Any = typer.main.get_command(main.app)
+    found = []
+    for step in _steps(yaml.safe_load(file.read_text())):
+        used = step.get("uses", "")
+        assert not used or re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", used), used
+        words = shlex.split(str(step.get("run", "")).split("||")[0])
+        if words[:1] == ["shardproof"]:
+            known = {option for p in group.commands[words[1]].params for option in p.opts}
+            assert {word for word in words[2:] if word.startswith("--")} <= known
+            found.append(words[1])
+            # Inputs reach the shell as variables, never as text.
+            assert "${{" not in step["run"]
+    assert found == ["run", "gate"]
+
+
+def test_the_action_s_defaults_are_where_init_writes() -> None:
+    inputs = yaml.safe_load(ACTION.read_text())["inputs"]
+    named = {inputs[name]["default"] for name in ("scenario", "baseline", "policy")}
+    wanted = (PLACES["strategy.yaml"], PLACES["policy.yaml"], BASELINE)
+    assert named == set(map(str, wanted))
