@@ -33,7 +33,7 @@ _on_call: Callable[[str], None] | None = None
 _on_wait: Callable[[bool], object] = bool
 
 
-def listen(on_call: Callable[[str], None], on_wait: Callable[[bool], object]) -> None:
+def listen(on_call: Callable[[str], None] | None, on_wait: Callable[[bool], object]) -> None:
     """Tell the heartbeat about every call made in this process, in one line, and every wait."""
     global _on_call, _on_wait
     _on_call, _on_wait = on_call, on_wait

@@ -26,6 +26,7 @@ from shardproof.commands import (
     run,
     scenario_files,
     study,
+    watch,
 )
 from shardproof.commands.console import echo
 from shardproof.errors import InputError, Problem
@@ -55,6 +56,7 @@ app = typer.Typer(
     shardproof bench reference/ddp pytorch/ddp --size 20m      compare speed on this machine
     shardproof compare RUN RUN                                 what differs between runs
     shardproof gate RUN --against BASELINE                     fail CI on regressions
+    shardproof watch train.py --nproc 4                        watch a training script
     shardproof study NAME                                      measure the suite itself
 
     \b
@@ -80,6 +82,7 @@ app.command(short_help="Look for what would make runs fail here.")(evidence.doct
 app.command(short_help="Say what differs between runs.")(compare.compare)
 app.command(short_help="Judge a run beside a baseline, by a policy.")(compare.gate)
 app.command(short_help="Time pairs of implementations, or what more ranks gain.")(bench.bench)
+app.command(short_help="Run a training script and say where its ranks part.")(watch.watch)
 app.add_typer(study.studies, name="study", short_help="Measure the suite itself.")
 app.command("calibrate", hidden=True)(study.calibrate_by_its_old_name)
 

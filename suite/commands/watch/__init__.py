@@ -1,0 +1,164 @@
+"""``shardproof watch``: a training script under observation."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardproof import verdicts
+from shardproof.commands import options
+from shardproof.commands.console import make_console, print_line
+from shardproof.errors import Problem, SelectionError
+
+
+def watch(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [-- ARGUMENTS]", help="a training script, and what it is given"
+        ),
+    ] = None,
+    nproc: Annotated[
+        int, typer.Option("--nproc", metavar="N", min=1, max=1024, help="number of ranks")
+    ] = 2,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            "--replicas",
+            metavar="SETS",
+            help="ranks that hold the same parameters: all, a number of consecutive ranks, or "
+            "sets such as 0,2/1,3 (default: what wrappers and meshes say, else all)",
+        ),
+    ] = "",
+    every: Annotated[
+        int | None,
+        typer.Option(
+            "--every",
+            metavar="K",
+            min=1,
+            help="compare every K-th step (default: as often as costs 5 % at most)",
+        ),
+    ] = None,
+    standstill: Annotated[
+        float,
+        typer.Option(
+            "--standstill",
+            metavar="S",
+            min=1,
+            help="end ranks when none has computed, entered or left a call for S seconds",
+        ),
+    ] = 300.0,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            metavar="FOLDER",
+            help="a new folder for what is found",
+            parser=options.named,
+        ),
+    ] = None,
+    judge: Annotated[
+        Path | None,
+        typer.Option(
+            "--judge", metavar="FOLDER", help="start nothing; judge what ranks left in FOLDER"
+        ),
+    ] = None,
+) -> None:
+    """Run an unmodified training script on N ranks and say at which step ranks part, and why.
+
+    \b
+    shardproof watch train.py --nproc 4
+    shardproof watch train.py --nproc 4 -- --epochs 3 --lr 0.1     arguments of the script
+    shardproof watch train.py --nproc 8 --replicas 0-3/4-7         two sets of equal ranks
+    shardproof watch --judge results/20260102-030405-watch         once more, from what is left
+
+    Under your own torchrun, on one machine or many: `import shardproof.watch` as the first line of
+    the script, or `torchrun --nproc-per-node 4 -m shardproof.watch train.py`.
+
+    \b
+    Sees: initial parameters, gradients, optimizer state and parameters that differ between
+          ranks, by a checksum of their bits at steps 1 to 3, then every K-th, and at the end;
+          learning rates and other hyperparameters that differ; values that are not finite;
+          collectives of another order or shape; other numbers of steps;
+          ranks that die, stop or wait for ever, with the line of the script.
+    Says: bytes by operation, memory by class, and what it could not see.
+
+    It compares replicas and has no oracle: what is equal on all ranks may still be wrong. K is
+    chosen so that comparing costs 5 % of a step at most. docs/watch.md has the details.
+
+    Exit codes: 0 all that was compared held, 1 a fault, a crash or a hang, 2 bad input,
+    3 nothing could be compared, 130 Ctrl-C.
+    """
+    if judge is not None:
+        if script:
+            remedy = "leave it out: --judge starts nothing"
+            raise SelectionError(Problem("a script beside --judge", remedy, script[0]))
+        raise typer.Exit(_shown(judge))
+    if not script:
+        remedy = "name a script: shardproof watch train.py --nproc 4"
+        raise SelectionError(Problem("no script", remedy))
+    if not Path(script[0]).is_file():
+        remedy = "name a Python file; arguments of the script stand after --"
+        raise SelectionError(Problem("no such script", remedy, script[0]))
+    variables = {}
+    if replicas:
+        from shardproof.watch import replica_sets
+
+        replica_sets.parse(replicas, nproc)
+        variables["SHARDPROOF_WATCH_REPLICAS"] = replicas
+    if every is not None:
+        variables["SHARDPROOF_WATCH_EVERY"] = str(every)
+    folder = _new(results)
+    raise typer.Exit(_watched(script, nproc, folder, variables, standstill))
+
+
+def _new(results: Path | None) -> Path:
+    """A new folder for this run.
+
+    :raises SelectionError: it holds something, or cannot be made.
+    """
+    from shardproof.commands.supervision import RESULTS
+
+    folder = results or RESULTS / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-watch"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            remedy = "name a new folder: nothing is mixed with what another run left"
+            raise SelectionError(Problem("--results: holds something", remedy, str(folder)))
+    except OSError as error:
+        what = f"--results: {error.strerror}"
+        raise SelectionError(Problem(what, "name a folder to write into", str(folder))) from None
+    return folder
+
+
+def _watched(
+    script: list[str], nproc: int, folder: Path, variables: dict[str, str], standstill: float
+) -> int:
+    from shardproof.commands.supervision import Interrupts
+    from shardproof.watch import launch
+
+    interrupted = False
+    with Interrupts():
+        try:
+            launch.run(script, nproc, folder, variables, standstill)
+        except KeyboardInterrupt:
+            interrupted = True
+    code = _shown(folder)
+    return verdicts.INTERRUPTED if interrupted else code
+
+
+def _shown(folder: Path) -> int:
+    """Judge ``folder``, show and write the report; the exit code."""
+    from shardproof.watch import judge, report
+
+    judged = judge.judge(folder)
+    world = max(one.world for one in judged.records.values())
+    made = report.Report(judged, sorted({*range(world)} - {*judged.records}))
+    console = make_console()
+    report.show(made, console.print)
+    report.write(made, folder)
+    print_line(console, f"evidence: {folder}")
+    return verdicts.exit_code({judged.verdict: 1})

@@ -1,0 +1,241 @@
+"""The collectives of one rank: the last ones in a file that outlives it, and totals.
+
+Collectives of a group must be the same on all its members, in the same order.  So each has a
+number in its group and a *chain*: a checksum of all texts up to it.  The first number at which the
+chains of two ranks differ is the first call that differs, however the ranks end
+(:func:`first_difference`).
+
+The file has one head (magic, calls so far) and entries of 256 bytes, call n at entry n % 2048::
+
+    0    number       8   of all calls of the rank, from 1; 0: empty
+    8    in group     8   number in its group, from 1; 0: a message between two ranks
+    16   chain        4   checksum of the group's texts so far
+    20   text         2 + 110   the call
+    132  place        2 + 66    file:line of the script
+    200  group        2 + 54    its ranks
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardproof.backends.request import Request
+from shardproof.files import Stored
+from shardproof.launch import heartbeat
+
+_MAGIC = b"SHPCALLS"
+_HEAD = struct.Struct("<8sQ")
+_ENTRY = struct.Struct("<QQI")
+ENTRIES, _SIZE, _START = 2048, 256, 64
+#: Offset and room of each text of an entry.
+_TEXT, _PLACE, _GROUP = (20, 112), (132, 68), (200, 56)
+#: Their sizes are each rank's own.
+_UNEQUAL = frozenset({"all_to_all", "gather", "scatter"})
+_BETWEEN_TWO = frozenset({"send", "recv"})
+#: Texts and loads of so many different calls are kept.
+_KNOWN = 4096
+
+_SUITE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as the file tells it."""
+
+    number: int
+    in_group: int
+    chain: int
+    text: str
+    place: str
+    group: str
+
+
+@dataclass
+class Total(Stored):
+    """All calls of one operation, dtype and group; bytes as the traffic ledger defines them."""
+
+    operation: str
+    dtype: str
+    group: str
+    calls: int = 0
+    payload_bytes: int = 0
+    #: This rank's share of what is sent, in the model of the traffic ledger.
+    logical_bytes: Fraction = field(default_factory=Fraction)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is the same whenever a call is made again."""
+
+    text: str
+    same: str
+    loads: tuple[tuple[str, int, Fraction], ...]
+
+
+class Calls:
+    """Writes the file ``path`` and counts.  Not called by two threads at once."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(_START + ENTRIES * _SIZE))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        _HEAD.pack_into(self._map, 0, _MAGIC, 0)
+        self.totals: dict[tuple[str, str, str], Total] = {}
+        self.count = 0
+        self._groups: dict[str, tuple[int, int]] = {}
+        self._forms: dict[Any, _Form] = {}
+
+    def note(self, request: Request, group: str, size: int, rank: int) -> None:
+        """Write down that ``request`` is made now, on the group of these ranks."""
+        form = self._form(request, size, rank)
+        number, chain = 0, 0
+        if request.operation not in _BETWEEN_TWO:
+            number, chain = self._groups.get(group, (0, 0))
+            number, chain = number + 1, zlib.crc32(form.same.encode(), chain)
+            self._groups[group] = (number, chain)
+        self.count += 1
+        base = _START + self.count % ENTRIES * _SIZE
+        _ENTRY.pack_into(self._map, base, 0, number, chain)  # not valid while it changes
+        place = _place(sys._getframe(1))
+        for text, (offset, room) in ((form.text, _TEXT), (place, _PLACE), (group, _GROUP)):
+            data = text.encode("utf-8", "replace")
+            data = data[: room - 2] if offset != _PLACE[0] else data[-(room - 2) :]
+            start = base + offset
+            self._map[start : start + 2 + len(data)] = struct.pack("<H", len(data)) + data
+        struct.pack_into("<Q", self._map, base, self.count)
+        struct.pack_into("<Q", self._map, 8, self.count)
+        for dtype, payload, share in form.loads:
+            key = (request.operation, dtype, group)
+            total = self.totals.get(key)
+            if total is None:
+                total = self.totals[key] = Total(*key)
+            total.calls += 1
+            total.payload_bytes += payload
+            total.logical_bytes += share
+        heartbeat.note(f"{form.text} on {group}")
+
+    def _form(self, request: Request, size: int, rank: int) -> _Form:
+        sides = (request.inputs, request.outputs)
+        shapes = tuple(tuple((t.dtype, t.numel()) for i in side for t in i) for side in sides)
+        key = (request.operation, request.reduce, request.root, request.peer, size, shapes)
+        form = self._forms.get(key)
+        if form is None:
+            loads = tuple((dt, n, share) for dt, _, n, share in request.loads(size, rank))
+            form = _Form(request.text(), _same(request), loads)
+            if len(self._forms) < _KNOWN:
+                self._forms[key] = form
+        return form
+
+
+def _same(request: Request) -> str:
+    """What must be equal on all ranks of the group."""
+    if request.operation in _UNEQUAL:
+        return f"{request.operation} {request.reduce} {request.root}"
+    if request.operation == "all_gather":  # ranks may give tensors of different sizes in a list
+        received = "+".join(str(t.numel()) for item in request.outputs for t in item)
+        return f"all_gather {received}"
+    return request.text()
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line outside of torch and the suite: ``train.py:12``."""
+    for _ in range(40):
+        if frame is None:
+            break
+        file = frame.f_code.co_filename
+        if not file.startswith((_SUITE, "<")) and "/torch/" not in file:
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def read(path: Path) -> list[Call]:
+    """The last calls of a rank, oldest first.
+
+    :raises ValueError: the file is no file of calls.
+    """
+    data = path.read_bytes()
+    if data[:8] != _MAGIC or len(data) != _START + ENTRIES * _SIZE:
+        raise ValueError(f"{path}: no file of calls")
+    found = []
+    for base in range(_START, len(data), _SIZE):
+        number, in_group, chain = _ENTRY.unpack_from(data, base)
+        if number:
+            texts = (_read_text(data, base + offset) for offset, _ in (_TEXT, _PLACE, _GROUP))
+            found.append(Call(number, in_group, chain, *texts))
+    return sorted(found, key=lambda call: call.number)
+
+
+def _read_text(data: bytes, start: int) -> str:
+    (length,) = struct.unpack_from("<H", data, start)
+    return data[start + 2 : start + 2 + length].decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first call of a group that two ranks do not have in common."""
+
+    group: str
+    in_group: int
+    #: Rank -> its call of that number; a rank that never made it is not here.
+    calls: Mapping[int, Call]
+    #: Whether earlier calls that the files have lost differ already.
+    earlier: bool
+
+
+def first_difference(ranks: Mapping[int, list[Call]]) -> Difference | None:
+    """The first call that differs, of the group where most was in common; ``None``: all agree.
+
+    Ranks that made fewer calls so far agree; see :func:`behind`.
+    """
+    for group, members in sorted(_by_group(ranks).items()):
+        common = set.intersection(*({*calls} for calls in members.values()))
+        for number in sorted(common):
+            calls = {rank: by_number[number] for rank, by_number in members.items()}
+            if len({call.chain for call in calls.values()}) > 1:
+                earlier = len({call.text for call in calls.values()}) == 1
+                return Difference(group, number, calls, earlier)
+    return None
+
+
+def behind(ranks: Mapping[int, list[Call]]) -> Difference | None:
+    """The call that some member of a group has made and another never did, the first of them."""
+    for group, members in sorted(_by_group(ranks).items()):
+        last = {rank: max(calls, default=0) for rank, calls in members.items()}
+        number = min(last.values()) + 1
+        made = {r: calls[number] for r, calls in members.items() if number in calls}
+        if made and len(made) < len(members):
+            return Difference(group, number, made, earlier=False)
+    return None
+
+
+def _by_group(ranks: Mapping[int, list[Call]]) -> dict[str, dict[int, dict[int, Call]]]:
+    """Group -> rank -> number -> call, for groups with several members."""
+    groups: dict[str, dict[int, dict[int, Call]]] = {}
+    for rank, calls in ranks.items():
+        for call in calls:
+            if call.in_group:
+                members = groups.setdefault(call.group, {r: {} for r in members_of(call.group)})
+                members.setdefault(rank, {})[call.in_group] = call
+    known = {name: {r: m[r] for r in m if r in ranks} for name, m in groups.items()}
+    return {name: members for name, members in known.items() if len(members) > 1}
+
+
+def members_of(group: str) -> list[int]:
+    """The ranks that ``ranks 0-2,5`` or ``ranks 0-2,5 (group 3)`` names."""
+    members: list[int] = []
+    listed = group.partition(" (")[0].removeprefix("ranks ").removeprefix("rank ")
+    for part in listed.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            members += range(int(first), int(last or first) + 1)
+    return members

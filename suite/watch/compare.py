@@ -1,0 +1,404 @@
+"""Replicas of one optimizer, compared over ranks every k steps.
+
+At a compared step each rank sends one row of numbers, checksums among them, and goes on; it reads
+the rows of the others at its next step.  All ranks read the same table, so all draw the same
+conclusions without another word: whether something differs, whether to exchange a checksum for each
+parameter to name it, and which step is compared next.
+
+Steps 1 to 3 are compared, then every k-th, such that comparing costs :data:`SHARE` of the time at
+most: k follows from the slowest rank's cost over its own step.  So the first step at which ranks
+part is known as an interval.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from shardproof.backends.errors import name_ranks, spans
+from shardproof.table import some
+from shardproof.watch import snapshot
+from shardproof.watch.checksum import folded, of_text
+from shardproof.watch.exchange import BrokenExchange, Exchange, Pending
+from shardproof.watch.found import Found, find, is_sparse, local
+from shardproof.watch.record import Finding, Kind, RankRecord, Watched
+from shardproof.watch.wording import NAMED, described, differing, odd
+
+#: Of the time of a step; the issue allows a tenth, and the calls that are noted cost as well.
+SHARE = 0.05
+#: Steps that are always compared.
+FIRST = 3
+#: Most replica sets of one optimizer.
+CLASSES = 4
+
+_STEP, _END = 1, 2
+_TYPE, _NUMBER, _AT, _COST, _TIME, _COUNT, _SIGNATURE, _FORM, _HYPER, _OPTIMIZERS = range(10)
+_CLASS = 10
+#: What is compared of each replica set, in causal order, as it stands in a row after the set's key.
+KINDS: tuple[Kind, ...] = ("initial parameters", "gradients", "optimizer state", "parameters")
+_ROW = _CLASS + CLASSES * (1 + len(KINDS))
+
+Table = list[list[int]]
+
+
+class Compared:
+    """One optimizer of this rank."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        exchange: Exchange | None,
+        record: RankRecord,
+        replicas: Sequence[Sequence[int]] | None,
+        every: int | None,
+    ) -> None:
+        self.number, self.record, self._exchange = number, record, exchange
+        self._replicas, self._every = replicas, every
+        self.seen = Watched(type(optimizer).__name__, every=every or 1)
+        record.optimizers.append(self.seen)
+        self.found = Found()
+        self._held = -1
+        self._next = 1
+        self._due = False
+        self._pending: Pending | None = None
+        self._alone: list[int] = []
+        self._sums: dict[Kind, list[int]] = {}
+        self._hyper: list[dict[str, str]] = []
+        self._classes: list[tuple[int, ...]] = []
+        self._members: list[list[int]] = []
+        self._equal: dict[Kind, int] = {}
+        self._told: set[Kind] = set()
+        self._parted = False
+        self._ratios: deque[float] = deque(maxlen=3)
+        self._times: deque[float] = deque(maxlen=5)
+        self._before = 0.0
+        #: Seconds spent here since the last step began, without waits for other ranks.
+        self._spent = 0.0
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def before(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        """The optimizer is about to make a step."""
+        began = time.perf_counter()
+        if self._before:
+            self._times.append(max(1e-6, began - self._before - self._spent))
+        self._before, self._spent = began, 0.0
+        waited = self._settle()
+        self.seen.steps += 1
+        self._due = self.seen.steps == self._next
+        if self._due:
+            self._look(optimizer)
+            self._sums = {}
+            if self.seen.steps == 1:
+                self._keep("initial parameters", snapshot.of_parameters(self.found.tracked).sums)
+            gradients = [one.parameter.grad for one in self.found.tracked]
+            if not has_closure and any(gradient is not None for gradient in gradients):
+                self._keep("gradients", snapshot.of_gradients(self.found.tracked).sums)
+                self._finite("gradient", [snapshot.dense(gradient) for gradient in gradients])
+            self._hyper = snapshot.hyperparameters(optimizer)
+        self._spent += time.perf_counter() - began - waited
+
+    def after(self, optimizer: torch.optim.Optimizer) -> bool:
+        """The step is made; whether it is compared."""
+        if not self._due:
+            return False
+        began = time.perf_counter()
+        self._compare(optimizer, _STEP)
+        self._next = 0  # until the table is read
+        if self._exchange is None:
+            self._schedule([self._alone])
+        self._spent += time.perf_counter() - began
+        self.seen.cost_seconds = self._spent
+        return True
+
+    def end(self, optimizer: torch.optim.Optimizer, optimizers: int) -> None:
+        """The script ends: compare what the last step left, if it was not."""
+        self._settle()
+        if self._exchange is None or self._exchange.broken:
+            return
+        self._look(optimizer)
+        self._sums, self._hyper = {}, snapshot.hyperparameters(optimizer)
+        self._compare(optimizer, _END, optimizers)
+        self._settle()
+
+    # ----------------------------------------------------------------------------------- details
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find the parameters, again if there are others than before."""
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        if held == self._held:
+            return
+        self._held, self.found = (
+            held,
+            find(optimizer, self.record.rank, self.record.world, self._replicas),
+        )
+        sets = list(dict.fromkeys(one.replicas for one in self.found.tracked))
+        for one in self.found.tracked:
+            if one.replicas in sets[CLASSES:]:
+                self.found.not_compared[one.name] = f"more than {CLASSES} sets of replicas"
+        self.found.tracked = [o for o in self.found.tracked if o.replicas in sets[:CLASSES]]
+        self._classes = sets[:CLASSES]
+        self._members = [
+            [n for n, one in enumerate(self.found.tracked) if one.replicas == ranks]
+            for ranks in self._classes
+        ]
+        sparse = [o.name for o in self.found.tracked if is_sparse(o)]
+        self.seen.tracked = len(self.found.tracked)
+        parts = [local(one.parameter) for one in self.found.tracked]
+        self.seen.tracked_bytes = sum(part.numel() * part.element_size() for part in parts)
+        self.seen.not_compared = dict(self.found.not_compared)
+        self.seen.not_compared |= {f"gradient of {name}": "it is sparse" for name in sparse}
+        self.seen.outside = [name for name, _ in self.found.outside]
+
+    def _keep(self, kind: Kind, sums: list[int]) -> None:
+        self._sums[kind] = sums
+
+    def _finite(self, what: str, tensors: Sequence[torch.Tensor | None]) -> None:
+        number = snapshot.not_finite(tensors) if "non-finite" not in self._told else None
+        if number is not None:
+            name = self.found.tracked[number].name
+            self._tell("non-finite", self._since("non-finite"), name=f"{what} of {name}")
+            self._told.add("non-finite")
+
+    def _compare(self, optimizer: torch.optim.Optimizer, kind: int, optimizers: int = 0) -> None:
+        """Take the checksums after the step and send the row."""
+        tracked = self.found.tracked
+        self._keep("parameters", snapshot.of_parameters(tracked).sums)
+        state, form = snapshot.of_state(optimizer, tracked)
+        self._keep("optimizer state", state.sums)
+        self._finite("parameter", [snapshot.dense(one.parameter) for one in tracked])
+        if "non-finite" not in self._told:
+            self._equal["non-finite"] = self.seen.steps
+        self.seen.compared.append(self.seen.steps)
+        for name in self._sums:
+            self.seen.counts[name] = self.seen.counts.get(name, 0) + 1
+        row = [0] * _ROW
+        row[_TYPE], row[_NUMBER], row[_AT] = kind, self.number, self.seen.steps
+        row[_COST] = int(1e6 * self._spent)
+        row[_TIME] = int(1e6 * statistics.median(self._times)) if self._times else 0
+        self.seen.step_seconds = row[_TIME] / 1e6
+        row[_COUNT], row[_OPTIMIZERS] = len(tracked), optimizers
+        row[_SIGNATURE], row[_FORM] = snapshot.signature(tracked, self._classes), form
+        row[_HYPER] = of_text(json.dumps(self._hyper))
+        for place, (ranks, members) in enumerate(zip(self._classes, self._members, strict=True)):
+            start = _CLASS + place * (1 + len(KINDS))
+            row[start] = of_text(spans(ranks))
+            for offset, name in enumerate(KINDS, start + 1):
+                if sums := self._sums.get(name):
+                    row[offset] = folded(sums[n] for n in members)
+        if self._exchange is None:
+            self._alone = row
+            return
+        try:
+            self._pending = self._exchange.start(row)
+        except BrokenExchange as error:
+            self._over(str(error))
+
+    # ----------------------------------------------------------------------------------- verdicts
+
+    def _settle(self) -> float:
+        """Read what the others sent; the seconds that this rank waited for them."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return 0.0
+        began = time.perf_counter()
+        try:
+            table = pending.result()
+            waited = time.perf_counter() - began
+            self._judge(table)
+        except BrokenExchange as error:
+            self._over(str(error))
+            return time.perf_counter() - began
+        return waited
+
+    def _over(self, why: str) -> None:
+        """The exchange failed: say so once, and compare no more."""
+        sentence = f"replicas were not compared after step {self._last_equal()}: {why}"
+        if not any(finding.kind == "not compared" for finding in self.record.findings):
+            self._tell("not compared", sentence, broken=False)
+        self._next = 0
+
+    def _last_equal(self) -> int:
+        return self._equal.get("parameters", 0)
+
+    def _judge(self, table: Table) -> None:
+        """Draw from the table of all ranks what every rank draws from it."""
+        mine = table[self.record.rank]
+        if not self._same_step(table):
+            return
+        self._hyperparameters(table, self._peers(table))
+        for offset, kind in enumerate(KINDS, 1):
+            if self._is_open(table, kind, offset):
+                self._details(table, kind, offset)
+            elif kind in self._sums and kind not in self._told:
+                self._equal[kind] = mine[_AT]
+        self._schedule(table)
+
+    def _same_step(self, table: Table) -> bool:
+        """Whether all ranks are at the same point; what differs is told, and ends comparing."""
+        points = {rank: (row[_TYPE], row[_NUMBER], row[_AT]) for rank, row in enumerate(table)}
+        optimizers = {rank: row[_OPTIMIZERS] for rank, row in enumerate(table)}
+        if len({*points.values()}) == 1:
+            if len({*optimizers.values()}) == 1:
+                return True
+            self._apart(f"ranks step different numbers of optimizers: {odd(optimizers)}")
+            return False
+        words = {
+            rank: f"ended after step {at}" if kind == _END else f"is at step {at}"
+            for rank, (kind, _, at) in points.items()
+        }
+        if len({number for _, number, _ in points.values()}) > 1:
+            words = {r: f"{w} of optimizer {points[r][1]}" for r, w in words.items()}
+        told = "; ".join(
+            f"{name_ranks([r for r in words if words[r] == text])} {text}"
+            for text in dict.fromkeys(words.values())
+        )
+        self._apart(f"ranks make different numbers of steps: {told}")
+        return False
+
+    def _apart(self, sentence: str) -> None:
+        """Rows of different steps meet: nothing can be compared any more."""
+        self._tell("steps", sentence)
+        if self._exchange is not None:
+            self._exchange.broken = sentence
+        self._next = 0
+
+    def _peers(self, table: Table) -> list[int]:
+        """Ranks that hold some of the same as this one; all ranks where nobody holds any."""
+        mine = table[self.record.rank]
+        starts = range(_CLASS, _ROW, 1 + len(KINDS))
+        same = [
+            r for r, row in enumerate(table) if any(mine[s] and row[s] == mine[s] for s in starts)
+        ]
+        return same or list(range(len(table)))
+
+    def _hyperparameters(self, table: Table, peers: list[int]) -> None:
+        if len({row[_HYPER] for row in table}) == 1:
+            if "hyperparameters" not in self._told:
+                self._equal["hyperparameters"] = table[0][_AT]
+            return
+        if "hyperparameters" in self._told or self._exchange is None:
+            return
+        self._told.add("hyperparameters")
+        texts = self._exchange.texts(json.dumps(self._hyper))
+        if difference := differing({rank: json.loads(texts[rank]) for rank in peers}):
+            sentence = f"hyperparameters differ {self._since('hyperparameters')}: {difference}"
+            self._tell("hyperparameters", sentence)
+
+    def _is_open(self, table: Table, kind: Kind, offset: int) -> bool:
+        """Whether some set of replicas differs in ``kind``: the same answer on every rank."""
+        if kind in self._told or self._parted:
+            return False
+        for start in range(_CLASS, _ROW, 1 + len(KINDS)):
+            sets: dict[int, set[tuple[int, int]]] = {}
+            for row in table:
+                if row[start]:
+                    sums = (row[_SIGNATURE], row[start + offset])
+                    sets.setdefault(row[start], set()).add(sums)
+            if any(len(values) > 1 for values in sets.values()):
+                return True
+        return False
+
+    def _details(self, table: Table, kind: Kind, offset: int) -> None:
+        """Exchange checksums of single parameters and say which differ where."""
+        assert self._exchange is not None
+        self._told.add(kind)
+        count = max(row[_COUNT] for row in table)
+        sums = self._sums.get(kind, [])
+        all_sums = self._exchange.all([*sums, *[0] * (count + 1 - len(sums))])
+        for place, members in enumerate(self._members):
+            start = _CLASS + place * (1 + len(KINDS))
+            ranks = [
+                r for r, row in enumerate(table) if row[start] == table[self.record.rank][start]
+            ]
+            if len({table[rank][_SIGNATURE] for rank in ranks}) > 1:
+                self._shapes(table, ranks)
+                continue
+            if kind == "optimizer state" and len({table[r][_FORM] for r in ranks}) > 1:
+                self._forms(table, ranks)
+                continue
+            differ = [n for n in members if len({all_sums[rank][n] for rank in ranks}) > 1]
+            if differ:
+                self._blame(kind, ranks, differ, all_sums)
+        if kind in ("initial parameters", "parameters"):
+            self._parted = True
+
+    def _blame(self, kind: Kind, ranks: list[int], differ: list[int], all_sums: Table) -> None:
+        tracked = self.found.tracked
+        names = some([described(tracked[number]) for number in differ], NAMED)
+        values = {rank: all_sums[rank][differ[0]] for rank in ranks}
+        of = f"{len(differ)} of {len(tracked)} parameters"
+        if kind == "initial parameters":
+            when = "before the first step: nothing made them equal"
+        else:
+            when = self._since(kind)
+        if kind == "gradients" and "initial parameters" not in self._told:
+            when += ", while parameters were still equal"
+        what = {"parameters": "parameters part", "initial parameters": "initial parameters differ"}
+        head = what.get(kind, f"{kind} differ" + "s" * (kind == "optimizer state"))
+        assumed = any(tracked[number].assumed for number in differ)
+        sentence = f"{head} {when}: {odd(values)} ({of}: {names})"
+        self._tell(kind, sentence, assumed=assumed)
+
+    def _shapes(self, table: Table, ranks: list[int]) -> None:
+        if "shapes" in self._told:
+            return
+        self._told.add("shapes")
+        values = {rank: table[rank][_SIGNATURE] for rank in ranks}
+        sentence = (
+            f"names, shapes or dtypes of parameters are not the same: {odd(values)}; nothing was "
+            "compared. Ranks that hold parts of one model are named by --replicas"
+        )
+        self._tell("shapes", sentence, broken=False)
+
+    def _forms(self, table: Table, ranks: list[int]) -> None:
+        values = {rank: table[rank][_FORM] for rank in ranks}
+        self.seen.not_compared["optimizer state"] = (
+            "ranks keep state of different parameters or shapes, as sharded optimizers do: "
+            f"{odd(values)}"
+        )
+
+    def _schedule(self, table: Table) -> None:
+        """Which step is compared next."""
+        step = self.seen.compared[-1]
+        ratios = [row[_COST] / row[_TIME] for row in table if row[_TIME]]
+        if ratios:
+            self._ratios.append(max(ratios))
+        every = self._every
+        if every is None:
+            wanted = statistics.median(self._ratios) / SHARE if self._ratios else 1.0
+            every = 1 if step < FIRST else max(1, math.ceil(wanted))
+        self.seen.every = every
+        self._next = step + every
+
+    def _step_of(self, kind: Kind) -> int:
+        """The step that is looked at: others are known one step late."""
+        late = self.seen.compared[-1] if self.seen.compared else self.seen.steps
+        return self.seen.steps if kind == "non-finite" else late
+
+    def _since(self, kind: Kind) -> str:
+        step = self._step_of(kind)
+        equal = self._equal.get(kind, 0)
+        if equal and step - equal > 1:
+            return f"between step {equal} and step {step}"
+        return f"at step {step}"
+
+    def _tell(
+        self,
+        kind: Kind,
+        sentence: str,
+        broken: bool = True,
+        assumed: bool = False,
+        name: str = "",
+    ) -> None:
+        step, equal = self._step_of(kind), self._equal.get(kind)
+        self.record.findings.append(
+            Finding(kind, sentence, broken, step, equal, self.number, assumed, name)
+        )

@@ -1,0 +1,190 @@
+"""What an optimizer updates: names of its parameters, and which ranks hold the same.
+
+An optimizer knows tensors, not names, so the modules of the process are looked through for them,
+once for each optimizer.  Ranks that must hold the same are the *replica set* of a parameter::
+
+    below DistributedDataParallel     the ranks of its group
+    DTensor                           the ranks that its mesh replicates it over
+    a plain parameter of a module     all ranks, or those that the user names
+    below FullyShardedDataParallel, of DeepSpeed's stage 3, a flat parameter     sharded: none
+    of no module                      not known: none, unless the user names replicas
+
+Nothing is guessed beyond that: what has no replica set is listed with the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+#: Wrappers put these before names.
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+SHARDED = "sharded: each rank has a part of it"
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A parameter that is compared over ``replicas``, global ranks in ascending order."""
+
+    name: str
+    parameter: Tensor
+    replicas: tuple[int, ...]
+    group: int
+    #: Whether the replica set is only what such scripts usually mean: nothing says so.
+    assumed: bool = False
+
+
+@dataclass
+class Found:
+    """All parameters of one optimizer."""
+
+    tracked: list[Tracked] = field(default_factory=list)
+    #: Name -> why it is not compared.
+    not_compared: dict[str, str] = field(default_factory=dict)
+    #: Parameters of the same models that this optimizer does not hold.
+    outside: list[tuple[str, Tensor]] = field(default_factory=list)
+    #: Buffers of these models.
+    buffers: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+def find(
+    optimizer: torch.optim.Optimizer, rank: int, world: int, named: Sequence[Sequence[int]] | None
+) -> Found:
+    """Look for the parameters of ``optimizer``; ``named``: replica sets that the user gives."""
+    wanted = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    modules = _modules()
+    roots = [root for root in _roots(modules) if any(id(p) in wanted for p in root.parameters())]
+    names = _names(roots)
+    reasons, replicas = _of_wrappers(modules)
+    found = Found()
+    users = next((tuple(sorted(ranks)) for ranks in named or () if rank in ranks), None)
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            key = id(parameter)
+            name = names.get(key, f"parameter {place} of group {number}")
+            why, ranks = reasons.get(key, ""), replicas.get(key)
+            assumed = False
+            if not why and ranks is None:
+                why, ranks = _alone(parameter, key in names, world, named, users)
+                assumed = named is None and not hasattr(parameter, "placements")
+            if why or ranks is None or len(ranks) < 2:
+                found.not_compared[name] = why or "no other rank holds it"
+            else:
+                found.tracked.append(Tracked(name, parameter, ranks, number, assumed))
+    seen = {*wanted}
+    for root in roots:
+        for name, parameter in root.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.outside.append((_short(name), parameter))
+        found.buffers += [(_short(name), buffer) for name, buffer in root.named_buffers()]
+    return found
+
+
+def _alone(
+    parameter: Tensor,
+    has_name: bool,
+    world: int,
+    named: Sequence[Sequence[int]] | None,
+    users: tuple[int, ...] | None,
+) -> tuple[str, tuple[int, ...] | None]:
+    """Why a parameter that no wrapper holds is not compared, or its replica set."""
+    if parameter.is_meta:
+        return "on the meta device", None
+    if parameter.layout is not torch.strided:
+        return f"its layout is {parameter.layout}", None
+    if hasattr(parameter, "placements"):
+        return _of_dtensor(parameter)
+    if getattr(parameter, "_is_flat_param", False) or hasattr(parameter, "ds_id"):
+        return SHARDED, None
+    if named is not None:
+        return ("", users) if users else ("this rank is in no set of --replicas", None)
+    if not has_name:
+        return "of no module: --replicas says which ranks hold the same", None
+    return "", tuple(range(world))
+
+
+def _of_dtensor(parameter: Any) -> tuple[str, tuple[int, ...] | None]:
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        return "this rank is not on its mesh", None
+    if any(place.is_partial() for place in parameter.placements):
+        return "partial: each rank has a summand of it", None
+    same: tuple[Any, ...] = tuple(
+        slice(None) if place.is_replicate() else at
+        for place, at in zip(parameter.placements, coordinate, strict=True)
+    )
+    ranks = tuple(sorted(parameter.device_mesh.mesh[same].flatten().tolist()))
+    return (SHARDED, None) if len(ranks) < 2 else ("", ranks)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``."""
+    kept = getattr(tensor, "_local_tensor", tensor)  # no graph, no communication
+    assert isinstance(kept, Tensor)
+    return kept
+
+
+def is_sparse(one: Tracked) -> bool:
+    """Whether its gradient has no plain elements."""
+    gradient = one.parameter.grad
+    return gradient is not None and local(gradient).layout is not torch.strided
+
+
+def _modules() -> list[nn.Module]:
+    # `type`, because asking some objects for their class runs code of theirs.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+
+
+def _roots(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    return (module for module in modules if id(module) not in inner)
+
+
+def _names(roots: Sequence[nn.Module]) -> dict[int, str]:
+    """Identity -> the shortest name; the order of the roots does not count."""
+    several = len(roots) > 1
+    names: dict[int, str] = {}
+    for root in roots:
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            full = f"{type(root).__name__}.{_short(name)}" if several else _short(name)
+            other = names.get(id(parameter))
+            if other is None or (len(full), full) < (len(other), other):
+                names[id(parameter)] = full
+    return names
+
+
+def _short(name: str) -> str:
+    while name.startswith(_PREFIXES):
+        name = name.partition(".")[2]
+    return name.replace("._orig_mod.", ".").replace("._fsdp_wrapped_module.", ".")
+
+
+def _of_wrappers(
+    modules: Sequence[nn.Module],
+) -> tuple[dict[int, str], dict[int, tuple[int, ...]]]:
+    """Identity -> why it is not compared, and identity -> replica set, below known wrappers."""
+    reasons: dict[int, str] = {}
+    replicas: dict[int, tuple[int, ...]] = {}
+    for module in modules:
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if "FullyShardedDataParallel" in kinds:
+            strategy = str(getattr(module, "sharding_strategy", ""))
+            if "NO_SHARD" not in strategy:
+                reasons |= {id(p): SHARDED for p in module.parameters()}
+        elif "DistributedDataParallel" in kinds:
+            group: Any = module.process_group
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            ignored = {*getattr(module, "parameters_to_ignore", ())}
+            for name, parameter in module.named_parameters():
+                if name.removeprefix("module.") in ignored:
+                    reasons[id(parameter)] = "DDP was told to ignore it"
+                else:
+                    replicas[id(parameter)] = ranks
+    return reasons, replicas

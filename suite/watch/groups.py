@@ -1,0 +1,101 @@
+"""Process groups of the script, watched: torch builds ours in place of its own.
+
+They are the delegating groups of :mod:`shardproof.backends.logged`, so calls of DDP's reducer and
+of functional collectives are seen too, and results, order and failures stay the backend's own.
+gloo and NCCL are watched.  Groups of other backends, of several backends at once
+(``cpu:gloo,cuda:nccl``) and those that a group splits off itself stay torch's own, and are named as
+not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from shardproof.backends import base, gloo, logged, nccl
+from shardproof.backends.errors import name_ranks
+from shardproof.backends.request import Request
+from shardproof.launch import heartbeat
+from shardproof.watch.calls import Calls
+
+#: Where the calls of this process go; ``None``: to nowhere yet.
+_calls: Calls | None = None
+#: Groups that are not watched, in words.
+unseen: list[str] = []
+
+
+class _Watched(logged.Logged):
+    _label = ""
+
+    def _issue(self, request: Request) -> base.Handle:
+        if _calls is not None:
+            _calls.note(request, self._label or self._named(), self._size, self._rank)
+        return super()._issue(request)
+
+    def _named(self) -> str:
+        label = name_ranks(self.global_ranks)
+        if self.axis != "world":
+            label += f" (group {self._name})"  # another group may have the same ranks
+        if self._name:
+            self._label = label
+        return label
+
+
+class WatchedGloo(_Watched, gloo.LoggedGloo):
+    """Constructed by torch in place of ``ProcessGroupGloo``."""
+
+
+class WatchedNccl(_Watched, nccl.LoggedNccl):
+    """Constructed by torch in place of ``ProcessGroupNCCL``."""
+
+
+_WATCHED = (WatchedGloo, WatchedNccl)
+
+
+def send_to(calls: Calls | None) -> None:
+    """From now on calls of the groups of this process are noted there."""
+    global _calls
+    _calls = calls
+
+
+def install() -> None:
+    """Watch every group that this process makes from now on."""
+    base.listen(None, heartbeat.wait)
+    make = c10d._new_process_group_helper
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def watched(*given: Any, **named: Any) -> Any:
+        backend = str(signature.bind(*given, **named).arguments.get("backend")).lower()
+        several = len({pair.rpartition(":")[2] for pair in backend.split(",")}) > 1
+        _put(not several)
+        try:
+            return make(*given, **named)
+        finally:
+            _put(True)
+            name = backend.rpartition(":")[2]
+            if several or name not in ("gloo", "nccl", "undefined", "none", ""):
+                unseen.append(f"a group of the backend {backend}")
+
+    c10d._new_process_group_helper = watched
+    split: Callable[..., Any] | None = getattr(c10d, "split_group", None)
+    if split is not None:
+
+        @functools.wraps(split)
+        def told(*given: Any, **named: Any) -> Any:
+            unseen.append("a group made by split_group")
+            return split(*given, **named)
+
+        c10d.split_group = told
+    _put(True)
+
+
+def _put(ours: bool) -> None:
+    """Our classes, or torch's own, under the names that torch builds groups from."""
+    for group in _WATCHED:
+        if group.native_type is not None:
+            setattr(c10d, group.native_type.__name__, group if ours else group.native_type)

@@ -1,0 +1,61 @@
+"""A rank that the user's own launcher has started: it judges and reports by itself.
+
+The ranks tell one another what they saw when the script ends, and rank 0 reports.  A rank that an
+exception ends reports for those whose records are in the same folder, if it is the first to do so:
+its launcher is about to kill the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from shardproof.watch.exchange import BrokenExchange
+from shardproof.watch.rank import Watch, activate
+
+#: Who made this file reports.
+_LOCK = "reported"
+
+
+def watch_this_rank() -> None:
+    """Watch this process, and report when it ends unless ``shardproof watch`` will."""
+    watch = activate()
+    if not watch.settings.launched:
+        watch.at_end(_report)
+
+
+def _report(watch: Watch) -> None:
+    folder, record = watch.settings.folder, watch.record
+    if record.error:
+        whole = False
+    else:
+        whole = _gathered(watch)
+        if record.rank:
+            return
+    try:
+        os.close(os.open(folder / _LOCK, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    from shardproof.watch import judge, report
+
+    judged = judge.judge(folder)
+    missing = [] if whole else sorted({*range(record.world)} - {*judged.records})
+    made = report.Report(judged, missing)
+    report.write(made, folder)
+    sys.stderr.write(f"{report.text(made)}evidence: {folder}\n")
+
+
+def _gathered(watch: Watch) -> bool:
+    """Bring the records of all ranks into the folder of rank 0; whether all came."""
+    if watch.exchange is None or watch.exchange.broken:
+        return False
+    try:
+        texts = watch.exchange.texts(watch.text())
+    except BrokenExchange:
+        return False
+    if watch.record.rank == 0:
+        for rank, text in enumerate(texts):
+            path = watch.settings.folder / f"rank{rank}.json"
+            if not path.exists():
+                path.write_text(text)
+    return True

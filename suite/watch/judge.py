@@ -1,0 +1,288 @@
+"""From what ranks left to findings and one verdict; pure but for reading the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from shardproof.backends.errors import name_ranks
+from shardproof.errors import Problem, SelectionError
+from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
+from shardproof.launch.process_control import signal_name
+from shardproof.verdicts import Verdict
+from shardproof.watch import calls, record
+from shardproof.watch.record import End, Finding, RankRecord
+
+#: Gravest cause first: what comes later may follow from it.
+ORDER: Final[tuple[record.Kind, ...]] = (
+    *("hyperparameters", "initial parameters", "collectives", "non-finite", "gradients"),
+    *("optimizer state", "parameters", "steps", "rank", "shapes", "not compared"),
+)
+#: Kinds that rest on which ranks hold the same.
+_OF_REPLICAS = frozenset({"initial parameters", "gradients", "optimizer state", "parameters"})
+_SUMS = ("all_reduce", "reduce_scatter", "reduce")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A watched run: what was found, and what it comes to."""
+
+    verdict: Verdict
+    reason: str
+    findings: Sequence[Finding]
+    records: Mapping[int, RankRecord]
+    #: How many times each kind was compared and held, in words.
+    held: Sequence[str] = field(default_factory=tuple)
+
+
+def judge(folder: Path) -> Judged:
+    """Judge what the ranks left in ``folder``.
+
+    :raises SelectionError: there is nothing of a watched run, or a file is damaged.
+    """
+    try:
+        records, ends = record.read(folder), record.read_ends(folder)
+        logs = {rank: calls.read(folder / f"rank{rank}.calls") for rank in _logged(folder, records)}
+    except ValueError as error:
+        remedy = "watch again; damaged records cannot be repaired"
+        raise SelectionError(Problem(str(error), remedy)) from None
+    if not records:
+        remedy = "name the folder that `shardproof watch` or `import shardproof.watch` wrote"
+        raise SelectionError(Problem("no rank left a record of a watched run", remedy, str(folder)))
+    return decide(records, ends, logs)
+
+
+def _logged(folder: Path, records: Mapping[int, RankRecord]) -> list[int]:
+    return [rank for rank in records if (folder / f"rank{rank}.calls").exists()]
+
+
+def decide(
+    records: Mapping[int, RankRecord],
+    ends: Sequence[End],
+    logs: Mapping[int, list[calls.Call]],
+) -> Judged:
+    findings = [*_of_records(records), *_of_steps(records, ends)]
+    findings += _of_collectives(logs)
+    hung, broke = _of_ranks(records, ends, logs)
+    findings += [*hung, *broke]
+    findings = [_assumed(finding, records) for finding in findings]
+    findings.sort(key=lambda f: (not f.broken, ORDER.index(f.kind), f.step or 0, f.optimizer))
+    held = _held(records, findings)
+    broken = [finding for finding in findings if finding.broken]
+    if broken:
+        own = [finding for finding in broken if finding.kind != "rank"]
+        verdict: Verdict = "fail" if own else "hang" if hung else "crash"
+        return Judged(verdict, broken[0].sentence, findings, records, held)
+    if nothing := _nothing(records):
+        return Judged("undecidable", nothing, findings, records, held)
+    if findings:
+        return Judged("undecidable", findings[0].sentence, findings, records, held)
+    return Judged("pass", f"equal on all replicas: {', '.join(held)}", findings, records, held)
+
+
+# ---------------------------------------------------------------------------------------- findings
+
+
+def _of_records(records: Mapping[int, RankRecord]) -> list[Finding]:
+    """What ranks found, each thing once."""
+    found: dict[tuple[str, str, int], Finding] = {}
+    infinite: dict[int, Finding] = {}
+    for rank, one in records.items():
+        for finding in one.findings:
+            if finding.kind == "non-finite":
+                infinite[rank] = finding
+            else:
+                found.setdefault((finding.kind, finding.sentence, finding.optimizer), finding)
+    if infinite:
+        first = min(finding.step or 0 for finding in infinite.values())
+        ranks = [rank for rank, finding in infinite.items() if finding.step == first]
+        finding = infinite[ranks[0]]
+        where = f"on {name_ranks(ranks)}"
+        sentence = f"a value of the {finding.name} is not finite {where} {finding.sentence}"
+        found["non-finite", "", 0] = replace(finding, sentence=sentence)
+    return list(found.values())
+
+
+def _of_steps(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[Finding]:
+    """Whether all ranks that ended in order made as many steps, if comparing did not tell."""
+    told = any(f.kind == "steps" for one in records.values() for f in one.findings)
+    whole = all(one.ended for one in records.values()) and not any(end.reason for end in ends)
+    if told or not whole:
+        return []
+    steps = {rank: [seen.steps for seen in one.optimizers] for rank, one in records.items()}
+    if len({tuple(counts) for counts in steps.values()}) == 1:
+        return []
+    by_count: dict[str, list[int]] = {}
+    for rank, counts in steps.items():
+        by_count.setdefault(" and ".join(map(str, counts)) or "no", []).append(rank)
+    words = "; ".join(f"{name_ranks(ranks)} made {n}" for n, ranks in by_count.items())
+    return [Finding("steps", f"ranks made different numbers of steps: {words}")]
+
+
+def _of_collectives(logs: Mapping[int, list[calls.Call]]) -> list[Finding]:
+    difference = calls.first_difference(dict(logs))
+    if difference is None:
+        return []
+    head = f"call {difference.in_group} on {difference.group} differs"
+    if difference.earlier:
+        what = "an earlier one, which the logs no longer hold, differs as well"
+        return [Finding("collectives", f"{head}, or {what}: {_each(difference)}")]
+    return [Finding("collectives", f"{head}: {_each(difference)}")]
+
+
+def _each(difference: calls.Difference) -> str:
+    by_text: dict[str, list[int]] = {}
+    for rank, call in difference.calls.items():
+        place = f" at {call.place}" if call.place else ""
+        by_text.setdefault(f"{call.text}{place}", []).append(rank)
+    return ", ".join(f"{name_ranks(r)} made {text}" for text, r in by_text.items())
+
+
+def _of_ranks(
+    records: Mapping[int, RankRecord],
+    ends: Sequence[End],
+    logs: Mapping[int, list[calls.Call]],
+) -> tuple[list[Finding], list[Finding]]:
+    """(the ranks stand still, a rank failed): at most one finding altogether."""
+    outcomes = mark_consequences(_outcomes(records, ends))
+    cause = root_cause(outcomes)
+    if cause is None:
+        return [], []
+    by_rank = {end.rank: end for end in ends}
+    if cause.status in ("hung", "early"):
+        return [Finding("rank", _standstill(outcomes, by_rank, logs))], []
+    end = by_rank.get(cause.rank)
+    place = records[cause.rank].place if cause.rank in records else ""
+    place = place or (end.place if end else "")
+    sentence = cause.sentence() + (f" {place}" if place else "")
+    if cause.status in ("killed", "exited") and cause.last_call:
+        sentence += f"; its last call: {cause.last_call}"
+    others = [o for o in outcomes if o.consequence and o.rank != cause.rank]
+    if others:
+        sentence += f"; {name_ranks([o.rank for o in others])} could not go on without it"
+    return [], [Finding("rank", sentence)]
+
+
+def _outcomes(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[RankOutcome]:
+    known = {end.rank: end for end in ends}
+    return [_outcome(r, records.get(r), known.get(r)) for r in sorted({*records, *known})]
+
+
+def _outcome(rank: int, left: RankRecord | None, end: End | None) -> RankOutcome:
+    if end is None and (left is None or not left.error):  # still there, or nobody knows
+        return RankOutcome(rank, "ok")
+    last = end or End(rank)
+    known = RankOutcome(rank, "ok", last_call=last.last_call, calls=last.calls, ended=last.ended)
+    if left is not None and left.error:
+        return replace(
+            known,
+            status="raised",
+            error_type=left.error_type,
+            message=left.error,
+            is_comm_error=left.is_comm_error,
+            consequence=left.consequence,
+        )
+    if last.reason:
+        how = "its process was stopped" if last.stopped else f"still {last.place}"
+        waits = last.waits or last.reason == "grace"
+        return replace(known, status="hung", message=how, is_comm_error=waits)
+    if last.signal is not None:
+        name = signal_name(last.signal)
+        return replace(known, status="killed", error_type=name, message=name, signal=last.signal)
+    if last.exit_code:
+        return replace(known, status="exited", exit_code=last.exit_code)
+    return known
+
+
+def _standstill(
+    outcomes: Sequence[RankOutcome],
+    ends: Mapping[int, End],
+    logs: Mapping[int, list[calls.Call]],
+) -> str:
+    """Who stands where, the one that the others wait for first."""
+    missing = calls.behind(dict(logs))
+    late = {*calls.members_of(missing.group)} - {*missing.calls} if missing else set()
+    words = []
+    for outcome in sorted(outcomes, key=lambda o: (o.rank not in late, o.rank)):
+        end = ends.get(outcome.rank)
+        if outcome.status == "ok" or end is None:
+            words.append(f"rank {outcome.rank} has ended its script")
+        elif end.stopped:
+            words.append(f"the process of rank {outcome.rank} was stopped")
+        else:
+            how = "waits" if end.waits else "stands"
+            last = f", its last call {end.last_call}" if end.last_call else ""
+            words.append(f"rank {outcome.rank} {how} {end.place or 'still'}{last}")
+    head = "the ranks stand still"
+    if missing and late:
+        call = next(iter(missing.calls.values()))
+        head += (
+            f": {name_ranks(sorted(late))} never came to call {missing.in_group} on "
+            f"{missing.group}, {call.text}" + (f" at {call.place}" if call.place else "")
+        )
+    return f"{head}; {'; '.join(words)}"
+
+
+# ----------------------------------------------------------------------------------------- weighed
+
+
+def _assumed(finding: Finding, records: Mapping[int, RankRecord]) -> Finding:
+    """A difference of replicas that only habit calls so, where ranks seem to hold parts."""
+    if not (finding.broken and finding.assumed and finding.kind in _OF_REPLICAS):
+        return finding
+    if not (why := _seems_cut(records)):
+        return finding
+    remedy = "say by --replicas which ranks hold the same (`--replicas all`: all do)"
+    return replace(finding, broken=False, sentence=f"{finding.sentence}; but {why}: {remedy}")
+
+
+def _seems_cut(records: Mapping[int, RankRecord]) -> str:
+    """Traffic that data parallel ranks do not have."""
+    totals = [total for one in records.values() for total in one.totals]
+    if any(total.operation in ("send", "recv") for total in totals):
+        return "ranks send to one another, as stages of a pipeline do"
+    world = max(one.world for one in records.values())
+    for total in totals:
+        size = len(calls.members_of(total.group))
+        if total.operation in _SUMS and "float" in total.dtype and 1 < size < world:
+            return f"sums are made over {total.group} only, as ranks that hold parts do"
+    return ""
+
+
+def _held(records: Mapping[int, RankRecord], findings: Sequence[Finding]) -> list[str]:
+    """What was compared and found equal, with the number of times."""
+    broken = {finding.kind for finding in findings}
+    counts: dict[str, int] = {}
+    for one in records.values():
+        for seen in one.optimizers:
+            if seen.tracked:
+                for kind, times in seen.counts.items():
+                    counts[kind] = max(times, counts.get(kind, 0))
+    held = [
+        kind + (f" at {times} steps" if times > 1 else "")
+        for kind, times in counts.items()
+        if kind not in broken
+    ]
+    if "collectives" not in broken and any(one.totals for one in records.values()):
+        held.append("order and shapes of collectives")
+    if counts and "hyperparameters" not in broken:
+        held.append("hyperparameters")
+    if counts and "non-finite" not in broken:
+        held.append("finite values")
+    return held
+
+
+def _nothing(records: Mapping[int, RankRecord]) -> str:
+    """Why nothing was judged; empty: something was."""
+    ranks = list(records.values())
+    if not any(one.initialised for one in ranks):
+        return "nothing was judged: no rank called init_process_group"
+    if max(one.world for one in ranks) < 2:
+        return "nothing was judged: one rank has no replicas"
+    if not any(seen.steps for one in ranks for seen in one.optimizers):
+        return "nothing was judged: no step of an optimizer of torch.optim was seen"
+    if not any(seen.tracked for one in ranks for seen in one.optimizers):
+        return "replicas were not judged: no parameter has replicas that are known"
+    return ""

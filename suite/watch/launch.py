@@ -1,0 +1,181 @@
+"""Starts the ranks of a script as torchrun would, and ends them when one fails or all stand still.
+
+Every rank is a process in a session of its own, so that what it starts can be ended with it, and
+dies with this process.  Ranks are looked at by :class:`shardproof.launch.watchdog.Watchdog`: a rank
+that computes is left alone, however long it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardproof.backends import BACKENDS
+from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.launch.diagnosis import RankProcess
+from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
+from shardproof.watch.record import End, write_ends
+from shardproof.watch.user_frames import innermost
+
+#: Seconds that the others have when one has failed: most see it by themselves.
+GRACE_SECONDS = 10.0
+#: What a rank runs: the suite is the one of this process, behind the script's own packages.
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv.pop(1)); "
+    "from shardproof.watch.script import main; main(sys.argv[1:])"
+)
+_PACKAGES = str(Path(__file__).parents[2])
+#: Seconds between being asked to end and being killed.
+TERM_SECONDS = 3.0
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[bytes]
+    end: End
+    watched: RankProcess = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watched = RankProcess(self.process.pid, (self.end.rank,), None)
+
+
+def run(
+    script: Sequence[str],
+    ranks: int,
+    folder: Path,
+    variables: Mapping[str, str],
+    standstill_seconds: float,
+) -> list[End]:
+    """Run ``script`` (its file and arguments) on ``ranks`` processes; how each of them ended.
+
+    Records go into ``folder``, and the ends as well.  Whatever leaves this function, an interrupt
+    included, no rank is left.
+    """
+    beats = folder / "heartbeat"
+    heartbeat.create(beats, ranks)
+    started: list[_Rank] = []
+    began = time.monotonic()
+    try:
+        common = _environment(ranks, folder, beats) | dict(variables)
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, _PACKAGES, *script],
+                env=common | own,
+                start_new_session=True,
+            )
+            started.append(_Rank(process, End(rank)))
+        # Whatever the script's backend is: who waits in a call and burns CPU computes nothing.
+        watchdog = Watchdog(beats, ranks, BACKENDS["nccl"])
+        _Supervisor(started, watchdog, folder, began, standstill_seconds).run()
+    finally:
+        _end(started)
+        for one, beat in zip(started, heartbeat.read(beats), strict=False):
+            one.end.last_call, one.end.calls = beat.last_call, beat.sequence
+        write_ends(folder, [one.end for one in started])
+        with contextlib.suppress(FileNotFoundError):
+            beats.unlink()
+    return [one.end for one in started]
+
+
+def _environment(ranks: int, folder: Path, beats: Path) -> dict[str, str]:
+    """What torchrun sets, and where to leave records."""
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_WORLD_SIZE": "1",
+        "SHARDPROOF_WATCH_RESULTS": str(folder.resolve()),
+        "SHARDPROOF_WATCH_BEATS": str(beats.resolve()),
+        "SHARDPROOF_WATCH_PARENT": str(os.getpid()),
+    }
+    # As torchrun: ranks that each take all cores are slower than one.
+    defaults = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
+    return defaults | dict(os.environ) | variables
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class _Supervisor:
+    ranks: Sequence[_Rank]
+    watchdog: Watchdog
+    folder: Path
+    began: float
+    standstill_seconds: float
+    #: When another rank's failure gives those that are left their last seconds.
+    until: float = math.inf
+
+    def run(self) -> None:
+        """Return when all ranks have ended, or have to be ended."""
+        asleep = max(1, int(self.standstill_seconds / TICK_SECONDS))
+        while alive := [one for one in self.ranks if not self._has_ended(one)]:
+            self.watchdog.look([one.watched for one in alive])
+            if time.monotonic() > self.until:
+                self._blame(alive, "grace")
+                return
+            if self.watchdog.stand_still(asleep):
+                self._blame(alive, "standstill")
+                return
+            time.sleep(TICK_SECONDS)
+
+    def _has_ended(self, one: _Rank) -> bool:
+        if one.end.ended:
+            return True
+        code = one.process.poll()
+        if code is None:
+            return False
+        one.end.ended = time.monotonic() - self.began
+        if code < 0:
+            one.end.signal = -code
+        else:
+            one.end.exit_code = code
+        if code:
+            self.until = min(self.until, time.monotonic() + GRACE_SECONDS)
+        return True
+
+    def _blame(self, alive: Sequence[_Rank], reason: str) -> None:
+        """Ask where the ranks stand; who asks has given them up."""
+        beats = heartbeat.read(self.folder / "heartbeat")
+        paths = {one.process.pid: self._stacks(one.end.rank) for one in alive}
+        for one in alive:
+            letter = process_control.state_of(one.process.pid)
+            one.end.reason, one.end.stopped = reason, letter in ("T", "t")
+        stacks.ask(paths)
+        for one in alive:
+            known, _ = stacks.read(self._stacks(one.end.rank))
+            stack = known.get(beats[one.end.rank].thread)
+            if stack is not None:
+                one.end.place = innermost(stack.frames)
+            one.end.waits = beats[one.end.rank].waiting or bool(stack and stack.waits)
+            one.end.ended = time.monotonic() - self.began
+
+    def _stacks(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.stacks"
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """End what is left: asked first, then killed, with all that the ranks have started."""
+    for signum, seconds in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, TERM_SECONDS)):
+        left = [one for one in ranks if one.process.poll() is None]
+        for one in left:
+            process_control.kill(one.process.pid, signum)
+        until = time.monotonic() + seconds
+        while any(one.process.poll() is None for one in left) and time.monotonic() < until:
+            time.sleep(TICK_SECONDS)
+    for one in ranks:
+        process_control.kill_group(one.process.pid)

@@ -1,0 +1,307 @@
+"""Inside a rank of the script: what is hooked, when replicas are compared, what is left behind.
+
+Hooked are the steps of every ``torch.optim`` optimizer, the making and destroying of process
+groups, the exception that ends the script, and the end of the process.  Nothing of the script is
+changed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import platform
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shardproof.files import fast_json
+from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.launch.outcome import of_exception
+from shardproof.watch import groups, replica_sets
+from shardproof.watch.calls import Calls
+from shardproof.watch.compare import Compared
+from shardproof.watch.exchange import WAIT_SECONDS, BrokenExchange, Exchange
+from shardproof.watch.found import local
+from shardproof.watch.record import Finding, RankRecord
+from shardproof.watch.user_frames import innermost
+
+#: Seconds between two writings of the record while nothing is found.
+FLUSH_SECONDS = 2.0
+#: After these first comparisons it is written at once.
+_FLUSHED = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a rank is watched, from the environment."""
+
+    folder: Path
+    replicas: tuple[tuple[int, ...], ...] | None = None
+    every: int | None = None
+    seconds: float = WAIT_SECONDS
+    #: Whether ``shardproof watch`` started this rank and judges what it leaves.
+    launched: bool = False
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Settings:
+        """What ``SHARDPROOF_WATCH_*`` says.
+
+        :raises InputError: a value that cannot be read.
+        """
+        world = int(environment.get("WORLD_SIZE", "1"))
+        replicas = environment.get("SHARDPROOF_WATCH_REPLICAS", "")
+        every = environment.get("SHARDPROOF_WATCH_EVERY", "")
+        folder = environment.get("SHARDPROOF_WATCH_RESULTS", "")
+        return cls(
+            Path(folder) if folder else _of_this_job(),
+            replica_sets.parse(replicas, world) if replicas else None,
+            int(every) if every else None,
+            launched="SHARDPROOF_WATCH_PARENT" in environment,
+        )
+
+
+def _of_this_job() -> Path:
+    """A folder for all ranks of this launcher on this machine: named by when it started."""
+    began = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time(), UTC)
+    return Path("results") / f"{began:%Y%m%d-%H%M%S}-{os.getppid()}-watch"
+
+
+class Watch:
+    """What this process knows as a watched rank."""
+
+    def __init__(self, settings: Settings, rank: int, world: int) -> None:
+        self.settings = settings
+        self.record = RankRecord(
+            rank, world, os.getpid(), platform.node(), sys.argv[0], torch.__version__
+        )
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        self._calls = Calls(settings.folder / f"rank{rank}.calls")
+        self._compared: dict[int, tuple[torch.optim.Optimizer, Compared]] = {}
+        self._exchange: Exchange | None = None
+        self._depth = 0
+        self._over = False
+        self._written, self._told = time.monotonic(), 0
+        self._ended: list[Callable[[Watch], None]] = []
+        self.record.write(settings.folder)
+
+    # ------------------------------------------------------------------------------------- hooks
+
+    def install(self) -> None:
+        groups.install()
+        groups.send_to(self._calls)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        for name, wrapper in (
+            ("init_process_group", self._initialising),
+            ("destroy_process_group", self._destroying),
+        ):
+            wrapped = wrapper(getattr(c10d, name))
+            setattr(c10d, name, wrapped)
+            setattr(dist, name, wrapped)
+        sys.excepthook = self._raised(sys.excepthook)
+        atexit.register(self.finish)
+
+    def at_end(self, action: Callable[[Watch], None]) -> None:
+        """Have ``action`` done when the record is whole."""
+        self._ended.append(action)
+
+    def _initialising(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init_process_group(*given: Any, **named: Any) -> Any:
+            result = original(*given, **named)
+            self._attach()
+            return result
+
+        return init_process_group
+
+    def _destroying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def destroy_process_group(group: Any = None, *given: Any, **named: Any) -> Any:
+            if group is None or group is dist.group.WORLD:
+                self._compare_the_end()
+            return original(group, *given, **named)
+
+        return destroy_process_group
+
+    def _raised(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def excepthook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            try:
+                self._note_error(error, trace)
+            finally:
+                original(kind, error, trace)
+
+        return excepthook
+
+    def _note_error(self, error: BaseException, trace: TracebackType | None) -> None:
+        told, record = of_exception(self.record.rank, error, 0.0), self.record
+        frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(trace)]
+        record.error_type, record.place = told.error_type, innermost(frames)
+        record.error = " ".join(told.message.split())[:400] or told.error_type
+        record.consequence, record.is_comm_error = told.consequence, told.is_comm_error
+        self._write()
+
+    def _attach(self) -> None:
+        """The script has a default process group: make one of our own beside it."""
+        if self.record.initialised:
+            return
+        record = self.record
+        record.initialised, record.backend = True, dist.get_backend()
+        record.rank, record.world = dist.get_rank(), dist.get_world_size()
+        if record.world < 2:
+            return
+        try:
+            store = c10d._get_default_store()
+            self._exchange = Exchange(record.rank, record.world, store, self.settings.seconds)
+        except BrokenExchange as error:
+            why = f"replicas were not compared: ranks cannot reach one another over gloo ({error})"
+            record.findings.append(Finding("not compared", why, broken=False))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._over:  # a step inside of another's: sharded optimizers do so
+            return
+        if not self.record.initialised:
+            if not dist.is_initialized():
+                return
+            self._attach()
+        compared = self._of(optimizer)
+        has_closure = bool(args[1:2] and args[1]) or bool(kwargs.get("closure"))
+        compared.before(optimizer, has_closure)
+        found = len(self.record.findings)
+        if found != self._told or time.monotonic() - self._written > FLUSH_SECONDS:
+            self._write()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and not self._over and id(optimizer) in self._compared:
+            _, compared = self._compared[id(optimizer)]
+            if compared.after(optimizer):
+                self._weigh()
+                if len(compared.seen.compared) <= _FLUSHED:
+                    self._write()
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> Compared:
+        known = self._compared.get(id(optimizer))
+        if known is None:
+            compared = Compared(
+                optimizer,
+                len(self._compared),
+                self._exchange,
+                self.record,
+                self.settings.replicas,
+                self.settings.every,
+            )
+            known = self._compared[id(optimizer)] = (optimizer, compared)
+        return known[1]
+
+    # ----------------------------------------------------------------------------------- the end
+
+    def _compare_the_end(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        if not self.record.error:
+            for optimizer, compared in self._compared.values():
+                compared.end(optimizer, len(self._compared))
+        self._write()
+
+    def finish(self) -> None:
+        """The process ends in order, or by an exception."""
+        if os.getpid() != self.record.pid:  # forked from the rank
+            return
+        self._compare_the_end()
+        self.record.ended = not self.record.error
+        self._write()
+        for action in self._ended:
+            action(self)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return self._exchange
+
+    def text(self) -> str:
+        """The record as it stands."""
+        return fast_json(self.record.to_dict()).decode()
+
+    def _write(self) -> None:
+        self._written, self._told = time.monotonic(), len(self.record.findings)
+        self.record.totals = list(self._calls.totals.values())
+        self.record.unseen = list(dict.fromkeys(groups.unseen))
+        self._note("resident, at most", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._note("CUDA, allocated at most", torch.cuda.max_memory_allocated())
+        self.record.write(self.settings.folder)
+
+    def _weigh(self) -> None:
+        """Bytes that this rank holds of each class, after a step that was compared."""
+        held: dict[str, dict[int, int]] = {}
+        for optimizer, compared in self._compared.values():
+            outside = [parameter for _, parameter in compared.found.outside]
+            inside = [p for group in optimizer.param_groups for p in group["params"]]
+            gradients = [p.grad for p in (*inside, *outside) if p.grad is not None]
+            state = [
+                v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)
+            ]
+            buffers = [buffer for _, buffer in compared.found.buffers]
+            for name, tensors in (
+                ("parameters", [*inside, *outside]),
+                ("gradients", gradients),
+                ("optimizer state", state),
+                ("buffers", buffers),
+            ):
+                held.setdefault(name, {}).update(_storages(tensors))
+        for name, storages in held.items():
+            self._note(name, sum(storages.values()))
+
+    def _note(self, name: str, size: int) -> None:
+        self.record.memory[name] = max(size, self.record.memory.get(name, 0))
+
+
+def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Address -> bytes of the storages in which ``tensors`` lie: views share one."""
+    parts = (local(tensor) for tensor in tensors)
+    storages = [p.untyped_storage() for p in parts if p.layout is torch.strided and not p.is_meta]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+#: The watch of this process.
+_watch: Watch | None = None
+
+
+def activate() -> Watch:
+    """Watch this process from now on, if it is a rank of a launcher; again: nothing.
+
+    :raises KeyError: it is none: ``RANK`` and ``WORLD_SIZE`` are not set.
+    """
+    global _watch
+    if _watch is None:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        settings = Settings.read(os.environ)
+        if settings.launched:
+            process_control.die_with_parent(int(os.environ["SHARDPROOF_WATCH_PARENT"]))
+            beats = os.environ["SHARDPROOF_WATCH_BEATS"]
+            heartbeat.attach(Path(beats), rank, thread=False)
+            stacks.arm(settings.folder / f"rank{rank}.stacks")
+        _watch = Watch(settings, rank, world)
+        _watch.install()
+    return _watch

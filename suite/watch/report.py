@@ -1,0 +1,262 @@
+"""A watched run, shown: on a terminal, as Markdown, as one page, and as JSON.
+
+All forms are made of the same tables (:mod:`shardproof.table`) and sentences.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from html import escape
+from pathlib import Path
+
+from shardproof.errors import printable
+from shardproof.files import fast_json, write_whole
+from shardproof.report import page as pages
+from shardproof.report.looks import look
+from shardproof.table import Table, markdown_text, some
+from shardproof.watch.calls import Total
+from shardproof.watch.judge import Judged
+from shardproof.watch.record import Watched
+
+#: Prints one renderable or text; rich's ``Console.print``.
+Print = Callable[..., None]
+#: What no watched run shows, whatever the script is.
+CANNOT_SEE = (
+    "whether numbers that are equal on all ranks are right: `shardproof run` has an oracle",
+    "steps between two compared ones: the first step at which ranks part is known as an interval",
+    "activations and temporary memory",
+    "what kernels send without torch.distributed, and on groups of other backends than gloo, nccl",
+    "gradients that are freed before the optimizer's step, or used by a step of its own making",
+    "which samples a rank reads",
+)
+_NAMES = 6
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all forms of a report say."""
+
+    judged: Judged
+    #: Ranks that left no record.
+    missing: Sequence[int] = ()
+
+    @property
+    def headline(self) -> str:
+        return f"{self.judged.verdict}: {self.judged.reason}"
+
+    def others(self) -> list[str]:
+        """What was found beside the headline."""
+        return [finding.sentence for finding in self.judged.findings][1:]
+
+    def tables(self) -> list[Table]:
+        """Those that have rows."""
+        made = (_optimizers(self.judged), _traffic(self.judged), _memory(self.judged))
+        return [table for table in made if table.rows]
+
+    def unseen(self) -> list[str]:
+        """What this run did not show, the particular first."""
+        return [*self._particular(), *CANNOT_SEE]
+
+    def _particular(self) -> Iterator[str]:
+        if self.missing:
+            yield f"ranks {', '.join(map(str, self.missing))}: they left no record"
+        records = self.judged.records.values()
+        reasons: dict[str, set[str]] = {}
+        outside: set[str] = set()
+        for seen in (seen for one in records for seen in one.optimizers):
+            outside |= {*seen.outside}
+            for name, why in seen.not_compared.items():
+                reasons.setdefault(why, set()).add(name)
+        for why, names in sorted(reasons.items()):
+            yield f"not compared: {some(sorted(names), _NAMES)} ({why})"
+        if outside:
+            yield f"not compared: {some(sorted(outside), _NAMES)} (no optimizer was given them)"
+        for text in sorted({text for one in records for text in one.unseen}):
+            yield f"the calls of {text}"
+
+    def compared(self) -> str:
+        """The closing line."""
+        held = ", ".join(self.judged.held)
+        return f"compared and equal: {held}" if held else "nothing was compared"
+
+
+def show(report: Report, write: Print) -> None:
+    """On a terminal."""
+    from rich.text import Text
+
+    color = {"held": "green", "open": "yellow"}.get(_state(report), "red")
+    # Whole lines: whoever looks for a sentence finds it.
+    write(Text(printable(report.headline), style=f"bold {color}"), soft_wrap=True)
+    for sentence in report.others():
+        write(Text(printable(f"  also: {sentence}")), soft_wrap=True)
+    for table in report.tables():
+        write()
+        write(table)
+    write()
+    write(Text("cannot see", style="bold"))
+    for sentence in report.unseen():
+        write(Text(printable(f"  {sentence}")), soft_wrap=True)
+    write(Text(printable(report.compared())), soft_wrap=True)
+
+
+def text(report: Report) -> str:
+    """As :func:`show`, for a stream that is no terminal."""
+    from rich.console import Console
+
+    stream = io.StringIO()
+    show(report, Console(file=stream, width=240, highlight=False).print)
+    return stream.getvalue()
+
+
+def write(report: Report, folder: Path) -> None:
+    """``report.json``, ``report.md`` and ``report.html`` in ``folder``."""
+    judged = report.judged
+    whole = {
+        "verdict": judged.verdict,
+        "reason": judged.reason,
+        "findings": [finding.to_dict() for finding in judged.findings],
+        "held": list(judged.held),
+        "cannot_see": report.unseen(),
+        "ranks": {str(rank): one.to_dict() for rank, one in judged.records.items()},
+    }
+    write_whole(folder / "report.json", fast_json(whole) + b"\n")
+    write_whole(folder / "report.md", printable(document(report)))
+    write_whole(folder / "report.html", printable(html(report)))
+
+
+def document(report: Report) -> str:
+    """As Markdown."""
+    lines = [f"# Watched: {_script(report)}", "", f"**{markdown_text(report.headline)}**", ""]
+    lines += [f"- {markdown_text(sentence)}" for sentence in report.others()]
+    lines += ["", *(table.section(2) for table in report.tables())]
+    lines += ["## Cannot see", "", *(f"- {markdown_text(said)}" for said in report.unseen())]
+    return "\n".join([*lines, "", f"{markdown_text(report.compared())}."]) + "\n"
+
+
+def html(report: Report) -> str:
+    """As one page that opens offline, in the style of ``report.html`` of a run."""
+    style = (pages.TEMPLATES / "report.css").read_text(encoding="utf-8")
+    title = escape(f"Shardproof: {report.judged.verdict}, watched {_script(report)}")
+    also = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.others())
+    tables = "\n".join(
+        f"<h2>{escape(table.title)}</h2>\n{table.html('', caption='')}"
+        + "".join(f'<p class="soft">{escape(note)}</p>' for note in table.notes)
+        for table in report.tables()
+    )
+    unseen = "".join(f"<li>{escape(said)}</li>" for said in report.unseen())
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<header><p class="brand">Shardproof watch</p><h1>{escape(_script(report))}</h1></header>
+<main>
+<div class="banner banner-{_state(report)}"><p>{escape(report.headline)}</p></div>
+<ul>{also}</ul>
+{tables}
+<h2>Cannot see</h2>
+<ul>{unseen}</ul>
+<p>{escape(report.compared())}.</p>
+</main>
+</body>
+</html>
+"""
+
+
+def _state(report: Report) -> str:
+    style = look(report.judged.verdict)
+    return {"pass": "held", "open": "open"}.get(style, "broke")
+
+
+def _script(report: Report) -> str:
+    one = next(iter(report.judged.records.values()))
+    return f"{Path(one.script).name} on {one.world} rank{'s' * (one.world > 1)}"
+
+
+def _optimizers(judged: Judged) -> Table:
+    """What was compared of each optimizer, and what that cost."""
+    rows = []
+    first = next(iter(judged.records.values()))
+    for number, seen in enumerate(first.optimizers):
+        rows.append(
+            (
+                f"{number}: {seen.name}",
+                f"{seen.steps:,}",
+                _compared(seen),
+                f"{seen.tracked:,}",
+                f"{seen.tracked_bytes:,}",
+                f"{1e3 * seen.cost_seconds:.1f}",
+                f"{1e3 * seen.step_seconds:.1f}",
+                f"{seen.every}",
+            )
+        )
+    headings = ("optimizer", "steps", "compared at", "parameters", "bytes")
+    times = ("ms a comparison", "ms a step", "every")
+    note = f"as rank {first.rank} saw it; every: steps from one comparison to the next, at the end"
+    return Table("Replicas", (*headings, *times), rows, notes=[note], align="lrlrrrrr")
+
+
+def _compared(seen: Watched) -> str:
+    shown = ", ".join(map(str, dict.fromkeys(seen.compared[:4])))
+    if len(seen.compared) <= 4:
+        return shown
+    return f"{shown} ... {seen.compared[-1]} ({len(seen.compared):,} times)"
+
+
+def _traffic(judged: Judged) -> Table:
+    """Bytes by operation over all ranks."""
+    sums: dict[tuple[str, str, str], Total] = {}
+    for one in judged.records.values():
+        for total in one.totals:
+            key = (total.operation, total.dtype, total.group)
+            into = sums.setdefault(key, Total(*key))
+            into.calls = max(into.calls, total.calls)
+            into.payload_bytes = max(into.payload_bytes, total.payload_bytes)
+            into.logical_bytes += total.logical_bytes
+    rows = [
+        (
+            t.operation,
+            t.group,
+            t.dtype,
+            f"{t.calls:,}",
+            f"{t.payload_bytes:,}",
+            _whole(t.logical_bytes),
+        )
+        for _, t in sorted(sums.items(), key=lambda item: (-item[1].logical_bytes, item[0]))
+    ]
+    headings = (
+        "operation",
+        "group",
+        "dtype",
+        "calls of a rank",
+        "bytes of a rank",
+        "bytes sent by all",
+    )
+    note = "sent: in the model of an optimal algorithm (docs/architecture.md), not on the wire"
+    return Table("Traffic", headings, rows, notes=[note], align="lllrrr")
+
+
+def _whole(value: Fraction) -> str:
+    return f"{value.numerator:,}" if value.denominator == 1 else f"{float(value):,.2f}"
+
+
+def _memory(judged: Judged) -> Table:
+    """Largest bytes of each class."""
+    records = judged.records
+    names = dict.fromkeys(name for one in records.values() for name in one.memory)
+    rows = []
+    for name in names:
+        sizes = {rank: one.memory.get(name, 0) for rank, one in records.items()}
+        most = max(sizes, key=lambda rank: sizes[rank])
+        rows.append((name, f"{sizes[most]:,}", str(most), f"{min(sizes.values()):,}"))
+    headings = ("class", "most bytes", "on rank", "least")
+    note = "of tensors at compared steps; peaks are the process's own"
+    return Table("Memory", headings, rows, notes=[note], align="lrrr")

@@ -1,0 +1,215 @@
+"""``shardproof watch`` on a script that knows nothing of it: sound ones pass, planted faults are
+named with their step, rank and tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import watched_script
+from watched_script import BY_HAND, CLEAN
+
+STEP = "        optimizer.step()\n"
+BACKWARD = "        loss.backward()\n"
+
+
+def watch(command: Any, script: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, what was printed, and ``report.json``."""
+    folder = script.parent / "run"
+    code, out, err = command("watch", str(script), "--results", str(folder), *options)
+    return code, out + err, json.loads((folder / "report.json").read_text())
+
+
+def left(folder: Path) -> list[int]:
+    """Ranks of this test that still run."""
+    running = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != str(os.getpid()):
+            try:
+                words = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(folder).encode() in words:
+                running.append(int(entry.name))
+    return running
+
+
+@pytest.mark.parametrize("text", [CLEAN, BY_HAND], ids=["ddp", "by_hand"])
+def test_a_sound_script_passes(command: Any, tmp_path: Path, text: str) -> None:
+    script = watched_script.write(tmp_path, text=text)
+    code, told, report = watch(command, script)
+    assert (code, report["verdict"]) == (0, "pass"), told
+    assert report["findings"] == []
+    (seen,) = report["ranks"]["0"]["optimizers"]
+    assert seen["compared"][:3] == [1, 2, 3] and seen["compared"][-1] == 12
+    assert (seen["steps"], seen["tracked"]) == (12, 4)
+    assert seen["tracked_bytes"] == 4 * (16 * 32 + 32 + 32 * 4 + 4)
+    for what in ("initial parameters", "gradients", "optimizer state", "parameters"):
+        assert any(held.startswith(what) for held in report["held"]), told
+    assert "cannot see" in told and left(tmp_path) == []
+
+
+#: Name -> (changes, base, kind of the first finding, its sentence).
+FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
+    "parts_when_one_rank_stops_reducing": (
+        [
+            (
+                BACKWARD,
+                "        with model.no_sync() if step >= 7 else contextlib.nullcontext():\n"
+                "            loss.backward()\n",
+            ),
+            ("        loss = nn.functional.mse_loss(model(x), y)\n", ""),
+            ("import os\n", "import contextlib\nimport os\n"),
+            (
+                "        optimizer.zero_grad()\n",
+                "        optimizer.zero_grad()\n"
+                "        with model.no_sync() if step >= 7 else contextlib.nullcontext():\n"
+                "            loss = nn.functional.mse_loss(model(x), y)\n",
+            ),
+        ],
+        CLEAN,
+        "gradients",
+        r"gradients differ at step 7, while parameters were still equal: rank 0 and rank 1",
+    ),
+    "another_seed_and_no_broadcast": (
+        [
+            ("torch.manual_seed(0)", "torch.manual_seed(rank)"),
+            ("    for p in model.parameters():\n        dist.broadcast(p.data, 0)\n", ""),
+        ],
+        BY_HAND,
+        "initial parameters",
+        r"initial parameters differ before the first step: .*rank 0 and rank 1 "
+        r"\(4 of 4 parameters: 0\.weight \[32x16\]",
+    ),
+    "one_rank_changes_its_gradient": (
+        [
+            (
+                STEP,
+                "        if rank == 1 and step == 5:\n"
+                "            model.module[2].bias.grad[1] += 1e-4\n" + STEP,
+            )
+        ],
+        CLEAN,
+        "gradients",
+        r"gradients differ at step 5, while parameters were still equal: .*"
+        r"1 of 4 parameters: 2\.bias \[4\]",
+    ),
+    "one_rank_loses_its_momentum": (
+        [
+            (
+                STEP,
+                "        if rank == 1 and step == 6:\n            optimizer.state.clear()\n" + STEP,
+            )
+        ],
+        CLEAN,
+        "optimizer state",
+        r"optimizer state differs at step 6: rank 0 and rank 1 \(4 of 4 parameters",
+    ),
+    "one_rank_calls_another_collective": (
+        [
+            (
+                BACKWARD,
+                BACKWARD + "        if step == 4:\n"
+                "            dist.all_reduce(torch.ones(3 + rank))  # here\n",
+            )
+        ],
+        CLEAN,
+        "collectives",
+        r"call \d+ on ranks 0-1 differs: rank 0 made all_reduce\(sum, float32\[3\]\) at "
+        r".*train\.py:LINE, rank 1 made all_reduce\(sum, float32\[4\]\) at .*train\.py:LINE",
+    ),
+    "a_gradient_is_not_finite": (
+        [
+            (
+                STEP,
+                "        if step == 3:\n"
+                "            model.module[0].weight.grad[2, 5] = float('nan')\n" + STEP,
+            )
+        ],
+        CLEAN,
+        "non-finite",
+        r"a value of the gradient of 0\.weight is not finite on ranks 0-1 at step 3",
+    ),
+    "one_rank_waits_for_ever": (
+        [
+            (
+                BACKWARD,
+                "        if rank == 1 and step == 4:\n            time.sleep(1000)  # here\n"
+                + BACKWARD,
+            )
+        ],
+        CLEAN,
+        "rank",
+        r"the ranks stand still: rank 1 never came to call \d+ on ranks 0-1, all_reduce.*; "
+        r"rank 1 stands in main \(.*train\.py:LINE\)",
+    ),
+    "one_rank_has_another_learning_rate": (
+        [("lr=0.05", "lr=0.05 * (1 + rank)")],
+        CLEAN,
+        "hyperparameters",
+        r"hyperparameters differ at step 1: lr of group 0 is 0\.05 on rank 0, 0\.1 on rank 1",
+    ),
+    "one_rank_is_killed": (
+        [
+            (
+                STEP,
+                STEP + "        if rank == 1 and step == 5:\n            os.kill(os.getpid(), 9)\n",
+            )
+        ],
+        CLEAN,
+        "rank",
+        r"rank 1 was killed: SIGKILL; its last call: all_reduce.*; rank 0 could not go on",
+    ),
+    "one_rank_raises": (
+        [
+            (
+                STEP,
+                STEP + "        if rank == 1 and step == 5:\n"
+                "            raise ValueError('bad')  # here\n",
+            )
+        ],
+        CLEAN,
+        "rank",
+        r"rank 1 raised ValueError: bad in main \(.*train\.py:LINE\); rank 0 could not go on",
+    ),
+    "one_rank_makes_fewer_steps": (
+        [
+            ("range(1, steps + 1)", "range(1, steps + 1 - rank)"),
+            (
+                "    total = loss.detach().clone()\n"
+                "    dist.all_reduce(total)\n"
+                "    dist.barrier()\n",
+                "",
+            ),
+            (
+                "            dist.all_reduce(p.grad)\n"
+                "            p.grad /= dist.get_world_size()\n",
+                "            p.grad = torch.ones_like(p)\n",
+            ),
+        ],
+        BY_HAND,
+        "steps",
+        r"ranks make different numbers of steps: rank 0 (is at|ended after) step 12; "
+        r"rank 1 ended after step 11",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(command: Any, tmp_path: Path, name: str) -> None:
+    changes, base, kind, sentence = FAULTS[name]
+    script = watched_script.write(tmp_path, *changes, text=base)
+    code, told, report = watch(command, script, "--every", "1", "--standstill", "4")
+    assert code == 1, told
+    first = report["findings"][0]
+    assert first["kind"] == kind and first["broken"], told
+    lines = enumerate(script.read_text().splitlines(), 1)
+    line = next((str(number) for number, text in lines if "# here" in text), "")
+    assert re.search(sentence.replace("LINE", line), first["sentence"]), told
+    assert first["sentence"] in told
+    assert left(tmp_path) == []
