@@ -81,6 +81,8 @@ class Compared:
         self._before = 0.0
         #: Seconds spent here since the last step began, without waits for other ranks.
         self._spent = 0.0
+        #: Of them, the last whole comparison: before and after its step, and reading the table.
+        self._cost = 0.0
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -89,8 +91,12 @@ class Compared:
         began = time.perf_counter()
         if self._before:
             self._times.append(max(1e-6, began - self._before - self._spent))
-        self._before, self._spent = began, 0.0
+        self._before, compared, self._spent = began, self._spent, 0.0
+        is_read = self._pending is not None
         waited = self._settle()
+        if is_read:
+            self._cost = compared + time.perf_counter() - began - waited
+            self.seen.cost_seconds = self._cost
         self.seen.steps += 1
         self._due = self.seen.steps == self._next
         if self._due:
@@ -115,7 +121,6 @@ class Compared:
         if self._exchange is None:
             self._schedule([self._alone])
         self._spent += time.perf_counter() - began
-        self.seen.cost_seconds = self._spent
         return True
 
     def end(self, optimizer: torch.optim.Optimizer, optimizers: int) -> None:
@@ -181,7 +186,8 @@ class Compared:
             self.seen.counts[name] = self.seen.counts.get(name, 0) + 1
         row = [0] * _ROW
         row[_TYPE], row[_NUMBER], row[_AT] = kind, self.number, self.seen.steps
-        row[_COST] = int(1e6 * self._spent)
+        # The whole of the one before; the first is dear, and its search for names is not repeated.
+        row[_COST] = int(1e6 * (self._cost if self.seen.steps > 2 else self._spent))
         row[_TIME] = int(1e6 * statistics.median(self._times)) if self._times else 0
         self.seen.step_seconds = row[_TIME] / 1e6
         row[_COUNT], row[_OPTIMIZERS] = len(tracked), optimizers

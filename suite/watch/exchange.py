@@ -63,9 +63,14 @@ class Exchange:
         own = dist.PrefixStore("shardproof_watch", store)
         limit = timedelta(seconds=seconds)
         try:
-            self._group = WatchedGloo.native_type(own, rank, world, timeout=limit)
+            self._group: Any = WatchedGloo.native_type(own, rank, world, timeout=limit)
         except RuntimeError as error:
             raise BrokenExchange(str(error).splitlines()[0]) from error
+
+    def close(self) -> None:
+        """Join the group's threads: one that frees a tensor while Python ends aborts the process."""
+        self.broken = self.broken or "it is closed"
+        self._group = None
 
     def start(self, numbers: Sequence[int]) -> Pending:
         """Give 64-bit ``numbers``, as many on every rank, and go on.

@@ -45,7 +45,7 @@ from shardproof.watch.user_frames import innermost
 
 #: Seconds between two writings of the record while nothing is found.
 FLUSH_SECONDS = 2.0
-#: After these first comparisons it is written at once.
+#: After these first comparisons memory is weighed, and the record written at once.
 _FLUSHED = 3
 
 
@@ -96,7 +96,8 @@ class Watch:
         self._calls = Calls(settings.folder / f"rank{rank}.calls")
         self._compared: dict[int, tuple[torch.optim.Optimizer, Compared]] = {}
         self._exchange: Exchange | None = None
-        self._depth = 0
+        #: Optimizers in whose steps the program is now, the outermost first.
+        self._inside: list[int] = []
         self._over = False
         self._written, self._told = time.monotonic(), 0
         self._ended: list[Callable[[Watch], None]] = []
@@ -177,8 +178,10 @@ class Watch:
             record.findings.append(Finding("not compared", why, broken=False))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth += 1
-        if self._depth > 1 or self._over:  # a step inside of another's: sharded optimizers do so
+        if id(optimizer) in self._inside:  # its last step was left by an exception
+            del self._inside[self._inside.index(id(optimizer)) :]
+        self._inside.append(id(optimizer))
+        if len(self._inside) > 1 or self._over:  # in another's step: sharded optimizers do so
             return
         if not self.record.initialised:
             if not dist.is_initialized():
@@ -192,13 +195,13 @@ class Watch:
             self._write()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and not self._over and id(optimizer) in self._compared:
+        if id(optimizer) in self._inside:
+            del self._inside[self._inside.index(id(optimizer)) :]
+        if not (self._inside or self._over) and id(optimizer) in self._compared:
             _, compared = self._compared[id(optimizer)]
-            if compared.after(optimizer):
+            if compared.after(optimizer) and len(compared.seen.compared) <= _FLUSHED:
                 self._weigh()
-                if len(compared.seen.compared) <= _FLUSHED:
-                    self._write()
+                self._write()
 
     def _of(self, optimizer: torch.optim.Optimizer) -> Compared:
         known = self._compared.get(id(optimizer))
@@ -221,6 +224,7 @@ class Watch:
             return
         self._over = True
         if not self.record.error:
+            self._weigh()
             for optimizer, compared in self._compared.values():
                 compared.end(optimizer, len(self._compared))
         self._write()
@@ -234,6 +238,8 @@ class Watch:
         self._write()
         for action in self._ended:
             action(self)
+        if self._exchange is not None:
+            self._exchange.close()
 
     @property
     def exchange(self) -> Exchange | None:

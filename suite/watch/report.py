@@ -258,5 +258,5 @@ def _memory(judged: Judged) -> Table:
         most = max(sizes, key=lambda rank: sizes[rank])
         rows.append((name, f"{sizes[most]:,}", str(most), f"{min(sizes.values()):,}"))
     headings = ("class", "most bytes", "on rank", "least")
-    note = "of tensors at compared steps; peaks are the process's own"
+    note = "of tensors at the first steps and at the end; peaks are the process's own"
     return Table("Memory", headings, rows, notes=[note], align="lrrr")
