@@ -177,7 +177,11 @@ class Compared:
         tracked = self.found.tracked
         self._keep("parameters", snapshot.of_parameters(tracked).sums)
         state, form = snapshot.of_state(optimizer, tracked)
-        self._keep("optimizer state", state.sums)
+        if state.read or any(state.sums):
+            self._keep("optimizer state", state.sums)
+            self.seen.not_compared.pop("optimizer state", None)
+        elif tracked:
+            self.seen.not_compared["optimizer state"] = "the optimizer shows none"
         self._finite("parameter", [snapshot.dense(one.parameter) for one in tracked])
         if "non-finite" not in self._told:
             self._equal["non-finite"] = self.seen.steps

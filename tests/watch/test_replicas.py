@@ -1,0 +1,183 @@
+"""Which ranks are taken to hold the same: wrappers, meshes, sharded systems, and what users say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardproof.errors import SelectionError
+from shardproof.watch import replica_sets
+
+HEAD = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+def make():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def steps(model, optimizer, count=3):
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+"""
+
+
+def watch(
+    command: Any, folder: Path, body: str, *options: str
+) -> tuple[int, str, list[dict[str, Any]], dict[str, Any]]:
+    """Exit code, what was printed, what rank 0 saw of each optimizer, the report."""
+    (folder / "train.py").write_text(HEAD + body + "dist.destroy_process_group()\n")
+    script, results = str(folder / "train.py"), str(folder / "run")
+    code, out, err = command("watch", script, "--results", results, *options)
+    report = json.loads((folder / "run/report.json").read_text())
+    return code, out + err, report["ranks"]["0"]["optimizers"], report
+
+
+def test_sharded_parameters_are_listed_and_not_compared(command: Any, tmp_path: Path) -> None:
+    """FSDP2, FSDP1 and ZeroRedundancyOptimizer, one optimizer after the other."""
+    body = """\
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+sharded = fully_shard(make(), mesh=init_device_mesh("cpu", (world,)))
+steps(sharded, torch.optim.AdamW(sharded.parameters()))
+flat = FullyShardedDataParallel(make(), device_id=torch.device("cpu"), use_orig_params=True)
+steps(flat, torch.optim.AdamW(flat.parameters()))
+whole = DistributedDataParallel(make())
+steps(whole, ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW))
+"""
+    code, told, (fsdp2, fsdp1, zero), report = watch(command, tmp_path, body)
+    assert (code, report["verdict"]) == (0, "pass"), told
+    for seen in (fsdp2, fsdp1):
+        assert seen["tracked"] == 0 and seen["steps"] == 3
+        assert {*seen["not_compared"].values()} == {"sharded: each rank has a part of it"}
+    assert zero["tracked"] == 4 and zero["counts"]["parameters"] == 4
+    assert zero["not_compared"] == {"optimizer state": "the optimizer shows none"}
+    assert "optimizer state" not in zero["counts"]
+    assert "not compared: " in told and "0.weight" in told
+
+
+def test_replicas_of_a_mesh_are_compared_where_it_replicates(command: Any, tmp_path: Path) -> None:
+    body = """\
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+model = fully_shard(make(), mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters())
+steps(model, optimizer)
+if rank == 3:
+    with torch.no_grad():
+        model[2].bias.to_local()[0] += 1
+steps(model, optimizer)
+"""
+    code, told, (seen,), report = watch(command, tmp_path, body, "--nproc", "4", "--every", "1")
+    assert code == 1 and seen["tracked"] == 4, told
+    sentences = [finding["sentence"] for finding in report["findings"]]
+    assert any("rank 1 and rank 3" in text and "2.bias [8]" in text for text in sentences), told
+
+
+#: Each half of the ranks trains a model of its own, and averages over its own group.
+TWO_MODELS = """\
+torch.manual_seed(rank // 2)
+model = make()
+groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    generator = torch.Generator().manual_seed(rank)
+    optimizer.zero_grad()
+    model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=groups[rank // 2])
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [((), 3), (("--replicas", "2"), 0), (("--replicas", "all"), 1)],
+    ids=["unsaid", "pairs", "all"],
+)
+def test_ranks_that_seem_to_hold_parts_are_not_judged_unasked(
+    command: Any, tmp_path: Path, options: tuple[str, ...], expected: int
+) -> None:
+    code, told, _, report = watch(command, tmp_path, TWO_MODELS, "--nproc", "4", *options)
+    assert code == expected, told
+    first = next(iter(report["findings"]), None)
+    if expected == 3:
+        assert first is not None and not first["broken"]
+        assert "sums are made over ranks 0-1 (group 1) only" in first["sentence"], told
+        assert "--replicas" in first["sentence"]
+    elif expected == 1:
+        assert first is not None and first["kind"] == "initial parameters", told
+
+
+def test_two_optimizers_and_what_none_holds(command: Any, tmp_path: Path) -> None:
+    """Steps of several optimizers are compared each; unused parameters are named."""
+    body = """\
+from torch.nn.parallel import DistributedDataParallel
+
+one, two = DistributedDataParallel(make()), DistributedDataParallel(make())
+first = torch.optim.SGD([one.module[0].weight, one.module[0].bias], lr=0.1)
+second = torch.optim.Adam(two.parameters())
+for _ in range(4):
+    steps(one, first, 1)
+    steps(two, second, 2)
+if rank == 1:
+    second.param_groups[0]["lr"] = 1.0
+steps(two, second, 2)
+"""
+    code, told, (first, second), report = watch(command, tmp_path, body, "--every", "1")
+    assert code == 1, told
+    assert (first["name"], first["steps"], first["tracked"]) == ("SGD", 4, 2)
+    assert first["outside"] == ["2.weight", "2.bias"]
+    assert (second["name"], second["steps"], second["tracked"]) == ("Adam", 10, 4)
+    kinds = [(finding["kind"], finding["optimizer"]) for finding in report["findings"]]
+    assert kinds[:1] == [("hyperparameters", 1)] and ("parameters", 1) in kinds, told
+    assert "lr of group 0 is 0.001 on rank 0, 1.0 on rank 1" in told
+    assert "not compared: 2.bias, 2.weight (no optimizer was given them)" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "sets"),
+    [
+        ("all", 3, ((0, 1, 2),)),
+        ("2", 4, ((0, 1), (2, 3))),
+        ("0,2/1,3", 4, ((0, 2), (1, 3))),
+        ("0-2/3", 4, ((0, 1, 2), (3,))),
+    ],
+)
+def test_sets_are_read(text: str, world: int, sets: tuple[tuple[int, ...], ...]) -> None:
+    assert replica_sets.parse(text, world) == sets
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("3", "4 ranks cannot be cut into sets of 3"),
+        ("0", "4 ranks cannot be cut into sets of 0"),
+        ("0,1/1,2", "a rank stands twice"),
+        ("0,4", "rank 4 of 4"),
+        ("a/b", "invalid literal"),
+        ("0,1/", "invalid literal"),
+    ],
+)
+def test_sets_that_make_no_sense_are_refused(text: str, says: str) -> None:
+    with pytest.raises(SelectionError, match=says):
+        replica_sets.parse(text, 4)

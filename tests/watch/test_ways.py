@@ -1,0 +1,185 @@
+"""Ways in and out: torchrun, one import, bad input, nothing to judge, Ctrl-C, a killed parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import watched_script
+from commands import ROOT, started
+
+from shardproof.launch.process_control import state_of
+
+IMPORT = ("import os\n", "import shardproof.watch\nimport os\n")
+
+
+def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The script under the user's own launcher, on two ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, "--master-port", port, *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def report_in(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("results/*-watch/report.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("way", ["import", "module"])
+def test_under_torchrun(tmp_path: Path, way: str) -> None:
+    if way == "import":
+        watched_script.write(tmp_path, IMPORT)
+        done = torchrun(tmp_path, "train.py")
+    else:
+        watched_script.write(tmp_path)
+        done = torchrun(tmp_path, "-m", "shardproof.watch", "train.py")
+    assert done.returncode == 0, done.stderr
+    report = report_in(tmp_path)
+    assert report["verdict"] == "pass" and {*report["ranks"]} == {"0", "1"}
+    assert done.stderr.count("pass: equal on all replicas: initial parameters") == 1, done.stderr
+    assert report["ranks"]["1"]["optimizers"][0]["compared"][-1] == 12
+
+
+def test_a_fault_under_torchrun_is_told_and_changes_no_exit_code(tmp_path: Path) -> None:
+    watched_script.write(tmp_path, IMPORT, ("lr=0.05", "lr=0.05 * (1 + rank)"))
+    done = torchrun(tmp_path, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "fail: hyperparameters differ at step 1: lr of group 0" in done.stderr
+    assert report_in(tmp_path)["verdict"] == "fail"
+
+
+def test_a_rank_that_raises_under_torchrun_is_named(tmp_path: Path, command: Any) -> None:
+    step = "        optimizer.step()\n"
+    raising = step + "        if rank == 1 and step == 5:\n            raise ValueError('bad')\n"
+    watched_script.write(tmp_path, IMPORT, (step, raising))
+    done = torchrun(tmp_path, "train.py")
+    assert done.returncode == 1
+    assert "rank 1 raised ValueError: bad in main" in done.stderr, done.stderr
+    (folder,) = tmp_path.glob("results/*-watch")
+    code, out, _ = command("watch", "--judge", str(folder))
+    assert code == 1 and "rank 1 raised ValueError: bad in main" in out
+
+
+def test_without_a_launcher_the_import_does_nothing(tmp_path: Path) -> None:
+    program = "import sys, shardproof.watch; assert 'torch' not in sys.modules"
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment = {**variables, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, timeout=60
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "says"),
+    [
+        (watched_script.CLEAN, 1, "one rank has no replicas"),
+        ("print('no group')\n", 2, "no rank called init_process_group"),
+        (
+            "import torch.distributed as dist\n"
+            "dist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n",
+            2,
+            "no step of an optimizer of torch.optim was seen",
+        ),
+    ],
+    ids=["one rank", "no group", "no step"],
+)
+def test_nothing_to_judge(command: Any, tmp_path: Path, text: str, ranks: int, says: str) -> None:
+    script = watched_script.write(tmp_path, text=text)
+    results = str(tmp_path / "run")
+    code, out, err = command("watch", str(script), "--nproc", str(ranks), "--results", results)
+    assert code == 3 and says in out, out + err
+
+
+def test_arguments_of_the_script_are_its_own(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("WORD = 'beside the script'\n")
+    text = (
+        "import sys, helper\nopen('told', 'a').write(' '.join([*sys.argv[1:], helper.WORD, '']))\n"
+        "assert __name__ == '__main__' and sys.argv[0].endswith('train.py')\n"
+    )
+    script = watched_script.write(tmp_path, text=text.replace("'told'", repr(f"{tmp_path}/told")))
+    words = ["--nproc", "1", "--results", str(tmp_path / "run"), "--", "--epochs", "3"]
+    code, out, err = command("watch", str(script), *words)
+    assert code == 3, out + err
+    assert (tmp_path / "told").read_text() == "--epochs 3 beside the script "
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name a script: shardproof watch train.py"),
+        (["no_such.py"], "no such script (no_such.py)"),
+        (["SCRIPT", "--nproc", "3", "--replicas", "2"], "3 ranks cannot be cut into sets of 2"),
+        (["SCRIPT", "--results", "FULL"], "--results: holds something"),
+        (["--judge", "EMPTY"], "no rank left a record of a watched run"),
+        (["SCRIPT", "--judge", "FULL"], "a script beside --judge"),
+        (["SCRIPT", "--epochs", "3"], "No such option: --epochs"),
+        (["--judge", "DAMAGED"], "rank0.json: damaged"),
+    ],
+)
+def test_bad_input_is_refused(command: Any, tmp_path: Path, words: list[str], says: str) -> None:
+    for name in ("FULL", "EMPTY", "DAMAGED"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "FULL" / "file").write_text("of another run")
+    (tmp_path / "DAMAGED" / "rank0.json").write_text('{"rank": 0, "wor')
+    (tmp_path / "SCRIPT").write_text("")
+    given = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
+    code, out, err = command("watch", *given)
+    assert code == 2 and says in err, out + err
+
+
+WAITS = ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        time.sleep(0.2)\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_its_parent(tmp_path: Path, signum: signal.Signals) -> None:
+    script = watched_script.write(tmp_path, WAITS, ("steps=12", "steps=10_000"))
+    results = tmp_path / "run"
+    parent = started("watch", str(script), "--results", str(results))
+    try:
+        ranks = _ranks(results)
+        parent.send_signal(signum)
+        out, _ = parent.communicate(timeout=60)
+    finally:
+        parent.kill()
+    until = time.monotonic() + 20
+    while any(state_of(pid) != "Z" for pid in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [state_of(pid) for pid in ranks] == ["Z", "Z"]
+    if signum != signal.SIGKILL:
+        assert parent.returncode == 130, out
+        assert "initial parameters" in out  # what was compared until then is told
+
+
+def _ranks(results: Path) -> list[int]:
+    """Pids of both ranks, once they have compared something."""
+    until = time.monotonic() + 100
+    while time.monotonic() < until:
+        found = []
+        for path in results.glob("rank?.json"):
+            record = json.loads(path.read_text())
+            if any(seen["counts"] for seen in record["optimizers"]):
+                found.append(record["pid"])
+        if len(found) == 2:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("the ranks never compared anything")
