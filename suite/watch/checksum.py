@@ -113,7 +113,8 @@ def _lanes(tensor: Tensor) -> Tensor:
         plain = torch.view_as_real(plain.resolve_conj())
     if plain.is_neg():
         plain = plain.resolve_neg()
-    flat = plain.contiguous().view(-1)
+    # Not `view`: a single element may have any stride.
+    flat = plain.contiguous().as_strided((plain.numel(),), (1,))
     return flat.view(_LANES.get(flat.element_size(), torch.int32))
 
 

@@ -68,7 +68,7 @@ class Exchange:
             raise BrokenExchange(str(error).splitlines()[0]) from error
 
     def close(self) -> None:
-        """Join the group's threads: one that frees a tensor while Python ends aborts the process."""
+        """Join the group's threads: one that frees a tensor while Python ends aborts all."""
         self.broken = self.broken or "it is closed"
         self._group = None
 

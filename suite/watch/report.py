@@ -123,8 +123,8 @@ def write(report: Report, folder: Path) -> None:
         "ranks": {str(rank): one.to_dict() for rank, one in judged.records.items()},
     }
     write_whole(folder / "report.json", fast_json(whole) + b"\n")
-    write_whole(folder / "report.md", printable(document(report)))
-    write_whole(folder / "report.html", printable(html(report)))
+    write_whole(folder / "report.md", document(report))
+    write_whole(folder / "report.html", html(report))
 
 
 def document(report: Report) -> str:
@@ -133,7 +133,7 @@ def document(report: Report) -> str:
     lines += [f"- {markdown_text(sentence)}" for sentence in report.others()]
     lines += ["", *(table.section(2) for table in report.tables())]
     lines += ["## Cannot see", "", *(f"- {markdown_text(said)}" for said in report.unseen())]
-    return "\n".join([*lines, "", f"{markdown_text(report.compared())}."]) + "\n"
+    return printable("\n".join([*lines, "", f"{markdown_text(report.compared())}."]) + "\n")
 
 
 def html(report: Report) -> str:
@@ -147,7 +147,7 @@ def html(report: Report) -> str:
         for table in report.tables()
     )
     unseen = "".join(f"<li>{escape(said)}</li>" for said in report.unseen())
-    return f"""<!DOCTYPE html>
+    return printable(f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -168,7 +168,7 @@ def html(report: Report) -> str:
 </main>
 </body>
 </html>
-"""
+""")
 
 
 def _state(report: Report) -> str:

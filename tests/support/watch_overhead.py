@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = '''\
+SCRIPT = """\
 import json, os, sys, time
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU())]
-model = DistributedDataParallel(nn.Sequential(nn.Embedding(256, width), *layers, nn.Linear(width, 256)))
+layers = [nn.Embedding(256, width), *layers, nn.Linear(width, 256)]
+model = DistributedDataParallel(nn.Sequential(*layers))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 generator = torch.Generator().manual_seed(rank)
 for step in range(steps + 10):
@@ -48,7 +49,7 @@ seconds = time.perf_counter() - began, time.process_time() - cpu
 if rank == 0:
     print("TIMES", json.dumps([value / steps for value in seconds]))
 dist.destroy_process_group()
-'''
+"""
 
 
 def launch(
@@ -90,7 +91,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     asked = parser.parse_args()
     words = [str(asked.width), str(asked.steps), str(asked.tokens)]
-    print("| ranks | ms a step, plain | watched | wall clock | CPU | compared every | cost of one, ms |")
+    print("| ranks | ms a step, plain | watched | wall clock | CPU | every | cost of one, ms |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     for ranks in asked.ranks:
         walls, cpus, plain, watched, seen = [], [], [], [], {}

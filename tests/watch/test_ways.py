@@ -147,7 +147,10 @@ def test_bad_input_is_refused(command: Any, tmp_path: Path, words: list[str], sa
     assert code == 2 and says in err, out + err
 
 
-WAITS = ("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        time.sleep(0.2)\n")
+WAITS = (
+    "        optimizer.zero_grad()\n",
+    "        optimizer.zero_grad()\n        time.sleep(0.2)\n",
+)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

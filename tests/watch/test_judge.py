@@ -1,0 +1,111 @@
+"""From records to a verdict: gravest cause first, and nothing judged is no pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardproof import verdicts
+from shardproof.watch.calls import Total
+from shardproof.watch.judge import decide
+from shardproof.watch.record import End, Finding, Kind, RankRecord, Watched
+from shardproof.watch.report import Report, document, html, text
+
+
+def rank(number: int, *findings: Finding, **changes: Any) -> RankRecord:
+    """A rank of two that made ten steps and compared three of them."""
+    seen = Watched("SGD", 10, [1, 2, 10], 4, 64, {"parameters": 3, "gradients": 2})
+    given: dict[str, Any] = {"initialised": True, "optimizers": [seen], "ended": True} | changes
+    return RankRecord(
+        number, 2, 100 + number, "host", "train.py", "2.13", findings=list(findings), **given
+    )
+
+
+def found(kind: Kind, step: int = 5, **changes: Any) -> Finding:
+    return Finding(kind, f"{kind} at step {step}", step=step, **changes)
+
+
+def both(*findings: Finding, **changes: Any) -> dict[int, RankRecord]:
+    return {number: rank(number, *findings, **changes) for number in (0, 1)}
+
+
+def test_equal_replicas_pass_and_name_what_was_compared() -> None:
+    judged = decide(both(), [], {})
+    assert judged.verdict == "pass" and judged.findings == []
+    assert [*judged.held] == [
+        *("parameters at 3 steps", "gradients at 2 steps", "hyperparameters", "finite values")
+    ]
+
+
+def test_the_cause_comes_before_what_follows_from_it() -> None:
+    kinds: tuple[Kind, ...] = ("parameters", "optimizer state", "gradients", "hyperparameters")
+    judged = decide(both(*(found(kind) for kind in kinds)), [], {})
+    assert judged.verdict == "fail" and judged.reason == "hyperparameters at step 5"
+    assert [f.kind for f in judged.findings] == [*reversed(kinds)], "told once, not by each rank"
+
+
+def test_the_first_value_that_is_not_finite_counts() -> None:
+    records = {
+        0: rank(0, Finding("non-finite", "at step 7", step=7, name="parameter of b")),
+        1: rank(1, Finding("non-finite", "at step 3", step=3, name="gradient of a")),
+    }
+    judged = decide(records, [], {})
+    assert judged.reason == "a value of the gradient of a is not finite on rank 1 at step 3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"initialised": False}, "no rank called init_process_group"),
+        ({"optimizers": []}, "no step of an optimizer"),
+        ({"optimizers": [Watched("SGD", 10)]}, "no parameter has replicas that are known"),
+    ],
+)
+def test_nothing_judged_is_no_pass(changes: dict[str, Any], says: str) -> None:
+    judged = decide(both(**changes), [], {})
+    assert judged.verdict == "undecidable" and says in judged.reason
+    assert verdicts.exit_code({judged.verdict: 1}) == verdicts.NOT_DECIDED
+
+
+def test_what_could_not_be_compared_is_open() -> None:
+    judged = decide(both(found("not compared", broken=False)), [], {})
+    assert judged.verdict == "undecidable"
+
+
+@pytest.mark.parametrize(
+    ("total", "verdict"),
+    [
+        (Total("send", "float32", "ranks 0-1"), "undecidable"),
+        (Total("all_reduce", "float32", "ranks 0-1"), "fail"),
+    ],
+)
+def test_stages_of_a_pipeline_are_no_replicas_unasked(total: Total, verdict: str) -> None:
+    differ = found("parameters", assumed=True)
+    assert decide(both(differ, totals=[total]), [], {}).verdict == verdict
+    said = found("parameters", assumed=False)
+    assert decide(both(said, totals=[total]), [], {}).verdict == "fail"
+
+
+def test_ranks_that_made_other_numbers_of_steps() -> None:
+    records = {0: rank(0), 1: rank(1, optimizers=[Watched("SGD", 9, [1, 2, 9], 4)])}
+    judged = decide(records, [End(0, 0), End(1, 0)], {})
+    assert judged.verdict == "fail"
+    assert judged.reason.endswith("rank 0 made 10; rank 1 made 9")
+
+
+def test_a_rank_that_dies_is_the_cause_not_who_waits_for_it() -> None:
+    gone = {"error_type": "RuntimeError", "error": "Connection closed by peer"}
+    records = {0: rank(0, **gone, consequence=True, is_comm_error=True, ended=False), 1: rank(1)}
+    judged = decide(records, [End(0, 1, ended=2.0), End(1, signal=11, ended=1.0)], {})
+    assert judged.verdict == "crash"
+    assert judged.reason == "rank 1 was killed: SIGSEGV; rank 0 could not go on without it"
+
+
+def test_all_forms_of_the_report_say_the_same() -> None:
+    odd = "parameters part <b>\x1b[2J"
+    report = Report(decide(both(Finding("parameters", odd, step=5)), [], {}), missing=[3])
+    for form in (text(report), document(report), html(report)):
+        assert "\x1b" not in form and "\\x1b[2J" in form
+        assert "an oracle" in form and "left no record" in form
+    assert "<b>" not in html(report) and "&lt;b&gt;" in html(report)
