@@ -149,7 +149,7 @@ def _of_ranks(
     outcomes = mark_consequences(_outcomes(records, ends))
     cause = root_cause(outcomes)
     if cause is None:
-        return [], []
+        return [], _without_end(records, ends)
     by_rank = {end.rank: end for end in ends}
     if cause.status in ("hung", "early"):
         return [Finding("rank", _standstill(outcomes, by_rank, logs))], []
@@ -163,6 +163,16 @@ def _of_ranks(
     if others:
         sentence += f"; {name_ranks([o.rank for o in others])} could not go on without it"
     return [], [Finding("rank", sentence)]
+
+
+def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[Finding]:
+    """Ranks of which nobody knows how they ended: what they did last was not compared."""
+    known = {end.rank for end in ends if end.exit_code is not None}
+    open_ = [rank for rank, one in records.items() if not one.ended and rank not in known]
+    if not open_:
+        return []
+    sentence = f"{name_ranks(open_)} did not come to the end: interrupted, killed or still running"
+    return [Finding("rank", sentence, broken=False)]
 
 
 def _outcomes(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[RankOutcome]:

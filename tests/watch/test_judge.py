@@ -102,6 +102,13 @@ def test_a_rank_that_dies_is_the_cause_not_who_waits_for_it() -> None:
     assert judged.reason == "rank 1 was killed: SIGSEGV; rank 0 could not go on without it"
 
 
+@pytest.mark.parametrize("ends", [[], [End(0), End(1)]], ids=["torchrun", "interrupted"])
+def test_ranks_without_an_end_are_no_pass(ends: list[End]) -> None:
+    judged = decide(both(ended=False), ends, {})
+    assert judged.verdict == "undecidable"
+    assert judged.reason.startswith("ranks 0-1 did not come to the end")
+
+
 def test_all_forms_of_the_report_say_the_same() -> None:
     odd = "parameters part <b>\x1b[2J"
     report = Report(decide(both(Finding("parameters", odd, step=5)), [], {}), missing=[3])
