@@ -42,9 +42,7 @@ def work(rank: int, store: str) -> str:
     model, config = Scaled(), {"train_micro_batch_size_per_gpu": 1}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
-        )
+        deepspeed.initialize(None, model, optimizer, config=config, dist_init_required=False)
     except RuntimeError as error:
         return str(error)
     return "no error"
