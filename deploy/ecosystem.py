@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import signal
 import site
 import subprocess
@@ -139,9 +140,11 @@ def versions(checkout: str | None) -> dict[str, str]:
     for extra in EXTRAS:
         found[extra] = known.get(re.split(r"[<>=]", requirement(extra))[0], "-")
     if checkout is not None:
-        git = ["git", "-C", checkout, "rev-parse", "--short", "HEAD"]
-        done = subprocess.run(git, capture_output=True, text=True, check=False)
-        found["picotron"] = done.stdout.strip() or "a checkout without history"
+        found["picotron"] = "a checkout without history"
+        if shutil.which("git") and (Path(checkout) / ".git").exists():
+            git = ["git", "-C", checkout, "rev-parse", "--short", "HEAD"]
+            done = subprocess.run(git, capture_output=True, text=True, check=False)
+            found["picotron"] = done.stdout.strip() or found["picotron"]
     return found
 
 
