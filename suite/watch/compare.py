@@ -31,7 +31,7 @@ from shardproof.watch.record import Finding, Kind, RankRecord, Watched
 from shardproof.watch.wording import NAMED, described, differing, odd
 
 #: Of the time of a step; the issue allows a tenth, and the calls that are noted cost as well.
-SHARE = 0.05
+SHARE = 0.04
 #: Steps that are always compared.
 FIRST = 3
 #: Most replica sets of one optimizer.
@@ -76,6 +76,8 @@ class Compared:
         self._equal: dict[Kind, int] = {}
         self._told: set[Kind] = set()
         self._parted = False
+        #: Whether ranks keep state of different parameters.
+        self._has_forms = False
         self._ratios: deque[float] = deque(maxlen=3)
         self._times: deque[float] = deque(maxlen=5)
         self._before = 0.0
@@ -165,6 +167,13 @@ class Compared:
     def _keep(self, kind: Kind, sums: list[int]) -> None:
         self._sums[kind] = sums
 
+    def _keep_state(self, state: snapshot.Sums) -> None:
+        if state.read or any(state.sums):
+            self._keep("optimizer state", state.sums)
+            self.seen.not_compared.pop("optimizer state", None)
+        elif self.found.tracked:
+            self.seen.not_compared["optimizer state"] = "the optimizer shows none"
+
     def _finite(self, what: str, tensors: Sequence[torch.Tensor | None]) -> None:
         number = snapshot.not_finite(tensors) if "non-finite" not in self._told else None
         if number is not None:
@@ -177,11 +186,8 @@ class Compared:
         tracked = self.found.tracked
         self._keep("parameters", snapshot.of_parameters(tracked).sums)
         state, form = snapshot.of_state(optimizer, tracked)
-        if state.read or any(state.sums):
-            self._keep("optimizer state", state.sums)
-            self.seen.not_compared.pop("optimizer state", None)
-        elif tracked:
-            self.seen.not_compared["optimizer state"] = "the optimizer shows none"
+        if not self._has_forms:  # told once
+            self._keep_state(state)
         self._finite("parameter", [snapshot.dense(one.parameter) for one in tracked])
         if "non-finite" not in self._told:
             self._equal["non-finite"] = self.seen.steps
@@ -370,6 +376,8 @@ class Compared:
 
     def _forms(self, table: Table, ranks: list[int]) -> None:
         values = {rank: table[rank][_FORM] for rank in ranks}
+        self._has_forms = True
+        self.seen.counts.pop("optimizer state", None)
         self.seen.not_compared["optimizer state"] = (
             "ranks keep state of different parameters or shapes, as sharded optimizers do: "
             f"{odd(values)}"

@@ -19,8 +19,8 @@ from torch import Tensor
 from shardproof.launch import heartbeat
 from shardproof.watch.groups import WatchedGloo
 
-#: Seconds that a rank waits for the others, at most.
-WAIT_SECONDS = 60.0
+#: Seconds that a rank waits for the others, at most: one of them may be saving the model.
+WAIT_SECONDS = 180.0
 
 
 class BrokenExchange(RuntimeError):

@@ -59,15 +59,21 @@ def find(
     """Look for the parameters of ``optimizer``; ``named``: replica sets that the user gives."""
     wanted = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     modules = _modules()
-    roots = [root for root in _roots(modules) if any(id(p) in wanted for p in root.parameters())]
+    places = {key: place for place, key in enumerate(wanted)}
+
+    def place(root: nn.Module) -> int:
+        """Of its first parameter in the optimizer, whose order is the same on every rank."""
+        return min((places.get(id(p), len(places)) for p in root.parameters()), default=len(places))
+
+    roots = sorted((r for r in _roots(modules) if place(r) < len(places)), key=place)
     names = _names(roots)
     reasons, replicas = _of_wrappers(modules)
     found = Found()
     users = next((tuple(sorted(ranks)) for ranks in named or () if rank in ranks), None)
     for number, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
+        for index, parameter in enumerate(group["params"]):
             key = id(parameter)
-            name = names.get(key, f"parameter {place} of group {number}")
+            name = names.get(key, f"parameter {index} of group {number}")
             why, ranks = reasons.get(key, ""), replicas.get(key)
             assumed = False
             if not why and ranks is None:
@@ -148,12 +154,11 @@ def _roots(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _names(roots: Sequence[nn.Module]) -> dict[int, str]:
-    """Identity -> the shortest name; the order of the roots does not count."""
-    several = len(roots) > 1
+    """Identity -> the shortest name; of several models with the model's number before it."""
     names: dict[int, str] = {}
-    for root in roots:
+    for number, root in enumerate(roots):
         for name, parameter in root.named_parameters(remove_duplicate=False):
-            full = f"{type(root).__name__}.{_short(name)}" if several else _short(name)
+            full = f"model {number}: {_short(name)}" if len(roots) > 1 else _short(name)
             other = names.get(id(parameter))
             if other is None or (len(full), full) < (len(other), other):
                 names[id(parameter)] = full

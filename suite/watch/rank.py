@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from shardproof.errors import Problem, SelectionError
 from shardproof.files import fast_json
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.outcome import of_exception
@@ -73,9 +74,16 @@ class Settings:
         return cls(
             Path(folder) if folder else _of_this_job(),
             replica_sets.parse(replicas, world) if replicas else None,
-            int(every) if every else None,
+            _positive(every) if every else None,
             launched="SHARDPROOF_WATCH_PARENT" in environment,
         )
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        what, remedy = "SHARDPROOF_WATCH_EVERY: no number of steps", "write 1 or more, or unset it"
+        raise SelectionError(Problem(what, remedy, text))
+    return int(text)
 
 
 def _of_this_job() -> Path:

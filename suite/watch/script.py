@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardproof.verdicts import BAD_INPUT
+
 
 def main(words: Sequence[str]) -> None:
     """Run the script ``words[0]`` as ``__main__``, with the other words as its arguments."""
-    if not words:
-        sys.exit("usage: torchrun ... -m shardproof.watch train.py [ARGUMENTS]")
+    if not words or not {"RANK", "WORLD_SIZE"} <= {*os.environ}:
+        problem = "no rank: torchrun sets RANK and WORLD_SIZE" if words else "no script"
+        remedy = "torchrun ... -m shardproof.watch train.py, or: shardproof watch train.py"
+        sys.stderr.write(f"{problem} - {remedy}\n")
+        sys.exit(BAD_INPUT)
     from shardproof.watch import rank
 
     rank.activate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,15 +143,21 @@ for _ in range(4):
 if rank == 1:
     second.param_groups[0]["lr"] = 1.0
 steps(two, second, 2)
+both = torch.optim.SGD([*two.parameters(), *one.parameters()], lr=0.1)
+steps(two, both, 1)
 """
-    code, told, (first, second), report = watch(command, tmp_path, body, "--every", "1")
+    code, told, (first, second, both), report = watch(command, tmp_path, body, "--every", "1")
     assert code == 1, told
     assert (first["name"], first["steps"], first["tracked"]) == ("SGD", 4, 2)
     assert first["outside"] == ["2.weight", "2.bias"]
     assert (second["name"], second["steps"], second["tracked"]) == ("Adam", 10, 4)
+    assert both["tracked"] == 8 and both["not_compared"] == {
+        "optimizer state": "the optimizer shows none"
+    }
     kinds = [(finding["kind"], finding["optimizer"]) for finding in report["findings"]]
     assert kinds[:1] == [("hyperparameters", 1)] and ("parameters", 1) in kinds, told
     assert "lr of group 0 is 0.001 on rank 0, 1.0 on rank 1" in told
+    assert re.search(r"\(\d of 8 parameters: model 0: 0\.weight \[16x8\]", told), told
     assert "not compared: 2.bias, 2.weight (no optimizer was given them)" in told
 
 

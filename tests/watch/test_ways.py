@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import watched_script
-from commands import ROOT, started
+from commands import ROOT, python, started
 
 from shardproof.launch.process_control import state_of
 
@@ -87,6 +87,11 @@ def test_without_a_launcher_the_import_does_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, timeout=60
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_module_needs_a_launcher(tmp_path: Path) -> None:
+    done = python("-m", "shardproof.watch", "train.py", cwd=tmp_path)
+    assert done.returncode == 2 and "no rank: torchrun sets RANK" in done.stderr
 
 
 @pytest.mark.parametrize(
