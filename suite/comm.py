@@ -7,7 +7,10 @@ sub-groups, without change.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +28,24 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+
+
+#: The name under which ranks that are threads register with torch.
+THREADED = "threaded"
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """``values`` in the environment where nothing stands; afterwards all is as before."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in values.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        changed = {name: value for name, value in before.items() if os.environ.get(name) != value}
+        os.environ.update(changed)
 
 
 @dataclass(frozen=True)
@@ -196,6 +217,40 @@ class Mesh:
         except KeyError:
             known = ", ".join("+".join(names) for names in self._comms)
             raise KeyError(f"no group along {'+'.join(axes)}; this mesh has: {known}") from None
+
+    @contextmanager
+    def environment(self, **more: str) -> Iterator[None]:
+        """What a launcher leaves in the environment, for the time of a ``with``, and ``more``.
+
+        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+        ``MASTER_PORT``, for systems that read them; what stands there already stays (torchrun's).
+        The port was free a moment ago, and the same on all ranks: nobody listens there yet.  Called
+        by all ranks of the default group, of which torch's groups exist already.
+
+        :raises RuntimeError: ranks are threads, which share one environment.
+        """
+        if dist.get_backend() == THREADED:
+            raise RuntimeError(
+                "ranks of in_memory are threads and share one environment: leave it out of "
+                "Capabilities.backends"
+            )
+        port: list[int | None] = [None]
+        if self.rank == 0:
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))
+                port = [listener.getsockname()[1]]
+        dist.broadcast_object_list(port)
+        rank, world = str(self.rank), str(dist.get_world_size())
+        with environment(
+            RANK=rank,
+            WORLD_SIZE=world,
+            LOCAL_RANK=rank,
+            LOCAL_WORLD_SIZE=world,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port[0]),
+            **more,
+        ):
+            yield
 
     def _joint_group(self, names: tuple[str, ...]) -> dist.ProcessGroup | None:
         """Create the groups along ``names`` for every coordinate of the other axes; ours."""

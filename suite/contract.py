@@ -422,6 +422,7 @@ FEATURES = frozenset().union(*PROFILES.values()) | {"fp32_reduction"}
 
 #: Traits that a profile's feature stands for: they cannot be declined by who claims the strategy.
 TRAIT_FEATURES: dict[str, str] = {
+    "clipping": "clipping",
     "frozen": "frozen_parameters",
     "rebound_buffer": "buffer_broadcast",
 }
@@ -432,7 +433,8 @@ class Capabilities:
     """What an implementation can do and how it may be judged.
 
     ``features`` are checked against :data:`PROFILES`; ``declines`` maps traits that lie outside the
-    profile to the reason why they are not supported (such cases become ``skip``).
+    profile to the reason why they are not supported (such cases become ``skip``); ``"clipping"``
+    may be declined likewise, and either in one dtype only: ``"clipping@float64"``.
 
     ``backends`` leaves out those on which it cannot run: a system with state in module globals
     cannot have ranks that are threads.  ``points`` are those that every step reaches on every rank;

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shardproof.comm import Mesh
+from shardproof.comm import Mesh, environment
 from shardproof.contract import (
     Batch,
     Build,
@@ -49,7 +49,6 @@ from shardproof.contract import (
     StepResult,
 )
 from shardproof.impls.deepspeed.json_form import ZeroOptimization, parse, section
-from shardproof.impls.reference.engine.environment import environment
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     param_groups,

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.comm import Mesh
+from shardproof.comm import Mesh, environment
 from shardproof.contract import (
     Batch,
     Build,
@@ -52,7 +52,6 @@ from shardproof.contract import (
 )
 from shardproof.impls.deepspeed import engine
 from shardproof.impls.deepspeed.engine import ZERO_GRADIENT
-from shardproof.impls.reference.engine.environment import environment
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     make_slots,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.contract import Batch, Observe, StepResult
-from shardproof.impls.ecosystem.whole import Whole, launched
+from shardproof.impls.ecosystem.whole import Whole
 from shardproof.impls.pytorch.adapter import Adapter
 
 if importlib.util.find_spec("accelerate") is not None:
@@ -33,7 +33,7 @@ class Accelerated(Adapter):
 
     def shard(self, module: nn.Module) -> nn.Module:
         """``Accelerator.prepare`` of the model."""
-        with launched(self.mesh):
+        with self.mesh.environment(OMP_NUM_THREADS="1"):
             self.accelerator = accelerate.Accelerator(cpu=True, **self.accelerator_arguments())
         return self.accelerator.prepare(module)
 

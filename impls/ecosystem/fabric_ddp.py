@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.impls.ecosystem.whole import Whole, launched
+from shardproof.impls.ecosystem.whole import Whole
 from shardproof.impls.pytorch.adapter import Adapter
 
 if importlib.util.find_spec("lightning_fabric") is not None:
@@ -28,7 +28,7 @@ class Fabricated(Adapter):
 
     def launch(self, strategy: Any) -> Any:
         """A Fabric over all ranks, in which this process takes its place."""
-        with launched(self.mesh):
+        with self.mesh.environment(OMP_NUM_THREADS="1"):
             self.fabric = lightning_fabric.Fabric(
                 accelerator="cpu", strategy=strategy, devices=self.mesh.world
             )

@@ -8,7 +8,6 @@ keep their state in module globals and take the default group.  Not a strategy b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from shardproof.comm import Mesh
 from shardproof.contract import Batch, Capabilities, Kind, OptimizerSpec, Piece, Refused
 from shardproof.impls.pytorch.adapter import Adapter
-from shardproof.impls.reference.engine.environment import environment
 from shardproof.impls.reference.engine.optimizer import slot_pieces
 from shardproof.impls.reference.engine.options import declared, parse_options
 
@@ -50,14 +48,6 @@ def check_plain(options: Mapping[str, Any], mesh: Mesh, axis: str, spec: Optimiz
         raise Refused(f"takes all ranks along axis {axis!r}; this mesh has {list(mesh.axes)}")
     if spec.scaler is not None:
         raise Refused("optimizer.scaler: judged without loss scaling")
-
-
-def launched(mesh: Mesh) -> AbstractContextManager[None]:
-    """The environment as torchrun leaves it, on one machine."""
-    rank, world = str(mesh.rank), str(mesh.world)
-    here = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    return environment(RANK=rank, WORLD_SIZE=world, **here, **address)
 
 
 class Whole(Adapter):

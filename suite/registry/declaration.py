@@ -25,6 +25,8 @@ from shardproof.workloads.traits import TRAITS
 
 #: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
 UNEQUAL = "unequal_micro_batches"
+#: What can be declined beside traits.
+CLIPPING = "clipping"
 
 
 class BrokenContract(RuntimeError):
@@ -86,7 +88,8 @@ class Declaration(Capabilities, Stored):
         """
         words: dict[str, tuple[Collection[object], Collection[str]]] = {
             "features": (sorted(self.features), contract.FEATURES),
-            "declines": (self.declines, TRAITS),
+            "declines": ([key.partition("@")[0] for key in self.declines], (*TRAITS, CLIPPING)),
+            "declines in": ([d for k in self.declines if (d := k.partition("@")[2])], DTYPES),
             "axes": (self.axes, AXES),
             "dtypes": (self.dtypes, DTYPES),
             "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
@@ -105,12 +108,10 @@ class Declaration(Capabilities, Stored):
         profile = contract.PROFILES.get(self.strategy, frozenset())
         if self.depth != "layout":
             return ""  # a family implies no feature
-        for trait in self.declines:
+        for trait in (key.partition("@")[0] for key in self.declines):
             feature = contract.TRAIT_FEATURES.get(trait)
             if feature in profile:
-                return (
-                    f"declines trait {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
-                )
+                return f"declines {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
         return ""
 
     def missing_here(self, backend: str, world: int) -> str:
@@ -147,17 +148,28 @@ class Declaration(Capabilities, Stored):
             return reason
         if case.mesh.get("pipe", 1) > 1 and not BACKENDS[case.backend].sends:
             return f"has stages, and {case.backend} sends nothing from one rank to one other"
-        for trait in case.workload.traits:
-            if trait in self.declines:
-                return f"declines trait {trait}: {self.declines[trait]}"
+        asked = [f"trait {trait}" for trait in case.workload.traits]
+        asked += [] if case.optimizer.clip_norm is None else [CLIPPING]
+        for what in asked:
+            declined = self._declined(what.removeprefix("trait "), case.dtype)
+            if declined is not None:
+                return f"declines {what}{declined}"
         counts = case.workload.micro_batch_counts(case.data_coordinates)
-        if UNEQUAL in self.declines and len(set(counts)) > 1:
+        unequal = self._declined(UNEQUAL, case.dtype)
+        if unequal is not None and len(set(counts)) > 1:
             samples = f"{case.workload.global_batch} samples do not suffice"
             return (
                 f"declines trait {UNEQUAL}, and {samples}: {min(counts)} to {max(counts)} "
-                f"micro-batches a rank: {self.declines[UNEQUAL]}"
+                f"micro-batches a rank{unequal}"
             )
         return ""
+
+    def _declined(self, what: str, dtype: str) -> str | None:
+        """In which dtype and why ``what`` is declined; ``None``: it is not."""
+        for key, where in ((what, ""), (f"{what}@{dtype}", f" in {dtype}")):
+            if key in self.declines:
+                return f"{where}: {self.declines[key]}"
+        return None
 
 
 @dataclass(frozen=True)

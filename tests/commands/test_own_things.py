@@ -149,7 +149,7 @@ def test_a_sound_schedule_passes(schedule: Any, workload: Any) -> None:
 
 
 def test_a_wrong_schedule_fails() -> None:
-    fails(prove(schedule=own.Averages, **CHAIN, **BOTH), "every gradient is 2 times too small")
+    fails(prove(schedule=own.DividesAgain, **CHAIN, **BOTH), "every gradient is 2 times too small")
 
 
 def test_an_unsound_schedule_is_not_run() -> None:
@@ -162,6 +162,36 @@ def test_a_file_of_actions_is_a_schedule() -> None:
     file = {"name": "own_things:two_stages.csv", "chunks": 1}
     (row,) = prove(schedule=file, worlds=2, **CHAIN).to_dict("records")
     assert row["verdict"] == "pass", row["reason"]
+
+
+# -------------------------------------------------------------- what whole systems may ask for
+
+
+def test_a_launcher_s_environment_is_there_for_processes() -> None:
+    frame = prove(own.ReadsEnvironment, worlds=(2, 3), backends="gloo")
+    assert set(frame["verdict"]) == {"pass"}, list(frame["reason"])
+    (row,) = prove(own.ReadsEnvironment, worlds=2).to_dict("records")
+    assert row["verdict"] == "crash" and "are threads and share one environment" in row["reason"]
+
+
+def test_clipping_may_be_declined_in_one_dtype() -> None:
+    lanes = ("fp64", "working_precision")
+    frame = prove(own.ClipsInFloat32, worlds=2, clip=(None, 0.5), lanes=lanes)
+    only = "pass (working precision only)"
+    assert list(frame["verdict"]) == ["pass", "skip", only, only], list(frame["reason"])
+    assert frame["reason"][1] == "declines clipping in float64: a kernel of float32"
+
+
+@pytest.mark.parametrize(
+    ("system", "says"),
+    [
+        (own.SaysClippin, "declines: 'clippin' means nothing here; did you mean clipping?"),
+        (own.SaysFloat65, "declines in: 'float65' means nothing here; did you mean float64?"),
+        (own.ClaimsTheLayout, "declines 'clipping', but claiming 'zero1' implies 'clipping'"),
+    ],
+)
+def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
+    fails(prove(system, worlds=2), says)
 
 
 # --------------------------------------------------------------------------- what cannot be judged

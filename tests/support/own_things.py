@@ -1,5 +1,7 @@
 """What a user brings who has no class of the contract: sound ones, and the same with one fault."""
 
+import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -201,7 +203,7 @@ class Ascending(schedules.ScheduleLoopedBFS):
         return [each for each in made if each is None or "F" in str(each)] + rest
 
 
-class Averages(schedules.ScheduleGPipe):
+class DividesAgain(schedules.ScheduleGPipe):
     """Divides by the number of micro-batches, although losses are sums."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
@@ -225,3 +227,40 @@ class CompleteZero1(ReferenceZero1):
     """All that a campaign draws from."""
 
     depth = "family"
+
+
+class ReadsEnvironment(CompleteZero1):
+    """As if it called a library that finds its rank there."""
+
+    def setup(self, build: Any, state: Any, optimizer: Any, mesh: Any, options: Any) -> None:
+        with mesh.environment(MINE="1"):
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MINE")
+            told = [int(os.environ[name]) for name in names]
+            address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        assert told == [mesh.rank, mesh.world, mesh.rank, mesh.world, 1], told
+        everybody: list[Any] = [None] * mesh.world
+        dist.all_gather_object(everybody, address)
+        assert {*everybody} == {address} and not {*names} & {*os.environ}
+        super().setup(build, state, optimizer, mesh, options)
+
+
+class ClipsInFloat32(CompleteZero1):
+    """Its kernel for norms knows one dtype."""
+
+    word = "clipping@float64"
+
+    @classmethod
+    def capabilities(cls, options: Any) -> Any:
+        return replace(super().capabilities(options), declines={cls.word: "a kernel of float32"})
+
+
+class SaysClippin(ClipsInFloat32):
+    word = "clippin@float64"
+
+
+class SaysFloat65(ClipsInFloat32):
+    word = "clipping@float65"
+
+
+class ClaimsTheLayout(ClipsInFloat32):
+    depth = "layout"
