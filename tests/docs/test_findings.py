@@ -13,18 +13,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "docs/findings").glob("*.py"))
-#: These wait until ranks that hang are given up.
-SLOW = {"ddp_powersgd_buckets"}
 #: Exit codes of the scripts; anything else, or another last line, is a script that broke.
 PRESENT, ABSENT, NOT_INSTALLED = 0, 1, 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(s, marks=pytest.mark.slow if s.stem in SLOW else ()) for s in SCRIPTS],
-    ids=[script.stem for script in SCRIPTS],
-)
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
 def test_the_defect_is_present(script: Path, tmp_path: Path) -> None:
     """In a process group of its own, because a script that hangs has started ranks."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
