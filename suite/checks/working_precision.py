@@ -9,7 +9,8 @@ held, so that every step is judged alone.  For gradient tensor t
 with err the relative Frobenius error against fp64, and rho may be at most k (``numbers.py``).
 Tensors of fewer than 64 elements count as one, laid end to end: few errors are single draws, and
 one draw is many times another by chance.  Of a system that errs 1.5 times as much as one device,
-F(16, 16) exceeds (3 / 1.5)^2 in one case of 240, F(64, 64) in one of 20 million.
+F(16, 16) exceeds (3 / 1.5)^2 in one case of 240, F(64, 64) in one of 20 million.  So do matrices of
+fewer than 4 rows or columns: what is wrong of one activation is wrong of its whole column.
 The update is replayed (at most 4 ULP).  A part of equivalence; sees the plumbing of precisions and
 gross faults, not one wrong element in bf16: alone it gives ``pass (working precision only)``.
 """
@@ -37,6 +38,8 @@ from shardproof.workloads import for_case, make
 
 #: Tensors of fewer elements have too few errors to be judged alone.
 SMALL = 64
+#: Matrices of fewer rows or columns err in as few directions.
+THIN = 4
 #: Zero slices in one-device runs: (start, stop) per dimension.
 Regions = Mapping[str, list[tuple[tuple[int, int], ...]]]
 
@@ -91,7 +94,7 @@ def ratios(
         for name, value in truth.items()
     }
     parts = {name: own for name, own in parts.items() if own[2].numel() and bool(own[2].any())}
-    small = [name for name, own in parts.items() if own[2].numel() < SMALL]
+    small = [name for name, own in parts.items() if own[2].numel() < SMALL or is_thin(truth[name])]
     groups = [[name] for name in parts if name not in small] + ([small] if small else [])
     errors = []
     for group in groups:
@@ -108,6 +111,11 @@ def ratios(
         for group, (many, one) in zip(groups, errors, strict=True)
         for name in group
     }
+
+
+def is_thin(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a matrix (a convolution's by its outputs) of few rows or columns."""
+    return tensor.dim() > 1 and min(tensor.shape[0], tensor[0].numel()) < THIN
 
 
 def noise(held: Tensors, truth: Tensors, regions: Regions, unit: float) -> dict[str, float]:

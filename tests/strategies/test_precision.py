@@ -286,3 +286,21 @@ def test_the_errors_of_small_tensors_are_judged_together() -> None:
     assert working_precision.ratios(wrong, one, truth)["bias"] > 100
     swapped = one | {"bias": small.flip(0)}
     assert working_precision.ratios(swapped, one, truth)["bias"] > 1e5
+
+
+def test_a_matrix_of_two_columns_is_judged_with_the_small_ones() -> None:
+    truth = {"weight": torch.linspace(1, 2, 64), "thin": torch.linspace(1, 2, 64).view(32, 2)}
+    truth |= {"scale": torch.tensor([3.0, 4.0, 5.0])}
+    one = {name: value * (1 + 1e-7) for name, value in truth.items()}
+    column = torch.tensor([1 + 6e-7, 1 + 1e-7])
+    chance = one | {"thin": truth["thin"] * column}
+    ratios = working_precision.ratios(chance, one, truth)
+    assert ratios["thin"] == ratios["scale"] < 4, "one activation was six times as wrong by chance"
+    assert (
+        working_precision.ratios(one | {"weight": truth["weight"] * (1 + 6e-7)}, one, truth)[
+            "weight"
+        ]
+        > 4
+    ), "a vector errs in as many directions as it has elements"
+    swapped = one | {"thin": truth["thin"].flip(1)}
+    assert working_precision.ratios(swapped, one, truth)["thin"] > 1e4
