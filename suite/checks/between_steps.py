@@ -54,7 +54,7 @@ def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     place = (step, "evaluation", "loss", "all ranks")
     rows = [ComparisonRow(*place, result.error, result.bound)]
     if not result.ok:
-        sentence = causes.of_evaluation(evidence, step, total, truth)
+        sentence = causes.told(lambda: causes.of_evaluation(evidence, step, total, truth))
         worst = Worst("loss", step, "evaluation", "all ranks", result.error, result.bound)
         rows += _problem(f"{sentence}: differs: {worst}") if sentence else []
     return rows

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shardproof.case import Lane
 from shardproof.checks import Outcome, between_steps, causes, working_precision
+from shardproof.checks.causes.fits import some
 from shardproof.checks.numbers import (
     FP64_BOUND,
     REPLAY_ULPS,
@@ -34,6 +35,7 @@ from shardproof.checks.numbers import (
     Compare,
     Comparison,
     Differs,
+    Lacking,
     Moment,
     Region,
     Tally,
@@ -70,11 +72,10 @@ def _told(cause: Callable[[], str]) -> Iterator[None]:
     """Put what ``cause`` says in front of a failure."""
     try:
         yield
+    except Lacking:
+        raise
     except Differs as failure:
-        try:
-            sentence = cause()
-        except Exception as error:  # noqa: BLE001 - it must not take the failure's place
-            sentence = f"no cause could be told ({error!r})"
+        sentence = causes.told(cause)
         raise Differs(f"{sentence}: {failure}" if sentence else str(failure)) from None
 
 
@@ -258,28 +259,23 @@ def _check_names(
     state: Assembled, expected: Mapping[str, object] | set[str], step: int, phase: str
 ) -> None:
     if state.problems:
-        raise Differs(f"step {step}, {phase}: " + "; ".join(state.problems[:3]))
+        raise Lacking(f"step {step}, {phase}: " + "; ".join(state.problems[:3]))
     missing = [name for name in expected if name not in state.tensors]
     extra = [name for name in state.tensors if name not in expected]
     if missing or extra:
         text = f"step {step}, {phase}: "
         if missing:
-            text += f"no rank holds {_some(missing)}"
+            text += f"no rank holds {some(missing)}"
         if missing and extra:
             text += ", but there is "
         if extra:
-            text += f"{_some(extra)}, which the oracle does not have"
-        raise Differs(text)
+            text += f"{some(extra)}, which the oracle does not have"
+        raise Lacking(text)
 
 
 def _must_be_observed(evidence: Evidence, step: int, point: str) -> None:
     if not evidence.has(step, point):
         raise Differs(f"step {step}: the implementation never observed {point!r}")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _owner(state: Assembled, name: str) -> str:

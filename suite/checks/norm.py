@@ -33,11 +33,10 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     rank = int(worst.owner.removeprefix("rank "))
     record = next(record for record in evidence.records if record.rank == rank)
     held = record.steps[worst.step].norm
-    try:
-        true = _truths(evidence)[worst.step]
-        sentence = "" if held is None else causes.of_norm(evidence, worst.step, rank, held, true)
-    except Exception as error:  # noqa: BLE001 - it must not take the failure's place
-        sentence = f"no cause could be told ({error!r})"
+    true = _truths(evidence)[worst.step]
+    if held is None:
+        return []
+    sentence = causes.told(lambda: causes.of_norm(evidence, worst.step, rank, held, true))
     return [ComparisonRow(worst.step, worst.phase, worst.name, worst.owner, problem=sentence)]
 
 

@@ -70,6 +70,10 @@ class Differs(Exception):
     """Something that was compared is not as it should be; the message says what."""
 
 
+class Lacking(Differs):
+    """There is nothing to compare: names or pieces are missing, or there are too many."""
+
+
 class Moment:
     """The comparisons of one moment.
 

@@ -225,7 +225,7 @@ def _flow_differs(step: int, strategy: str, sent: Flows, promised: Sequence[Flow
             return (
                 f"{where}: {_text(total)} bytes in {calls} calls over all ranks, "
                 f"{strategy} promises {_text(expected)}"
-                f"{_by_how_much(total, expected, low <= calls <= high)}"
+                f"{_by_how_much(total, expected, calls, low <= calls <= high)}"
             )
         if not low <= calls <= high:
             wish = f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -233,18 +233,20 @@ def _flow_differs(step: int, strategy: str, sent: Flows, promised: Sequence[Flow
     return ""
 
 
-def _by_how_much(total: Fraction, expected: Fraction, as_often: bool) -> str:
+def _by_how_much(total: Fraction, expected: Fraction, calls: int, as_often: bool) -> str:
     """How the bytes of as many calls (or of more or fewer) relate to those promised."""
-    if not total:
+    if not calls:
         return ": no such call is made"
     if not expected:
         return ": no such call is promised"
+    if not total:
+        return ""
     ratio, way = max(total / expected, expected / total), "as many" if total > expected else "fewer"
     if ratio.denominator != 1 or ratio > _LARGEST_RATIO:
         return ""
-    if as_often:
+    if as_often and ratio in (2, 4, 8):
         wider = "wider" if total > expected else "narrower"
-        return f": as many calls, {ratio} times {wider}, as another dtype is"
+        return f": as many calls, {ratio} times {wider}, as another dtype would be"
     return f": {ratio} times {way}"
 
 

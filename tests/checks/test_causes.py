@@ -52,7 +52,7 @@ SENTENCES = {
     "ddp_reduces_in_fp32": "gradients are as wrong as rounding to float32 makes them",
     "ddp_exchanges_equal_buckets": "is a rank's gradient of 'blocks.2.mlp.up.bias'",
     "tensor_norm_not_summed": "the copies of 'norm.weight' on ranks [0, 1] add up to the truth",
-    "tensor_gather_scatters_terms": "backward went wrong there",
+    "tensor_gather_scatters_terms": "in forward order, and all is right behind it",
     "torch_tensor_first_chunk_everywhere": "what rank 1 holds of 'embed.token.weight' is wrong",
     "torch_pipeline_backwards": "no more is wrong than another order of sums explains",
     "zero2_norm_of_nothing": "nothing was clipped",
@@ -77,7 +77,7 @@ SENTENCES = {
     "recompute_updates_buffers_twice": "counted every micro-batch twice",
     "ddp_keeps_local_buffers": "'blocks.0.norm.running_mean' was never sent",
     "ddp_full_state_of_the_start": "it is what was held after setup",
-    "zero1_reduces_narrow": "as many calls, 2 times narrower, as another dtype is",
+    "zero1_reduces_narrow": "as many calls, 2 times narrower, as another dtype would be",
 }
 
 

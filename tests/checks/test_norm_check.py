@@ -29,6 +29,7 @@ def figures(lane: str, reported: float, shown: float, oracle: float) -> Any:
         oracle=SimpleNamespace(steps=[SimpleNamespace(norm=oracle, skipped=False)]),
         records=[SimpleNamespace(rank=0, steps=[step])],
         tensors=rows,
+        compared={},
     )
 
 

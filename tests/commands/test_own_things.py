@@ -46,7 +46,7 @@ def test_a_sound_hook_passes(hook: Any) -> None:
         (own.forgets_to_divide, None, "times too large"),
         (own.reduces_even_buckets, None, "it was not reduced"),
         (own.sums_stale, own.Before, "this is the gradient of the step before"),
-        (own.sends_halves, None, "as wrong as a cast to bfloat16 or float16 makes them"),
+        (own.sends_halves, None, "as wrong as rounding to bfloat16 or float16 makes them"),
     ],
 )
 def test_a_wrong_hook_fails(hook: Any, state: Any, says: str) -> None:
@@ -94,7 +94,7 @@ def test_a_sound_optimizer_passes(optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "says"),
     [
-        (own.ForgetsToSend, "not updated: "),
+        (own.ForgetsToSend, "no update was made"),
         (own.StepsTwice, "every update is 2 times the true one"),
         (own.KeepsRate, "every update is 0.5 times the true one"),
     ],

@@ -187,7 +187,7 @@ class DividesByWorld(DDP):
 
 @mutant(
     "ddp_divides_by_world_clipped",
-    says="norm is 3 times too small .*ranks",
+    says="3 times too small .*ranks|norm of the gradients that are shown",
     killed_by=("norm",),
     mesh={"replicate": 3},
     optimizer=CLIP,

@@ -119,7 +119,7 @@ class IdleRanksCountOtherwise(Zero3):
 
 @mutant(
     "fsdp_chunks_of_wrong_neighbours",
-    says="another order|backward went wrong",
+    says="another order|all is right behind it",
     zoo=("F22",),
     killed_by=("equivalence",),
     mesh={"shard": 4},
@@ -138,7 +138,7 @@ class ChunksOfWrongNeighbours(FSDP):
 
 @mutant(
     "fsdp_keeps_first_chunks",
-    says="step before|backward went wrong",
+    says="step before|all is right behind it",
     zoo=("F16",),
     killed_by=("equivalence",),
     mesh={"shard": 4},

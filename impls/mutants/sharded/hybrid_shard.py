@@ -35,7 +35,7 @@ mutant = declare.family(
 
 @mutant(
     "hybrid_never_crosses",
-    says="not (reduced|summed)",
+    says="not (reduced|summed)|data coordinate 2 is missing",
     zoo=("D17",),
     killed_by=("equivalence", "replicas", "traffic"),
 )
@@ -48,7 +48,7 @@ class NeverCrosses(FSDP):
 
 @mutant(
     "hybrid_alone_in_its_shard_group",
-    says="not (reduced|summed)",
+    says="not (reduced|summed)|data coordinate 2 is missing",
     zoo=("H01",),
     killed_by=("equivalence", "replicas", "traffic"),
     mesh={"replicate": 2, "shard": 1},

@@ -158,7 +158,7 @@ class ReducesNarrow(Zero1):
 
 @mutant(
     "zero1_reduces_other_copy",
-    says="not (reduced|summed)",
+    says="not (reduced|summed)|data coordinate 2 is missing",
     zoo=("F11",),
     killed_by=("equivalence",),
     **WIDE,

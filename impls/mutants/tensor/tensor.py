@@ -68,7 +68,7 @@ class BiasOnEveryRank(_Layers):
 
 @mutant(
     "tensor_gradient_of_inputs_not_summed",
-    says="backward went wrong|not summed",
+    says="all is right behind it|not summed",
     zoo=("T11",),
     killed_by=("equivalence", "replicas", "traffic"),
 )
@@ -103,7 +103,7 @@ def _twice(tensor: Tensor, comm: Comm) -> Tensor:
 
 @mutant(
     "tensor_sum_is_its_own_backward",
-    says="multiples of the truth|backward went wrong",
+    says="multiples of the truth|all is right behind it",
     zoo=("T08",),
     killed_by=("equivalence", "traffic"),
 )
@@ -253,7 +253,7 @@ class LossPlusLog(_Loss):
 
 @mutant(
     "tensor_plain_collective_in_loss",
-    says="classes|not summed|backward went wrong",
+    says="classes|not summed|all is right behind it",
     zoo=("T07",),
     killed_by=("equivalence",),
 )

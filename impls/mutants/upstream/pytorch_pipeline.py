@@ -190,7 +190,7 @@ class OneRate(Pipelining):
 
 @mutant(
     "torch_pipeline_one_buffer",
-    says="one buffer|overwritten|backward went wrong",
+    says="one buffer|overwritten|all is right behind it",
     zoo=("P07",),
     killed_by=("equivalence",),
     backend="gloo",

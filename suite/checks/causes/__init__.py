@@ -6,17 +6,18 @@ A sentence stands before the numbers of the check; it decides nothing, and it is
 nothing fits.
 """
 
-from shardproof.checks.causes.between import of_evaluation, of_full_state
+from collections.abc import Callable
+
 from shardproof.checks.causes.buffers import of_buffers
 from shardproof.checks.causes.gradients import of_clipping, of_gradients
-from shardproof.checks.causes.losses import of_loss
+from shardproof.checks.causes.losses import of_evaluation, of_loss
 from shardproof.checks.causes.norms import of_norm
 from shardproof.checks.causes.start import of_start
-from shardproof.checks.causes.updates import Update, of_update
+from shardproof.checks.causes.updates import of_update
+from shardproof.checks.causes.where import of_full_state
 from shardproof.checks.causes.words import said
 
 __all__ = [
-    "Update",
     "of_buffers",
     "of_clipping",
     "of_evaluation",
@@ -27,4 +28,13 @@ __all__ = [
     "of_start",
     "of_update",
     "said",
+    "told",
 ]
+
+
+def told(cause: Callable[[], str]) -> str:
+    """What ``cause`` says; what it may raise takes no failure's place."""
+    try:
+        return cause()
+    except Exception as error:  # noqa: BLE001 - a sentence decides nothing
+        return f"no cause could be told ({error!r})"

@@ -20,8 +20,11 @@ def of_buffers(evidence: Evidence, step: int, name: str, coordinate: int, held: 
     """A sentence on the buffer ``name`` of a data coordinate after ``step``."""
     limit = fits.limit_of(evidence)
     truth = evidence.truth.steps[step].buffers
+    own = truth[coordinate][name]
+    if fits.equal(held, own, limit):
+        return ""  # a round-off more than the bound
     for number, buffers in enumerate(truth):
-        if number != coordinate and fits.equal(held, buffers[name], limit):
+        if not fits.equal(buffers[name], own, limit) and fits.equal(held, buffers[name], limit):
             return f"data coordinate {coordinate} holds {name!r} of data coordinate {number}"
     for value, sentence in _tries(evidence, step, name, coordinate):
         if fits.equal(held, value, limit):

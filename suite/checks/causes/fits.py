@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shardproof import table
 from shardproof.contract import Piece
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.oracle import training
@@ -137,5 +138,4 @@ def known(evidence: Evidence, step: int = 0) -> dict[str, float]:
 
 def some(names: Sequence[str]) -> str:
     """The first three of ``names``, and how many there are beside them."""
-    shown = ", ".join(map(repr, names[:_SHOWN]))
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return table.some([*map(repr, names)], _SHOWN)

@@ -53,7 +53,7 @@ def of_start(evidence: Evidence, state: Assembled, truth: Tensors) -> str:
         held = {str(n): p.tensor for n, p in enumerate(bad)}
         want = {str(n): fits.part(p, truth[p.name]) for n, p in enumerate(bad)}
         times = fits.multiple(held, want, fits.limit_of(evidence))
-        if times is not None:
+        if times is not None and abs(times - 1) > fits.limit_of(evidence):
             return f"rank {rank} starts {some(names)} from {times:.6g} times the values given"
     whole = {n: t for n, t in state.first().items() if n in truth and t.shape == truth[n].shape}
     moved = [n for n, t in whole.items() if not _same(t, truth[n]) and same_elements(t, truth[n])]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof.backends.errors import name_ranks
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, some
 from shardproof.checks.one_update import Update, update_of
@@ -18,6 +19,9 @@ from shardproof.evidence.assembled import Evidence
 
 #: What may be left over of an update, by dtype: differences of values have lost digits.
 _LEFT_OVER = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.1, "float16": 0.1}
+
+#: Parameters of one shape of which pairs are tried for an exchange.
+_MOST_OF_A_SHAPE = 12
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
             if held.shape == want.shape and place.is_wrong(limit):
                 wrong.setdefault(rank, {}).setdefault(piece.name, []).append(place)
     found = {rank: _multiple_of_all(names, limit) for rank, names in wrong.items()}
-    tries = _tries(evidence, update, step)
+    bad = list(dict.fromkeys(name for own in wrong.values() for name in own))
+    tries = _tries(evidence, update, step, bad)
     for make, sentence in tries if wrong else ():
         left = [rank for rank in wrong if not found[rank]]
         if not left:
@@ -82,11 +87,10 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
     if not wrong or not all(found.values()):
         return ""
     rank, sentence = next(iter(found.items()))
-    bad = list(dict.fromkeys(name for own in wrong.values() for name in own))
     what = "" if len(bad) == len(truth) else f" ({some(bad)})"
     if len(set(found.values())) > 1:
         return f"on rank {rank}, {sentence}{what}"
-    where = "" if set(found) == holders else f"on {_ranks(sorted(found))}, "
+    where = "" if set(found) == holders else f"on {name_ranks(sorted(found))}, "
     return f"{where}{sentence}{what}"
 
 
@@ -110,7 +114,7 @@ def _multiple_of_all(wrong: _Wrong, limit: float) -> str:
 
 
 def _tries(
-    evidence: Evidence, update: Update, step: int
+    evidence: Evidence, update: Update, step: int, wrong: Sequence[str]
 ) -> Iterator[tuple[Callable[[], Tensors], str]]:
     """Updates as they are often made, and what to say of them."""
     spec = update.spec
@@ -119,7 +123,7 @@ def _tries(
         return lambda: replace(update, **changed).make().parameters
 
     yield (lambda: update.before), "no update was made"
-    yield from _swaps(update)
+    yield from _swaps(update, wrong)
     if _decays(spec):
         yield of(spec=_without_decay(spec)), "weight decay was left out"
     for other in _other_decays(spec):
@@ -149,14 +153,14 @@ def _tries(
         yield of(before=rounded), "the update began with the rounded parameters, not with masters"
 
 
-def _swaps(update: Update) -> Iterator[tuple[Callable[[], Tensors], str]]:
+def _swaps(update: Update, wrong: Sequence[str]) -> Iterator[tuple[Callable[[], Tensors], str]]:
     """Values of a parameter in the place of another that has its shape."""
     made = update.make().parameters
     sizes: dict[tuple[int, ...], list[str]] = {}
-    for name in update.trainable:
+    for name in (n for n in update.trainable if n in wrong):
         sizes.setdefault(tuple(made[name].shape), []).append(name)
     for names in sizes.values():
-        for one, other in combinations(names, 2):
+        for one, other in combinations(names[:_MOST_OF_A_SHAPE], 2):
             swapped = {**made, one: made[other], other: made[one]}
             yield (lambda s=swapped: s), f"{one!r} and {other!r} hold each other's values"  # type: ignore[misc]
 
@@ -184,7 +188,3 @@ def _other_decays(spec: OptimizerSpec) -> Iterator[OptimizerSpec]:
 def _decay(spec: OptimizerSpec, group: int) -> float:
     own = spec.groups[group].weight_decay
     return spec.weight_decay if own is None else own
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

@@ -67,10 +67,7 @@ def _boundary(evidence: Evidence, truth: Tensors, wrong: Sequence[str]) -> str:
     bad = [n for n in order if n in set(wrong)]
     if not bad or len(bad) == len(order) or bad != order[: len(bad)]:
         return ""
-    return (
-        f"all is right behind {bad[-1]!r} in forward order and wrong from there on down: "
-        "backward went wrong there"
-    )
+    return f"all is wrong up to {bad[-1]!r} in forward order, and all is right behind it"
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -82,3 +79,12 @@ def tied_names(model: nn.Module) -> set[str]:
             tied.add(first[id(tensor)])
         first.setdefault(id(tensor), name)
     return tied
+
+
+def of_full_state(evidence: Evidence, name: str, digest: str) -> str:
+    """When the system held what it gathered of the parameter ``name``; empty: never."""
+    for row in evidence.tensors:
+        if (row.kind, row.name, row.digest) == ("parameters", name, digest):
+            when = "after setup" if row.step < 0 else f"after step {row.step}"
+            return f"it is what was held {when}"
+    return ""

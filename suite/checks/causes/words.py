@@ -32,7 +32,8 @@ def said(
         filled.append([snapped(own if value is None else value) for value in row])
     values, before = [value for row in filled for value in row], snapped(before)
     if before and not any(values):
-        return "this is the gradient of the step before"
+        times = "" if close(before, 1.0) else f", {before:.4g} times"
+        return f"this is the gradient of the step before{times}"
     also = f"that of the step before is in it {before:.4g} times" if before else ""
     if all(close(value, 1.0) for value in values):
         return also
