@@ -81,7 +81,7 @@ class LaneComparesNothing(Misjudged):
 
 @mutant(
     "judge_lane_compares_losses_only",
-    says="no gradient|nothing .* compared|spoilt|power",
+    says="passes, though .* was not compared",
     killed_by=("judge error",),
 )
 class LaneComparesLossesOnly(Misjudged):
@@ -93,7 +93,11 @@ class LaneComparesLossesOnly(Misjudged):
         equivalence._trajectory = lambda *arguments: None
 
 
-@mutant("judge_leaves_one_tensor_out", says="compared|spoilt", killed_by=("judge error",))
+@mutant(
+    "judge_leaves_one_tensor_out",
+    says="passes, though the norm|was not compared",
+    killed_by=("judge error",),
+)
 class LeavesOneTensorOut(Misjudged):
     """Only the first tensor of each kind is compared, and with itself."""
 
@@ -109,7 +113,11 @@ class LeavesOneTensorOut(Misjudged):
         equivalence._compare_all = compare
 
 
-@mutant("judge_compares_with_itself", says="compared|spoilt", killed_by=("judge error",))
+@mutant(
+    "judge_compares_with_itself",
+    says="passes, though the norm|was not compared",
+    killed_by=("judge error",),
+)
 class ComparesWithItself(Misjudged):
     """Every tensor is compared with itself."""
 
@@ -125,7 +133,7 @@ class ComparesWithItself(Misjudged):
 
 @mutant(
     "judge_compares_with_itself_in_working_precision",
-    says="compared|spoilt",
+    says="passes, though the norm|was not compared",
     killed_by=("judge error",),
     lane="working_precision",
     dtype="float32",
@@ -146,7 +154,7 @@ class ComparesWithItselfInWorkingPrecision(Misjudged):
         working_precision.ratios = ratios
 
 
-@mutant("judge_bound_is_infinite", says="bound", killed_by=("judge error",))
+@mutant("judge_bound_is_infinite", says="passes, though the norm", killed_by=("judge error",))
 class BoundIsInfinite(Misjudged):
     """The bound of the lane fp64 lets every error pass."""
 
