@@ -85,6 +85,30 @@ def try_to_load(name: str) -> Loaded:
     return fault, texts, axes
 
 
+def axes(name: str, pool: Pool) -> list[str]:
+    """The mesh axes that ``name`` declares without options, asked in a leader of ``pool``.
+
+    :raises SelectionError: it cannot be loaded, refuses to be without options, declares no axes or
+        what the contract does not know, or ended the process that asked.
+    """
+    with closing(pool.run(try_axes, [("axes", name, SECONDS)])) as ends:
+        (end,) = ends
+    fault, found = end.value or (f"{name} was asked for its axes: {_how(end)}", [])
+    if fault:
+        remedy = "nothing was written: name a class that can be used without options"
+        raise SelectionError(Problem(shorten(fault, _LONGEST), remedy, name))
+    return found
+
+
+def try_axes(name: str) -> tuple[str, list[str]]:
+    """Task of a leader: why ``name`` declares no axes without options, and those it declares."""
+    try:
+        declared = Declaration.of(registry.load(name), {})
+    except (Refused, BrokenContract, InputError, registry.BrokenImplementation) as error:
+        return str(error), []
+    return declared.problem() or ("" if declared.axes else "declares no axes"), [*declared.axes]
+
+
 def check_options(name: str, options: Options, pool: Pool) -> None:
     """Ask ``name``, in a leader of ``pool``, whether it takes ``options``.
 

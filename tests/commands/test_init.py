@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,84 @@ def test_a_class_that_is_not_there_is_refused_and_nothing_is_written(tmp_path: P
     done = here("init", "nowhere:Mine", cwd=tmp_path)
     assert done.returncode == 2 and "no module 'nowhere' here or installed" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+REFUSES = """\
+import os
+from pathlib import Path
+
+from shardproof.contract import Refused
+from shardproof.impls.reference.zero1 import ReferenceZero1
+
+with Path({pids!r}).open("a") as file:
+    print(os.getpid(), file=file)
+
+
+class Mine(ReferenceZero1):
+    @classmethod
+    def capabilities(cls, options):
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise Refused(\"option 'x' is needed\")", "option 'x' is needed"),
+        ("return {}", "capabilities(options) returned a dict, not Capabilities"),
+        ("return super().capabilities(options).__class__(axes=())", "declares no axes"),
+    ],
+    ids=["refuses", "broken", "no-axes"],
+)
+def test_a_class_that_cannot_be_without_options_is_bad_input(
+    tmp_path: Path, body: str, says: str
+) -> None:
+    """It is asked in a leader: here it is never imported."""
+    folder, pids = tmp_path / "repository", tmp_path / "pids"
+    folder.mkdir()
+    (folder / "refusing.py").write_text(REFUSES.format(pids=str(pids), body=body))
+    done = here("init", "refusing:Mine", cwd=folder)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert says in done.stderr and "can be used without options" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert pids.read_text() and str(os.getpid()) not in pids.read_text().split()
+    assert {path.name for path in folder.iterdir()} <= {"refusing.py", "__pycache__"}
+
+
+COUNTS = """
+    def setup(self, *args, **kwargs):
+        with open({counts!r}, "a") as file:
+            print("setup", file=file)
+        return super().setup(*args, **kwargs)
+"""
+
+
+def test_ctrl_c_writes_nothing(tmp_path: Path) -> None:
+    """Sent once the second case runs; what --force was to replace is there as before."""
+    folder, counts = tmp_path / "repository", tmp_path / "counts"
+    kept = folder / PLACES["policy.yaml"]
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine\n")
+    (folder / "mine.py").write_text(MINE + COUNTS.format(counts=str(counts)))
+    command = [sys.executable, "-m", "shardproof", "init", "mine:Mine", "--force", "-j", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            until = time.monotonic() + 90
+            while not counts.exists() or len(counts.read_text().splitlines()) < 3:
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, said
+    assert b"nothing was written" in said and b"wrote" not in said.replace(b"was written", b"")
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files == {"mine.py", str(PLACES["policy.yaml"])} and kept.read_text() == "mine\n"
+    assert not (folder / ".github").exists()
 
 
 def test_several_axes_make_a_mesh() -> None:

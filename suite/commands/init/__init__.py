@@ -10,13 +10,14 @@ conformance/baseline.json          what these cases gave here and now
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardproof import VERSION
+from shardproof import VERSION, verdicts
 from shardproof.commands import options, run
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
@@ -49,44 +50,80 @@ def init(
 ) -> None:
     """Write a test, scenario, policy, baseline and workflow for a strategy of your own.
 
-    Runs the scenario (8 cases, under a minute) for the baseline. Exit codes are those of `run`.
+    Runs the scenario (8 cases, under a minute) for the baseline. Exit codes are those of `run`;
+    after 2 and 130 (Ctrl-C) nothing is written.
 
     \b
     shardproof init my_package.module:MyStrategy
     """
     from shardproof import registry
-    from shardproof.compare import baseline
+    from shardproof.launch.pool import Pool
     from shardproof.registry import preflight
-    from shardproof.registry.declaration import Declaration
-    from shardproof.scenarios.selection import Selection
-    from shardproof.scenarios.vocabulary import installed
 
     registry.check(impl)
-    axes = preflight.check([impl]).get(impl) or list(Declaration.of(registry.load(impl), {}).axes)
+    with Pool(1) as leaders:
+        preflight.check([impl], leaders)
+        axes = preflight.axes(impl, leaders)
     texts = written(impl, axes, install)
     there = [path for path in (*texts, BASELINE) if (into / path).exists()]
     if there and not force:
         remedy = "--force replaces them, or name another repository by --into"
         problems = [Problem("is there already", remedy, file=str(into / path)) for path in there]
         raise SelectionError(problems)
-    for path, text in texts.items():
-        (into / path).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(into / path, text)
+    with _all_or_none(into, (*texts, BASELINE)):
+        for path, text in texts.items():
+            (into / path).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(into / path, text)
+        code = _make_baseline(into, jobs)
+    for path in (*texts, BASELINE):
         echo(f"wrote {into / path}")
-    cases = Selection([str(into / PLACES["strategy.yaml"])]).cases(installed())
-    with tempfile.TemporaryDirectory(prefix="shardproof-init-") as folder:
-        code = 0
-        try:
-            run.run_and_exit(cases, None, jobs, Path(folder) / "run")
-        except typer.Exit as ended:
-            code = ended.exit_code
-        baseline.save(baseline.load(str(Path(folder) / "run")), into / BASELINE)
-    echo(f"wrote {into / BASELINE}")
     if code:
         echo(
             "not all cases hold: the baseline says so, and the gate breaks until they do", err=True
         )
     raise typer.Exit(code)
+
+
+def _make_baseline(into: Path, jobs: int | None) -> int:
+    """Run the scenario that is in ``into`` and keep its results; the exit code of the run.
+
+    :raises typer.Exit: the run did not come to its end.
+    """
+    from shardproof.compare import baseline
+    from shardproof.scenarios.selection import Selection
+    from shardproof.scenarios.vocabulary import installed
+
+    cases = Selection([str(into / PLACES["strategy.yaml"])]).cases(installed())
+    code = verdicts.HELD
+    with tempfile.TemporaryDirectory(prefix="shardproof-init-") as folder:
+        try:
+            run.run_and_exit(cases, None, jobs, Path(folder) / "run")
+        except typer.Exit as ended:
+            code = ended.exit_code
+            if code not in (verdicts.HELD, verdicts.BROKEN, verdicts.NOT_DECIDED):
+                raise
+        baseline.save(baseline.load(str(Path(folder) / "run")), into / BASELINE)
+    return code
+
+
+@contextmanager
+def _all_or_none(into: Path, paths: Sequence[Path]) -> Iterator[None]:
+    """Whatever ends the block early leaves files and folders as they were."""
+    before = {path: path.read_bytes() for path in (into / p for p in paths) if path.exists()}
+    folders = {into / folder for path in paths for folder in path.parents}
+    new = [folder for folder in folders if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in (into / p for p in paths):
+            path.unlink(missing_ok=True)
+            if path in before:
+                path.write_bytes(before[path])
+        for folder in sorted(new, key=lambda folder: -len(folder.parts)):
+            if folder.exists() and not any(folder.iterdir()):
+                folder.rmdir()
+        echo("nothing was written", err=True)
+        raise
 
 
 def written(impl: str, axes: Sequence[str], install: str) -> Mapping[Path, str]:
