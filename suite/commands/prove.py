@@ -92,7 +92,8 @@ def prove(
 
     things = {"hook": hook, "state": state, "schedule": schedule, "tensor_plan": tensor_plan}
     data: str | OptimizerSpec
-    if isinstance(optimizer, OptimizerSpec | str) and ":" not in str(optimizer):
+    path = isinstance(optimizer, str) and ":" in optimizer
+    if isinstance(optimizer, OptimizerSpec | str) and not path:
         data = optimizer
         if settings is not None:
             remedy = "give it beside a function of your own; optimizer='adamw' says all by itself"

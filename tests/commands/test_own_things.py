@@ -13,7 +13,7 @@ from commands import here
 
 from shardproof import prove
 from shardproof.case import WorkloadSpec
-from shardproof.contract import OptimizerSpec
+from shardproof.contract import GroupSpec, OptimizerSpec
 from shardproof.errors import SelectionError
 
 SUPPORT = Path(own.__file__).parent
@@ -101,6 +101,12 @@ def test_a_sound_optimizer_passes(optimizer: Any) -> None:
 )
 def test_a_wrong_optimizer_fails(optimizer: Any, says: str) -> None:
     fails(prove(optimizer=optimizer, settings="adamw", **BOTH), says)
+
+
+def test_a_colon_in_a_group_s_pattern_makes_no_path_of_an_optimizer() -> None:
+    settings = OptimizerSpec("sgd", groups=(GroupSpec("(?:bias|norm)", weight_decay=0.1),))
+    (row,) = prove("reference/ddp", optimizer=settings, worlds=2).to_dict("records")
+    assert row["verdict"] == "pass", row["reason"]
 
 
 def test_state_by_other_names_is_refused_and_none_is_needed() -> None:
