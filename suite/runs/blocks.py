@@ -27,6 +27,11 @@ _FINDING = re.compile(
 )
 #: The tensor that a comparison names, and the moment: ``'w' at step 0, gradients_final, rank 0:``.
 _PLACE = re.compile(r"(?P<name>'[^']+') at step -?\d+, (?P<phase>[^,:]+), ")
+_QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+#: Stands where the search for a cause raised; the error is no cause of what the sentence tells.
+_UNTOLD = re.compile(
+    rf"no cause could be told \(\w+\((?:[^'\"()]|{_QUOTED}|\([^()]*\))*\)\)(?:: |$)"
+)
 #: How much was wrong, at the end of a sentence.
 _COUNTS = re.compile(r" \((?:wrong|different): [^()]*\)$")
 _LAST_CALLS = re.compile(r" \[(?:its )?last calls?: .*\]$")
@@ -152,6 +157,7 @@ def cause(verdict: str, reason: str) -> tuple[str, str]:
         check, sentence = verdicts.kind(verdict), _LAST_CALLS.sub("", line)
         if _MISMATCH.search(line):  # one backend ends the ranks, in another they wait for ever
             return "calls", " and ".join(sorted({*_CALLED.findall(line)}))
+    sentence = _UNTOLD.sub("", sentence)
     finding, place = _FINDING.search(sentence), _PLACE.search(sentence)
     first = finding or place
     if first is not None and (told := sentence[: first.start()].rstrip(": ")):
