@@ -7,7 +7,8 @@
 Each optional package is installed into an overlay of the environment that runs this file, so that
 all share its torch.  Then ``shardproof run scenarios/ecosystem`` judges: a known failure is an
 ``xfail`` with the words that it must say, so any other verdict than the known one is red.  What
-cannot be installed is a ``skip`` with the reason.  Exit codes are those of ``shardproof run``.
+cannot be installed is a ``skip``; the last line names it with the reason.  Exit codes are those of
+``shardproof run``, and 3 where no package at all could be installed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ OVERLAY = ROOT / ".venv-ecosystem"
 PYTHON = OVERLAY / "bin" / "python"
 #: Seconds in which all packages together must be installed.
 PATIENCE = 150
+#: Exit code of ``shardproof run`` for what nobody has decided.
+NOT_DECIDED = 3
 #: Extras of pyproject.toml -> the module that comes with it.
 EXTRAS = {
     "accelerate": "accelerate",
@@ -141,8 +144,9 @@ def versions(checkout: str | None) -> dict[str, str]:
         found[extra] = known.get(re.split(r"[<>=]", requirement(extra))[0], "-")
     if checkout is not None:
         found["picotron"] = "a checkout without history"
-        if shutil.which("git") and (Path(checkout) / ".git").exists():
-            git = ["git", "-C", checkout, "rev-parse", "--short", "HEAD"]
+        folder = Path(checkout).expanduser()
+        if shutil.which("git") and (folder / ".git").exists():
+            git = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
             done = subprocess.run(git, capture_output=True, text=True, check=False)
             found["picotron"] = done.stdout.strip() or found["picotron"]
     return found
@@ -167,6 +171,22 @@ def table(run: Path, known: dict[str, str]) -> list[str]:
     return lines
 
 
+def closing_line(lacking: dict[str, str]) -> str:
+    """What was skipped; ``lacking``: system -> why it could not be installed, empty where it is."""
+    left_out = [f"{name} ({why})" for name, why in lacking.items() if why]
+    systems = "system" if len(left_out) == 1 else "systems"
+    line = f"{len(left_out)} {systems} could not be installed and "
+    line += "was skipped" if len(left_out) == 1 else "were skipped"
+    return line + (f": {', '.join(left_out)}" if left_out else "")
+
+
+def ends_with(code: int, lacking: dict[str, str]) -> int:
+    """The exit code of all, ``code`` being that of the run: 3, where it held and no extra is there,
+    for it says nothing of the systems that people use.
+    """
+    return NOT_DECIDED if code == 0 and all(lacking[extra] for extra in EXTRAS) else code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Install, judge, print the table; the exit code of ``shardproof run``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -178,17 +198,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until = time.monotonic() + PATIENCE
     lacking = {extra: install(extra, until) for extra in EXTRAS}
     lacking["picotron"] = link_picotron(options.picotron)
-    run = options.results or Path("results") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-ecosystem"
+    own = ROOT / "results" / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-ecosystem"
+    run = (options.results or own).expanduser().absolute()
     command = [str(PYTHON), "-m", "shardproof", "run", "scenarios/ecosystem", "--tier", "full"]
     command += ["-j", str(options.jobs), "--results", str(run)]
     # Ctrl-C reaches it as well, and it ends what it started.
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if code in (0, 1, 3):
-        print("\n".join(table(ROOT / run, versions(options.picotron))))
-        for extra, why in lacking.items():
-            if why:
-                print(f"skipped: {extra}: {why}")
-    return code
+        print("\n".join(table(run, versions(options.picotron))))
+    print(closing_line(lacking))
+    return ends_with(code, lacking)
 
 
 if __name__ == "__main__":

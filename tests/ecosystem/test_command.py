@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -100,3 +101,66 @@ def test_the_table_tells_what_was_expected_and_what_came(
         "| one | 1.0 | pass | 1 fail, 1 pass |",
         "| two | 1.0 | fail: a: b ... c | 1 fail, as expected |",
     ]
+
+
+#: In place of the overlay's interpreter: as ``shardproof run``, all that it judges passes.
+RUNS = """\
+#!/bin/sh
+while [ "$1" != --results ]; do shift; done
+mkdir -p "$2" && cp {cases} "$2/cases.jsonl"
+exit {code}
+"""
+
+
+@pytest.fixture
+def ends(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int, dict[str, str]], int]:
+    """Runs the command beside what could not be installed; from a folder that is not ROOT."""
+    (tmp_path / "one.jsonl").write_text(line("one", "pass"))
+    user = tmp_path / "user"
+    user.mkdir()
+    monkeypatch.chdir(user)
+    monkeypatch.setattr(command, "make_overlay", lambda: None)
+    monkeypatch.setattr(command, "PYTHON", tmp_path / "python")
+
+    def main(code: int, lacking: dict[str, str]) -> int:
+        monkeypatch.setattr(command, "install", lambda extra, until: lacking.get(extra, ""))
+        (tmp_path / "python").write_text(RUNS.format(cases=tmp_path / "one.jsonl", code=code))
+        (tmp_path / "python").chmod(0o755)
+        return int(command.main(["--results", "mine/run"]))
+
+    return main
+
+
+def test_what_could_not_be_installed_is_told_last(
+    command: ModuleType,
+    ends: Callable[[int, dict[str, str]], int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A relative --results is the user's; nothing installed is nothing judged."""
+    none = dict.fromkeys(command.EXTRAS, "ERROR: no network")
+    most = {extra: why for extra, why in none.items() if extra != "torchft"}
+    for code, lacking, wanted in [(0, {}, 0), (0, most, 0), (0, none, 3), (1, none, 1)]:
+        assert ends(code, lacking) == wanted
+        told = capsys.readouterr().out.splitlines()
+        assert (Path("mine/run") / "cases.jsonl").is_file()
+        assert "| one | - | pass | 1 pass |" in told
+        count = len(lacking) + 1
+        verb = "system could not be installed and was" if count == 1 else "systems could not"
+        assert told[-1].startswith(f"{count} {verb}"), told[-1]
+        assert all(f"{extra} (ERROR: no network)" in told[-1] for extra in lacking)
+        assert "picotron (no checkout given: make ecosystem PICOTRON=path)" in told[-1]
+
+
+def test_the_version_of_a_checkout_under_home(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    git = ["git", "-C", str(tmp_path / "checkout")]
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    (tmp_path / "checkout").mkdir()
+    for words in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    assert command.versions("~/checkout")["picotron"] == head.stdout.strip() != ""
