@@ -233,10 +233,24 @@ def promises_bits(evidence: Figures) -> bool:
         return False  # a product that is split by rows adds its terms in another order
     if _tied_over_stages(evidence):
         return False  # either end adds up its own part: (a + c) + (b + d), not (a + b) + (c + d)
+    if not _adds_up_first(evidence):
+        return False  # (a + c) + (b + d), where one process adds (a + b) + (c + d)
     adding = case.world // case.mesh.get("pipe", 1)  # stages add nothing up between them
     if adding == case.world == 2 or (adding == 1 and exactness == "bitwise"):
         return True
     return exactness == "bitwise" and case.backend == "in_memory"
+
+
+def _adds_up_first(evidence: Figures) -> bool:
+    """Whether a rank adds up its micro-batches before it reduces; of ours every one does, or folds.
+
+    A system of somebody else's promises it by the feature, or by claiming equal bits.
+    """
+    case, declared = evidence.case, evidence.declaration
+    counts = case.workload.micro_batch_counts(case.data_coordinates)
+    claims = "accumulation_without_communication" in declared.features
+    own = declared.depth != "family" or declared.exactness == "bitwise"
+    return own or claims or max(counts, default=1) == 1
 
 
 def _ascends(evidence: Figures) -> bool:

@@ -115,3 +115,27 @@ def test_sound_systems_with_orders_and_buffers_of_their_own_pass_at_depth_family
     cases = Selection(scenarios=ids).cases(installed())
     results, _ = run_cases([replace(c, depth="family") for c in cases], 2, lambda result: None)
     assert {result.verdict for result in results} == {"pass"}, [r.reason for r in results]
+
+
+def test_a_system_that_reduces_every_micro_batch_need_not_add_as_one_process_does() -> None:
+    cases = [
+        made_case(
+            f"adopted:{name}",
+            {"replicate": 2},
+            id=name,
+            workload=SMALL,
+            optimizer=OptimizerSpec("adamw", lr=0.003),
+            lane="bitwise",
+            dtype="float32",
+            checks=GENERAL,
+        )
+        for name in ("EveryMicroBatchDDP", "SilentMeanDDP")
+    ]
+    found: dict[str, CaseResult] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        patch.setenv("PYTHONPATH", str(HERE))
+        run_cases(cases, 2, lambda result: found.setdefault(result.id, result))
+    sound, silent = found["EveryMicroBatchDDP"], found["SilentMeanDDP"]
+    assert sound.verdict == "pass (working precision only)", sound.reason
+    assert silent.verdict == "fail", silent.verdict

@@ -70,6 +70,9 @@ class OwnDDP(Implementation):
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
+    def micro_batch_over(self) -> None:
+        """Leave what it added where backward put it."""
+
     def publish(self) -> None:
         """Give the updated parameters to all."""
 
@@ -79,6 +82,7 @@ class OwnDDP(Implementation):
             loss = self.build.loss(self.module(micro.inputs), micro)
             loss.backward()
             losses.append(loss.detach())
+            self.micro_batch_over()
         self.reduce()
         observe("gradients_final")
         for group in self.optimizer.param_groups:
@@ -110,6 +114,23 @@ class OwnDDP(Implementation):
             for name, parameter in self.own.items()
             for slot, value in self.optimizer.state[parameter].items()
         ]
+
+
+class EveryMicroBatchDDP(OwnDDP):
+    """Reduces after every micro-batch, as PyTorch's DDP does without ``no_sync``."""
+
+    def micro_batch_over(self) -> None:
+        super().reduce()
+        self.totals = getattr(self, "totals", {})
+        for name, p in self.named.items():
+            if p.grad is not None:
+                self.totals[name] = self.totals[name] + p.grad if name in self.totals else p.grad
+            p.grad = None
+
+    def reduce(self) -> None:
+        for name, total in self.totals.items():
+            self.named[name].grad = total
+        self.totals = {}
 
 
 class MeanDDP(OwnDDP):
