@@ -65,6 +65,8 @@ class Compared:
         record.optimizers.append(self.seen)
         self.found = Found()
         self._held = -1
+        #: Rows sent, and the step of the last; what ranks have read counts as compared.
+        self.rows, self._sent = 0, 0
         self._next = 1
         self._due = False
         self._pending: Pending | None = None
@@ -191,9 +193,7 @@ class Compared:
         self._finite("parameter", [snapshot.dense(one.parameter) for one in tracked])
         if "non-finite" not in self._told:
             self._equal["non-finite"] = self.seen.steps
-        self.seen.compared.append(self.seen.steps)
-        for name in self._sums:
-            self.seen.counts[name] = self.seen.counts.get(name, 0) + 1
+        self.rows, self._sent = self.rows + 1, self.seen.steps
         row = [0] * _ROW
         row[_TYPE], row[_NUMBER], row[_AT] = kind, self.number, self.seen.steps
         # The whole of the one before; the first is dear, and its search for names is not repeated.
@@ -249,13 +249,21 @@ class Compared:
         mine = table[self.record.rank]
         if not self._same_step(table):
             return
+        self.seen.compared.append(mine[_AT])
         self._hyperparameters(table, self._peers(table))
         for offset, kind in enumerate(KINDS, 1):
             if self._is_open(table, kind, offset):
                 self._details(table, kind, offset)
             elif kind in self._sums and kind not in self._told:
                 self._equal[kind] = mine[_AT]
+            self._count(kind)
         self._schedule(table)
+
+    def _count(self, kind: Kind) -> None:
+        """Ranks have compared ``kind`` once more, unless what they hold cannot be compared."""
+        is_apart = "shapes" in self._told or (kind == "optimizer state" and self._has_forms)
+        if kind in self._sums and not is_apart:
+            self.seen.counts[kind] = self.seen.counts.get(kind, 0) + 1
 
     def _same_step(self, table: Table) -> bool:
         """Whether all ranks are at the same point; what differs is told, and ends comparing."""
@@ -385,7 +393,7 @@ class Compared:
 
     def _schedule(self, table: Table) -> None:
         """Which step is compared next."""
-        step = self.seen.compared[-1]
+        step = self._sent
         ratios = [row[_COST] / row[_TIME] for row in table if row[_TIME]]
         if ratios:
             self._ratios.append(max(ratios))
@@ -398,8 +406,7 @@ class Compared:
 
     def _step_of(self, kind: Kind) -> int:
         """The step that is looked at: others are known one step late."""
-        late = self.seen.compared[-1] if self.seen.compared else self.seen.steps
-        return self.seen.steps if kind == "non-finite" else late
+        return self.seen.steps if kind == "non-finite" else self._sent or self.seen.steps
 
     def _since(self, kind: Kind) -> str:
         step = self._step_of(kind)

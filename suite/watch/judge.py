@@ -79,6 +79,9 @@ def decide(
         return Judged("undecidable", nothing, findings, records, held)
     if findings:
         return Judged("undecidable", findings[0].sentence, findings, records, held)
+    if not any(seen.counts for one in records.values() for seen in one.optimizers):
+        why = "replicas were not judged: no comparison came to its end"
+        return Judged("undecidable", why, findings, records, held)
     return Judged("pass", f"equal on all replicas: {', '.join(held)}", findings, records, held)
 
 
@@ -167,12 +170,17 @@ def _of_ranks(
 
 def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[Finding]:
     """Ranks of which nobody knows how they ended: what they did last was not compared."""
-    known = {end.rank for end in ends if end.exit_code is not None}
-    open_ = [rank for rank, one in records.items() if not one.ended and rank not in known]
-    if not open_:
-        return []
-    sentence = f"{name_ranks(open_)} did not come to the end: interrupted, killed or still running"
-    return [Finding("rank", sentence, broken=False)]
+    left = {end.rank for end in ends if end.exit_code is not None}
+    open_ = [rank for rank, one in records.items() if not one.ended]
+    whys = {
+        "interrupted, killed or still running": [rank for rank in open_ if rank not in left],
+        "they left Python at once, as os._exit does": [rank for rank in open_ if rank in left],
+    }
+    return [
+        Finding("rank", f"{name_ranks(ranks)} did not come to the end: {why}", broken=False)
+        for why, ranks in whys.items()
+        if ranks
+    ]
 
 
 def _outcomes(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[RankOutcome]:

@@ -46,6 +46,8 @@ from shardproof.watch.user_frames import innermost
 
 #: Seconds between two writings of the record while nothing is found.
 FLUSH_SECONDS = 2.0
+#: What is said of steps that come when the ranks no longer reach one another.
+AFTER_DESTROY = "not compared: steps after destroy_process_group"
 #: After these first comparisons memory is weighed, and the record written at once.
 _FLUSHED = 3
 
@@ -146,6 +148,9 @@ class Watch:
         def destroy_process_group(group: Any = None, *given: Any, **named: Any) -> Any:
             if group is None or group is dist.group.WORLD:
                 self._compare_the_end()
+                # It holds the script's store: kept, the addresses in it would meet a second group.
+                if self.settings.launched and self._exchange is not None:
+                    self._exchange.close()
             return original(group, *given, **named)
 
         return destroy_process_group
@@ -189,7 +194,10 @@ class Watch:
         if id(optimizer) in self._inside:  # its last step was left by an exception
             del self._inside[self._inside.index(id(optimizer)) :]
         self._inside.append(id(optimizer))
-        if len(self._inside) > 1 or self._over:  # in another's step: sharded optimizers do so
+        if len(self._inside) > 1:  # in another's step: sharded optimizers do so
+            return
+        if self._over:
+            self._step_after_the_end()
             return
         if not self.record.initialised:
             if not dist.is_initialized():
@@ -202,12 +210,18 @@ class Watch:
         if found != self._told or time.monotonic() - self._written > FLUSH_SECONDS:
             self._write()
 
+    def _step_after_the_end(self) -> None:
+        """The ranks have said goodbye to one another: say once that nothing is compared now."""
+        if not any(finding.sentence == AFTER_DESTROY for finding in self.record.findings):
+            self.record.findings.append(Finding("not compared", AFTER_DESTROY, broken=False))
+            self._write()
+
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._inside:
             del self._inside[self._inside.index(id(optimizer)) :]
         if not (self._inside or self._over) and id(optimizer) in self._compared:
             _, compared = self._compared[id(optimizer)]
-            if compared.after(optimizer) and len(compared.seen.compared) <= _FLUSHED:
+            if compared.after(optimizer) and compared.rows <= _FLUSHED:
                 self._weigh()
                 self._write()
 

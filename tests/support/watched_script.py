@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 #: Nothing in it knows of the suite.
 CLEAN = """\
@@ -64,3 +66,40 @@ def write(folder: Path, *changes: tuple[str, str], text: str = CLEAN) -> Path:
     path = folder / "train.py"
     path.write_text(text)
     return path
+
+
+#: What a short script starts with.
+HEAD = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+def make():
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def steps(model, optimizer, count=3):
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+"""
+
+
+def watch(
+    command: Any, folder: Path, body: str, *options: str
+) -> tuple[int, str, list[dict[str, Any]], dict[str, Any]]:
+    """Exit code, what was printed, what rank 0 saw of each optimizer, the report."""
+    (folder / "train.py").write_text(HEAD + body + "dist.destroy_process_group()\n")
+    script, results = str(folder / "train.py"), str(folder / "run")
+    code, out, err = command("watch", script, "--results", results, *options)
+    report = json.loads((folder / "run/report.json").read_text())
+    return code, out + err, report["ranks"]["0"]["optimizers"], report

@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from watched_script import watch
 
 from shardproof.errors import SelectionError
 from shardproof.watch import replica_sets
-
-HEAD = """\
-import torch
-import torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
-
-
-def make():
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-
-
-def steps(model, optimizer, count=3):
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(count):
-        optimizer.zero_grad()
-        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
-        optimizer.step()
-
-
-"""
-
-
-def watch(
-    command: Any, folder: Path, body: str, *options: str
-) -> tuple[int, str, list[dict[str, Any]], dict[str, Any]]:
-    """Exit code, what was printed, what rank 0 saw of each optimizer, the report."""
-    (folder / "train.py").write_text(HEAD + body + "dist.destroy_process_group()\n")
-    script, results = str(folder / "train.py"), str(folder / "run")
-    code, out, err = command("watch", script, "--results", results, *options)
-    report = json.loads((folder / "run/report.json").read_text())
-    return code, out + err, report["ranks"]["0"]["optimizers"], report
 
 
 def test_sharded_parameters_are_listed_and_not_compared(command: Any, tmp_path: Path) -> None:

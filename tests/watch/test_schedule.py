@@ -24,7 +24,7 @@ def row(cost: float, step: float) -> list[int]:
 
 
 def next_after(one: Compared, step: int, *rows: list[int]) -> int:
-    one.seen.compared = [step]
+    one._sent = step
     one._schedule([*rows])
     return one._next
 

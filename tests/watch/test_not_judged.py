@@ -1,0 +1,40 @@
+"""What looks like a pass and is none: ranks that leave, or go on, where nothing is compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from watched_script import watch
+
+APART = """\
+torch.manual_seed(rank)
+model = make()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+#: Name -> (what the script does, what the verdict says, the steps that were compared).
+SCRIPTS = {
+    "it leaves at once": (
+        APART + "steps(model, optimizer, 1)\nimport os\nos._exit(0)\n",
+        "ranks 0-1 did not come to the end: they left Python at once",
+        [],
+    ),
+    "it goes on in another group": (
+        "model = make()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for p in model.parameters():\n    p.grad = torch.ones_like(p)\n"
+        "optimizer.step()\ndist.destroy_process_group()\ndist.init_process_group('gloo')\n"
+        "steps(model, optimizer, 5)\n",
+        "not compared: steps after destroy_process_group",
+        [1, 1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_was_not_compared_is_no_pass(command: Any, tmp_path: Any, name: str) -> None:
+    body, says, steps = SCRIPTS[name]
+    code, told, (seen,), report = watch(command, tmp_path, body)
+    assert code == 3 and report["verdict"] == "undecidable", told
+    assert report["reason"].startswith(says), told
+    assert seen["compared"] == steps and bool(seen["counts"]) == bool(steps), told
