@@ -7,9 +7,11 @@ its launcher is about to kill the others.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 
+from shardproof.files import write_whole
 from shardproof.watch.exchange import BrokenExchange
 from shardproof.watch.rank import Watch, activate
 
@@ -18,7 +20,15 @@ _LOCK = "reported"
 
 
 def watch_this_rank() -> None:
-    """Watch this process, and report when it ends unless ``shardproof watch`` will."""
+    """Watch this process, and report when it ends unless ``shardproof watch`` will.
+
+    A process that multiprocessing started, as of a DataLoader, runs the script's first lines again
+    and is no rank: it is left alone.
+    """
+    # While a spawned child reads the script, multiprocessing knows its parent not yet.
+    is_read_again = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if is_read_again or multiprocessing.parent_process() is not None:
+        return
     watch = activate()
     if not watch.settings.launched:
         watch.at_end(_report)
@@ -55,7 +65,5 @@ def _gathered(watch: Watch) -> bool:
         return False
     if watch.record.rank == 0:
         for rank, text in enumerate(texts):
-            path = watch.settings.folder / f"rank{rank}.json"
-            if not path.exists():
-                path.write_text(text)
+            write_whole(watch.settings.folder / f"rank{rank}.json", text + "\n")
     return True

@@ -152,7 +152,7 @@ def _of_ranks(
     outcomes = mark_consequences(_outcomes(records, ends))
     cause = root_cause(outcomes)
     if cause is None:
-        return [], _without_end(records, ends)
+        return [], [*_without_end(records, ends), *_without_record(records)]
     by_rank = {end.rank: end for end in ends}
     if cause.status in ("hung", "early"):
         return [Finding("rank", _standstill(outcomes, by_rank, logs))], []
@@ -181,6 +181,15 @@ def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list
         for why, ranks in whys.items()
         if ranks
     ]
+
+
+def _without_record(records: Mapping[int, RankRecord]) -> list[Finding]:
+    world = max((one.world for one in records.values()), default=0)
+    missing = sorted({*range(world)} - {*records})
+    if not missing:
+        return []
+    sentence = f"{name_ranks(missing)} left no record: what they held is not known"
+    return [Finding("rank", sentence, broken=False)]
 
 
 def _outcomes(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[RankOutcome]:

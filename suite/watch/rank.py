@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import platform
 import resource
@@ -73,11 +74,16 @@ class Settings:
         replicas = environment.get("SHARDPROOF_WATCH_REPLICAS", "")
         every = environment.get("SHARDPROOF_WATCH_EVERY", "")
         folder = environment.get("SHARDPROOF_WATCH_RESULTS", "")
+        launched = "SHARDPROOF_WATCH_PARENT" in environment
+        path = Path(folder) if folder else _of_this_job()
+        restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if restarts != "0" and not launched:  # torchrun starts all ranks once more
+            path = path.with_name(f"{path.name.removesuffix('-watch')}-restart{restarts}-watch")
         return cls(
-            Path(folder) if folder else _of_this_job(),
+            path,
             replica_sets.parse(replicas, world) if replicas else None,
             _positive(every) if every else None,
-            launched="SHARDPROOF_WATCH_PARENT" in environment,
+            launched=launched,
         )
 
 
@@ -92,6 +98,19 @@ def _of_this_job() -> Path:
     """A folder for all ranks of this launcher on this machine: named by when it started."""
     began = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time(), UTC)
     return Path("results") / f"{began:%Y%m%d-%H%M%S}-{os.getppid()}-watch"
+
+
+def _refuse_another_job(path: Path) -> None:
+    """Records of two jobs would be judged as one: a rank starts where none of its own lies."""
+    if not path.exists():
+        return
+    try:
+        pid = json.loads(path.read_bytes())["pid"]
+    except (ValueError, LookupError, TypeError):
+        pid = None
+    if pid != os.getpid():  # a process may replace itself by another program
+        what = "SHARDPROOF_WATCH_RESULTS: the folder holds the records of another run"
+        raise SelectionError(Problem(what, "name a new folder, or unset it", str(path)))
 
 
 class Watch:
@@ -320,11 +339,13 @@ def activate() -> Watch:
     """Watch this process from now on, if it is a rank of a launcher; again: nothing.
 
     :raises KeyError: it is none: ``RANK`` and ``WORLD_SIZE`` are not set.
+    :raises InputError: a variable cannot be read, or the folder holds another job's records.
     """
     global _watch
     if _watch is None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         settings = Settings.read(os.environ)
+        _refuse_another_job(settings.folder / f"rank{rank}.json")
         if settings.launched:
             process_control.die_with_parent(int(os.environ["SHARDPROOF_WATCH_PARENT"]))
             beats = os.environ["SHARDPROOF_WATCH_BEATS"]

@@ -17,8 +17,9 @@ def rank(number: int, *findings: Finding, **changes: Any) -> RankRecord:
     """A rank of two that made ten steps and compared three of them."""
     seen = Watched("SGD", 10, [1, 2, 10], 4, 64, {"parameters": 3, "gradients": 2})
     given: dict[str, Any] = {"initialised": True, "optimizers": [seen], "ended": True} | changes
+    world = given.pop("world", 2)
     return RankRecord(
-        number, 2, 100 + number, "host", "train.py", "2.13", findings=list(findings), **given
+        number, world, 100 + number, "host", "train.py", "2.13", findings=list(findings), **given
     )
 
 
@@ -116,3 +117,9 @@ def test_all_forms_of_the_report_say_the_same() -> None:
         assert "\x1b" not in form and "\\x1b[2J" in form
         assert "an oracle" in form and "left no record" in form
     assert "<b>" not in html(report) and "&lt;b&gt;" in html(report)
+
+
+def test_ranks_without_a_record_are_no_pass() -> None:
+    judged = decide({0: rank(0), 1: rank(1, world=4)}, [], {})
+    assert judged.verdict == "undecidable"
+    assert judged.reason.startswith("ranks 2-3 left no record")

@@ -17,6 +17,7 @@ import watched_script
 from commands import ROOT, python, started
 
 from shardproof.launch.process_control import state_of
+from shardproof.watch.rank import Settings
 
 IMPORT = ("import os\n", "import shardproof.watch\nimport os\n")
 
@@ -77,6 +78,47 @@ def test_a_rank_that_raises_under_torchrun_is_named(tmp_path: Path, command: Any
     (folder,) = tmp_path.glob("results/*-watch")
     code, out, _ = command("watch", "--judge", str(folder))
     assert code == 1 and "rank 1 raised ValueError: bad in main" in out
+
+
+def test_workers_of_a_loader_are_no_ranks(tmp_path: Path) -> None:
+    """Spawned, they run the script's first lines with the rank's environment."""
+    reads = (
+        "        x, y = batch(generator)\n",
+        "        x, y = batch(generator)\n"
+        "        if step == 2:\n"
+        "            data = torch.utils.data.TensorDataset(x)\n"
+        "            context = 'spawn'\n"
+        "            for _ in torch.utils.data.DataLoader(\n"
+        "                data, num_workers=1, multiprocessing_context=context\n"
+        "            ):\n"
+        "                pass\n",
+    )
+    watched_script.write(tmp_path, IMPORT, reads)
+    done = torchrun(tmp_path, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert len([*tmp_path.glob("results/*")]) == 1
+    assert report_in(tmp_path)["verdict"] == "pass", done.stderr
+    assert done.stderr.count("evidence: ") == 1, done.stderr
+
+
+def test_every_attempt_of_torchrun_has_its_own_folder() -> None:
+    given = {"SHARDPROOF_WATCH_RESULTS": "kept/a-watch", "TORCHELASTIC_RESTART_COUNT": "0"}
+    again = given | {"TORCHELASTIC_RESTART_COUNT": "1"}
+    assert Settings.read(given).folder == Path("kept/a-watch")
+    assert Settings.read(again).folder == Path("kept/a-restart1-watch")
+
+
+def test_records_of_another_run_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same folder twice: the second run is told so, by every rank that was there before."""
+    monkeypatch.setenv("SHARDPROOF_WATCH_RESULTS", str(tmp_path / "kept"))
+    watched_script.write(tmp_path, IMPORT, ("steps=12", "steps=1"))
+    assert torchrun(tmp_path, "train.py").returncode == 0
+    before = (tmp_path / "kept/rank0.json").read_text()
+    done = torchrun(tmp_path, "train.py")
+    assert done.returncode == 1 and "holds the records of another run" in done.stderr
+    assert (tmp_path / "kept/rank0.json").read_text() == before
 
 
 def test_without_a_launcher_the_import_does_nothing(tmp_path: Path) -> None:
@@ -176,6 +218,21 @@ def test_no_rank_outlives_its_parent(tmp_path: Path, signum: signal.Signals) -> 
     if signum != signal.SIGKILL:
         assert parent.returncode == 130, out
         assert "initial parameters" in out  # what was compared until then is told
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_before_the_first_record_is_no_bad_input(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any, signum: signal.Signals
+) -> None:
+    """The ranks are just being started."""
+    script = watched_script.write(tmp_path)
+
+    def start(*_: object) -> None:
+        os.kill(os.getpid(), signum)
+
+    monkeypatch.setattr("shardproof.watch.launch.run", start)
+    code, out, err = command("watch", str(script), "--results", str(tmp_path / "run"))
+    assert code == 130 and "before any rank left a record" in out, out + err
 
 
 def _ranks(results: Path) -> list[int]:

@@ -138,14 +138,18 @@ def _watched(
     script: list[str], nproc: int, folder: Path, variables: dict[str, str], standstill: float
 ) -> int:
     from shardproof.commands.supervision import Interrupts
-    from shardproof.watch import launch
 
     interrupted = False
     with Interrupts():
         try:
+            from shardproof.watch import launch  # it takes seconds to import torch
+
             launch.run(script, nproc, folder, variables, standstill)
         except KeyboardInterrupt:
             interrupted = True
+    if interrupted and not any(folder.glob("rank*.json")):
+        print_line(make_console(), "interrupted before any rank left a record: nothing is judged")
+        return verdicts.INTERRUPTED
     code = _shown(folder)
     return verdicts.INTERRUPTED if interrupted else code
 
