@@ -43,7 +43,11 @@ def shardproof() -> Judge:
         if odd:
             pytest.fail("\n".join([f"{len(odd)} of {len(frame)} cases:", *odd]), pytrace=False)
         if all(verdicts.kind(verdict) == "skip" for verdict in frame["verdict"]):
-            pytest.skip("; ".join(dict.fromkeys(frame["reason"])))
+            why = "; ".join(dict.fromkeys(frame["reason"]))
+            if "not installed" in why:
+                pytest.skip(why)
+            remedy = "name what it can do, such as backends=('gloo',)"
+            pytest.fail(f"nothing was judged: {why}: {remedy}", pytrace=False)
         return frame
 
     return judge

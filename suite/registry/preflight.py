@@ -85,28 +85,29 @@ def try_to_load(name: str) -> Loaded:
     return fault, texts, axes
 
 
-def axes(name: str, pool: Pool) -> list[str]:
-    """The mesh axes that ``name`` declares without options, asked in a leader of ``pool``.
+def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
+    """The mesh axes and backends that ``name`` declares without options, asked in a leader.
 
     :raises SelectionError: it cannot be loaded, refuses to be without options, declares no axes or
         what the contract does not know, or ended the process that asked.
     """
-    with closing(pool.run(try_axes, [("axes", name, SECONDS)])) as ends:
+    with closing(pool.run(try_abilities, [("abilities", name, SECONDS)])) as ends:
         (end,) = ends
-    fault, found = end.value or (f"{name} was asked for its axes: {_how(end)}", [])
+    fault, axes, backends = end.value or (f"{name} was asked for its axes: {_how(end)}", [], [])
     if fault:
         remedy = "nothing was written: name a class that can be used without options"
         raise SelectionError(Problem(shorten(fault, _LONGEST), remedy, name))
-    return found
+    return axes, backends
 
 
-def try_axes(name: str) -> tuple[str, list[str]]:
-    """Task of a leader: why ``name`` declares no axes without options, and those it declares."""
+def try_abilities(name: str) -> tuple[str, list[str], list[str]]:
+    """Task of a leader: why ``name`` declares no axes without options; its axes and backends."""
     try:
         declared = Declaration.of(registry.load(name), {})
     except (Refused, BrokenContract, InputError, registry.BrokenImplementation) as error:
-        return str(error), []
-    return declared.problem() or ("" if declared.axes else "declares no axes"), [*declared.axes]
+        return str(error), [], []
+    fault = declared.problem() or ("" if declared.axes else "declares no axes")
+    return fault, [*declared.axes], [*declared.backends]
 
 
 def check_options(name: str, options: Options, pool: Pool) -> None:

@@ -280,7 +280,9 @@ def _seems_cut(records: Mapping[int, RankRecord]) -> str:
 
 def _held(records: Mapping[int, RankRecord], findings: Sequence[Finding]) -> list[str]:
     """What was compared and found equal, with the number of times."""
-    broken = {finding.kind for finding in findings}
+    broken: set[str] = {finding.kind for finding in findings}
+    if "initial parameters" in broken:
+        broken.add("parameters")  # told once, where they first differed
     counts: dict[str, int] = {}
     for one in records.values():
         for seen in one.optimizers:

@@ -188,10 +188,11 @@ def test_ctrl_c_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_several_axes_make_a_mesh() -> None:
-    texts = written("mine:Mine", ["replicate", "shard"], "shardproof")
+    texts = written("mine:Mine", ["replicate", "shard"], ["gloo"], "shardproof")
     scenario = yaml.safe_load(texts[PLACES["strategy.yaml"]])
     assert scenario["matrix"]["mesh"] == {"replicate": 2, "shard": 2}
-    assert 'meshes=[{"replicate": 2, "shard": 2}]' in texts[Path("tests/test_shardproof.py")]
+    call = 'meshes=[{"replicate": 2, "shard": 2}], backends=("gloo",))'
+    assert call in texts[Path("tests/test_shardproof.py")], "in_memory is what prove takes"
 
 
 def _steps(document: Any) -> list[dict[str, Any]]:

@@ -63,8 +63,8 @@ def init(
     registry.check(impl)
     with Pool(1) as leaders:
         preflight.check([impl], leaders)
-        axes = preflight.axes(impl, leaders)
-    texts = written(impl, axes, install)
+        axes, backends = preflight.abilities(impl, leaders)
+    texts = written(impl, axes, backends, install)
     there = [path for path in (*texts, BASELINE) if (into / path).exists()]
     if there and not force:
         remedy = "--force replaces them, or name another repository by --into"
@@ -126,14 +126,19 @@ def _all_or_none(into: Path, paths: Sequence[Path]) -> Iterator[None]:
         raise
 
 
-def written(impl: str, axes: Sequence[str], install: str) -> Mapping[Path, str]:
-    """Path -> text of all files but the baseline; ``axes`` are those that ``impl`` declares."""
+def written(
+    impl: str, axes: Sequence[str], backends: Sequence[str], install: str
+) -> Mapping[Path, str]:
+    """Path -> text of all files but the baseline, for what ``impl`` declares."""
     sizes = ", ".join(f"{axis}: 2" for axis in axes)
     mesh = f"{{{sizes}}}" if len(axes) > 1 else f"{{{axes[0]}: [2, 3]}}"
     quoted = ", ".join(f'"{axis}": 2' for axis in axes)
+    worlds = f"meshes=[{{{quoted}}}]" if len(axes) > 1 else "worlds=(2, 3)"
+    # What prove takes for granted.
+    places = "" if not backends or "in_memory" in backends else f', backends=("{backends[0]}",)'
     values = {
         "@IMPL@": impl,
-        "@MESHES@": f"meshes=[{{{quoted}}}]" if len(axes) > 1 else "worlds=(2, 3)",
+        "@MESHES@": worlds + places,
         "@MESH@": mesh,
         "@INSTALL@": install,
     }
