@@ -18,7 +18,7 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench peers test slow conformance mutants ecosystem gpu cluster image compare report docs lint format clean
+.PHONY: help setup bench peers test launches slow conformance mutants ecosystem gpu cluster image compare report docs lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,7 +46,10 @@ bench: setup ## the main job: quick conformance on every backend, then the plant
 	echo "evidence: $$run"; exit $$worst
 
 test: setup ## tests of the judge itself, with one planted fault per file and check
-	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not slow"
+	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not slow and not launches"
+
+launches: setup ## tests that start many processes: watch, parts of a system in prove, init
+	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "launches and not slow"
 
 slow: setup ## slow tests, and tests that need a container engine
 	@$(BIN)/pytest tests -m slow

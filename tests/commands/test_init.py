@@ -21,6 +21,8 @@ from shardproof.commands import main
 from shardproof.commands.init import BASELINE, PLACES, written
 from shardproof.compare import policy
 
+pytestmark = pytest.mark.launches
+
 ROOT = Path(__file__).parents[2]
 MINE = """\
 from shardproof.impls.reference.zero1 import ReferenceZero1

@@ -16,6 +16,8 @@ from shardproof.case import WorkloadSpec
 from shardproof.contract import GroupSpec, OptimizerSpec
 from shardproof.errors import SelectionError
 
+pytestmark = pytest.mark.launches
+
 SUPPORT = Path(own.__file__).parent
 BOTH: dict[str, Any] = {"worlds": (2, 3)}
 HALVES: dict[str, Any] = {"lanes": ("working_precision",), "precision": {"reduce": "float16"}}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from commands import python
 
+pytestmark = pytest.mark.launches
+
 PAGE = (Path(__file__).parents[2] / "docs/what-you-have.md").read_text()
 EXAMPLES = dict(re.findall(r"```python\n# (test_\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 #: Most lines of an example; its name and blank lines are not counted.

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from watched_script import watch
 
+pytestmark = pytest.mark.launches
+
 APART = """\
 torch.manual_seed(rank)
 model = make()

@@ -12,6 +12,8 @@ from watched_script import watch
 from shardproof.errors import SelectionError
 from shardproof.watch import replica_sets
 
+pytestmark = pytest.mark.launches
+
 
 def test_sharded_parameters_are_listed_and_not_compared(command: Any, tmp_path: Path) -> None:
     """FSDP2, FSDP1 and ZeroRedundancyOptimizer, one optimizer after the other."""

@@ -14,6 +14,8 @@ import pytest
 import watched_script
 from watched_script import BY_HAND, CLEAN
 
+pytestmark = pytest.mark.launches
+
 STEP = "        optimizer.step()\n"
 BACKWARD = "        loss.backward()\n"
 

@@ -19,6 +19,8 @@ from commands import ROOT, python, started
 from shardproof.launch.process_control import state_of
 from shardproof.watch.rank import Settings
 
+pytestmark = pytest.mark.launches
+
 IMPORT = ("import os\n", "import shardproof.watch\nimport os\n")
 
 

@@ -17,6 +17,8 @@ from shardproof.case import WorkloadSpec
 from shardproof.errors import SelectionError
 from shardproof.workloads.base import Workload
 
+pytestmark = pytest.mark.launches
+
 SUPPORT = Path(own_models.__file__).parent
 SCENARIO = """\
 name: mine
