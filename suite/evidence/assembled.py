@@ -134,7 +134,7 @@ def _region(full: Tensor, count: Tensor, piece: Piece) -> tuple[Tensor | None, T
         text = f"flat range {start}:{stop}"
         if not 0 <= start <= stop <= full.numel():
             return None, None, text
-        return full.view(-1)[start:stop], count.view(-1)[start:stop], text
+        return part(piece, full), part(piece, count), text
     bounds = piece.slices if piece.slices is not None else [(0, n) for n in full.shape]
     text = "[" + ", ".join(f"{start}:{stop}" for start, stop in bounds) + "]"
     inside = len(bounds) == full.dim() and all(
@@ -142,8 +142,15 @@ def _region(full: Tensor, count: Tensor, piece: Piece) -> tuple[Tensor | None, T
     )
     if not inside:
         return None, None, text
-    index = tuple(slice(start, stop) for start, stop in bounds)
-    return full[index], count[index], text
+    return part(piece, full), part(piece, count), text
+
+
+def part(piece: Piece, whole: Tensor) -> Tensor:
+    """What the contiguous ``whole`` has where ``piece`` lies: a view."""
+    if piece.flat_range is not None:
+        return whole.reshape(-1)[slice(*piece.flat_range)]
+    bounds = piece.slices if piece.slices is not None else [(0, n) for n in whole.shape]
+    return whole[tuple(slice(start, stop) for start, stop in bounds)]
 
 
 @dataclass(eq=False, repr=False)

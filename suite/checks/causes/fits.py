@@ -113,14 +113,6 @@ def pieces(
         yield record.rank, list(kinds.get(kind, ()))
 
 
-def part(piece: Piece, whole: Tensor) -> Tensor:
-    """What ``whole`` has where ``piece`` lies."""
-    if piece.flat_range is not None:
-        return whole.reshape(-1)[slice(*piece.flat_range)]
-    bounds = piece.slices if piece.slices is not None else [(0, n) for n in whole.shape]
-    return whole[tuple(slice(start, stop) for start, stop in bounds)]
-
-
 def known(evidence: Evidence, step: int = 0) -> dict[str, float]:
     """What factors are often made of."""
     case = evidence.case

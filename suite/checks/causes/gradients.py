@@ -19,7 +19,7 @@ from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, multiple, some
 from shardproof.checks.causes.where import Moment, of_place
 from shardproof.checks.causes.words import close, said
-from shardproof.evidence.assembled import Assembled, Evidence
+from shardproof.evidence.assembled import Assembled, Evidence, part
 
 #: What another order of the same sums changes at most, relative to the largest element.
 _REORDERED = {"float64": 1e-11, "float32": 1e-5}
@@ -99,13 +99,11 @@ def _clipped_by_rank(
     for rank, own in fits.pieces(evidence, step, "after_clip", "gradients"):
         known = [p for p in own if p.name in clipped and p.tensor.numel()]
         held = {str(n): p.tensor for n, p in enumerate(known)}
-        cut = {str(n): fits.part(p, clipped[p.name]) for n, p in enumerate(known)}
+        cut = {str(n): part(p, clipped[p.name]) for n, p in enumerate(known)}
         times = multiple(held, cut, limit)
         if times is None:
             return ""
-        uncut = multiple(
-            held, {str(n): fits.part(p, whole[p.name]) for n, p in enumerate(known)}, limit
-        )
+        uncut = multiple(held, {str(n): part(p, whole[p.name]) for n, p in enumerate(known)}, limit)
         if abs(times - 1) <= limit:
             norms[rank] = ""
         elif uncut is not None and abs(uncut - 1) <= limit:
@@ -149,7 +147,7 @@ def _rounded(held: Tensors, truth: Tensors, wrong: Sequence[str]) -> str:
     errors = [
         float((held[n].double() - truth[n].double()).norm() / truth[n].double().norm())
         for n in wrong
-        if n in held and bool(truth[n].any())
+        if bool(truth[n].any())
     ]
     errors.sort()
     for dtype, (low, high, most) in _ROUNDED.items():
@@ -209,16 +207,14 @@ def _by_rank(
         columns = [
             torch.cat(
                 [
-                    fits.part(p, micro.get(p.name, torch.zeros_like(truth[p.name])))
-                    .double()
-                    .reshape(-1)
+                    part(p, micro.get(p.name, torch.zeros_like(truth[p.name]))).double().reshape(-1)
                     for p in bad
                 ]
             )
             for share in parts
             for micro in share
         ]
-        want = torch.cat([fits.part(p, truth[p.name]).double().reshape(-1) for p in bad])
+        want = torch.cat([part(p, truth[p.name]).double().reshape(-1) for p in bad])
         if fits.equal(got, want, fits.limit_of(evidence)):
             continue
         sentence = _counts(evidence, moment[0], got, columns, parts)
@@ -263,10 +259,8 @@ def _by_tensor(
     limit: float,
 ) -> str:
     """Whether each wrong gradient is a multiple of its own truth, or holds another's."""
-    times = {n: multiple({n: held[n]}, truth, limit) for n in wrong if n in held}
-    if len(times) == len(wrong) and all(
-        t is not None and not close(t, 1.0) for t in times.values()
-    ):
+    times = {n: multiple({n: held[n]}, truth, limit) for n in wrong}
+    if all(t is not None and not close(t, 1.0) for t in times.values()):
         factors = sorted({f"{t:.4g}" for t in times.values() if t is not None}, key=float)
         return f"{some(wrong)} are multiples of the truth, {' and '.join(factors[:4])} times"
     pairs = [
@@ -301,9 +295,7 @@ def _sum(share: Sequence[Tensors]) -> dict[str, Tensor]:
 
 
 def _moved(held: Tensors, truth: Tensors, wrong: Sequence[str]) -> str:
-    moved = [
-        n for n in wrong if n in held and held[n].numel() > 1 and same_elements(held[n], truth[n])
-    ]
+    moved = [n for n in wrong if held[n].numel() > 1 and same_elements(held[n], truth[n])]
     return f"the right elements in another order: {some(moved)}" if moved else ""
 
 

@@ -12,7 +12,7 @@ from shardproof.checks.causes.fits import Tensors, some
 from shardproof.checks.causes.gradients import same_elements
 from shardproof.checks.one_update import Update
 from shardproof.contract import Piece
-from shardproof.evidence.assembled import Assembled, Evidence
+from shardproof.evidence.assembled import Assembled, Evidence, part
 from shardproof.workloads import for_case
 
 
@@ -24,7 +24,7 @@ def of_start(evidence: Evidence, state: Assembled, truth: Tensors) -> str:
         for piece in own:
             if piece.name in truth and piece.tensor.numel():
                 places.setdefault(piece.name, []).append((rank, piece))
-                if not _same(piece.tensor, fits.part(piece, truth[piece.name])):
+                if not _same(piece.tensor, part(piece, truth[piece.name])):
                     wrong.setdefault(rank, []).append(piece)
     if wrong and _is_updated(evidence, wrong):
         return "an update with gradients of zero was made before the first step"
@@ -32,7 +32,7 @@ def of_start(evidence: Evidence, state: Assembled, truth: Tensors) -> str:
         names = list(dict.fromkeys(piece.name for piece in bad))
         for source in dict.fromkeys((rank, 0)):
             built = _built(evidence, source)
-            if all(_same(p.tensor, fits.part(p, built[p.name])) for p in bad):
+            if all(_same(p.tensor, part(p, built[p.name])) for p in bad):
                 who = "itself" if source == rank else f"on rank {source}"
                 return (
                     f"rank {rank} starts {some(names)} from the values that were built {who}, "
@@ -41,17 +41,17 @@ def of_start(evidence: Evidence, state: Assembled, truth: Tensors) -> str:
         for other, there in places[names[0]]:
             if all(
                 any(
-                    _same(p.tensor, fits.part(q, truth[p.name]))
+                    _same(p.tensor, part(q, truth[p.name]))
                     for r, q in places[p.name]
                     if r == other and (q.slices, q.flat_range) != (p.slices, p.flat_range)
                 )
                 for p in bad
             ) and (there.slices, there.flat_range) != (bad[0].slices, bad[0].flat_range):
                 return f"rank {rank} starts {some(names)} from rank {other}'s part"
-        if all(same_elements(p.tensor, fits.part(p, truth[p.name])) for p in bad):
+        if all(same_elements(p.tensor, part(p, truth[p.name])) for p in bad):
             return f"rank {rank} starts with the right elements of {some(names)} in another order"
         held = {str(n): p.tensor for n, p in enumerate(bad)}
-        want = {str(n): fits.part(p, truth[p.name]) for n, p in enumerate(bad)}
+        want = {str(n): part(p, truth[p.name]) for n, p in enumerate(bad)}
         times = fits.multiple(held, want, fits.limit_of(evidence))
         if times is not None and abs(times - 1) > fits.limit_of(evidence):
             return f"rank {rank} starts {some(names)} from {times:.6g} times the values given"
@@ -67,8 +67,8 @@ def _is_updated(evidence: Evidence, wrong: Mapping[int, list[Piece]]) -> bool:
     zeros = {n: torch.zeros_like(given[n]) for n in workload.trainable_names}
     made = Update(spec, 0, tuple(zeros), given, zeros, {}).make().parameters
     for piece in (p for own in wrong.values() for p in own):
-        held, old, new = piece.tensor, fits.part(piece, given[piece.name]), made[piece.name]
-        if not bool(((held == old) | (held == fits.part(piece, new))).all()):
+        held, old, new = piece.tensor, part(piece, given[piece.name]), made[piece.name]
+        if not bool(((held == old) | (held == part(piece, new))).all()):
             return False
     return True
 

@@ -15,7 +15,7 @@ from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, some
 from shardproof.checks.one_update import Update, update_of
 from shardproof.contract import OptimizerSpec, Piece
-from shardproof.evidence.assembled import Evidence
+from shardproof.evidence.assembled import Evidence, part
 
 #: What may be left over of an update, by dtype: differences of values have lost digits.
 _LEFT_OVER = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.1, "float16": 0.1}
@@ -68,8 +68,8 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
             if piece.name not in truth or piece.name not in before or not piece.tensor.numel():
                 continue
             holders.add(rank)
-            values = (piece.tensor, fits.part(piece, truth[piece.name]))
-            held, want, was = (t.double() for t in (*values, fits.part(piece, before[piece.name])))
+            values = (piece.tensor, part(piece, truth[piece.name]))
+            held, want, was = (t.double() for t in (*values, part(piece, before[piece.name])))
             place = _Place(piece, held, want, was)
             if held.shape == want.shape and place.is_wrong(limit):
                 wrong.setdefault(rank, {}).setdefault(piece.name, []).append(place)
@@ -96,7 +96,7 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
 
 def _fits(wrong: _Wrong, made: Tensors, limit: float) -> bool:
     return all(
-        place.is_made(fits.part(place.piece, made[name]).double(), limit)
+        place.is_made(part(place.piece, made[name]).double(), limit)
         for name, places in wrong.items()
         for place in places
     )

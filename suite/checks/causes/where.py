@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, some
-from shardproof.evidence.assembled import Evidence
+from shardproof.evidence.assembled import Evidence, part
 from shardproof.workloads import for_case
 
 #: Step, observation point and kind of state.
@@ -25,7 +23,7 @@ def of_place(evidence: Evidence, moment: Moment, truth: Tensors, wrong: Sequence
             if piece.name not in wrong or not piece.tensor.numel():
                 continue
             holders.add(rank)
-            if not fits.equal(piece.tensor, fits.part(piece, truth[piece.name]), limit):
+            if not fits.equal(piece.tensor, part(piece, truth[piece.name]), limit):
                 bad.setdefault(rank, []).append(piece.name)
                 zero = zero and not bool(piece.tensor.any())
     ranks = sorted(bad)
@@ -48,7 +46,7 @@ def _kind(evidence: Evidence, truth: Tensors, wrong: Sequence[str]) -> str:
     if not others:
         return ""
     workload = for_case(evidence.case)
-    tied = tied_names(workload.skeleton)
+    tied = _tied(evidence)
     if names <= tied and not others & tied:
         return "tensors that several modules share are"
     if names == {name for name in truth if name.endswith("bias")}:
@@ -60,9 +58,9 @@ def _kind(evidence: Evidence, truth: Tensors, wrong: Sequence[str]) -> str:
 
 
 def _boundary(evidence: Evidence, truth: Tensors, wrong: Sequence[str]) -> str:
-    """Where backward went wrong: all that lies before it in forward order is wrong."""
+    """Where the wrong gradients end, if all that lie before it in forward order are wrong."""
     workload = for_case(evidence.case)
-    tied = tied_names(workload.skeleton)
+    tied = _tied(evidence)
     order = [n for n in workload.trainable_names if n in truth and n not in tied]
     bad = [n for n in order if n in set(wrong)]
     if not bad or len(bad) == len(order) or bad != order[: len(bad)]:
@@ -70,15 +68,10 @@ def _boundary(evidence: Evidence, truth: Tensors, wrong: Sequence[str]) -> str:
     return f"all is wrong up to {bad[-1]!r} in forward order, and all is right behind it"
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """Parameters that several modules have, by the first of their names."""
-    first: dict[int, str] = {}
-    tied = set()
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        if id(tensor) in first:
-            tied.add(first[id(tensor)])
-        first.setdefault(id(tensor), name)
-    return tied
+def _tied(evidence: Evidence) -> set[str]:
+    """Parameters that several modules have."""
+    facts = evidence.model_facts
+    return {t.name for t in facts.parameters if len(t.owners) > 1} if facts else set()
 
 
 def of_full_state(evidence: Evidence, name: str, digest: str) -> str:
