@@ -44,9 +44,9 @@ HEAD = """\
 
 # What each quick case is for
 
-*Alone*: pairs of values that no other quick case of the scenario has. *Faults*: those that were
-planted in the case's system and seen by their checks at this size; each is planted in one quick
-case. `shardproof mutants` plants all faults, in cases of their own.
+*Alone*: pairs of values (or of the scenario and a value) that no other quick case of any scenario
+has. *Faults*: those that were planted in the case's system and seen by their checks at this size;
+each is planted in one quick case. `shardproof mutants` plants all faults, in cases of their own.
 """
 #: How a case ended: its verdict, and the status of every check.
 End = tuple[str, dict[str, str]]
@@ -183,11 +183,14 @@ def write_size(path: Path, size: dict[str, Any]) -> None:
 def page(files: Sequence[ScenarioFile], seen: dict[str, dict[str, list[str]]]) -> str:
     """``quick.md``: every quick case, what it alone holds, and the faults seen in it."""
     parts = [HEAD]
+    quick = {
+        file.name: [c for c in expand(file, installed()) if c.tier == "quick"] for file in files
+    }
+    count = Counter(pair for cases in quick.values() for case in cases for pair in _pairs(case))
     for file in files:
-        cases = [c for c in expand(file, installed()) if c.tier == "quick"]
+        cases = quick[file.name]
         if not cases:
             continue
-        count = Counter(pair for case in cases for pair in _pairs(case))
         rows = []
         for case in cases:
             alone = [" + ".join(p) for p in sorted(_pairs(case)) if count[p] == 1]

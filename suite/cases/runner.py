@@ -6,12 +6,14 @@ lists the files through which one case can be followed.
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
+from shardproof import registry
 from shardproof.case import Case
 from shardproof.cases.leader import CaseTask, run_case
 from shardproof.cases.verdict import decide_case
@@ -84,7 +86,7 @@ class Session:
         # returned is end.value; an end without a value is a case that broke its judge.
         # Closed by hand: an error in a callback must end the running leaders now, not some day.
         for these in (cases, again):
-            with closing(self._pool.run(run_case, items(these))) as ends:
+            with closing(self._pool.run(run_case, items(these), _leaves_no_trace)) as ends:
                 for end in ends:
                     shutil.rmtree(end.payload.workdir, ignore_errors=True)
                     result, account = _result_of(end)
@@ -115,6 +117,17 @@ class Session:
         with closing(self._pool.run(declaration.axes, items)) as ends:
             (end,) = ends
         return list(end.value or ())
+
+
+def _leaves_no_trace(task: CaseTask) -> bool:
+    """Whether the leader of a case may judge another afterwards: it loads the suite's code only.
+
+    It never runs a step of the system; but what others wrote (``module:name``) may change a process
+    by being loaded.
+    """
+    case = task.case
+    named = json.dumps((case.workload.name, case.options), separators=(",", "="))
+    return ":" not in named and registry.changes_nothing(case.implementation)
 
 
 def run_cases(

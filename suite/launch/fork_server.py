@@ -1,9 +1,10 @@
-"""A process that imports torch once and then forks a leader for each case.
+"""A process that imports torch once and then forks leaders, which do the cases.
 
 Importing torch and what it loads lazily takes two seconds, forking a process that has done so ten
-milliseconds.  Forking is safe only while the parent has a single thread: after OpenMP has run with
-two, the child hangs.  So this is a process of its own that imports, forks and collects, and
-never computes; that it has one thread is checked before it says that it is ready.
+milliseconds, and what a leader touches first another forty; so it is kept for several cases where
+these leave it as it was.  Forking is safe only while the parent has a single thread: after OpenMP
+has run with two, the child hangs.  So this is a process of its own that imports, forks and
+collects, and never computes; that it has one thread is checked before it says that it is ready.
 
 The two talk in pickled messages over a socket that keeps them apart (``SOCK_SEQPACKET``).  Only a
 leader, never the fork server, unpickles the job of a :class:`Fork`: that imports the task's module.
@@ -59,13 +60,21 @@ Task = Callable[[P], object]
 
 @dataclass(frozen=True)
 class Fork:
-    """Run ``job``, a pickled task and its payload or their file, in a new leader; ``value``: the
-    file of its result.
+    """Run ``job``, a pickled task and its payload or their file; ``value``: the file of its result.
+
+    ``keep``: the leader that does so may have done others and may do more of them.  Otherwise it is
+    a new one, and ends with this task.
     """
 
     ticket: int
     job: bytes | Path
     value: Path | None
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Idle:
+    """From a leader: its task is done, it has neither children nor threads, and takes another."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class LeaderExit:
-    """How a leader ended; ``output`` is the tail of what it printed, ``seconds`` from the fork."""
+    """How a leader ended, or its task if it is kept; ``output`` is the tail of what it printed,
+    ``seconds`` are those since it was forked or took the task.
+    """
 
     ticket: int
     pid: int
@@ -193,12 +204,15 @@ class ForkServer:
         """Have ``module`` imported before any leader that is submitted from now on."""
         self._send(Preload(module))
 
-    def submit(self, task: Task[P], payload: P, value: Path | None = None) -> int:
-        """Run ``task(payload)`` in a fresh leader; what it returns is written to ``value`` as JSON.
+    def submit(
+        self, task: Task[P], payload: P, value: Path | None = None, keep: bool = False
+    ) -> int:
+        """Run ``task(payload)`` in a leader; what it returns is written to ``value`` as JSON.
 
         Returns a ticket.  The leader has its own process group and ends with exit code 0, or
         ``launch.fork_server_main.TASK_RAISED`` if the function raised.  What it starts ends
-        with it.
+        with it.  ``keep``: the task leaves its process as it found it, so that leaders of such
+        tasks do several, one after the other; any other task has a fresh leader to itself.
 
         :raises ValueError: ``task`` is no function of a module that a leader can import.
         """
@@ -212,7 +226,7 @@ class ForkServer:
         if len(job) > _LONGEST_JOB and value is not None:
             file = value.with_suffix(".job")
             file.write_bytes(job)
-        self._send(Fork(self._tickets, file or job, value))
+        self._send(Fork(self._tickets, file or job, value, keep))
         return self._tickets
 
     def kill(self, ticket: int) -> None:

@@ -43,16 +43,20 @@ LAZY_MODULES = (
 END_SECONDS = 2.5
 #: Exit code of a leader whose task raised.
 TASK_RAISED = 70
+#: Tasks of a leader that is kept, and bytes that it may have grown by.
+MOST_TASKS = 12
+MOST_GROWTH = 256 << 20
 
 _TAIL = 4000
 
 
 @dataclass
 class _Leader:
-    ticket: int
+    ticket: int | None  #: ``None``: it waits for a task
     pid: int
     began: float
     output: int
+    line: socket.socket  #: further tasks go out, and it says when one is done
 
 
 class _Server:
@@ -68,6 +72,7 @@ class _Server:
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         self._ending = False
         self._importing = False
+        self._selector = selectors.DefaultSelector()
 
     def _on_signal(self, signum: int, _: object) -> None:
         # SIGHUP also comes when merely the *thread* that started us ends: the loop looks further.
@@ -80,17 +85,18 @@ class _Server:
         process_control.become_subreaper()
         try:
             self._load()
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._connection, selectors.EVENT_READ)
-                selector.register(self._wakeup, selectors.EVENT_READ)
-                while not self._ending and os.getppid() == self._parent:
-                    ready = {key.fd for key, _ in selector.select(1.0)}
-                    if self._wakeup in ready:
-                        os.read(self._wakeup, 4096)
-                    if self._connection.fileno() in ready:
-                        for message in fork_server.receive(self._connection, 0.0):
-                            self._handle(message)
-                    self._collect()
+            self._selector.register(self._connection, selectors.EVENT_READ)
+            self._selector.register(self._wakeup, selectors.EVENT_READ)
+            while not self._ending and os.getppid() == self._parent:
+                ready = {key.fd: key.data for key, _ in self._selector.select(1.0)}
+                if self._wakeup in ready:
+                    os.read(self._wakeup, 4096)
+                for leader in filter(None, ready.values()):
+                    self._hear(leader)
+                if self._connection.fileno() in ready:
+                    for message in fork_server.receive(self._connection, 0.0):
+                        self._handle(message)
+                self._collect()
         except EOFError:
             pass  # the parent has closed the connection: the end
         finally:
@@ -112,7 +118,8 @@ class _Server:
     def _handle(self, message: fork_server.Fork | fork_server.Kill | fork_server.Preload) -> None:
         match message:
             case fork_server.Fork():
-                self._fork(message)
+                if not (message.keep and self._hand_over(message)):
+                    self._fork(message)
             case fork_server.Kill(ticket):
                 for leader in self._leaders.values():
                     if leader.ticket == ticket:
@@ -135,17 +142,45 @@ class _Server:
             self._send(fork_server.Failed(str(error)))
             raise
 
+    def _hand_over(self, order: fork_server.Fork) -> bool:
+        """Give it to a leader that waits; whether there is one."""
+        for leader in self._leaders.values():
+            if leader.ticket is None:
+                with contextlib.suppress(OSError):  # it has just died
+                    fork_server.send(leader.line, order)
+                    leader.ticket, leader.began = order.ticket, time.monotonic()
+                    return True
+        return False
+
+    def _hear(self, leader: _Leader) -> None:
+        """Report the task of a leader that is done with it and waits for the next."""
+        try:
+            done = fork_server.receive(leader.line, 0.0)
+        except EOFError:  # it ends, which is reported when it has
+            self._selector.unregister(leader.line)
+            return
+        if done and leader.ticket is not None:
+            seconds = time.monotonic() - leader.began
+            ticket, leader.ticket = leader.ticket, None
+            how = 0, None, seconds, _output(leader)
+            self._send(fork_server.LeaderExit(ticket, leader.pid, *how))
+
     def _fork(self, order: fork_server.Fork) -> None:
         output = os.memfd_create("leader")
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         began, parent = time.monotonic(), os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._lead(order, output, parent)
+            self._lead(order, output, theirs, parent)
+        theirs.close()
         with contextlib.suppress(OSError):  # both sides do it, so that neither sees it undone
             os.setpgid(pid, pid)
-        self._leaders[pid] = _Leader(order.ticket, pid, began, output)
+        leader = self._leaders[pid] = _Leader(order.ticket, pid, began, output, ours)
+        self._selector.register(ours, selectors.EVENT_READ, leader)
 
-    def _lead(self, order: fork_server.Fork, output: int, parent: int) -> NoReturn:
+    def _lead(
+        self, order: fork_server.Fork, output: int, line: socket.socket, parent: int
+    ) -> NoReturn:
         code = TASK_RAISED
         try:
             os.setpgid(0, 0)
@@ -161,17 +196,12 @@ class _Server:
             os.dup2(output, 1)
             os.dup2(output, 2)
             self._connection.close()
+            for other in self._leaders.values():
+                other.line.close()
             faulthandler.enable()
-            job = order.job
-            if isinstance(job, Path):
-                file, job = job, job.read_bytes()
-                file.unlink()
-            # It lives as long as one task; what it makes is looked through for nothing.
+            # It does not live long; what it makes is looked through for nothing.
             gc.disable()
-            task, payload = pickle.loads(job)  # imports the task's module
-            value = task(payload)
-            if order.value is not None and value is not None:
-                write_whole(order.value, fast_json(value))
+            _do_tasks(order, line)
             code = 0
         except BaseException:  # noqa: BLE001 - last stop before the process's end
             traceback.print_exc()
@@ -191,14 +221,18 @@ class _Server:
             process_control.kill_group(leader.pid)
             _, status = os.waitpid(leader.pid, 0)
             del self._leaders[leader.pid]
+            with contextlib.suppress(KeyError):  # heard already that it ends
+                self._selector.unregister(leader.line)
+            leader.line.close()
             process_control.end_adopted(self._leaders.keys())
             signaled = os.WIFSIGNALED(status)
             code = None if signaled else os.WEXITSTATUS(status)
             signum = os.WTERMSIG(status) if signaled else None
-            output = _drain(leader.output)
-            self._send(
-                fork_server.LeaderExit(leader.ticket, leader.pid, code, signum, seconds, output)
-            )
+            output = _output(leader)
+            os.close(leader.output)
+            if leader.ticket is not None:
+                how = code, signum, seconds, output
+                self._send(fork_server.LeaderExit(leader.ticket, leader.pid, *how))
         process_control.end_adopted(self._leaders.keys())
 
     def _send(
@@ -242,10 +276,50 @@ def _settle_memory() -> None:
     gc.freeze()
 
 
-def _drain(descriptor: int) -> str:
-    size = os.fstat(descriptor).st_size
-    text = os.pread(descriptor, _TAIL, max(0, size - _TAIL)).decode("utf-8", "replace")
-    os.close(descriptor)
+def _do_tasks(order: fork_server.Fork, line: socket.socket) -> None:
+    """The life of a leader: one task, or several while it may be kept."""
+    largest = process_control.resident_bytes(os.getpid()) + MOST_GROWTH
+    for done in range(1, MOST_TASKS + 1):
+        _do_task(order)
+        if not order.keep or done == MOST_TASKS or not _is_clean(largest):
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        fork_server.send(line, fork_server.Idle())
+        try:
+            while not (orders := fork_server.receive(line, 60.0)):
+                pass  # the fork server's death ends this process
+        except EOFError:
+            return
+        (order,) = orders
+
+
+def _do_task(order: fork_server.Fork) -> None:
+    job = order.job
+    if isinstance(job, Path):
+        file, job = job, job.read_bytes()
+        file.unlink()
+    task, payload = pickle.loads(job)  # imports the task's module
+    value = task(payload)
+    if order.value is not None and value is not None:
+        write_whole(order.value, fast_json(value))
+
+
+def _is_clean(largest: int) -> bool:
+    """Whether another task finds this process as it was: alone, not grown, able to fork."""
+    return (
+        not process_control.children()
+        and process_control.thread_count() == 1
+        and process_control.resident_bytes(os.getpid()) < largest
+    )
+
+
+def _output(leader: _Leader) -> str:
+    """The tail of what it has printed since it took its task."""
+    size = os.fstat(leader.output).st_size
+    text = os.pread(leader.output, _TAIL, max(0, size - _TAIL)).decode("utf-8", "replace")
+    os.ftruncate(leader.output, 0)
+    os.lseek(leader.output, 0, os.SEEK_SET)  # its own position as well: the file was inherited
     return text
 
 

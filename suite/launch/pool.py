@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -94,12 +94,18 @@ class Pool:
         finally:
             self._space.__exit__()
 
-    def run(self, task: Task[P], items: Iterable[Item[P]]) -> Generator[TaskEnd[P], None, None]:
+    def run(
+        self,
+        task: Task[P],
+        items: Iterable[Item[P]],
+        keep: Callable[[P], bool] = lambda payload: False,
+    ) -> Generator[TaskEnd[P], None, None]:
         """Run ``task(payload)`` for each ``(key, payload, deadline in seconds)``; yield the ends.
 
         ``task`` is a function of a module, which the leader imports by its name.  ``items`` is
         drawn from only when a leader can start, so that it may stop at will.  If the caller stops
-        early, running leaders are killed.
+        early, running leaders are killed.  ``keep`` says of a payload that its task leaves the
+        leader as it was, which may then do another of the kind.
         """
         if task.__module__ not in self._preload:
             self._preload.append(task.__module__)
@@ -114,7 +120,7 @@ class Pool:
                     item = next(rest, None)
                     exhausted = item is None
                     if item is not None:
-                        self._start(task, item, running)
+                        self._start(task, item, running, keep)
                     continue
                 try:
                     ends = self._advance(running)
@@ -129,7 +135,13 @@ class Pool:
         finally:
             self._kill(running)
 
-    def _start(self, task: Task[P], item: Item[P], running: dict[int, _Running[P]]) -> None:
+    def _start(
+        self,
+        task: Task[P],
+        item: Item[P],
+        running: dict[int, _Running[P]],
+        keep: Callable[[P], bool],
+    ) -> None:
         key, payload, deadline_s = item
         now = time.monotonic()
         self._started += 1
@@ -137,7 +149,7 @@ class Pool:
         try:
             # A process that is forked from one with torch imported calls task(payload), and leaves
             # what it returns in the file.  For a case this goes on in cases/leader.py: run_case.
-            ticket = self.fork_server.submit(task, payload, value)
+            ticket = self.fork_server.submit(task, payload, value, keep(payload))
         except ForkServerError:
             # It died while idle: the next look at it raises, and this item is lost.
             ticket = -self._started

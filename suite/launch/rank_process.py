@@ -212,6 +212,7 @@ def _prepare_process(launch: RankLaunch, parent: int, output: Path, stack_file: 
     sys.stderr = _line_buffered(2)
     stacks.arm(stack_file)
     _announce_exits()
+    gc.freeze()  # what it inherits is not looked through, and so not copied
     gc.enable()
 
 

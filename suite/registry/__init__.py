@@ -87,6 +87,17 @@ def is_foreign(name: str) -> bool:
     return not name.startswith(MUTANTS) and name not in _folder()
 
 
+def changes_nothing(name: str) -> bool:
+    """Whether its import leaves the process as it was.
+
+    So it is for reference strategies, adapters of PyTorch and faults planted in these; other
+    libraries patch torch, and a fault of the judge spoils it for whatever comes after.
+    """
+    if name.startswith(MUTANTS):
+        return ".judge." not in _mutant_modules()[name.removeprefix(MUTANTS)]
+    return not is_foreign(name) and name.startswith(("reference/", "pytorch/"))
+
+
 def load(name: str) -> type[Implementation]:
     """The implementation class called ``name``.
 

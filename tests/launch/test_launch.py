@@ -29,7 +29,7 @@ from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnde
 from shardproof.launch import heartbeat
 from shardproof.launch import pool as pool_module
 from shardproof.launch.fork_server import REPRODUCIBLE, ForkServer, ForkServerError
-from shardproof.launch.fork_server_main import LAZY_MODULES, TASK_RAISED
+from shardproof.launch.fork_server_main import LAZY_MODULES, MOST_TASKS, TASK_RAISED
 from shardproof.launch.outcome import RankOutcome, mark_consequences, of_exception, root_cause
 from shardproof.launch.pool import Pool
 from shardproof.launch.ranks import run_ranks
@@ -476,6 +476,53 @@ def test_what_a_task_returns_comes_back(importable: None) -> None:
         assert list(pool.folder.glob("value*")) == []
         server = pool.fork_server.pid
     assert not pool.folder.exists() and not psutil.pid_exists(server)
+
+
+@pytest.fixture(scope="module")
+def leaders_of(importable: None) -> Iterator[Any]:
+    """The ends of tasks, done one after the other by leaders that may be kept."""
+    with Pool(1, [launch_programs.who]) as pool:
+
+        def ends(payloads: list[dict[str, Any]], keep: Any = lambda payload: True) -> list[Any]:
+            list(
+                pool.run(launch_programs.who, [("last", {"leave": "child"}, 60.0)], lambda p: True)
+            )
+            items = [(str(n), payload, 60.0) for n, payload in enumerate(payloads)]
+            return list(pool.run(launch_programs.who, items, keep))
+
+        yield ends
+
+
+def test_a_leader_does_several_tasks_but_not_without_end(leaders_of: Any) -> None:
+    count = MOST_TASKS + 1
+    ends = leaders_of([{"print": f"task {n}"} for n in range(count)])
+    assert [end.exit_code for end in ends] == [0] * count
+    assert [end.output for end in ends] == [f"task {n}" for n in range(count)], "each its own"
+    assert len({end.value for end in ends[:-1]}) == 1 and ends[-1].value != ends[0].value
+
+
+def test_a_task_that_asks_for_it_has_a_fresh_leader_to_itself(leaders_of: Any) -> None:
+    ends = leaders_of([{"keep": keep} for keep in (1, 0, 0, 1)], lambda payload: payload["keep"])
+    first, *fresh, last = (end.value for end in ends)
+    assert first == last and len({first, *fresh}) == 3
+
+
+@pytest.mark.parametrize("leave", ["thread", "child", "memory"])
+def test_a_leader_that_is_not_as_it_was_does_no_more(leave: str, leaders_of: Any) -> None:
+    one, two, three = leaders_of([{}, {"leave": leave}, {}])
+    assert one.value == two.value != three.value, leave
+    assert not psutil.pid_exists(two.value)
+
+
+@pytest.mark.parametrize(("leave", "code"), [("error", TASK_RAISED), ("death", None)])
+def test_a_kept_leader_that_fails_fails_one_task(
+    leave: str, code: int | None, leaders_of: Any
+) -> None:
+    one, two, three = leaders_of([{}, {"leave": leave, "print": "its last words"}, {}])
+    assert (two.exit_code, two.value) == (code, None)
+    assert (two.signal == signal.SIGKILL) == (leave == "death")
+    assert three.exit_code == 0 and three.value != one.value
+    assert leave == "death" or "its last words" in two.output
 
 
 def test_a_payload_may_be_larger_than_what_a_socket_takes_at_once(

@@ -1,7 +1,7 @@
 """One fork server for the pools of many tests: it costs six CPU seconds to start, a leader none.
 
-Every leader is a fresh fork either way.  It finds the environment, the working folder and the
-import path as they were when its task was submitted, as if its fork server had started then.
+Every task finds the environment, the working folder and the import path as they were when it was
+submitted, as if its fork server had started then.
 """
 
 from __future__ import annotations
@@ -83,13 +83,15 @@ class KeptForkServer(ForkServer):
         super().__enter__()
         return self
 
-    def submit(self, task: Task[Any], payload: Any, value: Path | None = None) -> int:
+    def submit(
+        self, task: Task[Any], payload: Any, value: Path | None = None, keep: bool = False
+    ) -> int:
         environment = {k: v for k, v in os.environ.items() if k not in FOREIGN} | ENVIRONMENT
         path = [str(Path(entry).resolve()) for entry in sys.path]
         environment["PYTHONPATH"] = os.pathsep.join(path)
         job = pickle.dumps((task, payload))
         placed = _Placed(job, environment, str(Path.cwd()), path, self.changed)
-        ticket = super().submit(run_placed, placed, value)
+        ticket = super().submit(run_placed, placed, value, keep and not self.changed)
         self._running.add(ticket)
         return ticket
 

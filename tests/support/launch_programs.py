@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from shardproof.backends.errors import RankFailed
 from shardproof.launch import heartbeat, process_control
+from shardproof.launch.fork_server_main import MOST_GROWTH
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import root_cause, run_ranks
 
@@ -228,6 +229,26 @@ def crash(payload: dict[str, Any]) -> None:
 def double(payload: dict[str, Any]) -> list[int]:
     """Leader's task: return something."""
     return [2 * payload["number"]]
+
+
+def who(payload: dict[str, Any]) -> int:
+    """Leader's task: tell which process it is, having left something behind if it is told to."""
+    print(payload.get("print", ""), end="")
+    match payload.get("leave"):
+        case "thread":
+            threading.Thread(target=time.sleep, args=[1000], daemon=True).start()
+        case "child":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        case "memory":
+            _left.append(b"x" * (MOST_GROWTH + 1))
+        case "error":
+            raise ValueError(payload.get("print", ""))
+        case "death":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
+_left: list[bytes] = []
 
 
 def fail(payload: dict[str, Any]) -> None:
