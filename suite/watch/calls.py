@@ -31,6 +31,7 @@ from typing import Any
 from shardproof.backends.request import Request
 from shardproof.files import Stored
 from shardproof.launch import heartbeat
+from shardproof.launch.frames import is_of_script, is_shown
 
 _MAGIC = b"SHPCALLS"
 _HEAD = struct.Struct("<8sQ")
@@ -43,8 +44,6 @@ _UNEQUAL = frozenset({"all_to_all", "gather", "scatter"})
 _BETWEEN_TWO = frozenset({"send", "recv"})
 #: Texts and loads of so many different calls are kept.
 _KNOWN = 4096
-
-_SUITE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -147,15 +146,18 @@ def _same(request: Request) -> str:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line outside of torch and the suite: ``train.py:12``."""
+    """The script's innermost line, ``train.py:12``; without any that of another package."""
+    other = ""
     for _ in range(40):
         if frame is None:
             break
         file = frame.f_code.co_filename
-        if not file.startswith((_SUITE, "<")) and "/torch/" not in file:
+        if is_of_script(file):
             return f"{file}:{frame.f_lineno}"
+        if not other and is_shown(file):
+            other = f"{file}:{frame.f_lineno}"
         frame = frame.f_back
-    return ""
+    return other
 
 
 def read(path: Path) -> list[Call]:
@@ -216,6 +218,22 @@ def behind(ranks: Mapping[int, list[Call]]) -> Difference | None:
         if made and len(made) < len(members):
             return Difference(group, number, made, earlier=False)
     return None
+
+
+def awaits(mine: list[Call], others: Mapping[int, list[Call]], rank: int) -> str:
+    """The call in which another rank waits for ``rank``, in words; ``""``: none does.
+
+    ``rank`` is where all that made as many steps have made its calls, or is at its end.
+    """
+    for group, members in sorted(_by_group({rank: mine, **others}).items()):
+        if rank in members:
+            at = max(members[rank], default=0) + 1
+            for other, made in members.items():
+                if at in made:
+                    call = made[at]
+                    where = f" at {call.place}" if call.place else ""
+                    return f"rank {other} waits in call {at} on {group}, {call.text}{where}"
+    return ""
 
 
 def _by_group(ranks: Mapping[int, list[Call]]) -> dict[str, dict[int, dict[int, Call]]]:

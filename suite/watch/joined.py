@@ -36,10 +36,8 @@ def watch_this_rank() -> None:
 
 def _report(watch: Watch) -> None:
     folder, record = watch.settings.folder, watch.record
-    if record.error:
-        whole = False
-    else:
-        whole = _gathered(watch)
+    if not record.error:
+        _gather(watch)
         if record.rank:
             return
     try:
@@ -48,22 +46,19 @@ def _report(watch: Watch) -> None:
         return
     from shardproof.watch import judge, report
 
-    judged = judge.judge(folder)
-    missing = [] if whole else sorted({*range(record.world)} - {*judged.records})
-    made = report.Report(judged, missing)
+    made = report.Report(judge.judge(folder))
     report.write(made, folder)
     sys.stderr.write(f"{report.text(made)}evidence: {folder}\n")
 
 
-def _gathered(watch: Watch) -> bool:
-    """Bring the records of all ranks into the folder of rank 0; whether all came."""
+def _gather(watch: Watch) -> None:
+    """Bring the records of all ranks into the folder of rank 0, as far as they can be reached."""
     if watch.exchange is None or watch.exchange.broken:
-        return False
+        return
     try:
         texts = watch.exchange.texts(watch.text())
     except BrokenExchange:
-        return False
+        return
     if watch.record.rank == 0:
         for rank, text in enumerate(texts):
             write_whole(watch.settings.folder / f"rank{rank}.json", text + "\n")
-    return True

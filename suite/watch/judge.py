@@ -148,14 +148,17 @@ def _of_ranks(
     ends: Sequence[End],
     logs: Mapping[int, list[calls.Call]],
 ) -> tuple[list[Finding], list[Finding]]:
-    """(the ranks stand still, a rank failed): at most one finding altogether."""
+    """(the ranks stand still, a rank failed or left nothing): at most one fault altogether."""
     outcomes = mark_consequences(_outcomes(records, ends))
     cause = root_cause(outcomes)
     if cause is None:
         return [], [*_without_end(records, ends), *_without_record(records)]
+    missing = _without_record(records)
     by_rank = {end.rank: end for end in ends}
-    if cause.status in ("hung", "early"):
-        return [Finding("rank", _standstill(outcomes, by_rank, logs))], []
+    if cause.status == "hung":
+        return [Finding("rank", _standstill(outcomes, by_rank, logs))], missing
+    if cause.status == "early":
+        return [], [Finding("rank", _early(outcomes, logs)), *missing]
     end = by_rank.get(cause.rank)
     place = records[cause.rank].place if cause.rank in records else ""
     place = place or (end.place if end else "")
@@ -165,7 +168,7 @@ def _of_ranks(
     others = [o for o in outcomes if o.consequence and o.rank != cause.rank]
     if others:
         sentence += f"; {name_ranks([o.rank for o in others])} could not go on without it"
-    return [], [Finding("rank", sentence)]
+    return [], [Finding("rank", sentence), *missing]
 
 
 def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[Finding]:
@@ -212,7 +215,7 @@ def _outcome(rank: int, left: RankRecord | None, end: End | None) -> RankOutcome
             consequence=left.consequence,
         )
     if last.reason:
-        how = "its process was stopped" if last.stopped else f"still {last.place}"
+        how = "its process was stopped" if last.stopped else f"still {last.place or 'running'}"
         waits = last.waits or last.reason == "grace"
         return replace(known, status="hung", message=how, is_comm_error=waits)
     if last.signal is not None:
@@ -221,6 +224,23 @@ def _outcome(rank: int, left: RankRecord | None, end: End | None) -> RankOutcome
     if last.exit_code:
         return replace(known, status="exited", exit_code=last.exit_code)
     return known
+
+
+def _early(outcomes: Sequence[RankOutcome], logs: Mapping[int, list[calls.Call]]) -> str:
+    """Ranks have ended the script in order that others still needed."""
+    ended = name_ranks([o.rank for o in outcomes if o.status in ("early", "ok")])
+    failed = [o.rank for o in outcomes if o.status == "raised"]
+    head = f"{ended} ended the script" + _never_came(calls.behind(dict(logs)))
+    return f"{head}; {name_ranks(failed)} could not go on without it" if failed else head
+
+
+def _never_came(missing: calls.Difference | None) -> str:
+    """`` and never came to call 9 on ranks 0-1, barrier() at train.py:3``; ``""``: unknown."""
+    if missing is None:
+        return ""
+    call = next(iter(missing.calls.values()))
+    where = f" at {call.place}" if call.place else ""
+    return f" and never came to call {missing.in_group} on {missing.group}, {call.text}{where}"
 
 
 def _standstill(
@@ -241,14 +261,10 @@ def _standstill(
         else:
             how = "waits" if end.waits else "stands"
             last = f", its last call {end.last_call}" if end.last_call else ""
-            words.append(f"rank {outcome.rank} {how} {end.place or 'still'}{last}")
+            words.append(f"rank {outcome.rank} {how} {end.place or 'at no line of its own'}{last}")
     head = "the ranks stand still"
     if missing and late:
-        call = next(iter(missing.calls.values()))
-        head += (
-            f": {name_ranks(sorted(late))} never came to call {missing.in_group} on "
-            f"{missing.group}, {call.text}" + (f" at {call.place}" if call.place else "")
-        )
+        head += f": {name_ranks(sorted(late))}{_never_came(missing).removeprefix(' and')}"
     return f"{head}; {'; '.join(words)}"
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from shardproof.backends import BACKENDS
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import RankProcess
+from shardproof.launch.frames import place_in_script
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
 from shardproof.watch.record import End, write_ends
-from shardproof.watch.user_frames import innermost
 
 #: Seconds that the others have when one has failed: most see it by themselves.
 GRACE_SECONDS = 10.0
@@ -160,7 +160,7 @@ class _Supervisor:
             known, _ = stacks.read(self._stacks(one.end.rank))
             stack = known.get(beats[one.end.rank].thread)
             if stack is not None:
-                one.end.place = innermost(stack.frames)
+                one.end.place = place_in_script(stack.frames)
             one.end.waits = beats[one.end.rank].waiting or bool(stack and stack.waits)
             one.end.ended = time.monotonic() - self.began
 

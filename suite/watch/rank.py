@@ -36,14 +36,13 @@ from torch.optim.optimizer import (
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import fast_json
 from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.launch.frames import place_in_script
 from shardproof.launch.outcome import of_exception
-from shardproof.watch import groups, replica_sets
-from shardproof.watch.calls import Calls
+from shardproof.watch import calls, groups, replica_sets
 from shardproof.watch.compare import Compared
 from shardproof.watch.exchange import WAIT_SECONDS, BrokenExchange, Exchange
 from shardproof.watch.found import local
 from shardproof.watch.record import Finding, RankRecord
-from shardproof.watch.user_frames import innermost
 
 #: Seconds between two writings of the record while nothing is found.
 FLUSH_SECONDS = 2.0
@@ -122,7 +121,7 @@ class Watch:
             rank, world, os.getpid(), platform.node(), sys.argv[0], torch.__version__
         )
         settings.folder.mkdir(parents=True, exist_ok=True)
-        self._calls = Calls(settings.folder / f"rank{rank}.calls")
+        self._calls = calls.Calls(settings.folder / f"rank{rank}.calls")
         self._compared: dict[int, tuple[torch.optim.Optimizer, Compared]] = {}
         self._exchange: Exchange | None = None
         #: Optimizers in whose steps the program is now, the outermost first.
@@ -166,10 +165,8 @@ class Watch:
         @functools.wraps(original)
         def destroy_process_group(group: Any = None, *given: Any, **named: Any) -> Any:
             if group is None or group is dist.group.WORLD:
-                self._compare_the_end()
-                # It holds the script's store: kept, the addresses in it would meet a second group.
-                if self.settings.launched and self._exchange is not None:
-                    self._exchange.close()
+                # Others learn of an exception by the end of the group: nothing may come before it.
+                self._compare_the_end(is_failing=sys.exc_info()[0] is not None)
             return original(group, *given, **named)
 
         return destroy_process_group
@@ -188,7 +185,7 @@ class Watch:
     def _note_error(self, error: BaseException, trace: TracebackType | None) -> None:
         told, record = of_exception(self.record.rank, error, 0.0), self.record
         frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(trace)]
-        record.error_type, record.place = told.error_type, innermost(frames)
+        record.error_type, record.place = told.error_type, place_in_script(frames)
         record.error = " ".join(told.message.split())[:400] or told.error_type
         record.consequence, record.is_comm_error = told.consequence, told.is_comm_error
         self._write()
@@ -204,10 +201,19 @@ class Watch:
             return
         try:
             store = c10d._get_default_store()
-            self._exchange = Exchange(record.rank, record.world, store, self.settings.seconds)
+            self._exchange = Exchange(
+                record.rank, record.world, store, self.settings.seconds, self._is_awaited
+            )
         except BrokenExchange as error:
             why = f"replicas were not compared: ranks cannot reach one another over gloo ({error})"
             record.findings.append(Finding("not compared", why, broken=False))
+
+    def _is_awaited(self) -> str:
+        """Which rank of this machine waits for this one in a call of the script's."""
+        record, folder = self.record, self.settings.folder
+        ranks = [r for r in range(record.world) if (folder / f"rank{r}.calls").exists()]
+        logs = {rank: calls.read(folder / f"rank{rank}.calls") for rank in ranks}
+        return calls.awaits(logs.pop(record.rank, []), logs, record.rank)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._inside:  # its last step was left by an exception
@@ -260,11 +266,11 @@ class Watch:
 
     # ----------------------------------------------------------------------------------- the end
 
-    def _compare_the_end(self) -> None:
+    def _compare_the_end(self, is_failing: bool = False) -> None:
         if self._over:
             return
         self._over = True
-        if not self.record.error:
+        if not (self.record.error or is_failing):
             self._weigh()
             for optimizer, compared in self._compared.values():
                 compared.end(optimizer, len(self._compared))

@@ -6,7 +6,7 @@ All forms are made of the same tables (:mod:`shardproof.table`) and sentences.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
@@ -40,8 +40,6 @@ class Report:
     """What all forms of a report say."""
 
     judged: Judged
-    #: Ranks that left no record.
-    missing: Sequence[int] = ()
 
     @property
     def headline(self) -> str:
@@ -61,8 +59,6 @@ class Report:
         return [*self._particular(), *CANNOT_SEE]
 
     def _particular(self) -> Iterator[str]:
-        if self.missing:
-            yield f"ranks {', '.join(map(str, self.missing))}: they left no record"
         records = self.judged.records.values()
         reasons: dict[str, set[str]] = {}
         outside: set[str] = set()
@@ -199,8 +195,8 @@ def _optimizers(judged: Judged) -> Table:
             )
         )
     headings = ("optimizer", "steps", "compared at", "parameters", "bytes")
-    times = ("ms a comparison", "ms a step", "every")
-    note = f"as rank {first.rank} saw it; every: steps from one comparison to the next, at the end"
+    times = ("ms a comparison", "ms a step", "steps between comparisons")
+    note = f"as rank {first.rank} saw it; steps between comparisons: as chosen last"
     return Table("Replicas", (*headings, *times), rows, notes=[note], align="lrlrrrrr")
 
 

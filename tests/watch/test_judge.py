@@ -112,10 +112,12 @@ def test_ranks_without_an_end_are_no_pass(ends: list[End]) -> None:
 
 def test_all_forms_of_the_report_say_the_same() -> None:
     odd = "parameters part <b>\x1b[2J"
-    report = Report(decide(both(Finding("parameters", odd, step=5)), [], {}), missing=[3])
+    broken = Finding("parameters", odd, step=5)
+    report = Report(decide(both(broken, world=3), [], {}))
     for form in (text(report), document(report), html(report)):
         assert "\x1b" not in form and "\\x1b[2J" in form
-        assert "an oracle" in form and "left no record" in form
+        assert "an oracle" in form and form.count("rank 2 left no record") == 1
+        assert "steps between comparisons" in form
     assert "<b>" not in html(report) and "&lt;b&gt;" in html(report)
 
 

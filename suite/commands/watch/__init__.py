@@ -159,8 +159,7 @@ def _shown(folder: Path) -> int:
     from shardproof.watch import judge, report
 
     judged = judge.judge(folder)
-    world = max(one.world for one in judged.records.values())
-    made = report.Report(judged, sorted({*range(world)} - {*judged.records}))
+    made = report.Report(judged)
     console = make_console()
     report.show(made, console.print)
     report.write(made, folder)
