@@ -46,6 +46,11 @@ class Stack:
         return bool(outside) and _communicates(outside[-1])
 
     @property
+    def in_backward(self) -> bool:
+        """Whether the thread is inside torch's engine, where DDP waits for its buckets in C++."""
+        return bool(self.frames) and self.frames[-1][2] == "_engine_run_backward"
+
+    @property
     def place(self) -> str:
         """``in f (file:line) under step()``: the innermost frame of the implementation, or else of
         all; and the method of the contract that led there.

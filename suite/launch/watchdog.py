@@ -98,10 +98,24 @@ class Watchdog:
             return True
         if self._looks < asleep_looks:
             return False
-        if all(rank.stopped or self._is_idle(rank) for rank in self._alive):
+        if self.idle:
             return True
         self._begin()
         return False
+
+    @property
+    def silence(self) -> int:
+        """Looks since a rank has last ended, entered or left a call."""
+        return self._looks
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rank computes, or is in a call that may burn CPU while it waits."""
+        return all(rank.stopped or self._is_idle(rank) for rank in self._alive)
+
+    def restart(self) -> None:
+        """Something happened that only the caller can see: silence begins anew."""
+        self._begin()
 
     def _is_idle(self, rank: _Rank) -> bool:
         if rank.waits and self._link.polls:

@@ -16,6 +16,7 @@ import json
 import math
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ from shardproof.table import some
 from shardproof.watch import snapshot
 from shardproof.watch.checksum import folded, of_text
 from shardproof.watch.exchange import BrokenExchange, Exchange, Pending
-from shardproof.watch.found import Found, find, is_sparse, local
+from shardproof.watch.found import Found, Held, find, is_sparse, local
 from shardproof.watch.record import Finding, Kind, RankRecord, Watched
 from shardproof.watch.wording import NAMED, described, differing, odd
 
@@ -38,8 +39,8 @@ FIRST = 3
 CLASSES = 4
 
 _STEP, _END = 1, 2
-_TYPE, _NUMBER, _AT, _COST, _TIME, _COUNT, _SIGNATURE, _FORM, _HYPER, _OPTIMIZERS = range(10)
-_CLASS = 10
+_TYPE, _NUMBER, _AT, _COST, _TIME, _COUNT, _SIGNATURE, _FORM, _HYPER, _OPTIMIZERS, _GONE = range(11)
+_CLASS = 11
 #: What is compared of each replica set, in causal order, as it stands in a row after the set's key.
 KINDS: tuple[Kind, ...] = ("initial parameters", "gradients", "optimizer state", "parameters")
 _ROW = _CLASS + CLASSES * (1 + len(KINDS))
@@ -48,7 +49,10 @@ Table = list[list[int]]
 
 
 class Compared:
-    """One optimizer of this rank."""
+    """One optimizer of this rank, or several that a script makes for the same parameters.
+
+    It is known weakly, and so is what it holds.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,8 @@ class Compared:
         self.seen = Watched(type(optimizer).__name__, every=every or 1)
         record.optimizers.append(self.seen)
         self.found = Found()
-        self._held = -1
+        self._owner = weakref.ref(optimizer)
+        self._held: Held | None = None
         #: Rows sent, and the step of the last; what ranks have read counts as compared.
         self.rows, self._sent = 0, 0
         self._next = 1
@@ -87,6 +92,23 @@ class Compared:
         self._spent = 0.0
         #: Of them, the last whole comparison: before and after its step, and reading the table.
         self._cost = 0.0
+
+    # ------------------------------------------------------------------------------------- whose
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The latest of them; ``None``: it is gone."""
+        return self._owner()
+
+    def fits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is of the same type, for the same tensors: the same answer on every rank."""
+        is_same = type(optimizer).__name__ == self.seen.name
+        return is_same and self._held is not None and self._held.are_of(optimizer)
+
+    def go_on_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """The script has made ``optimizer`` in place of the one before."""
+        self._owner = weakref.ref(optimizer)
+        self.seen.made += 1
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -127,27 +149,30 @@ class Compared:
         self._spent += time.perf_counter() - began
         return True
 
-    def end(self, optimizer: torch.optim.Optimizer, optimizers: int) -> None:
-        """The script ends: compare what the last step left, if it was not."""
+    def end(self, optimizers: int) -> None:
+        """The script ends: compare what the last step left, unless the optimizer is gone."""
         self._settle()
         if self._exchange is None or self._exchange.broken:
             return
-        self._look(optimizer)
-        self._sums, self._hyper = {}, snapshot.hyperparameters(optimizer)
-        self._compare(optimizer, _END, optimizers)
+        optimizer, self._sums = self.optimizer, {}
+        if optimizer is None:
+            row = self._row(_END, optimizers)
+            row[_GONE] = 1
+            self._send(row)
+        else:
+            self._look(optimizer)
+            self._hyper = snapshot.hyperparameters(optimizer)
+            self._compare(optimizer, _END, optimizers)
         self._settle()
 
     # ----------------------------------------------------------------------------------- details
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the parameters, again if there are others than before."""
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if held == self._held:
+        if self._held is not None and self._held.are_of(optimizer):
             return
-        self._held, self.found = (
-            held,
-            find(optimizer, self.record.rank, self.record.world, self._replicas),
-        )
+        self._held = Held(optimizer)
+        self.found = find(optimizer, self.record.rank, self.record.world, self._replicas)
         sets = list(dict.fromkeys(one.replicas for one in self.found.tracked))
         for one in self.found.tracked:
             if one.replicas in sets[CLASSES:]:
@@ -164,7 +189,7 @@ class Compared:
         self.seen.tracked_bytes = sum(part.numel() * part.element_size() for part in parts)
         self.seen.not_compared = dict(self.found.not_compared)
         self.seen.not_compared |= {f"gradient of {name}": "it is sparse" for name in sparse}
-        self.seen.outside = [name for name, _ in self.found.outside]
+        self.seen.outside = [*self.found.outside]
 
     def _keep(self, kind: Kind, sums: list[int]) -> None:
         self._sums[kind] = sums
@@ -193,14 +218,12 @@ class Compared:
         self._finite("parameter", [snapshot.dense(one.parameter) for one in tracked])
         if "non-finite" not in self._told:
             self._equal["non-finite"] = self.seen.steps
-        self.rows, self._sent = self.rows + 1, self.seen.steps
-        row = [0] * _ROW
-        row[_TYPE], row[_NUMBER], row[_AT] = kind, self.number, self.seen.steps
+        row = self._row(kind, optimizers)
         # The whole of the one before; the first is dear, and its search for names is not repeated.
         row[_COST] = int(1e6 * (self._cost if self.seen.steps > 2 else self._spent))
         row[_TIME] = int(1e6 * statistics.median(self._times)) if self._times else 0
         self.seen.step_seconds = row[_TIME] / 1e6
-        row[_COUNT], row[_OPTIMIZERS] = len(tracked), optimizers
+        row[_COUNT] = len(tracked)
         row[_SIGNATURE], row[_FORM] = snapshot.signature(tracked, self._classes), form
         row[_HYPER] = of_text(json.dumps(self._hyper))
         for place, (ranks, members) in enumerate(zip(self._classes, self._members, strict=True)):
@@ -209,6 +232,17 @@ class Compared:
             for offset, name in enumerate(KINDS, start + 1):
                 if sums := self._sums.get(name):
                     row[offset] = folded(sums[n] for n in members)
+        self._send(row)
+
+    def _row(self, kind: int, optimizers: int) -> list[int]:
+        """A row that says where this rank is, and nothing else yet."""
+        row = [0] * _ROW
+        row[_TYPE], row[_NUMBER], row[_AT] = kind, self.number, self.seen.steps
+        row[_OPTIMIZERS] = optimizers
+        return row
+
+    def _send(self, row: list[int]) -> None:
+        self.rows, self._sent = self.rows + 1, self.seen.steps
         if self._exchange is None:
             self._alone = row
             return
@@ -248,6 +282,11 @@ class Compared:
         """Draw from the table of all ranks what every rank draws from it."""
         mine = table[self.record.rank]
         if not self._same_step(table):
+            return
+        if any(row[_GONE] for row in table):
+            if self.seen.compared[-1:] != [mine[_AT]]:
+                why = "the optimizer was gone before the script ended"
+                self.seen.not_compared["what the last step left"] = why
             return
         self.seen.compared.append(mine[_AT])
         self._hyperparameters(table, self._peers(table))

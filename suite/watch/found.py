@@ -1,7 +1,9 @@
 """What an optimizer updates: names of its parameters, and which ranks hold the same.
 
-An optimizer knows tensors, not names, so the modules of the process are looked through for them,
-once for each optimizer.  Ranks that must hold the same are the *replica set* of a parameter::
+An optimizer often knows tensors, not names, so the modules of the process are looked through for
+them, again when it holds other tensors than before; what has no name there is named by its place in
+the optimizer.  Tensors are known weakly: nothing of the script lives longer for being watched.
+Ranks that must hold the same are the *replica set* of a parameter::
 
     below DistributedDataParallel     the ranks of its group
     DTensor                           the ranks that its mesh replicates it over
@@ -15,6 +17,7 @@ Nothing is guessed beyond that: what has no replica set is listed with the reaso
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,11 +36,19 @@ class Tracked:
     """A parameter that is compared over ``replicas``, global ranks in ascending order."""
 
     name: str
-    parameter: Tensor
+    reference: weakref.ref[Tensor]
+    shape: tuple[int, ...]
     replicas: tuple[int, ...]
     group: int
     #: Whether the replica set is only what such scripts usually mean: nothing says so.
     assumed: bool = False
+
+    @property
+    def parameter(self) -> Tensor:
+        """The tensor; to be asked for while its optimizer is at hand."""
+        found = self.reference()
+        assert found is not None, self.name
+        return found
 
 
 @dataclass
@@ -48,16 +59,35 @@ class Found:
     #: Name -> why it is not compared.
     not_compared: dict[str, str] = field(default_factory=dict)
     #: Parameters of the same models that this optimizer does not hold.
-    outside: list[tuple[str, Tensor]] = field(default_factory=list)
+    outside: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
     #: Buffers of these models.
-    buffers: list[tuple[str, Tensor]] = field(default_factory=list)
+    buffers: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+
+class Held:
+    """Which tensors an optimizer held when it was looked at, in order."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._references = [weakref.ref(p) for p in _parameters(optimizer)]
+
+    def are_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` holds the same ones."""
+        now = _parameters(optimizer)
+        return len(now) == len(self._references) and all(
+            reference() is parameter
+            for reference, parameter in zip(self._references, now, strict=True)
+        )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def find(
     optimizer: torch.optim.Optimizer, rank: int, world: int, named: Sequence[Sequence[int]] | None
 ) -> Found:
     """Look for the parameters of ``optimizer``; ``named``: replica sets that the user gives."""
-    wanted = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    wanted = {id(p): p for p in _parameters(optimizer)}
     modules = _modules()
     places = {key: place for place, key in enumerate(wanted)}
 
@@ -73,7 +103,9 @@ def find(
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             key = id(parameter)
-            name = names.get(key, f"parameter {index} of group {number}")
+            given = group.get("param_names") or ()  # as optimizers keep of named_parameters()
+            placed = given[index] if index < len(given) else f"parameter {index} of group {number}"
+            name = names.get(key, placed)
             why, ranks = reasons.get(key, ""), replicas.get(key)
             assumed = False
             if not why and ranks is None:
@@ -82,14 +114,15 @@ def find(
             if why or ranks is None or len(ranks) < 2:
                 found.not_compared[name] = why or "no other rank holds it"
             else:
-                found.tracked.append(Tracked(name, parameter, ranks, number, assumed))
+                reference, shape = weakref.ref(parameter), tuple(parameter.shape)
+                found.tracked.append(Tracked(name, reference, shape, ranks, number, assumed))
     seen = {*wanted}
     for root in roots:
         for name, parameter in root.named_parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                found.outside.append((_short(name), parameter))
-        found.buffers += [(_short(name), buffer) for name, buffer in root.named_buffers()]
+                found.outside[_short(name)] = weakref.ref(parameter)
+        found.buffers += [weakref.ref(buffer) for buffer in root.buffers()]
     return found
 
 

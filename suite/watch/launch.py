@@ -19,11 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from shardproof.backends import BACKENDS
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.frames import place_in_script
-from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
+from shardproof.launch.watchdog import TICK_SECONDS, WAITING_LOOKS, Watchdog
 from shardproof.watch.record import End, write_ends
 
 #: Seconds that the others have when one has failed: most see it by themselves.
@@ -34,6 +36,9 @@ _PROGRAM = (
     "from shardproof.watch.script import main; main(sys.argv[1:])"
 )
 _PACKAGES = str(Path(__file__).parents[2])
+#: Seconds over which processes that ranks have started are looked at, and the share of a core
+#: below which they do nothing.
+_CHILDREN_SECONDS, _IDLE_SHARE = 1.0, 0.02
 #: Seconds between being asked to end and being killed.
 TERM_SECONDS = 3.0
 
@@ -119,6 +124,8 @@ class _Supervisor:
     standstill_seconds: float
     #: When another rank's failure gives those that are left their last seconds.
     until: float = math.inf
+    #: Whether the ranks have been asked in this silence where they stand.
+    asked: bool = False
 
     def run(self) -> None:
         """Return when all ranks have ended, or have to be ended."""
@@ -128,10 +135,31 @@ class _Supervisor:
             if time.monotonic() > self.until:
                 self._blame(alive, "grace")
                 return
-            if self.watchdog.stand_still(asleep):
+            over = self.watchdog.stand_still(asleep) and self._is_over(alive)
+            if over or self._all_wait(alive, min(WAITING_LOOKS, asleep)):
                 self._blame(alive, "standstill")
                 return
             time.sleep(TICK_SECONDS)
+
+    def _all_wait(self, alive: Sequence[_Rank], looks: int) -> bool:
+        """Whether all wait for others: DDP does so in C++, where only a stack tells of it."""
+        if self.watchdog.silence < looks:
+            self.asked = False
+            return False
+        if self.asked or not self.watchdog.idle:
+            return False
+        self.asked = True
+        self._ask(alive)
+        return all(one.end.waits for one in alive)
+
+    def _is_over(self, alive: Sequence[_Rank]) -> bool:
+        """Whether what the ranks have started, such as workers of a loader, computes as little."""
+        before = _spent_by_children(alive)
+        time.sleep(_CHILDREN_SECONDS)
+        if _spent_by_children(alive) - before < _CHILDREN_SECONDS * _IDLE_SHARE:
+            return True
+        self.watchdog.restart()
+        return False
 
     def _has_ended(self, one: _Rank) -> bool:
         if one.end.ended:
@@ -149,23 +177,37 @@ class _Supervisor:
         return True
 
     def _blame(self, alive: Sequence[_Rank], reason: str) -> None:
-        """Ask where the ranks stand; who asks has given them up."""
-        beats = heartbeat.read(self.folder / "heartbeat")
-        paths = {one.process.pid: self._stacks(one.end.rank) for one in alive}
+        """Write down why and where the ranks are given up."""
         for one in alive:
             letter = process_control.state_of(one.process.pid)
             one.end.reason, one.end.stopped = reason, letter in ("T", "t")
-        stacks.ask(paths)
-        for one in alive:
+            one.end.ended = time.monotonic() - self.began
+        self._ask(alive)
+
+    def _ask(self, ranks: Sequence[_Rank]) -> None:
+        """Ask where the ranks stand, and whether they wait for others there."""
+        beats = heartbeat.read(self.folder / "heartbeat")
+        stacks.ask({one.process.pid: self._stacks(one.end.rank) for one in ranks})
+        for one in ranks:
             known, _ = stacks.read(self._stacks(one.end.rank))
-            stack = known.get(beats[one.end.rank].thread)
+            stack, waits = known.get(beats[one.end.rank].thread), beats[one.end.rank].waiting
             if stack is not None:
                 one.end.place = place_in_script(stack.frames)
-            one.end.waits = beats[one.end.rank].waiting or bool(stack and stack.waits)
-            one.end.ended = time.monotonic() - self.began
+                waits = waits or stack.waits or stack.in_backward
+            one.end.waits = waits
 
     def _stacks(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.stacks"
+
+
+def _spent_by_children(ranks: Sequence[_Rank]) -> float:
+    """CPU seconds of all processes that ``ranks`` have started and that are still there."""
+    spent = 0.0
+    for one in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(one.process.pid).children(recursive=True):
+                spent += process_control.activity_of(child.pid)[1]
+    return spent
 
 
 def _end(ranks: Sequence[_Rank]) -> None:

@@ -16,7 +16,8 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -122,7 +123,10 @@ class Watch:
         )
         settings.folder.mkdir(parents=True, exist_ok=True)
         self._calls = calls.Calls(settings.folder / f"rank{rank}.calls")
-        self._compared: dict[int, tuple[torch.optim.Optimizer, Compared]] = {}
+        #: In the order in which they were found, which is the same on every rank.
+        self._all: list[Compared] = []
+        self._compared: weakref.WeakKeyDictionary[torch.optim.Optimizer, Compared]
+        self._compared = weakref.WeakKeyDictionary()
         self._exchange: Exchange | None = None
         #: Optimizers in whose steps the program is now, the outermost first.
         self._inside: list[int] = []
@@ -244,25 +248,31 @@ class Watch:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._inside:
             del self._inside[self._inside.index(id(optimizer)) :]
-        if not (self._inside or self._over) and id(optimizer) in self._compared:
-            _, compared = self._compared[id(optimizer)]
-            if compared.after(optimizer) and compared.rows <= _FLUSHED:
-                self._weigh()
-                self._write()
+        compared = self._compared.get(optimizer)
+        if compared is None or self._inside or self._over:
+            return
+        if compared.after(optimizer) and compared.rows <= _FLUSHED:
+            self._weigh()
+            self._write()
 
     def _of(self, optimizer: torch.optim.Optimizer) -> Compared:
-        known = self._compared.get(id(optimizer))
+        known = self._compared.get(optimizer)
         if known is None:
-            compared = Compared(
-                optimizer,
-                len(self._compared),
-                self._exchange,
-                self.record,
-                self.settings.replicas,
-                self.settings.every,
-            )
-            known = self._compared[id(optimizer)] = (optimizer, compared)
-        return known[1]
+            known = next((one for one in self._all if one.fits(optimizer)), None)
+            if known is not None:
+                known.go_on_with(optimizer)
+            else:
+                known = Compared(
+                    optimizer,
+                    len(self._all),
+                    self._exchange,
+                    self.record,
+                    self.settings.replicas,
+                    self.settings.every,
+                )
+                self._all.append(known)
+            self._compared[optimizer] = known
+        return known
 
     # ----------------------------------------------------------------------------------- the end
 
@@ -272,8 +282,8 @@ class Watch:
         self._over = True
         if not (self.record.error or is_failing):
             self._weigh()
-            for optimizer, compared in self._compared.values():
-                compared.end(optimizer, len(self._compared))
+            for compared in self._all:
+                compared.end(len(self._all))
         self._write()
 
     def finish(self) -> None:
@@ -308,14 +318,14 @@ class Watch:
     def _weigh(self) -> None:
         """Bytes that this rank holds of each class, after a step that was compared."""
         held: dict[str, dict[int, int]] = {}
-        for optimizer, compared in self._compared.values():
-            outside = [parameter for _, parameter in compared.found.outside]
+        for optimizer, compared in [*self._compared.items()]:
+            outside = _alive(compared.found.outside.values())
             inside = [p for group in optimizer.param_groups for p in group["params"]]
             gradients = [p.grad for p in (*inside, *outside) if p.grad is not None]
             state = [
                 v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)
             ]
-            buffers = [buffer for _, buffer in compared.found.buffers]
+            buffers = _alive(compared.found.buffers)
             for name, tensors in (
                 ("parameters", [*inside, *outside]),
                 ("gradients", gradients),
@@ -328,6 +338,10 @@ class Watch:
 
     def _note(self, name: str, size: int) -> None:
         self.record.memory[name] = max(size, self.record.memory.get(name, 0))
+
+
+def _alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    return [tensor for reference in references if (tensor := reference()) is not None]
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:

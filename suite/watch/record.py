@@ -49,6 +49,8 @@ class Watched(Stored):
 
     name: str
     steps: int = 0
+    #: Optimizers of the script that are one here: made one after the other for the same tensors.
+    made: int = 1
     compared: list[int] = field(default_factory=list)
     tracked: int = 0
     tracked_bytes: int = 0

@@ -184,7 +184,7 @@ def _optimizers(judged: Judged) -> Table:
     for number, seen in enumerate(first.optimizers):
         rows.append(
             (
-                f"{number}: {seen.name}",
+                f"{number}: {seen.name}" + (f" ({seen.made:,} made)" if seen.made > 1 else ""),
                 f"{seen.steps:,}",
                 _compared(seen),
                 f"{seen.tracked:,}",

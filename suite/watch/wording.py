@@ -13,7 +13,7 @@ NAMED = 3
 
 
 def described(one: Tracked) -> str:
-    shape = "x".join(map(str, one.parameter.shape)) or "scalar"
+    shape = "x".join(map(str, one.shape)) or "scalar"
     return f"{one.name} [{shape}]"
 
 

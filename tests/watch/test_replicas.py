@@ -28,7 +28,8 @@ steps(sharded, torch.optim.AdamW(sharded.parameters()))
 flat = FullyShardedDataParallel(make(), device_id=torch.device("cpu"), use_orig_params=True)
 steps(flat, torch.optim.AdamW(flat.parameters()))
 whole = DistributedDataParallel(make())
-steps(whole, ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW))
+kept = ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW)
+steps(whole, kept)
 """
     code, told, (fsdp2, fsdp1, zero), report = watch(command, tmp_path, body)
     assert (code, report["verdict"]) == (0, "pass"), told
@@ -126,6 +127,43 @@ steps(two, both, 1)
     assert "lr of group 0 is 0.001 on rank 0, 1.0 on rank 1" in told
     assert re.search(r"\(\d of 8 parameters: model 0: 0\.weight \[16x8\]", told), told
     assert "not compared: 2.bias, 2.weight (no optimizer was given them)" in told
+
+
+def test_nothing_of_the_script_lives_longer_and_new_optimizers_go_on(
+    command: Any, tmp_path: Path
+) -> None:
+    """An optimizer for each epoch is one here; a second model of the same shape is another."""
+    body = """\
+import gc, weakref
+from torch.nn.parallel import DistributedDataParallel
+
+gone = []
+for trial in range(2):
+    model = DistributedDataParallel(make())
+    gone.append(weakref.ref(model.module[0].weight))
+    for epoch in range(3):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / (1 + epoch))
+        gone.append(weakref.ref(optimizer))
+        steps(model, optimizer, 2)
+del model, optimizer
+gc.collect()
+assert not [one for one in gone if one() is not None], gone
+named = nn.Linear(2, 2)
+plain = {"weight": torch.zeros(3, requires_grad=True)}
+first = torch.optim.SGD(plain.items(), lr=0.1)
+plain["weight"].grad = torch.ones(3)
+first.step()
+first.param_groups[0]["params"][0] = other = named.weight  # as many, and others
+other.grad = torch.full((2, 2), 1.0 + rank)
+first.step()
+"""
+    code, told, (one, two, last), report = watch(command, tmp_path, body, "--every", "1")
+    for seen in (one, two):
+        assert (seen["name"], seen["made"], seen["steps"]) == ("AdamW", 3, 6)
+        assert seen["counts"]["initial parameters"] == 1 and seen["counts"]["gradients"] == 6
+    assert "0: AdamW (3 made)" in told
+    assert code == 1 and "gradients differ at step 2" in report["reason"], told
+    assert "weight [2x2]" in report["reason"] and last["steps"] == 2
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,19 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         r"the ranks stand still: rank 1 never came to call \d+ on ranks 0-1, all_reduce.*; "
         r"rank 1 stands in main \(.*train\.py:LINE\)",
     ),
+    "ranks_wait_in_backward": (
+        [
+            (
+                BACKWARD,
+                "        if rank == 1 and step == 4:\n"
+                "            dist.recv(torch.ones(1), 0)  # here\n" + BACKWARD,
+            )
+        ],
+        CLEAN,
+        "rank",
+        r"the ranks stand still: rank 1 never came to call \d+ on ranks 0-1, all_reduce.*; "
+        r"rank 1 waits in main \(.*train\.py:LINE\).*; rank 0 waits in main \(.*train\.py:\d+\)",
+    ),
     "one_rank_has_another_learning_rate": (
         [("lr=0.05", "lr=0.05 * (1 + rank)")],
         CLEAN,
@@ -206,7 +219,9 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
 def test_a_planted_fault_is_named(command: Any, tmp_path: Path, name: str) -> None:
     changes, base, kind, sentence = FAULTS[name]
     script = watched_script.write(tmp_path, *changes, text=base)
-    code, told, report = watch(command, script, "--every", "1", "--standstill", "4")
+    # What is told of a hang does not rest on the default: ranks that sleep are ended after 4 s.
+    limit = ["--standstill", "4"] * (name == "one_rank_waits_for_ever")
+    code, told, report = watch(command, script, "--every", "1", *limit)
     assert code == 1, told
     first = report["findings"][0]
     assert first["kind"] == kind and first["broken"], told

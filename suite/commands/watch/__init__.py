@@ -48,9 +48,10 @@ def watch(
             "--standstill",
             metavar="S",
             min=1,
-            help="end ranks when none has computed, entered or left a call for S seconds",
+            help="end ranks when none has computed, entered or left a call for S seconds; ranks "
+            "that all wait for one another, in calls or in backward(), for 10",
         ),
-    ] = 300.0,
+    ] = 60.0,
     results: Annotated[
         Path | None,
         typer.Option(
