@@ -177,7 +177,9 @@ def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list
     open_ = [rank for rank, one in records.items() if not one.ended]
     whys = {
         "interrupted, killed or still running": [rank for rank in open_ if rank not in left],
-        "they left Python at once, as os._exit does": [rank for rank in open_ if rank in left],
+        "they left Python at once, as os._exit and os.exec do": [
+            rank for rank in open_ if rank in left
+        ],
     }
     return [
         Finding("rank", f"{name_ranks(ranks)} did not come to the end: {why}", broken=False)

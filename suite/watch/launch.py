@@ -150,7 +150,7 @@ class _Supervisor:
             return False
         self.asked = True
         self._ask(alive)
-        return all(one.end.waits for one in alive)
+        return all(one.end.waits or _is_stopped(one) for one in alive)
 
     def _is_over(self, alive: Sequence[_Rank]) -> bool:
         """Whether what the ranks have started, such as workers of a loader, computes as little."""
@@ -179,8 +179,7 @@ class _Supervisor:
     def _blame(self, alive: Sequence[_Rank], reason: str) -> None:
         """Write down why and where the ranks are given up."""
         for one in alive:
-            letter = process_control.state_of(one.process.pid)
-            one.end.reason, one.end.stopped = reason, letter in ("T", "t")
+            one.end.reason, one.end.stopped = reason, _is_stopped(one)
             one.end.ended = time.monotonic() - self.began
         self._ask(alive)
 
@@ -198,6 +197,10 @@ class _Supervisor:
 
     def _stacks(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.stacks"
+
+
+def _is_stopped(one: _Rank) -> bool:
+    return process_control.state_of(one.process.pid) in ("T", "t")
 
 
 def _spent_by_children(ranks: Sequence[_Rank]) -> float:

@@ -100,26 +100,35 @@ def _of_this_job() -> Path:
     return Path("results") / f"{began:%Y%m%d-%H%M%S}-{os.getppid()}-watch"
 
 
-def _refuse_another_job(path: Path) -> None:
-    """Records of two jobs would be judged as one: a rank starts where none of its own lies."""
+def _earlier_starts(path: Path, environment: Mapping[str, str]) -> int:
+    """How many times this rank was started before: by torchrun, or by itself (``os.exec``).
+
+    Records of two jobs would be judged as one, so a rank starts where none of another job's lies.
+
+    :raises SelectionError: one lies at ``path``.
+    """
+    earlier = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not path.exists():
-        return
+        return earlier
     try:
-        pid = json.loads(path.read_bytes())["pid"]
+        left = json.loads(path.read_bytes())
+        pid, restarts = left["pid"], int(left["restarts"])
     except (ValueError, LookupError, TypeError):
-        pid = None
-    if pid != os.getpid():  # a process may replace itself by another program
+        pid, restarts = None, 0
+    if pid != os.getpid():
         what = "SHARDPROOF_WATCH_RESULTS: the folder holds the records of another run"
         raise SelectionError(Problem(what, "name a new folder, or unset it", str(path)))
+    return restarts + 1
 
 
 class Watch:
     """What this process knows as a watched rank."""
 
-    def __init__(self, settings: Settings, rank: int, world: int) -> None:
+    def __init__(self, settings: Settings, rank: int, world: int, restarts: int = 0) -> None:
         self.settings = settings
         self.record = RankRecord(
-            rank, world, os.getpid(), platform.node(), sys.argv[0], torch.__version__
+            *(rank, world, os.getpid(), platform.node(), sys.argv[0], torch.__version__),
+            restarts=restarts,
         )
         settings.folder.mkdir(parents=True, exist_ok=True)
         self._calls = calls.Calls(settings.folder / f"rank{rank}.calls")
@@ -365,12 +374,12 @@ def activate() -> Watch:
     if _watch is None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         settings = Settings.read(os.environ)
-        _refuse_another_job(settings.folder / f"rank{rank}.json")
+        restarts = _earlier_starts(settings.folder / f"rank{rank}.json", os.environ)
         if settings.launched:
             process_control.die_with_parent(int(os.environ["SHARDPROOF_WATCH_PARENT"]))
             beats = os.environ["SHARDPROOF_WATCH_BEATS"]
             heartbeat.attach(Path(beats), rank, thread=False)
             stacks.arm(settings.folder / f"rank{rank}.stacks")
-        _watch = Watch(settings, rank, world)
+        _watch = Watch(settings, rank, world, restarts)
         _watch.install()
     return _watch

@@ -72,6 +72,8 @@ class RankRecord(Stored):
     host: str
     script: str
     torch: str
+    #: How many times this rank was started before.
+    restarts: int = 0
     backend: str = ""
     initialised: bool = False
     optimizers: list[Watched] = field(default_factory=list)

@@ -47,7 +47,8 @@ class Report:
 
     def others(self) -> list[str]:
         """What was found beside the headline."""
-        return [finding.sentence for finding in self.judged.findings][1:]
+        sentences = [finding.sentence for finding in self.judged.findings]
+        return [sentence for sentence in sentences if sentence != self.judged.reason]
 
     def tables(self) -> list[Table]:
         """Those that have rows."""
@@ -60,6 +61,9 @@ class Report:
 
     def _particular(self) -> Iterator[str]:
         records = self.judged.records.values()
+        if starts := max((one.restarts for one in records), default=0):
+            times = "once" if starts == 1 else f"{starts} times"
+            yield f"what ranks did before they were restarted ({times}): this is the last attempt"
         reasons: dict[str, set[str]] = {}
         outside: set[str] = set()
         for seen in (seen for one in records for seen in one.optimizers):

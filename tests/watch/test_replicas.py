@@ -97,6 +97,37 @@ def test_ranks_that_seem_to_hold_parts_are_not_judged_unasked(
         assert first is not None and first["kind"] == "initial parameters", told
 
 
+def test_sound_scripts_raise_no_alarm(command: Any, tmp_path: Path) -> None:
+    """Accumulation without reducing, two optimizers of one model, a schedule, a clipped norm."""
+    body = """\
+from torch.nn.parallel import DistributedDataParallel
+
+model = DistributedDataParallel(make())
+weights = [p for p in model.parameters() if p.dim() > 1]
+biases = [p for p in model.parameters() if p.dim() == 1]
+optimizers = torch.optim.AdamW(weights), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
+schedules = [torch.optim.lr_scheduler.LinearLR(o, total_iters=4) for o in optimizers]
+generator = torch.Generator().manual_seed(rank)
+for _ in range(6):
+    with model.no_sync():
+        for _ in range(2):
+            model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+    model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    for optimizer, schedule in zip(optimizers, schedules):
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+"""
+    code, told, seen, report = watch(command, tmp_path, body, "--every", "1")
+    assert (code, report["findings"]) == (0, []), told
+    assert [(one["name"], one["tracked"], one["steps"]) for one in seen] == [
+        *(("AdamW", 2, 6), ("SGD", 2, 6))
+    ]
+    for one in seen:
+        assert one["counts"]["gradients"] == one["counts"]["optimizer state"] - 1 == 6
+
+
 def test_two_optimizers_and_what_none_holds(command: Any, tmp_path: Path) -> None:
     """Steps of several optimizers are compared each; unused parameters are named."""
     body = """\

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -42,14 +44,14 @@ def test_comparing_costs_its_share_at_most(cost: float) -> None:
 def test_the_slowest_rank_counts_and_all_come_to_the_same() -> None:
     rows = [row(0.01, 0.1), row(0.08, 0.1)]
     chosen = {next_after(compared(rank), 3, *rows) for rank in (0, 1)}
-    assert chosen == {3 + 20}
+    assert chosen == {3 + math.ceil(0.8 / SHARE)}
 
 
 def test_one_slow_comparison_does_not_count() -> None:
     one = compared()
     for step, cost in ((3, 0.01), (5, 0.01), (7, 9.0)):
         after = next_after(one, step, row(cost, 0.1))
-    assert after == 7 + 3
+    assert after == 7 + math.ceil(0.1 / SHARE)
 
 
 def test_users_may_say_it() -> None:

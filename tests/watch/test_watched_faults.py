@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import watched_script
+from commands import ROOT
 from watched_script import BY_HAND, CLEAN
 
 pytestmark = pytest.mark.launches
@@ -125,6 +126,50 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         r"call \d+ on ranks 0-1 differs: rank 0 made all_reduce\(sum, float32\[3\]\) at "
         r".*train\.py:LINE, rank 1 made all_reduce\(sum, float32\[4\]\) at .*train\.py:LINE",
     ),
+    "one_rank_calls_in_another_order": (
+        [
+            (
+                BACKWARD,
+                BACKWARD + "        if step == 4:\n"
+                "            todo = [lambda: dist.barrier(), lambda: dist.broadcast(total, 0)]\n"
+                "            for call in reversed(todo) if rank else todo:\n"
+                "                call()\n",
+            ),
+            (
+                "    torch.manual_seed(0)\n",
+                "    torch.manual_seed(0)\n    total = torch.zeros(2)\n",
+            ),
+        ],
+        CLEAN,
+        "collectives",
+        r"call \d+ on ranks 0-1 differs: rank 0 made barrier\(\) at .*train\.py:\d+, "
+        r"rank 1 made broadcast\(root 0, float32\[2\]\) at .*train\.py:\d+",
+    ),
+    "one_rank_changes_a_parameter": (
+        [
+            (
+                STEP,
+                STEP + "        if rank == 1 and step == 5:\n"
+                "            model.module[2].bias.data[1] += 1e-4\n",
+            )
+        ],
+        CLEAN,
+        "parameters",
+        r"parameters part at step 6: rank 0 and rank 1 \(1 of 4 parameters: 2\.bias \[4\]\)",
+    ),
+    "one_rank_is_stopped": (
+        [
+            (
+                STEP,
+                STEP + "        if rank == 1 and step == 5:\n"
+                "            os.kill(os.getpid(), 19)\n",
+            )
+        ],
+        CLEAN,
+        "rank",
+        r"the ranks stand still: rank 1 never came to call \d+ on ranks 0-1, all_reduce.*; "
+        r"the process of rank 1 was stopped; rank 0 waits in main \(.*train\.py:\d+\)",
+    ),
     "a_gradient_is_not_finite": (
         [
             (
@@ -213,6 +258,36 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         r"rank 1 ended after step 11",
     ),
 }
+
+
+#: What docs/watch.md says that it finds, and the faults here that are such.
+PLANTED = {
+    "initial parameters differ": {"another_seed_and_no_broadcast"},
+    "gradients differ (a rank was not averaged)": {
+        *("parts_when_one_rank_stops_reducing", "one_rank_changes_its_gradient")
+    },
+    "optimizer state differs (momentum lost on a rank)": {"one_rank_loses_its_momentum"},
+    "parameters part": {"one_rank_changes_a_parameter"},
+    "learning rates and other hyperparameters differ": {"one_rank_has_another_learning_rate"},
+    "values that are not finite": {"a_gradient_is_not_finite"},
+    "collectives of another order or shape": {
+        *("one_rank_calls_another_collective", "one_rank_calls_in_another_order")
+    },
+    "a rank dies, raises, stops or waits for ever": {
+        *("one_rank_is_killed", "one_rank_raises", "one_rank_is_stopped"),
+        *("one_rank_waits_for_ever", "ranks_wait_in_backward"),
+    },
+    "ranks make different numbers of steps": {"one_rank_makes_fewer_steps"},
+}
+
+
+def test_a_fault_is_planted_of_each_kind_that_the_page_lists() -> None:
+    page = (ROOT / "docs/watch.md").read_text().partition("## What it finds")[2]
+    rows = [
+        line.split("|")[1].strip() for line in page.partition("##")[0].splitlines() if "|" in line
+    ]
+    assert rows[2:] == [*PLANTED]
+    assert {name for names in PLANTED.values() for name in names} == {*FAULTS}
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.launches
 IMPORT = ("import os\n", "import shardproof.watch\nimport os\n")
 
 
-def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The script under the user's own launcher, on two ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -33,7 +33,7 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*command, "--master-port", port, *words],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         timeout=150,
@@ -108,6 +108,53 @@ def test_every_attempt_of_torchrun_has_its_own_folder() -> None:
     again = given | {"TORCHELASTIC_RESTART_COUNT": "1"}
     assert Settings.read(given).folder == Path("kept/a-watch")
     assert Settings.read(again).folder == Path("kept/a-restart1-watch")
+
+
+RESTARTED = "what ranks did before they were restarted (once): this is the last attempt"
+
+
+def test_a_restart_by_torchrun_is_watched_and_told(tmp_path: Path) -> None:
+    """Each attempt has its report; the first names the fault, the last says that it is a later."""
+    step = "        optimizer.step()\n"
+    fails = "rank == 1 and step == 5 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    raising = f"{step}        if {fails}:\n            raise ValueError('bad')\n"
+    watched_script.write(tmp_path, IMPORT, (step, raising))
+    # In the launcher's own store a second attempt would find the first one's addresses, watched or
+    # not: gloo cannot connect then.
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = torchrun(tmp_path, "--standalone", "--max-restarts", "1", "train.py", **own_store)
+    assert done.returncode == 0, done.stderr
+    first, last = sorted(tmp_path.glob("results/*-watch"), key=lambda path: len(path.name))
+    assert last.name == f"{first.name.removesuffix('-watch')}-restart1-watch"
+    reports = [json.loads((folder / "report.json").read_text()) for folder in (first, last)]
+    assert reports[0]["reason"].startswith("rank 1 raised ValueError: bad in main")
+    assert reports[1]["verdict"] == "pass" and RESTARTED in reports[1]["cannot_see"], done.stderr
+    assert RESTARTED not in reports[0]["cannot_see"] and RESTARTED in done.stderr
+    assert reports[1]["ranks"]["1"]["optimizers"][0]["compared"][-1] == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("sys.orig_argv", 0, RESTARTED),
+        ("[sys.executable, '-c', 'pass']", 3, "left Python at once, as os._exit and os.exec do"),
+    ],
+    ids=["watched again", "no longer watched"],
+)
+def test_a_script_that_restarts_itself(
+    command: Any, tmp_path: Path, words: str, code: int, says: str
+) -> None:
+    again = (
+        "    main()\n",
+        "    import sys\n"
+        "    if 'AGAIN' not in os.environ:\n"
+        "        os.environ['AGAIN'] = '1'\n"
+        f"        os.execv(sys.executable, {words})\n"
+        "    main()\n",
+    )
+    script = watched_script.write(tmp_path, again)
+    done, out, err = command("watch", str(script), "--results", str(tmp_path / "run"))
+    assert done == code and says in out, out + err
 
 
 def test_records_of_another_run_are_not_mixed(
