@@ -49,8 +49,6 @@ class Watched(Stored):
 
     name: str
     steps: int = 0
-    #: Optimizers of the script that are one here: made one after the other for the same tensors.
-    made: int = 1
     compared: list[int] = field(default_factory=list)
     tracked: int = 0
     tracked_bytes: int = 0
@@ -62,6 +60,8 @@ class Watched(Stored):
     #: Seconds of one comparison, and of one step without it.
     cost_seconds: float = 0.0
     step_seconds: float = 0.0
+    #: Optimizers of the script that are one here: made one after the other for the same tensors.
+    made: int = 1
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shardproof import verdicts
+from shardproof.launch import frames
 from shardproof.watch.calls import Total
 from shardproof.watch.judge import decide
 from shardproof.watch.record import End, Finding, Kind, RankRecord, Watched
@@ -119,6 +120,38 @@ def test_all_forms_of_the_report_say_the_same() -> None:
         assert "an oracle" in form and form.count("rank 2 left no record") == 1
         assert "steps between comparisons" in form
     assert "<b>" not in html(report) and "&lt;b&gt;" in html(report)
+
+
+def test_what_was_found_is_told_beside_nothing_judged() -> None:
+    """Also where the headline is another: the first finding was lost so."""
+    judged = decide(both(found("not compared", broken=False), optimizers=[]), [], {})
+    assert judged.reason.startswith("nothing was judged")
+    assert Report(judged).others() == ["not compared at step 5"]
+
+
+def test_missing_ranks_are_told_once_beside_a_crash() -> None:
+    records = {0: rank(0, world=3, error_type="ValueError", error="bad", ended=False)}
+    judged = decide(records, [], {})
+    assert judged.verdict == "crash" and judged.reason.startswith("rank 0 raised ValueError")
+    assert text(Report(judged)).count("ranks 1-2 left no record") == 1
+
+
+def test_a_rank_that_ended_first_is_the_cause() -> None:
+    gone = {"error_type": "RuntimeError", "error": "Connection closed by peer"}
+    records = {0: rank(0, **gone, consequence=True, is_comm_error=True, ended=False), 1: rank(1)}
+    judged = decide(records, [End(0, 1, ended=2.0), End(1, 0, ended=1.0)], {})
+    assert judged.verdict == "crash"
+    assert judged.reason == "rank 1 ended the script; rank 0 could not go on without it"
+
+
+def test_frames_of_the_suite_are_not_shown() -> None:
+    """Neither where a rank waits at its end, nor where the script stands further out."""
+    suite, torch_ = frames.__file__, "/x/site-packages/torch/nn.py"
+    own = [("<string>", 1, "<module>"), (suite, 3, "main"), ("/home/train.py", 7, "step")]
+    assert frames.place_in_script([*own, (torch_, 5, "f"), (suite, 9, "_settle")]) == (
+        "in step (/home/train.py:7)"
+    )
+    assert frames.place_in_script([("<string>", 1, "<module>"), (suite, 9, "_settle")]) == ""
 
 
 def test_ranks_without_a_record_are_no_pass() -> None:

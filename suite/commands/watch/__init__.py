@@ -39,7 +39,7 @@ def watch(
             "--every",
             metavar="K",
             min=1,
-            help="compare every K-th step (default: as often as costs 4 % at most)",
+            help="compare every K-th step (default: as often as costs 2.5 % at most)",
         ),
     ] = None,
     standstill: Annotated[
@@ -88,7 +88,7 @@ def watch(
     Says: bytes by operation, memory by class, and what it could not see.
 
     It compares replicas and has no oracle: what is equal on all ranks may still be wrong. K is
-    chosen so that comparing costs 4 % of a step at most. docs/watch.md has the details.
+    chosen so that comparing costs 2.5 % of a step at most. docs/watch.md has the details.
 
     Exit codes: 0 all that was compared held, 1 a fault, a crash or a hang, 2 bad input,
     3 nothing could be compared, 130 Ctrl-C.
