@@ -28,8 +28,9 @@ from shardproof.watch.groups import WatchedGloo
 WAIT_SECONDS = 180.0
 #: Between two looks whether the others have come: the first, and the longest.
 _FIRST_SLEEP, _LONGEST_SLEEP = 0.0002, 0.02
-#: Seconds between two looks whether another rank waits for this one.
-_EVIDENCE_SECONDS = 1.0
+#: Seconds between two looks whether another rank waits for this one, and looks that must see it:
+#: another thread of this rank may be on its way to that call.
+_EVIDENCE_SECONDS, _EVIDENCE_LOOKS = 1.0, 3
 
 
 class BrokenExchange(RuntimeError):
@@ -93,14 +94,15 @@ class Pending:
         :raises BrokenExchange: they did not.
         """
         began = looked = time.monotonic()
-        sleep = _FIRST_SLEEP
+        sleep, why, looks = _FIRST_SLEEP, "", 0
         while not self.work.is_completed():
             now = time.monotonic()
             if now - began > self.exchange.seconds:
                 raise BrokenExchange(f"not all ranks came in {self.exchange.seconds:.0f} s")
             if now - looked > _EVIDENCE_SECONDS:
-                looked = now
-                if why := self.exchange.is_awaited():
+                looked, before, why = now, why, self.exchange.is_awaited()
+                looks = looks + 1 if why and why == before else 1
+                if why and looks == _EVIDENCE_LOOKS:
                     raise BrokenExchange(why)
             time.sleep(sleep)
             sleep = min(2 * sleep, _LONGEST_SLEEP)

@@ -56,32 +56,32 @@ if rank == 0:
         break
 """
 
-#: Name -> (script, exit codes, what its ranks write, how the report begins).
-SCRIPTS: dict[str, tuple[str, list[int], list[str], str]] = {
+#: Name -> (script, which ranks fail, what its ranks write, how the report begins).
+SCRIPTS: dict[str, tuple[str, list[bool], list[str], str]] = {
     "a rank raises and destroys its groups": (
         ENDS.replace("FAULT", "raise ValueError('bad')"),
-        [1, 1],
+        [True, True],
         ["left its groups", "left its groups"],
         "crash: rank 1 raised ValueError: bad in train (",
     ),
     "a rank ends before the others": (
         ENDS.replace("FAULT", "break"),
-        [1, 0],
+        [True, False],
         ["left its groups", "left its groups"],
         "crash: rank 1 ended the script and never came to call 9 on ranks 0-1, all_reduce",
     ),
     "a rank ends and leaves its groups to Python": (
         TRAINS.replace("FAULT", "break").replace("LEAVES", "pass"),
-        [1, 0],
+        [True, False],
         ["left its groups", "left its groups"],
         "crash: rank 1 ended the script and never came to call 9 on ranks 0-1, all_reduce",
     ),
-    "the store ends with the groups": (PORT, [0, 0], ["nobody listens"], "pass: "),
+    "the store ends with the groups": (PORT, [False, False], ["nobody listens"], "pass: "),
 }
 
 
-def plain(script: Path) -> list[int]:
-    """Exit codes of both ranks without the suite."""
+def plain(script: Path) -> list[bool]:
+    """Which of both ranks fail without the suite; torch may abort one that has raised."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -95,7 +95,7 @@ def plain(script: Path) -> list[int]:
         for rank in (0, 1)
     ]
     try:
-        return [process.wait(100) for process in ranks]
+        return [process.wait(100) != 0 for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -112,13 +112,13 @@ def written(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_ends_as_it_does_unwatched(command: Any, tmp_path: Path, name: str) -> None:
-    body, codes, lines, says = SCRIPTS[name]
+    body, fail, lines, says = SCRIPTS[name]
     script = tmp_path / "train.py"
     # Imported later, as optimizers do, its default arguments keep the group of that moment.
     script.write_text(f"import sys, torch.distributed.nn\n{HEAD}{body}")
-    assert plain(script) == codes and written(tmp_path) == lines, "the script itself"
+    assert plain(script) == fail and written(tmp_path) == lines, "the script itself"
     _, out, err = command("watch", str(script), "--results", str(tmp_path / "run"), "--every", "1")
     ends = json.loads((tmp_path / "run/ends.json").read_text())
-    assert [(end["exit_code"], end["reason"]) for end in ends] == [(c, "") for c in codes], out
+    assert [(end["exit_code"] != 0, end["reason"]) for end in ends] == [(f, "") for f in fail], out
     assert written(tmp_path) == lines, out + err
     assert out.startswith(says), out
