@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from shardproof import old_words
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
-from shardproof.contract import OptimizerSpec, Options
-from shardproof.errors import Problem, ScenarioError, SelectionError
+from shardproof.contract import OptimizerSpec, Options, only_in_programs
+from shardproof.errors import InputError, Problem, ScenarioError, SelectionError
 from shardproof.registry import adapters
 
 if TYPE_CHECKING:
@@ -31,6 +33,25 @@ COLUMNS = (
 )
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _told_alone(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrong input ends with its message below the caller's line: how it was found is no help."""
+
+    @functools.wraps(function)
+    def told(*given: P.args, **named: P.kwargs) -> R:
+        __tracebackhide__ = True
+        try:
+            return function(*given, **named)
+        except InputError as error:
+            raise error.with_traceback(None) from None
+
+    return told
+
+
+@_told_alone
 def prove(
     implementation: str | type[Implementation] | None = None,
     *,
@@ -61,7 +82,7 @@ def prove(
     """Judge ``implementation`` in every combination, and return one row per case.
 
     ``implementation`` is a name (``reference/ddp``, ``package.module:Class``) or a class that has
-    one.  In its place may stand, as an object that a module holds or as its path
+    one.  In its place may stand, as an object that a module or this program holds or as its path
     ``package.module:name`` (``docs/what-you-have.md``): ``hook``, a communication hook of DDP (with
     what makes its ``state``); ``optimizer``, a function that makes one of parameters and
     ``settings``; ``schedule``, a class of ``torch.distributed.pipelining``; ``tensor_plan``, what
@@ -90,6 +111,9 @@ def prove(
     from shardproof import registry
     from shardproof.cases.runner import Session
 
+    only_in_programs()
+    _are({"options": options, "precision": precision}, Mapping, "a mapping")
+    _are({"results": results}, (str, PathLike), "the path of a folder")
     things = {"hook": hook, "state": state, "schedule": schedule, "tensor_plan": tensor_plan}
     data: str | OptimizerSpec
     path = isinstance(optimizer, str) and ":" in optimizer
@@ -112,7 +136,7 @@ def prove(
     def expanded(along: str) -> list[Case]:
         places = [
             (mesh, backend)
-            for mesh in meshes or [{along: world} for world in _several(worlds)]
+            for mesh in _several(meshes) or [{along: world} for world in _several(worlds)]
             for backend in _several(backends)
         ]
         # World by world, each with its lanes: the order of the arguments, not that of scenarios.
@@ -175,10 +199,21 @@ def _only_axis(name: str, axes: Sequence[str]) -> str:
     if len(axes) > 1:
         mesh = ", ".join(f"{axis!r}: 2" for axis in axes)
         what = f"{name} has the axes {' and '.join(axes)}"
-        remedy = f"give meshes, e.g. meshes=[{{{mesh}}}], or axis for a mesh along one of them"
+        one = " or ".join(f"axis={axis!r}" for axis in axes)
+        remedy = f"give {one} for meshes along one, or all, e.g. meshes=[{{{mesh}}}]"
         raise SelectionError(Problem(what, remedy))
     # Who does not tell is broken or refuses the options: its case says how.
     return axes[0] if axes else "replicate"
+
+
+def _are(given: Mapping[str, Any], kind: Any, wanted: str) -> None:
+    """Whether each of these arguments is a ``kind``, or was not given.
+
+    :raises SelectionError: one is neither.
+    """
+    for name, value in given.items():
+        if value is not None and not isinstance(value, kind):
+            raise SelectionError(Problem(f"{name}: cannot be used", f"give {wanted}", repr(value)))
 
 
 def _several(values: Any) -> list[Any]:
@@ -236,8 +271,7 @@ def _workload(
         spec = workload
     else:
         spec = WorkloadSpec(adapters.path_of(workload, "workload"))
-    more = (traits,) if isinstance(traits, str) else traits
-    return asdict(spec) | {"traits": list(dict.fromkeys((*spec.traits, *more)))}
+    return asdict(spec) | {"traits": list(dict.fromkeys((*spec.traits, *_several(traits))))}
 
 
 def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:

@@ -7,7 +7,7 @@ An implementation is named in one of three ways:
    mutants are left out of the list.
 2. The name of an entry point in the group ``shardproof.implementations`` of an installed package.
    A name that a folder already has keeps meaning the folder's.
-3. ``package.module:Class``; modules in the working folder are found too.
+3. ``package.module:Class``; modules in the working folder are found too.  Or ``file.py:Class``.
 
 Mutants are ``mutants/<name>``: listed apart, loaded only when named exactly.
 """
@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardproof.contract import CannotImport, at_path, import_module, is_module
+from shardproof.contract import CannotImport, at_path, import_module, is_module, no_module
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry import old_names
 
@@ -36,7 +36,7 @@ GROUP = "shardproof.implementations"
 MUTANTS = "mutants/"
 
 _EXPORT = re.compile(r"^IMPLEMENTATION\b", re.MULTILINE)
-_OWN_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_OWN_CLASS = re.compile(r"([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_][\w.]*")
 
 
 class UnknownImplementation(SelectionError):
@@ -70,11 +70,10 @@ def check(name: str) -> None:
     """
     if ":" in name:
         if not _OWN_CLASS.fullmatch(name):
-            raise UnknownImplementation(name, "write package.module:Class")
-        package = name.partition(":")[0].partition(".")[0]
-        if not is_module(package):
-            remedy = f"no module {package!r} here or installed: check the name and PYTHONPATH"
-            raise UnknownImplementation(name, remedy)
+            raise UnknownImplementation(name, "write package.module:Class or file.py:Class")
+        module = name.partition(":")[0]
+        if not is_module(module):
+            raise UnknownImplementation(name, no_module(module))
     elif name.startswith(MUTANTS):
         if name not in mutant_names():
             raise UnknownImplementation(name, nearest(name, mutant_names(), "mutants"))

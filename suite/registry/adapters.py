@@ -9,11 +9,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from shardproof.contract import CannotImport, Options, attribute
+from shardproof.contract import CannotImport, Options, attribute, program
 from shardproof.errors import Problem, SelectionError
 
-#: An object that a module holds, or its path ``package.module:name``.
+#: An object that a module or the program holds, or its path ``package.module:name``.
 Thing = Any
+#: Names of the module that runs as the program; processes of ``multiprocessing`` have the second.
+PROGRAM = ("__main__", "__mp_main__")
+#: Objects of these may be one and the same in modules that know nothing of each other.
+_SHARED = (int, float, complex, bytes, tuple, frozenset)
 #: Argument of ``prove`` -> the adapter that takes it as the option of that name.
 ADAPTERS = {
     "hook": "pytorch/ddp_hook",
@@ -26,22 +30,44 @@ BELONGS = {"state": "hook"}
 
 
 def path_of(thing: Any, what: str) -> str:
-    """How other processes import ``thing``: the path of the module that holds it.
+    """How other processes import ``thing``: the path of the module or of the program that holds it.
 
-    :raises SelectionError: no module does, but for the program itself.
+    :raises SelectionError: neither does, or the program is no file.
     """
     if isinstance(thing, str):
         return thing
     module = str(getattr(thing, "__module__", None))
     name = str(getattr(thing, "__qualname__", None))
-    if _holds(module, name, thing):
+    if module not in PROGRAM and _holds(module, name, thing):
         return f"{module}:{name}"
-    for holder, held in list(sys.modules.items()):
+    modules = {} if isinstance(thing, _SHARED) else dict(sys.modules)
+    for holder, held in modules.items():
         for key, value in list(vars(held).items()) if held is not None else ():
-            if value is thing and holder != "__main__":
+            if value is thing and holder not in PROGRAM:
                 return f"{holder}:{key}"
-    problem, given = f"ranks cannot import this {what}", repr(thing) if name == "None" else name
-    raise SelectionError(Problem(problem, "put it at the top of a module", given))
+    if _holds("__main__", name, thing):
+        return f"{_program(name, what)}:{name}"
+    for key, value in list(vars(sys.modules["__main__"]).items()):
+        if value is thing:
+            return f"{_program(key, what)}:{key}"
+    code = getattr(thing, "__code__", None)
+    file, line = (code.co_filename, code.co_firstlineno) if code else ("", None)
+    given = repr(thing) if name == "None" else name
+    remedy = "put it at the top of a module or script, under a name"
+    raise SelectionError(Problem(f"ranks cannot import this {what}", remedy, given, file, line))
+
+
+def _program(name: str, what: str) -> str:
+    """How others import the program that holds the ``what`` called ``name``.
+
+    :raises SelectionError: it is no file.
+    """
+    path = program()
+    if not path:
+        problem = f"ranks cannot import this {what}: a notebook, a console or a pipe holds it"
+        remedy = "write it into a file, in a notebook by %%writefile mine.py, and import it"
+        raise SelectionError(Problem(problem, remedy, name))
+    return path
 
 
 def _as_option(thing: Thing, what: str) -> Any:
@@ -53,7 +79,7 @@ def _as_option(thing: Thing, what: str) -> Any:
 
 def _holds(module: str, name: str, thing: Any) -> bool:
     """Whether ``module``, once imported, is where ``name`` leads to ``thing``."""
-    if module == "__main__" or module not in sys.modules or "<" in name:
+    if module not in sys.modules or "<" in name:
         return False
     try:
         return attribute(sys.modules[module], name) is thing

@@ -251,10 +251,9 @@ def check_name(path: str, traits: Collection[str]) -> None:
 
     :raises WorkloadError: no such package, or a trait that needs another model.
     """
-    package = path.partition(":")[0].partition(".")[0]
-    if not path.partition(":")[2] or not package.isidentifier() or not contract.is_module(package):
-        remedy = f"no module {package!r} here or installed: check the name and PYTHONPATH"
-        raise WorkloadError(f"unknown workload {path!r}: {remedy}")
+    module, _, name = path.partition(":")
+    if not name or not contract.is_module(module):
+        raise WorkloadError(f"unknown workload {path!r}: {contract.no_module(module)}")
     for name in traits:
         if name not in (*HAD, *FOUND):
             have = ", ".join(HAD)

@@ -87,7 +87,10 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
     (row,) = prove(Sharded, worlds=(2,), lanes=("fp64",)).to_dict("records")
     assert row["verdict"] == "pass" and "::shard2::" in row["case"], row["reason"]
     hybrid = {"sharding_strategy": "HYBRID_SHARD"}
-    with pytest.raises(SelectionError, match=r"meshes=\[\{'replicate': 2, 'shard': 2\}\].* axis"):
+    several = r"the axes replicate and shard - give axis='replicate' or axis='shard' .*"
+    with pytest.raises(
+        SelectionError, match=several + r"meshes=\[\{'replicate': 2, 'shard': 2\}\]"
+    ):
         prove("reference/fsdp", options=hybrid)
 
 
@@ -126,6 +129,10 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
             r"a scenario can hold \(PosixPath\('x'\)\) - give text",
         ),
         ({"axis": ""}, "unknown key"),
+        ({"options": 5}, r"options: cannot be used \(5\) - give a mapping"),
+        ({"precision": 5}, r"precision: cannot be used \(5\) - give a mapping"),
+        ({"meshes": 5}, r"mesh\[0\]: should be a valid dictionary \(5\)"),
+        ({"traits": 5}, r"traits\[0\]: should be a valid string"),
         ({"dtype": ""}, "unknown value"),
         (
             {"workload": "charnames_gpt", "lanes": ("fp64", "dyadic")},
