@@ -20,6 +20,14 @@ settings.register_profile("shardproof", deadline=None)
 settings.load_profile("shardproof")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests leave the caches of whoever runs them alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def one_fork_server() -> Iterator[None]:
     """Ends the fork servers that were kept for the next test."""

@@ -236,11 +236,10 @@ def _measure(
 ) -> int:
     """Measure ``subjects``, or print what would be measured; the exit code."""
     from shardproof.bench.session import Session
-    from shardproof.commands import bench_run, supervision
+    from shardproof.commands import bench_run
     from shardproof.runs.durations import Durations
 
-    root = results.parent if results is not None else supervision.RESULTS
-    durations = Durations(root / "durations.json")
+    durations = Durations.of_user()
     if dry_run:
         bench_run.dry_run(subjects, request, durations)
         return verdicts.HELD

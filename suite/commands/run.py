@@ -170,14 +170,16 @@ def run_and_exit(
     dry_run: bool = False,
     fit: bool = False,
     fail_fast: int | None = None,
+    is_kept: bool = True,
 ) -> None:
     """Run what of ``cases`` fits into ``budget`` minutes and end the command with its exit code.
 
-    ``fit``: of a user's own class only the cells whose axes it declares.
+    ``fit``: of a user's own class only the cells whose axes it declares.  ``is_kept``: the folder
+    of results stays once the command has ended.
 
     :raises typer.Exit: always, but for a dry run.
     """
-    from shardproof.commands.supervision import RESULTS, open_folder
+    from shardproof.commands.supervision import open_folder
     from shardproof.registry import preflight
     from shardproof.runs.durations import Durations
     from shardproof.scenarios.budget import fit_cases
@@ -187,8 +189,7 @@ def run_and_exit(
     if fit:
         cases = _fitting(cases, declared)
     cases = preflight.with_found_traits(cases)
-    root = results.parent if results is not None else RESULTS
-    durations = Durations(root / "durations.json")
+    durations = Durations.of_user()
     workers = jobs or cores()
     planned = fit_cases(cases, durations, workers, budget)
     if dry_run:
@@ -202,7 +203,7 @@ def run_and_exit(
         return
     with open_folder(results) as folder:
         raise typer.Exit(
-            execute(folder, planned, workers, budget, durations, kept, junit, fail_fast)
+            execute(folder, planned, workers, budget, durations, kept, junit, fail_fast, is_kept)
         )
 
 
@@ -234,6 +235,7 @@ def execute(
     kept: Sequence[CaseResult] = (),
     junit_file: Path | None = None,
     fail_fast: int | None = None,
+    is_kept: bool = True,
 ) -> int:
     """Run the cases of ``schedule``; ``budget`` is in minutes.  Returns the exit code.
 
@@ -322,7 +324,7 @@ def execute(
         if junit_file is not None:
             options.write(junit_file, document)
 
-    return supervised(folder, console, body, interrupted, finish)
+    return supervised(folder, console, body, interrupted, finish, is_kept)
 
 
 def _results_of(folder: RunFolder, cases: Sequence[Case]) -> list[CaseResult]:

@@ -54,8 +54,11 @@ def supervised(
     body: Callable[[Interrupts], int],
     interrupted: Callable[[], None],
     finish: Callable[[], None],
+    is_kept: bool = True,
 ) -> int:
     """Run ``body``; whatever ends it, what is written stays and the folder is closed.
+
+    ``is_kept``: the folder stays once the command has ended, and is named for that.
 
     A folder that can no longer be written ends the run with a sentence that names the file.
     """
@@ -75,7 +78,8 @@ def supervised(
             again = f"shardproof run --resume --results {shlex.quote(str(folder.path))}"
             print_line(console, f"    {again}")
             code = verdicts.BAD_INPUT
-    print_line(console, f"evidence: {folder.path}")
+    if is_kept:
+        print_line(console, f"evidence: {folder.path}")
     return code
 
 

@@ -6,7 +6,6 @@
                      records/        what each verdict is made of, manifest.jsonl: digests of it all
                      times/          raw step times of comparisons (``shardproof bench``)
                      report.html, report.md, junit.xml   written when an invocation ends
-    results/durations.json        the last few durations of every case
 
 Several invocations may write into one folder, one after the other.  A line that was cut off by a
 kill is ignored; where one case has several lines, the last counts, but one that was left out

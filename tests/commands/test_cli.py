@@ -192,14 +192,17 @@ def test_a_class_of_ones_own_takes_the_options_of_systems_like_it() -> None:
     assert here("run", "--like", "reference/zero1*", "--dry-run").returncode == 2
 
 
-def test_a_run_leaves_evidence_and_can_be_shown_again(tmp_path: Path) -> None:
+def test_a_run_leaves_evidence_and_can_be_shown_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     selection = "replicate2 and small_buckets and sgd and fp64"
     done = here("run", "ddp-gpt", "--backend", "in_memory", "-k", selection, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 judged (2 pass), 0 xfailed, 0 skipped, 0 left out" in done.stdout
     assert "in_memory" in done.stdout
     assert "= formula" in done.stdout
-    [folder] = [path for path in (tmp_path / "results").iterdir() if path.is_dir()]
+    [folder] = (tmp_path / "results").iterdir()
     assert f"evidence: {Path('results') / folder.name}" in done.stdout
     files = {
         "run.json",
@@ -213,7 +216,7 @@ def test_a_run_leaves_evidence_and_can_be_shown_again(tmp_path: Path) -> None:
     run = read(folder)
     assert CASE in [line.id for line in run.cases]
     assert run.header.invocations[0].exit_code == 0
-    assert CASE in json.loads((tmp_path / "results" / "durations.json").read_text())
+    assert CASE in json.loads((tmp_path / "caches/shardproof/durations.json").read_text())
     shown = here("report", "--format", "markdown", cwd=tmp_path)
     assert "| reference/ddp |" in shown.stdout
     page = here("report", folder.name, "--format", "html", cwd=tmp_path)

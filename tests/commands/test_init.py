@@ -17,6 +17,7 @@ import typer
 import yaml
 from commands import here, python
 
+from shardproof import VERSION
 from shardproof.commands import main
 from shardproof.commands.init import BASELINE, PLACES, written
 from shardproof.compare import policy
@@ -49,6 +50,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = here("init", "mine:Mine", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 judged (8 pass)" in done.stdout + done.stderr
+    assert "evidence" not in done.stdout + done.stderr, "the run of the baseline does not stay"
     return folder
 
 
@@ -59,13 +61,75 @@ def test_it_writes_what_it_says_and_nothing_else(repository: Path) -> None:
     assert files == {"mine.py", test, str(BASELINE), *map(str, PLACES.values())}
     read = policy.read(repository / PLACES["policy.yaml"]).policy
     assert read.level("fail") == "break" and read.level("skip") == "new"
+    (repository / "tests" / "test_shardproof.py").write_text("changed\n")
     again = here("init", "mine:Mine", cwd=repository)
-    assert again.returncode == 2 and again.stderr.count("is there already") == len(files) - 1
+    assert again.returncode == 2 and again.stderr.count("is there already") == 2, again.stderr
+    assert test in again.stderr and str(BASELINE) in again.stderr, "what would be lost"
+    texts = written("mine:Mine", ["shard"], ["in_memory"], "shardproof")
+    (repository / test).write_text(texts[Path(test)])
 
 
 def test_its_test_passes(repository: Path) -> None:
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=repository)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "installed"),
+    [
+        ((), []),
+        (("pyproject.toml",), ["."]),
+        (("setup.py", "requirements.txt"), [".", "-r", "requirements.txt"]),
+    ],
+)
+def test_its_workflow_installs_what_is_there(
+    repository: Path, tmp_path: Path, files: tuple[str, ...], installed: list[str]
+) -> None:
+    """The repository itself only where pip can: one of modules alone is judged where it lies."""
+    for file in files:
+        (tmp_path / file).touch()
+    pip = tmp_path / "bin" / "pip"
+    pip.parent.mkdir()
+    pip.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    pip.chmod(0o755)
+    steps = _steps(yaml.safe_load((repository / PLACES["workflow.yaml"]).read_text()))
+    (text,) = [step["run"] for step in steps if step.get("name") == "Set up"]
+    environment = {"PATH": f"{pip.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-e", "-c", text],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    wanted = ["install", f"shardproof=={VERSION}", *installed]
+    assert (done.returncode, done.stdout.split("\n")[:-1]) == (0, wanted), done.stderr
+
+
+CRASHES = """
+    def setup(self, *args, **kwargs):
+        raise RuntimeError("no such device")
+"""
+
+
+def test_where_nothing_passes_there_is_no_baseline(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE + CRASHES)
+    done = here("init", "mine:Mine", cwd=tmp_path)
+    told = done.stdout + done.stderr
+    assert done.returncode == 1 and "RuntimeError: no such device" in told, told
+    assert "no case passes (8 crash): there is nothing sound to record, and no baseline" in told
+    scenario = PLACES["strategy.yaml"]
+    assert f"nothing was written but {scenario}" in told and "wrote " not in told
+    left = {p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()}
+    assert {path for path in left if path.suffix != ".pyc"} == {Path("mine.py"), scenario}
+    (rerun,) = re.findall(r"rerun: shardproof (.*)", told)
+    done = here(*shlex.split(rerun), "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and "1 cases" in done.stderr, "the scenario that it names is there"
+    (tmp_path / "mine.py").write_text(MINE)
+    done = here("init", "mine:Mine", cwd=tmp_path)
+    assert done.returncode == 0, "what it has written itself is not in its way"
 
 
 @pytest.mark.parametrize("spoilt", [False, True])

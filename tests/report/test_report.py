@@ -24,6 +24,7 @@ from shardproof.errors import SelectionError
 from shardproof.report import bubbles, kills, tables
 from shardproof.report.environment import environment
 from shardproof.report.text import BEGIN, END
+from shardproof.runs import durations
 from shardproof.runs.durations import Durations
 from shardproof.runs.machine import KERNEL_VARIABLES, fingerprint
 from shardproof.runs.run_folder import RunFolder, find_run, read
@@ -300,6 +301,32 @@ def test_durations_are_medians_of_the_last_runs(tmp_path: Path) -> None:
     for damaged in ("{", "[]", '{"a": 3}', '{"a": ["x"]}'):
         path.write_text(damaged)
         assert Durations(path).estimate("a") is None
+
+
+def test_durations_that_cannot_be_kept_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shardproof").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known = Durations.of_user()
+    known.note("a", 1.0)
+    known.save()
+    assert known.estimate("a") == 1.0 and Durations.of_user().estimate("a") is None
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Durations.of_user().path == tmp_path / "home/.cache/shardproof/durations.json"
+
+
+def test_durations_of_the_cases_run_last_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durations, "_CASES", 2)
+    known = Durations(tmp_path / "durations.json")
+    for name in ("a", "b", "c", "a"):
+        known.note(name, 1.0)
+    known.save()
+    kept = Durations(tmp_path / "durations.json")
+    assert [kept.estimate(name) for name in "abc"] == [1.0, None, 1.0]
 
 
 # -------------------------------------------------------------------------------------- tables

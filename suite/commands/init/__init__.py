@@ -51,7 +51,8 @@ def init(
     """Write a test, scenario, policy, baseline and workflow for a strategy of your own.
 
     Runs the scenario (8 cases, under a minute) for the baseline. Exit codes are those of `run`;
-    after 2 and 130 (Ctrl-C) nothing is written.
+    after 2 and 130 (Ctrl-C) nothing is written. Where no case passes, there is nothing sound to
+    record: only the scenario is written, to run it again.
 
     \b
     shardproof init my_package.module:MyStrategy
@@ -65,7 +66,7 @@ def init(
         preflight.check([impl], leaders)
         axes, backends = preflight.abilities(impl, leaders)
     texts = written(impl, axes, backends, install)
-    there = [path for path in (*texts, BASELINE) if (into / path).exists()]
+    there = [path for path in (*texts, BASELINE) if _differs(into / path, texts.get(path))]
     if there and not force:
         remedy = "--force replaces them, or name another repository by --into"
         problems = [Problem("is there already", remedy, file=str(into / path)) for path in there]
@@ -84,45 +85,69 @@ def init(
     raise typer.Exit(code)
 
 
+def _differs(path: Path, text: str | None) -> bool:
+    """Whether ``path`` is there and holds anything but ``text``."""
+    return path.exists() and (
+        text is None or not path.is_file() or path.read_bytes() != text.encode()
+    )
+
+
+class NothingHeld(typer.Exit):
+    """No case passed."""
+
+
 def _make_baseline(into: Path, jobs: int | None) -> int:
     """Run the scenario that is in ``into`` and keep its results; the exit code of the run.
 
+    :raises NothingHeld: no case passed.
     :raises typer.Exit: the run did not come to its end.
     """
     from shardproof.compare import baseline
+    from shardproof.runs.run_folder import read
     from shardproof.scenarios.selection import Selection
     from shardproof.scenarios.vocabulary import installed
 
     cases = Selection([str(into / PLACES["strategy.yaml"])]).cases(installed())
     code = verdicts.HELD
     with tempfile.TemporaryDirectory(prefix="shardproof-init-") as folder:
+        results = Path(folder) / "run"
         try:
-            run.run_and_exit(cases, None, jobs, Path(folder) / "run")
+            run.run_and_exit(cases, None, jobs, results, is_kept=False)
         except typer.Exit as ended:
             code = ended.exit_code
             if code not in (verdicts.HELD, verdicts.BROKEN, verdicts.NOT_DECIDED):
                 raise
-        baseline.save(baseline.load(str(Path(folder) / "run")), into / BASELINE)
+        counts = verdicts.count(read(results).cases)
+        if not any(counts[verdict] for verdict in verdicts.GREEN):
+            told = ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v])
+            what = f"no case passes ({told}): there is nothing sound to record, and no baseline"
+            echo(f"{what}; once some do, run this again", err=True)
+            raise NothingHeld(code)
+        baseline.save(baseline.load(str(results)), into / BASELINE)
     return code
 
 
 @contextmanager
 def _all_or_none(into: Path, paths: Sequence[Path]) -> Iterator[None]:
-    """Whatever ends the block early leaves files and folders as they were."""
+    """Whatever ends the block early leaves files and folders as they were; where nothing held, the
+    scenario stays, whose cases the run has named.
+    """
     before = {path: path.read_bytes() for path in (into / p for p in paths) if path.exists()}
     folders = {into / folder for path in paths for folder in path.parents}
     new = [folder for folder in folders if not folder.exists()]
     try:
         yield
-    except BaseException:
-        for path in (into / p for p in paths):
+    except BaseException as error:
+        kept = {PLACES["strategy.yaml"]} if isinstance(error, NothingHeld) else set()
+        for path in (into / p for p in paths if p not in kept):
             path.unlink(missing_ok=True)
             if path in before:
                 path.write_bytes(before[path])
         for folder in sorted(new, key=lambda folder: -len(folder.parts)):
             if folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
-        echo("nothing was written", err=True)
+        names = "".join(f" but {into / path}" for path in sorted(kept))
+        echo(f"nothing was written{names}", err=True)
         raise
 
 
