@@ -71,7 +71,8 @@ class GateFinding:
 class Gate:
     """What :func:`judge` says.
 
-    ``compared`` counts results, ``decided`` those not left open; ``open`` those that the reference
+    ``compared`` counts results, ``decided`` those not left open, ``failed`` those of them that are
+    red or slower, ``skipped`` those that the run did not try; ``open`` those that the reference
     decided and the run does not.  ``coverage``: the least share that must be decided.
     """
 
@@ -79,13 +80,22 @@ class Gate:
     findings: list[GateFinding] = field(default_factory=list)
     compared: int = 0
     decided: int = 0
+    failed: int = 0
+    skipped: int = 0
     open: int = 0
     coverage: float = 0.0
 
     @property
     def share(self) -> float:
-        """What was decided, of that and what could have been, but for planted faults."""
-        late = sum(not name.startswith(FAULTS) for name in self.comparison.left_out)
+        """What was decided, of that and what could have been, but for planted faults: what the
+        reference skipped or left open is nothing that a budget left out.
+        """
+        before = self.comparison.before.results
+        late = sum(
+            not name.startswith(FAULTS)
+            and (name not in before or before[name].verdict not in verdicts.OPEN | {"skip"})
+            for name in self.comparison.left_out
+        )
         return self.decided / max(1, self.decided + self.open + late)
 
     def of(self, state: State) -> list[GateFinding]:
@@ -111,13 +121,18 @@ class Gate:
         comparison = self.comparison
         if not self.compared:
             head += f" ({comparison.obstacle})"
-        late = f", {len(comparison.left_out)} left out" if comparison.left_out else ""
-        undecided = self.compared - self.decided
-        still = f", {undecided} of them undecided" if undecided else ""
+        counts = {
+            "passed": self.decided - self.failed,
+            "failed": self.failed,
+            "undecided": self.compared - self.decided - self.skipped,
+            "skipped": self.skipped,
+            "left out": len(comparison.left_out),
+        }
+        told = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "passed")
         return (
             f"{head}: {broken} break, {reported} reported, {excused} excused; "
-            f"{self.compared} results compared with {comparison.before.name}, "
-            f"{self.share:.0%} decided{still}{late}"
+            f"{self.compared} results compared with {comparison.before.name}: {told}; "
+            f"{self.share:.0%} decided of what the baseline decided"
         )
 
 
@@ -132,9 +147,16 @@ def judge(
     ``doubts``: runs, each with what of its evidence is missing, changed, or gives another verdict.
     """
     judge = _Judge(comparison, policy, today)
-    decided, coverage = judge.decided(), policy.policy.cases.coverage
-    open_ = sum(p.before.verdict in _DECIDED and p.id not in decided for p in comparison.pairs)
-    gate = Gate(comparison, [], comparison.comparable, len(decided), open_, coverage)
+    decided, pairs = judge.decided(), comparison.pairs
+    gate = Gate(
+        comparison,
+        compared=comparison.comparable,
+        decided=len(decided),
+        failed=len(decided & judge.failed()),
+        skipped=len({p.id for p in pairs if p.after.verdict == "skip"} - decided),
+        open=sum(p.before.verdict in _DECIDED and p.id not in decided for p in pairs),
+        coverage=policy.policy.cases.coverage,
+    )
     gate.findings += [GateFinding("breaks", "evidence", name, problem) for name, problem in doubts]
     for part in (
         judge.verdicts(),
@@ -170,6 +192,12 @@ class _Judge:
         return decided | {
             time.id for time in self.comparison.times if self._time(time)[0].verdict != open_
         }
+
+    def failed(self) -> set[str]:
+        """Ids of results that are red, or slower by more than is allowed."""
+        red = {pair.id for pair in self.comparison.pairs if pair.after.verdict in verdicts.RED}
+        times = self.comparison.times
+        return red | {time.id for time in times if self._time(time)[0].verdict == "slower"}
 
     def verdicts(self) -> Iterator[GateFinding]:
         """Results whose verdict breaks, and those with a better one than before."""

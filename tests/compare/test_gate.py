@@ -72,7 +72,7 @@ def test_a_gate_with_most_cases_left_out_does_not_hold(gate: Judge) -> None:
     found = gate(lines, [*lines[3:], *late])
     assert found.exit_code == 3
     assert found.sentence().startswith("too little was decided (cases.coverage: 90%): 0 break")
-    assert "85% decided, 3 left out" in found.sentence()
+    assert "17 results compared with old: 17 passed, 3 left out; 85% decided" in found.sentence()
     assert gate(lines, [*lines[3:], *late], "cases: {coverage: 0.85}").exit_code == 0
     assert gate(lines, [*lines[2:], *late[:2]]).exit_code == 0
     kills = [made.kill(f"fault{number}") for number in range(9)]
@@ -480,7 +480,24 @@ def test_a_run_that_decides_nothing_does_not_hold(gate: Judge) -> None:
     assert states(found) == [("reported", "left out")]
     assert found.exit_code == verdicts.NOT_DECIDED
     assert found.sentence().startswith("nothing was decided: ")
-    assert found.sentence().endswith("with old, 0% decided, 1 of them undecided, 1 left out")
+    assert "with old: 0 passed, 1 skipped, 1 left out; 0% decided of" in found.sentence()
+
+
+def test_the_headline_tells_passed_failed_undecided_and_skipped_apart(gate: Judge) -> None:
+    words = ("pass", "xfail", "fail", "crash(rank 1)", "inconclusive", "skip", "skip", "skip")
+    old = [made.result(made.case(n), n, "pass" if n < 7 else "skip") for n in range(9)]
+    new = [made.result(made.case(n), n, word) for n, word in enumerate(words)]
+    late = {"kind": "left out", "id": old[8]["id"], "reason": "no room"}
+    found = gate(old, [*new, late])
+    told = found.sentence()
+    counts = "2 passed, 2 failed, 1 undecided, 3 skipped, 1 left out"
+    assert f"8 results compared with old: {counts}; 57% decided" in told, told
+
+
+def test_a_slower_ratio_has_failed(gate: Judge) -> None:
+    old, new = ([made.bench("zero1", mean, 1e-4, 40)] for mean in (0.0, 0.5))
+    assert ": 1 failed; 100% decided" in gate(old, new).sentence().replace("0 passed, ", "")
+    assert ": 1 passed; 100% decided" in gate(old, old).sentence()
 
 
 def test_ratios_that_show_nothing_decide_nothing(gate: Judge) -> None:
