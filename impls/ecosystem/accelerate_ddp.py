@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.contract import Batch, Observe, StepResult
-from shardproof.impls.ecosystem.whole import Whole
+from shardproof.impls.ecosystem.whole import DDP_FEATURES, Whole
 from shardproof.impls.pytorch.adapter import Adapter
 
 if importlib.util.find_spec("accelerate") is not None:
@@ -65,6 +65,7 @@ class AccelerateDDP(Accelerated, Whole):
     """The adapter."""
 
     package = "accelerate"
+    features = DDP_FEATURES
 
 
 IMPLEMENTATION = AccelerateDDP

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.impls.ecosystem.whole import Whole
+from shardproof.impls.ecosystem.whole import DDP_FEATURES, Whole
 from shardproof.impls.pytorch.adapter import Adapter
 
 if importlib.util.find_spec("lightning_fabric") is not None:
@@ -57,6 +57,7 @@ class FabricDDP(Fabricated, Whole):
     """The adapter."""
 
     package = "lightning_fabric"
+    features = DDP_FEATURES
 
     def shard(self, module: nn.Module) -> nn.Module:
         """Fabric's wrapper around DDP."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.contract import Kind, Piece
-from shardproof.impls.ecosystem.whole import Whole
+from shardproof.impls.ecosystem.whole import DDP_FEATURES, Whole
 from shardproof.impls.reference.engine.optimizer import (
     param_groups,
     unnamed_groups,
@@ -36,6 +36,7 @@ class FairscaleOSS(Whole):
     strategy = "zero1"
     package = "fairscale"
     axis = "shard"
+    features = DDP_FEATURES
 
     def shard(self, module: nn.Module) -> nn.Module:
         """DDP with its defaults."""

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from shardproof.contract import Capabilities
-from shardproof.impls.ecosystem.whole import UNEQUAL, Whole
+from shardproof.impls.ecosystem.whole import DDP_FEATURES, UNEQUAL, Whole
 
 if importlib.util.find_spec("torchft") is not None:
     import torchft
@@ -45,6 +45,7 @@ class TorchftDDP(Whole):
     """The adapter."""
 
     package = "torchft"
+    features = DDP_FEATURES
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:

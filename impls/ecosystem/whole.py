@@ -26,6 +26,9 @@ UNUSED = (
     *("conditional_late_step", "conditional_early_step"),
 )
 UNEQUAL = {"unequal_micro_batches": "a rank with more micro-batches would reduce alone"}
+#: What DDP promises beside the usual, where ``accumulating`` keeps all micro-batches but the last
+#: from reducing.
+DDP_FEATURES = ("accumulation_without_communication", "buffer_broadcast", "overlap")
 #: Of systems on DDP as it is by default.
 DDP_DECLINES = dict.fromkeys(UNUSED, "needs find_unused_parameters=True") | UNEQUAL
 
@@ -51,19 +54,23 @@ def check_plain(options: Mapping[str, Any], mesh: Mesh, axis: str, spec: Optimiz
 
 
 class Whole(Adapter):
-    """Adapter of a system whose ranks hold everything; ``shard`` is the system's."""
+    """Adapter of a system whose ranks hold everything; ``shard`` is the system's.
+
+    ``features``: what the system promises beside the usual, by the words of
+    ``shardproof.contract.FEATURES``.  It is held to each, so the adapter names those that it has.
+    """
 
     strategy = "ddp"
     package: ClassVar[str]
     axis: ClassVar[str] = "replicate"
+    features: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """DDP's profile with DDP's defaults."""
+        """What nearly every strategy has, and ``features``, with the buffers and limits of DDP."""
         parse_options(NoOptions, options)
-        features = ("accumulation_without_communication", "buffer_broadcast", "overlap")
         usual = {"axes": (cls.axis,), "buffers": "rank0", "declines": DDP_DECLINES}
-        return process_capabilities(cls.package, *features, **usual)
+        return process_capabilities(cls.package, *cls.features, **usual)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
         """No options; all ranks."""

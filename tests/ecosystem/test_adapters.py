@@ -8,10 +8,12 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from whole_systems import EachMicroBatch, SaysLast
 
-from shardproof import registry
+from shardproof import prove, registry
 from shardproof.contract import Refused
 from shardproof.scenarios.load import find
 from shardproof.scenarios.matrix import expand
@@ -59,3 +61,13 @@ def test_each_system_has_known_verdicts_and_failures_say_their_words() -> None:
         if case.xfail is not None:
             check, colon, words = case.xfail_says[0].partition(": ")
             assert check in case.checks and colon and words, case.id
+
+
+def test_whole_promises_only_what_an_adapter_names() -> None:
+    """One that reduces after every micro-batch is sound, unless it says that it does not."""
+    given: dict[str, Any] = {"worlds": 2, "backends": "gloo"}
+    (row,) = prove(EachMicroBatch, **given).to_dict("records")
+    assert row["verdict"] == "pass", row["reason"]
+    (row,) = prove(SaysLast, **given).to_dict("records")
+    assert row["verdict"] == "fail"
+    assert "accumulation should not communicate" in row["reason"], row["reason"]
