@@ -3,6 +3,7 @@
     make ecosystem                        all that can be installed
     make ecosystem PICOTRON=path          picotron as well, from a checkout of it
     python deploy/ecosystem.py --picotron path -j 2
+    python deploy/ecosystem.py --picotron path --into results/README.md       the committed table
 
 Each optional package is installed into an overlay of the environment that runs this file, so that
 all share its torch.  Then ``shardproof run scenarios/ecosystem`` judges: a known failure is an
@@ -17,6 +18,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shutil
@@ -37,6 +39,8 @@ OVERLAY = ROOT / ".venv-ecosystem"
 PYTHON = OVERLAY / "bin" / "python"
 #: Seconds in which all packages together must be installed.
 PATIENCE = 150
+#: What stands around the table in a file that it is put into.
+BEGIN, END = "<!-- ecosystem:begin -->", "<!-- ecosystem:end -->"
 #: Exit code of ``shardproof run`` for what nobody has decided.
 NOT_DECIDED = 3
 #: Extras of pyproject.toml -> the module that comes with it.
@@ -155,6 +159,7 @@ def versions(checkout: str | None) -> dict[str, str]:
 def table(run: Path, known: dict[str, str]) -> list[str]:
     """One line for each system and expectation: what was expected of it, and what came out."""
     rows: dict[tuple[str, str, str], Counter[str]] = {}
+    worlds: dict[tuple[str, str, str], set[int]] = {}
     for line in (run / "cases.jsonl").read_text().splitlines():
         result = json.loads(line)
         case = result["case"]
@@ -164,10 +169,13 @@ def table(run: Path, known: dict[str, str]) -> list[str]:
         key = system, known.get(case["scenario"], "-"), expected
         got = "fail, as expected" if result["verdict"] == "xfail" else result["verdict"]
         rows.setdefault(key, Counter())[got] += 1
-    lines = ["| system | version | expected | cases |", "|---|---|---|---|"]
-    for (system, version, expected), got in sorted(rows.items()):
-        cases = ", ".join(f"{count} {verdict}" for verdict, count in sorted(got.items()))
-        lines.append(f"| {system} | {version} | {expected} | {cases} |")
+        worlds.setdefault(key, set()).add(math.prod(case["mesh"].values()))
+    lines = ["| system | version | ranks | expected | cases |", "| --- | --- | --- | --- | --- |"]
+    for key, found in sorted(rows.items()):
+        system, version, expected = key
+        ranks = ", ".join(map(str, sorted(worlds[key])))
+        cases = ", ".join(f"{count} {verdict}" for verdict, count in sorted(found.items()))
+        lines.append(f"| {system} | {version} | {ranks} | {expected} | {cases} |")
     return lines
 
 
@@ -192,8 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--picotron", metavar="PATH", help="a checkout of picotron to judge")
     parser.add_argument("-j", "--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--into", type=Path, help=f"put the table into a file, after {BEGIN}")
     parser.add_argument("--results", type=Path, help="run folder; default: a new one in results/")
     options = parser.parse_args(arguments)
+    into = require_markers(options.into) if options.into is not None else None
     make_overlay()
     until = time.monotonic() + PATIENCE
     lacking = {extra: install(extra, until) for extra in EXTRAS}
@@ -204,10 +214,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command += ["-j", str(options.jobs), "--results", str(run)]
     # Ctrl-C reaches it as well, and it ends what it started.
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    closing = closing_line(lacking)
     if code in (0, 1, 3):
-        print("\n".join(table(run, versions(options.picotron))))
-    print(closing_line(lacking))
+        lines = table(run, versions(options.picotron))
+        print("\n".join(lines))
+        if into is not None:
+            put(into, run, lines, closing)
+    print(closing)
     return ends_with(code, lacking)
+
+
+def put(file: Path, run: Path, lines: Sequence[str], closing: str) -> None:
+    """Put the table of ``run`` between the markers of ``file``, with what was skipped."""
+    from shardproof.report.text import insert
+    from shardproof.runs.run_folder import read
+
+    text = [*lines, "", f"{closing}.", "", read(run).provenance]
+    insert("\n".join(text), file, BEGIN, END)
+    print(f"{file}: table of run {run.name}")
+
+
+def require_markers(file: Path) -> Path:
+    """``file`` as an absolute path, before anything is installed or run.
+
+    :raises SystemExit: it cannot be read, or has no place for the table.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        print(f"--into {file}: {error.strerror}; name a text file", file=sys.stderr)
+        raise SystemExit(2) from None
+    if not 0 <= text.find(BEGIN) < text.find(END):
+        print(f"--into {file}: no lines {BEGIN} and {END}; put them there", file=sys.stderr)
+        raise SystemExit(2)
+    return file.absolute()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,19 @@ import json
 import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import synthetic as made
+
+from shardproof.scenarios.load import find
+from shardproof.scenarios.matrix import expand
+from shardproof.scenarios.vocabulary import installed
+from shardproof.verdicts import GREEN
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,6 +95,7 @@ def test_what_takes_too_long_ends_with_all_that_it_started(
 
 def line(system: str, verdict: str, xfail: str | None = None, says: tuple[str, ...] = ()) -> str:
     case: dict[str, Any] = {"implementation": system, "label": "", "scenario": "accelerate"}
+    case["mesh"] = {"shard": 2, "tensor": 2 if verdict == "fail" else 1}
     case |= {"xfail": xfail, "xfail_says": says}
     return json.dumps({"case": case, "verdict": verdict})
 
@@ -98,8 +106,8 @@ def test_the_table_tells_what_was_expected_and_what_came(
     lines = [line("one", "pass"), line("one", "fail"), line("two", "xfail", "why", ("a: b", "c"))]
     (tmp_path / "cases.jsonl").write_text("\n".join(lines))
     assert command.table(tmp_path, {"accelerate": "1.0"})[2:] == [
-        "| one | 1.0 | pass | 1 fail, 1 pass |",
-        "| two | 1.0 | fail: a: b ... c | 1 fail, as expected |",
+        "| one | 1.0 | 2, 4 | pass | 1 fail, 1 pass |",
+        "| two | 1.0 | 2 | fail: a: b ... c | 1 fail, as expected |",
     ]
 
 
@@ -145,7 +153,7 @@ def test_what_could_not_be_installed_is_told_last(
         assert ends(code, lacking) == wanted
         told = capsys.readouterr().out.splitlines()
         assert (Path("mine/run") / "cases.jsonl").is_file()
-        assert "| one | - | pass | 1 pass |" in told
+        assert "| one | - | 2 | pass | 1 pass |" in told
         count = len(lacking) + 1
         verb = "system could not be installed and was" if count == 1 else "systems could not"
         assert told[-1].startswith(f"{count} {verb}"), told[-1]
@@ -164,3 +172,43 @@ def test_the_version_of_a_checkout_under_home(
         subprocess.run([*git, *words], check=True)
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     assert command.versions("~/checkout")["picotron"] == head.stdout.strip() != ""
+
+
+def test_the_table_goes_between_markers_of_a_file(
+    command: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """That is looked at before anything is installed or run."""
+    page = tmp_path / "page.md"
+    for text, says in ((None, "No such file"), ("nothing\n", "no lines <!-- ecosystem:begin -->")):
+        if text is not None:
+            page.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            command.main(["--into", str(page)])
+        assert ended.value.code == 2 and says in capsys.readouterr().err
+    page.write_text(f"before\n{command.BEGIN}\nold\n{command.END}\nafter\n")
+    made.write(tmp_path / "run", made.results(1))
+    rows = command.table(tmp_path / "run", {})
+    command.put(page, tmp_path / "run", rows, "0 systems were skipped")
+    assert page.read_text().startswith(f"before\n{command.BEGIN}\n| system | version |")
+    assert "\n0 systems were skipped.\n" in page.read_text() and "old" not in page.read_text()
+    assert page.read_text().endswith(f"{command.END}\nafter\n")
+
+
+def test_the_committed_table_has_every_system_and_its_expectation(command: ModuleType) -> None:
+    """Which a run has given: of each scenario all systems, with the verdict that is known of it."""
+    page = (ROOT / "results/README.md").read_text()
+    part = page.partition(command.BEGIN)[2].partition(command.END)[0]
+    rows = [row.strip("| ").split(" | ") for row in part.splitlines() if row.startswith("| ")][2:]
+    cases = [c for f in find([str(ROOT / "scenarios/ecosystem")]) for c in expand(f, installed())]
+    expected = Counter(
+        (c.system, f"fail: {' ... '.join(c.xfail_says)}" if c.xfail else "pass") for c in cases
+    )
+    told = {(row[0], row[3]): row[4] for row in rows}
+    assert told.keys() == expected.keys(), "make it again: its command stands above the table"
+    for key, verdicts in told.items():
+        known = ("fail, as expected",) if key[1] != "pass" else GREEN
+        counts = re.findall(r"(\d+) (fail, as expected|[^,]+)", verdicts)
+        assert sum(int(count) for count, _ in counts) == expected[key], (key, verdicts)
+        assert all(verdict in known for _, verdict in counts), (key, verdicts)
