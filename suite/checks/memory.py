@@ -90,7 +90,7 @@ def _at_family(evidence: Figures) -> Outcome:
     """
     overhead, held_most, shown_most = evidence.declaration.overhead, 0, 0
     # A pipeline may keep the outputs of its last window.
-    keeps = evidence.family is not None and evidence.family.axis == "pipe"
+    keeps = evidence.family is not None and evidence.family.keeps_activations(evidence.case.mesh)
     kinds = JUDGED if keeps else (*JUDGED, "activations", "temporary")
     assert evidence.model_facts is not None
     for record in evidence.records:

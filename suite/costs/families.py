@@ -12,6 +12,7 @@ are sent.
     zero3     parameters, too            (D-1) G + R (F-1) P     m (2 (D-1) G + 3 R (F-1) P)
     pipeline  parameters, by stages      a boundary's messages   every boundary's messages
     tensor    some parameters            more than none          what Megatron's layers send
+    hybrid    each axis what it cuts     the sum over axes       the sum, once a tensor rank
 
 Least: D copies become one sum in D-1 additions of G bytes, and what one rank updated reaches D-1
 others; an all-reduce moves exactly that much (Patarasuk and Yuan, doi 10.1016/j.jpdc.2008.09.002).
@@ -56,6 +57,10 @@ class Family:
     whole: tuple[str, ...] = ()
     axis: str = "shard"
     is_balanced: bool = True
+
+    def keeps_activations(self, axes: Mapping[str, int]) -> bool:
+        """Whether the outputs of the last window may stay, as pipelines' do."""
+        return self.axis == "pipe"
 
     def along(self, axes: Mapping[str, int]) -> str:
         """The axis that is cut; where there is no ``shard``, ranks of ``replicate`` share."""
@@ -196,6 +201,122 @@ def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
     return Fraction(int(facts.size("tensor") > 1)), plain + 2 * facts.world * _whole_bytes(facts)
 
 
+# ------------------------------------------------------------------------------------ several axes
+
+
+@dataclass(frozen=True)
+class HybridFamily(Family):
+    """Each axis cuts what it is there for, on what the others leave.
+
+    ``pipe``: no stage has all parameters.  ``tensor``: some parameter is held in part.  ``shard``:
+    optimizer state, or what the option ``data`` names.  ``replicate``: nothing.
+    """
+
+    def keeps_activations(self, axes: Mapping[str, int]) -> bool:
+        return axes.get("pipe", 1) > 1
+
+    def problem(
+        self, facts: ModelFacts, held: Mapping[int, Mapping[str, Mapping[str, int]]], balance: float
+    ) -> str:
+        tensors = facts.size("tensor")
+        numels = {tensor.name: tensor.numel for tensor in facts.parameters}
+        groups: dict[tuple[int, int], list[int]] = {}
+        for rank in held:
+            at = facts.coordinate(rank)
+            groups.setdefault((at.get("pipe", 0), at.get("tensor", 0)), []).append(rank)
+        stages: dict[int, set[str]] = {}
+        local: dict[tuple[int, int], dict[str, int]] = {}
+        for (pipe, tensor), ranks in groups.items():
+            own = local[pipe, tensor] = _local(facts, numels, [held[r] for r in ranks])
+            stages.setdefault(pipe, set()).update(own)
+        whole = next((p for p, names in stages.items() if names == set(numels)), None)
+        if facts.size("pipe") > 1 and len(numels) > 1 and whole is not None:
+            return (
+                f"nothing is cut by stages: ranks with coordinate {whole} of the axis 'pipe' hold "
+                f"some of all {len(numels)} parameters, {self.name} gives a stage its own"
+            )
+        parts = ((n, count) for own in local.values() for n, count in own.items())
+        is_told = not _equal_parts(facts, numels, held)
+        if is_told and tensors > 1 and all(count >= numels[name] for name, count in parts):
+            return (
+                f"nothing is cut along the axis 'tensor': each of its {tensors} ranks "
+                f"holds all elements of its parameters, {self.name} cuts some of them"
+            )
+        data = _data_family(facts)
+        axes = {axis: facts.size(axis) for axis in ("replicate", "shard") if axis in facts.axes}
+        for place, ranks in groups.items():
+            own = local[place]
+            mine = tuple(
+                replace(t, shape=(own[t.name],)) for t in facts.parameters if t.name in own
+            )
+            some = replace(facts, axes=axes, parameters=mine)
+            found = data.problem(some, {rank: held[rank] for rank in ranks}, balance)
+            if found and axes:
+                return found
+        return ""
+
+
+def _local(
+    facts: ModelFacts, numels: Mapping[str, int], held: Iterable[Mapping[str, Mapping[str, int]]]
+) -> dict[str, int]:
+    """Elements of each parameter that the ranks of one stage and tensor coordinate have together.
+
+    Of an axis ``shard`` it is told by the sums whether it cuts parameters: whole copies of anything
+    that the tensor axis leaves alone add up to more than the whole.
+    """
+    counts = [own.get("parameters", {}) for own in held]
+    names = {name for own in counts for name, count in own.items() if count}
+    copies, named = facts.size("replicate"), _data_family(facts)
+    sums = {n: sum(own.get(n, 0) for own in counts) // copies for n in names}
+    is_whole = "data" in facts.options and "parameters" in named.whole
+    if not is_whole and all(total <= numels[name] for name, total in sums.items()):
+        return sums
+    return {name: max(own.get(name, 0) for own in counts) for name in names}
+
+
+def _equal_parts(
+    facts: ModelFacts,
+    numels: Mapping[str, int],
+    held: Mapping[int, Mapping[str, Mapping[str, int]]],
+) -> bool:
+    """Whether every rank has one and the same share of whatever it has: then nobody can tell which
+    of two axes of that size cuts.
+    """
+    ranks = facts.size("shard")
+    return ranks == facts.size("tensor") > 1 and all(
+        count * ranks == numels[name]
+        for own in held.values()
+        for name, count in own.get("parameters", {}).items()
+    )
+
+
+def _data_family(facts: ModelFacts) -> Family:
+    """Of the data axes: that of the option ``data``; else what an axis ``shard`` cuts at least."""
+    options = facts.options.get("data_options")
+    named = family_of(str(facts.options.get("data")), options if options else {})
+    if named in (_DDP, _ZERO1, _ZERO2, _ZERO3):
+        return named
+    return replace(_ZERO1, name="hybrid", whole=()) if facts.size("shard") > 1 else _DDP
+
+
+def _hybrid(facts: ModelFacts) -> tuple[Fraction, Fraction]:
+    """The sum over axes; each tensor rank may send all that is not cut."""
+    tensors, named = facts.size("tensor"), _data_family(facts)
+    data = [named] if "data" in facts.options else [_DDP, _ZERO1, _ZERO3]
+    bounds = [family.bytes(facts) for family in data]
+    least, plain = min(low for low, _ in bounds), tensors * max(high for _, high in bounds)
+    if facts.size("pipe") > 1:
+        ranks = facts.size("replicate") * facts.size("shard")
+        staged = replace(facts, axes={"pipe": facts.size("pipe"), "replicate": ranks})
+        low, high = _pipeline(staged)
+        # A split sequence is sent in parts; tied tensors are reduced at either end.
+        least, plain = least + low, plain + tensors * high + plain
+    if tensors > 1:
+        low, high = _tensor(replace(facts, options={"sum_each_backward": True}))
+        least, plain = least + low, plain + high
+    return least, plain
+
+
 # ----------------------------------------------------------------------------------------- by name
 
 _DDP = Family("ddp", _ddp, whole=_ALL)
@@ -205,6 +326,8 @@ _ZERO3 = Family("zero3", _zero3, cut=_ALL)
 _PIPELINE = Family("pipeline", _pipeline, ("parameters",), axis="pipe", is_balanced=False)
 _TENSOR = Family("tensor", _tensor, ("parameters",), axis="tensor", is_balanced=False)
 
+_HYBRID = HybridFamily("hybrid", _hybrid, ("parameters",), axis="pipe", is_balanced=False)
+
 #: Strategy -> its family.
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("naive_ddp", "ddp", "deepspeed_zero0"), _DDP),
@@ -213,6 +336,7 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("zero3", "deepspeed_zero3", "fsdp", "fsdp1", "fsdp2"), _ZERO3),
     **dict.fromkeys(("pipeline", "torch_pipelining", "deepspeed_pipeline"), _PIPELINE),
     **dict.fromkeys(("tensor", "torch_tensor_parallel"), _TENSOR),
+    **dict.fromkeys(("hybrid", "torch_hybrid"), _HYBRID),
 }
 
 

@@ -139,3 +139,56 @@ def test_a_system_that_reduces_every_micro_batch_need_not_add_as_one_process_doe
     sound, silent = found["EveryMicroBatchDDP"], found["SilentMeanDDP"]
     assert sound.verdict == "pass (working precision only)", sound.reason
     assert silent.verdict == "fail", silent.verdict
+
+
+HYBRIDS = [
+    # class, mesh, options, verdict, what the reason says
+    ("OwnHybrid", {"pipe": 2, "tensor": 2}, {}, "pass", ""),
+    ("OwnHybrid", {"replicate": 2, "tensor": 2}, {}, "pass", ""),
+    ("OwnHybrid", {"pipe": 2, "shard": 2}, {"data": "fsdp"}, "pass", ""),
+    ("OwnHybrid", {"shard": 2, "tensor": 2}, {"data": "zero1"}, "pass", ""),
+    ("OwnHybrid", {"shard": 2, "tensor": 2}, {"data": "zero3"}, "pass", ""),
+    ("OwnHybrid", {"pipe": 2, "replicate": 2, "tensor": 2}, {}, "pass", ""),
+    ("OwnHybrid", {"pipe": 2, "shard": 2, "tensor": 2}, {"data": "zero2"}, "pass", ""),
+    ("OwnHybrid", {"pipe": 2, "shard": 2, "tensor": 2}, {"data": "fsdp"}, "pass", ""),
+    ("ShardsNothing", {"shard": 2, "tensor": 2}, {}, "fail", "nothing is sharded on any rank"),
+    ("ShardsNothing", {"pipe": 2, "shard": 2}, {}, "fail", "nothing is sharded on any rank"),
+    ("RepeatsItself", {"replicate": 2, "tensor": 2}, {}, "fail", "along the axis 'tensor'"),
+    ("RepeatsItself", {"pipe": 2, "replicate": 2}, {}, "fail", "nothing is cut by stages"),
+    ("RepeatsItself", {"pipe": 2, "replicate": 2, "tensor": 2}, {}, "fail", "cut by stages"),
+]
+
+
+@pytest.fixture(scope="module")
+def hybrids() -> list[CaseResult]:
+    cases = [
+        made_case(
+            f"adopted:{name}",
+            mesh,
+            id=str(number),
+            workload=replace(SMALL, params={"layers": 4, "width": 32, "heads": 4}),
+            optimizer=OptimizerSpec("adamw", lr=0.003),
+            checks=GENERAL,
+            options=options,
+        )
+        for number, (name, mesh, options, _, _) in enumerate(HYBRIDS)
+    ]
+    found: dict[str, CaseResult] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        patch.setenv("PYTHONPATH", str(HERE))
+        run_cases(cases, 2, lambda result: found.setdefault(result.id, result))
+    return [found[str(number)] for number in range(len(HYBRIDS))]
+
+
+@pytest.mark.parametrize("number", range(len(HYBRIDS)))
+def test_a_hybrid_of_somebody_elses_is_held_to_what_each_axis_cuts(
+    hybrids: list[CaseResult], number: int
+) -> None:
+    *_, verdict, says = HYBRIDS[number]
+    result = hybrids[number]
+    assert result.verdict == verdict and says in result.reason, (HYBRIDS[number], result.reason)
+    traffic = result.check("traffic")
+    assert traffic is not None and traffic.status != "skip"
+    if verdict == "pass":
+        assert traffic.status == "pass", traffic.message

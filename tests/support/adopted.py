@@ -5,6 +5,7 @@ that are not what they claim (driven by test_families).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from shardproof.contract import (
 )
 from shardproof.costs.model import CostModel, Flow, Local
 from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel
+from shardproof.impls.reference.hybrid import ReferenceHybrid
 
 
 class OwnDDP(Implementation):
@@ -343,3 +345,44 @@ class SplitsNothing(WholeEmbedding):
 
     def styles(self, module: nn.Module) -> Any:
         return {}
+
+
+class OwnHybrid(ReferenceHybrid):
+    """Pipeline, tensor and data axes under a foreign name: sound."""
+
+    depth = "family"
+
+
+class ShardsNothing(OwnHybrid):
+    """Its ranks along the axis ``shard`` are replicas."""
+
+
+class RepeatsItself(OwnDDP):
+    """Claims stages and split layers; every rank of these axes trains the whole model."""
+
+    strategy = "hybrid"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return Capabilities(axes=("pipe", "replicate", "shard", "tensor"), buffers="none")
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.axis, self.rank = "replicate", mesh.rank
+        model: nn.Module = build(mesh.device)
+        if state is not None:
+            model.load_state_dict(dict(state), strict=False)
+        for tensor in (*model.parameters(), *model.buffers()):
+            for axis in mesh.axes:
+                mesh.comm(axis).broadcast(tensor.detach(), 0)
+        whole = {n: t.detach() for n, t in model.state_dict().items()}
+        super().setup(build, whole, optimizer, mesh, options)
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        return [replace(piece, replica=self.rank) for piece in super().local_state(kind)]
