@@ -38,6 +38,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from torch import Tensor
 
 from shardproof import registry, workloads
 from shardproof.case import Case
-from shardproof.checks import Outcome
+from shardproof.checks import Outcome, causes
 from shardproof.checks.numbers import (
     FP64_BOUND,
     ZERO_FLOOR,
@@ -238,6 +239,10 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
                 rows += _compare(evidence, other, step, point, kind, compare)
         if any(row.problem for row in rows):
             break
+        if step == other.case.reload_at and Tally.of(rows).failed:
+            cause = causes.told(partial(causes.of_reload, evidence, other, step))
+            # After a failure that is told first, it says why.
+            return [*rows, *([ComparisonRow(problem=cause)] if cause else [])]
     return rows
 
 
@@ -358,7 +363,10 @@ def decide(figures: Figures) -> Outcome:
         "compared": tally.compared,
         "not_tested": sorted(tally.not_tested),
     }
-    problem = str(tally.failed) if tally.failed else tally.problem
+    problem = tally.problem
+    if tally.failed:
+        cause = f"{problem}: " if problem and relation == "reload" else ""
+        problem = f"{cause}{tally.failed}"
     if problem:
         message = f"{relation} does not hold: {problem}"
         return Outcome("relations", "fail", message, tally.worst, numbers)

@@ -209,8 +209,10 @@ class HybridFamily(Family):
     """Each axis cuts what it is there for, on what the others leave.
 
     ``pipe``: no stage has all parameters.  ``tensor``: some parameter is held in part.  ``shard``:
-    optimizer state, or what the option ``data`` names.  ``replicate``: nothing.
+    what the option ``data`` names, or the declared ``features``; nothing where neither does.
     """
+
+    features: frozenset[str] = frozenset()
 
     def keeps_activations(self, axes: Mapping[str, int]) -> bool:
         return axes.get("pipe", 1) > 1
@@ -218,7 +220,7 @@ class HybridFamily(Family):
     def problem(
         self, facts: ModelFacts, held: Mapping[int, Mapping[str, Mapping[str, int]]], balance: float
     ) -> str:
-        tensors = facts.size("tensor")
+        tensors, data = facts.size("tensor"), self.data(facts)
         numels = {tensor.name: tensor.numel for tensor in facts.parameters}
         groups: dict[tuple[int, int], list[int]] = {}
         for rank in held:
@@ -227,7 +229,7 @@ class HybridFamily(Family):
         stages: dict[int, set[str]] = {}
         local: dict[tuple[int, int], dict[str, int]] = {}
         for (pipe, tensor), ranks in groups.items():
-            own = local[pipe, tensor] = _local(facts, numels, [held[r] for r in ranks])
+            own = local[pipe, tensor] = _local(facts, data, numels, [held[r] for r in ranks])
             stages.setdefault(pipe, set()).update(own)
         whole = next((p for p, names in stages.items() if names == set(numels)), None)
         if facts.size("pipe") > 1 and len(numels) > 1 and whole is not None:
@@ -242,8 +244,9 @@ class HybridFamily(Family):
                 f"nothing is cut along the axis 'tensor': each of its {tensors} ranks "
                 f"holds all elements of its parameters, {self.name} cuts some of them"
             )
-        data = _data_family(facts)
         axes = {axis: facts.size(axis) for axis in ("replicate", "shard") if axis in facts.axes}
+        if data is None or not axes:
+            return ""
         for place, ranks in groups.items():
             own = local[place]
             mine = tuple(
@@ -251,13 +254,26 @@ class HybridFamily(Family):
             )
             some = replace(facts, axes=axes, parameters=mine)
             found = data.problem(some, {rank: held[rank] for rank in ranks}, balance)
-            if found and axes:
+            if found:
                 return found
         return ""
 
+    def data(self, facts: ModelFacts) -> Family | None:
+        """The family of the data axes; ``None``: nothing says what they cut."""
+        cut = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
+        declared = [feature for feature in cut if feature in self.features]
+        if (named := _data_option(facts)) is not None or not declared:
+            return named
+        return replace(
+            {cut[0]: _ZERO1, cut[1]: _ZERO2, cut[2]: _ZERO3}[declared[-1]], name=self.name
+        )
+
 
 def _local(
-    facts: ModelFacts, numels: Mapping[str, int], held: Iterable[Mapping[str, Mapping[str, int]]]
+    facts: ModelFacts,
+    data: Family | None,
+    numels: Mapping[str, int],
+    held: Iterable[Mapping[str, Mapping[str, int]]],
 ) -> dict[str, int]:
     """Elements of each parameter that the ranks of one stage and tensor coordinate have together.
 
@@ -266,9 +282,9 @@ def _local(
     """
     counts = [own.get("parameters", {}) for own in held]
     names = {name for own in counts for name, count in own.items() if count}
-    copies, named = facts.size("replicate"), _data_family(facts)
+    copies = facts.size("replicate")
     sums = {n: sum(own.get(n, 0) for own in counts) // copies for n in names}
-    is_whole = "data" in facts.options and "parameters" in named.whole
+    is_whole = data is not None and "parameters" in data.whole
     if not is_whole and all(total <= numels[name] for name, total in sums.items()):
         return sums
     return {name: max(own.get(name, 0) for own in counts) for name in names}
@@ -290,19 +306,16 @@ def _equal_parts(
     )
 
 
-def _data_family(facts: ModelFacts) -> Family:
-    """Of the data axes: that of the option ``data``; else what an axis ``shard`` cuts at least."""
-    options = facts.options.get("data_options")
-    named = family_of(str(facts.options.get("data")), options if options else {})
-    if named in (_DDP, _ZERO1, _ZERO2, _ZERO3):
-        return named
-    return replace(_ZERO1, name="hybrid", whole=()) if facts.size("shard") > 1 else _DDP
+def _data_option(facts: ModelFacts) -> Family | None:
+    """The family that the option ``data`` names, as the suite's own takes it."""
+    named = family_of(str(facts.options.get("data")), facts.options.get("data_options") or {})
+    return named if named in (_DDP, _ZERO1, _ZERO2, _ZERO3) else None
 
 
 def _hybrid(facts: ModelFacts) -> tuple[Fraction, Fraction]:
     """The sum over axes; each tensor rank may send all that is not cut."""
-    tensors, named = facts.size("tensor"), _data_family(facts)
-    data = [named] if "data" in facts.options else [_DDP, _ZERO1, _ZERO3]
+    tensors, named = facts.size("tensor"), _data_option(facts)
+    data = [named] if named is not None else [_DDP, _ZERO1, _ZERO3]
     bounds = [family.bytes(facts) for family in data]
     least, plain = min(low for low, _ in bounds), tensors * max(high for _, high in bounds)
     if facts.size("pipe") > 1:
@@ -340,11 +353,18 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def family_of(strategy: str, options: Mapping[str, object]) -> Family | None:
+def family_of(
+    strategy: str, options: Mapping[str, object], features: Iterable[str] = ()
+) -> Family | None:
     """The family that a system with ``options`` belongs to; ``None``: the name is that of none.
+
+    ``features``, as declared, tell of a system of several axes what its axis ``shard`` cuts.
 
     FSDP that is asked not to shard is DDP by another name.
     """
     if strategy.startswith("fsdp") and options.get("sharding_strategy") == "NO_SHARD":
         return _DDP
-    return FAMILIES.get(strategy)
+    family = FAMILIES.get(strategy)
+    if isinstance(family, HybridFamily):
+        return replace(family, features=frozenset(features))
+    return family

@@ -199,7 +199,8 @@ class Figures(ABC):
         """What every system of its strategy promises, where it is held to no more than that."""
         if self.depth != "family":
             return None
-        return family_of(self.declaration.strategy, self.case.options)
+        declared = self.declaration
+        return family_of(declared.strategy, self.case.options, declared.features)
 
     @property
     def steps(self) -> range:

@@ -149,6 +149,7 @@ HYBRIDS = [
     ("OwnHybrid", {"shard": 2, "tensor": 2}, {"data": "zero1"}, "pass", ""),
     ("OwnHybrid", {"shard": 2, "tensor": 2}, {"data": "zero3"}, "pass", ""),
     ("OwnHybrid", {"pipe": 2, "replicate": 2, "tensor": 2}, {}, "pass", ""),
+    ("OwnHybrid", {"pipe": 2, "shard": 2, "tensor": 2}, {}, "pass", ""),
     ("OwnHybrid", {"pipe": 2, "shard": 2, "tensor": 2}, {"data": "zero2"}, "pass", ""),
     ("OwnHybrid", {"pipe": 2, "shard": 2, "tensor": 2}, {"data": "fsdp"}, "pass", ""),
     ("ShardsNothing", {"shard": 2, "tensor": 2}, {}, "fail", "nothing is sharded on any rank"),

@@ -354,7 +354,12 @@ class OwnHybrid(ReferenceHybrid):
 
 
 class ShardsNothing(OwnHybrid):
-    """Its ranks along the axis ``shard`` are replicas."""
+    """Its ranks along the axis ``shard`` are replicas, though it says otherwise."""
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        usual = super().capabilities(options)
+        return replace(usual, features=usual.features | {"sharded_optimizer"})
 
 
 class RepeatsItself(OwnDDP):

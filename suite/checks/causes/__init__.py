@@ -12,6 +12,7 @@ from shardproof.checks.causes.buffers import of_buffers
 from shardproof.checks.causes.gradients import of_clipping, of_gradients
 from shardproof.checks.causes.losses import of_evaluation, of_loss
 from shardproof.checks.causes.norms import of_norm
+from shardproof.checks.causes.reload import of_reload
 from shardproof.checks.causes.start import of_start
 from shardproof.checks.causes.updates import of_update
 from shardproof.checks.causes.where import of_full_state
@@ -25,6 +26,7 @@ __all__ = [
     "of_gradients",
     "of_loss",
     "of_norm",
+    "of_reload",
     "of_start",
     "of_update",
     "said",
