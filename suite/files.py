@@ -176,8 +176,11 @@ class SparselyStored(Stored):
 
 def to_plain(value: Any) -> Any:
     """The stored form of ``value``, which may hold dataclasses."""
-    if type(value) in _AS_THEY_ARE:
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
         return value
+    if kind is tuple or kind is list:
+        return [v if type(v) in _AS_THEY_ARE else to_plain(v) for v in value]
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, Mapping):
@@ -250,12 +253,9 @@ Reader = Callable[[Any], Any]
 
 
 def _by_field(value: Any) -> dict[str, Any]:
-    names = _names(type(value))  # type: ignore[arg-type]  # types are hashable
-    plain = {name: getattr(value, name) for name in names}
-    for name, item in plain.items():
-        if type(item) not in _AS_THEY_ARE:
-            plain[name] = to_plain(item)
-    return plain
+    names, held = _names(type(value)), value.__getattribute__  # type: ignore[arg-type]
+    items = [(name, held(name)) for name in names]
+    return {n: v if type(v) in _AS_THEY_ARE else to_plain(v) for n, v in items}
 
 
 @cache

@@ -34,7 +34,7 @@ _ENTRIES, _ENTRY = 8, 224
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank's slot says.  ``calls`` are the last ones, oldest first."""
+    """What a rank's slot says; its texts are read when they are asked for."""
 
     rank: int
     sequence: int
@@ -43,8 +43,18 @@ class Heartbeat:
     state: int
     native: int
     waits: int
-    exit_notice: str
-    calls: tuple[str, ...]
+    slot: bytes
+
+    @property
+    def exit_notice(self) -> str:
+        """How the rank was about to end its process, "" if nobody saw it."""
+        return _read_text(self.slot, _NOTICE)
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The last calls, oldest first."""
+        last = range(max(0, self.sequence - _ENTRIES), self.sequence)
+        return tuple(_read_text(self.slot, _RING + n % _ENTRIES * _ENTRY) for n in last)
 
     @property
     def waiting(self) -> bool:
@@ -54,7 +64,7 @@ class Heartbeat:
     @property
     def last_call(self) -> str:
         """The most recent call, "" if there was none."""
-        return self.calls[-1] if self.calls else ""
+        return self.calls[-1] if self.sequence else ""
 
 
 class Writer:
@@ -141,16 +151,8 @@ def wait(begins: bool) -> None:
 def read(path: Path) -> list[Heartbeat]:
     """All slots, as they are now.  A note written at this very moment may read torn."""
     data = path.read_bytes()
-    return [_heartbeat(data, rank) for rank in range(len(data) // _SLOT)]
-
-
-def _heartbeat(data: bytes, rank: int) -> Heartbeat:
-    base = rank * _SLOT
-    count, noted, thread, state, native, waits = _HEAD.unpack_from(data, base)
-    last = range(max(0, count - _ENTRIES), count)
-    calls = tuple(_read_text(data, base + _RING + n % _ENTRIES * _ENTRY) for n in last)
-    notice = _read_text(data, base + _NOTICE)
-    return Heartbeat(rank, count, noted, thread, state, native, waits, notice, calls)
+    slots = (data[start : start + _SLOT] for start in range(0, len(data), _SLOT))
+    return [Heartbeat(rank, *(*_HEAD.unpack_from(slot), slot)) for rank, slot in enumerate(slots)]
 
 
 def _read_text(data: bytes, start: int) -> str:

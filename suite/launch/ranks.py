@@ -233,7 +233,10 @@ class _Watch:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _handle_of(pid: int) -> int | None:

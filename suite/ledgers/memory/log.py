@@ -119,16 +119,17 @@ class MemoryLog(Stored):
 
         The bytes are one mapping, which goes on changing.
         """
-        kinds, sizes, levels = self.classes(), dict[int, int](), Levels()
+        sizes, levels = [0] * len(self.storages), Levels()
+        keys: list[Sequence[tuple[str, str]]] = [
+            () if kind is None else ((storage.device, kind), (storage.device, "all"))
+            for storage, kind in zip(self.storages, self.classes(), strict=True)
+        ]
         for index, size, phase, step in self.events:
-            kind = kinds[index] if index >= 0 else None
-            changed: Sequence[tuple[str, str]] = ()
-            if kind is not None:
-                device = self.storages[index].device
-                changed = (device, kind), (device, "all")
+            changed = keys[index] if index >= 0 else ()
+            if changed:
+                more, sizes[index] = size - sizes[index], size
                 for key in changed:
-                    levels[key] = levels.get(key, 0) + size - sizes.get(index, 0)
-                sizes[index] = size
+                    levels[key] = levels.get(key, 0) + more
             yield (step, phase), levels, changed
 
     def classes(self) -> list[str | None]:

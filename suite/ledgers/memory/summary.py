@@ -59,7 +59,8 @@ def summary(log: MemoryLog) -> list[MemoryRow]:
         if moment[1] in PHASES:
             most = best.setdefault(moment, {})
             for key in changed if moment == now else levels:
-                most[key] = max(most.get(key, 0), levels[key])
+                if levels[key] > most.get(key, 0):
+                    most[key] = levels[key]
         now = moment
         while marks and marks[0][2] == event:
             name, step, _ = marks.popleft()
