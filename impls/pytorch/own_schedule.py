@@ -24,7 +24,8 @@ from typing import Any, ClassVar, Literal
 
 from torch.distributed.pipelining import schedules
 
-from shardproof.contract import CannotImport, Capabilities, Depth, Refused, import_module
+from shardproof.by_path import CannotImport, import_module
+from shardproof.contract import Capabilities, Depth, Refused
 from shardproof.impls.pytorch.pipelining import (
     INFERENCE,
     ONE_SHAPE,

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from shardproof import old_words
+from shardproof.by_path import only_in_programs
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
-from shardproof.contract import OptimizerSpec, Options, only_in_programs
+from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError
 from shardproof.registry import adapters
 

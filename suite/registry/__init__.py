@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardproof.contract import CannotImport, at_path, import_module, is_module, no_module
+from shardproof.by_path import CannotImport, at_path, import_module, is_module, no_module
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry import old_names
 

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from shardproof.contract import CannotImport, Options, attribute, program
+from shardproof.by_path import CannotImport, attribute, program
+from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError
 
 #: An object that a module or the program holds, or its path ``package.module:name``.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardproof import contract
+from shardproof import by_path, contract
 from shardproof.contract import CrossEntropy, MicroBatch
 from shardproof.workloads import layers
 from shardproof.workloads.base import Family, Found, Picks, Samples, Workload
@@ -235,8 +235,8 @@ def load(path: str) -> OwnWorkload:
     :raises WorkloadError: it cannot be imported, or is none.
     """
     try:
-        found = contract.at_path(path)
-    except contract.CannotImport as error:
+        found = by_path.at_path(path)
+    except by_path.CannotImport as error:
         raise WorkloadError(f"workload {path!r} {error}") from error
     if not isinstance(found, OwnWorkload):
         remedy = "write shardproof.OwnWorkload(model=..., loss=..., batch=...)"
@@ -252,8 +252,8 @@ def check_name(path: str, traits: Collection[str]) -> None:
     :raises WorkloadError: no such package, or a trait that needs another model.
     """
     module, _, name = path.partition(":")
-    if not name or not contract.is_module(module):
-        raise WorkloadError(f"unknown workload {path!r}: {contract.no_module(module)}")
+    if not name or not by_path.is_module(module):
+        raise WorkloadError(f"unknown workload {path!r}: {by_path.no_module(module)}")
     for name in traits:
         if name not in (*HAD, *FOUND):
             have = ", ".join(HAD)

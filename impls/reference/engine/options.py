@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import torch
 
-from shardproof.contract import CannotImport, Capabilities, Refused, at_path
+from shardproof.by_path import CannotImport, at_path
+from shardproof.contract import Capabilities, Refused
 from shardproof.impls.reference.engine.precision import DTYPES, Precision, dtype_named
 
 T = TypeVar("T")

@@ -1,0 +1,179 @@
+"""What a user has by a path: ``package.module:name`` or ``file.py:name``.
+
+Processes of ranks load by it what a script or a package of a user's own defines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardproof.errors import nearest
+
+#: Keeps what follows to the program; whoever imports the file does not run it.
+GUARD = '`if __name__ == "__main__":`'
+
+
+class CannotImport(ValueError):
+    """What ``package.module:name`` should lead to is not there; says why in one sentence."""
+
+
+class LoadedSoFar(BaseException):
+    """A script that is loaded for its functions has come to what only its program does."""
+
+
+#: Begins the name of a module that was loaded by its file.
+_OF_FILE = "file_of_a_program_"
+#: In a script that was loaded by its file only so far: the line that it had come to.
+_STOPPED = "__shardproof_stopped__"
+_loading: list[str] = []
+
+
+def at_path(path: str) -> Any:
+    """What ``package.module:name`` or ``file.py:name`` leads to; a class, a function, any object.
+
+    So functions of a user's own reach the processes of ranks.
+
+    :raises CannotImport: no such module, one that raises, or no such name in it.
+    """
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise CannotImport("is no path of the form package.module:name or file.py:name")
+    return attribute(import_module(module), name)
+
+
+def import_module(name: str) -> ModuleType:
+    """The module ``name``; those in the working folder count, as for ``python -m``.
+
+    ``file.py`` is loaded once, never as ``__main__``: what stands under ``if __name__ ==
+    "__main__":`` is not run, and a call that is the program's own (:func:`only_in_programs`) ends
+    the loading there.
+
+    :raises CannotImport: no such module, or one that raises.
+    """
+    _find_local_modules()
+    _loading.append(name)
+    try:
+        return _load_file(Path(name)) if is_file(name) else importlib.import_module(name)
+    except LoadedSoFar:
+        what = "calls prove() when it is imported, which ranks do"
+        raise CannotImport(f"{what}: put the call under {GUARD}") from None
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "importlib" not in frame.filename]
+        own = [frame for frame in own if frame.filename != __file__]
+        where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+        why = f"cannot be imported: {type(error).__name__}: {error}{where}"
+        raise CannotImport(why) from error
+    finally:
+        _loading.pop()
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module that ``path`` holds, under a name that no import gives."""
+    path = path.resolve()
+    name = f"{_OF_FILE}{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no Python file: {path}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # where a program finds what lies beside it
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except LoadedSoFar as stopped:
+        frames = traceback.extract_tb(stopped.__traceback__)
+        own = (frame.lineno for frame in frames if frame.filename == str(path))
+        setattr(module, _STOPPED, next(own, None))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def only_in_programs() -> None:
+    """Call it in what a user's program does and its functions do not: a rank that loads the file
+    of these stops there, instead of doing what the program does.
+
+    :raises LoadedSoFar: a module is being imported by its path.
+    """
+    if _loading:
+        raise LoadedSoFar
+
+
+def is_file(module: str) -> bool:
+    """Whether ``module`` is the path of a file, not the name of a module."""
+    return module.endswith(".py")
+
+
+def is_module(name: str) -> bool:
+    """Whether there is a module or a file ``name``, as far as can be said without an import."""
+    if is_file(name):
+        return Path(name).is_file()
+    package = name.partition(".")[0]
+    if not package.isidentifier():
+        return False
+    _find_local_modules()
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a program by its name: ``__main__``
+        return False
+
+
+def no_module(name: str) -> str:
+    """What to do where :func:`is_module` finds none."""
+    if is_file(name):
+        return f"no file {name!r} here: check the path"
+    package = name.partition(".")[0]
+    return f"no module {package!r} here or installed: check the name and PYTHONPATH"
+
+
+def program() -> str:
+    """How others import what runs as ``__main__``: ``package.module``, ``file.py``, or empty."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":
+        return str(spec.name)
+    file = str(getattr(main, "__file__", None) or "")
+    if not is_file(file) or not Path(file).is_file():
+        return ""  # a notebook, a console, a pipe
+    path, here = Path(file).resolve(), Path.cwd().resolve()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _find_local_modules() -> None:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
+def attribute(module: ModuleType, name: str) -> Any:
+    """What ``module`` holds under the dotted ``name``.
+
+    :raises CannotImport: nothing; the nearest name is suggested.
+    """
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            choices = nearest(part, [n for n in vars(value) if not n.startswith("_")])
+            raise CannotImport(f"has no {name!r} in {_called(module)}; {choices}")
+        value = getattr(value, part)
+    return value
+
+
+def _called(module: ModuleType) -> str:
+    """Its name for people; of a file also what is not in it, though it stands there."""
+    if not module.__name__.startswith(_OF_FILE):
+        return module.__name__
+    file = Path(str(module.__file__)).name
+    if _STOPPED in vars(module):
+        line = getattr(module, _STOPPED)
+        return f"{file} before its call of prove() in line {line} (put such calls under {GUARD})"
+    return f"{file} (what stands under {GUARD} is not there)"
