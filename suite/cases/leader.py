@@ -1,7 +1,8 @@
 """One case in its leader process: load the system, run its ranks, train the oracle, measure.
 
-:func:`run_case` is called in a process of its own, with a :class:`CaseTask` of ``cases/runner.py``.
-It never executes a step of the implementation itself: ``launch/ranks.py`` does.
+:func:`run_case` is called with a :class:`CaseTask` of ``cases/runner.py`` in a process that does
+nothing else meanwhile.  It never executes a step of the implementation itself: ``launch/ranks.py``
+does.
 """
 
 from __future__ import annotations

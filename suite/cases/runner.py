@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -82,7 +82,7 @@ class Session:
                 seconds = 2 * LAST_RESORT * case.deadline + JUDGING_SECONDS
                 yield case.id, CaseTask(case, workdir, self._oracles), seconds
 
-        # The pool calls run_case(task) (cases/leader.py) in a process of its own.  What that
+        # The pool calls run_case(task) (cases/leader.py) in another process.  What that
         # returned is end.value; an end without a value is a case that broke its judge.
         # Closed by hand: an error in a callback must end the running leaders now, not some day.
         for these in (cases, again):
@@ -126,8 +126,11 @@ def _leaves_no_trace(task: CaseTask) -> bool:
     by being loaded.
     """
     case = task.case
-    named = json.dumps((case.workload.name, case.options), separators=(",", "="))
-    return ":" not in named and registry.changes_nothing(case.implementation)
+    relation = case.expect.get("relation")
+    other = relation.get("same_as", {}) if isinstance(relation, Mapping) else {}
+    loaded = case.implementation, other.get("implementation", case.implementation)
+    named = json.dumps((case.workload.name, case.options, case.expect), separators=(",", "="))
+    return ":" not in named and all(map(registry.changes_nothing, loaded))
 
 
 def run_cases(

@@ -3,7 +3,7 @@
 The repository's ``conftest.py`` loads this; elsewhere write ``pytest_plugins =
 "shardproof.commands.pytest_plugin"`` into your own.  Options: ``--impl``, ``--backend``,
 ``--tier``; ``-k`` is by case id, and ``-n``, ``--junitxml`` and the rest are pytest's.  Each pytest
-process runs one case at a time in a leader of its own, so a case that hangs or kills its ranks
+process runs one case at a time, in a leader, so a case that hangs or kills its ranks
 costs itself only.
 """
 

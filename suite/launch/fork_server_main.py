@@ -171,6 +171,7 @@ class _Server:
         began, parent = time.monotonic(), os.getpid()
         pid = os.fork()
         if pid == 0:
+            ours.close()
             self._lead(order, output, theirs, parent)
         theirs.close()
         with contextlib.suppress(OSError):  # both sides do it, so that neither sees it undone

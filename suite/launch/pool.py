@@ -31,7 +31,7 @@ class TaskEnd(Generic[P]):
     come to its end.  Either ``exit_code`` or ``signal`` is set, unless the fork server died with
     the leader (neither).  ``timed_out``: the pool ended it at its deadline.  ``output`` is the tail
     of what the leader itself printed (a traceback, if its task raised); ``seconds`` are wall-clock,
-    from fork to end.
+    since its leader took it.
     """
 
     key: str

@@ -26,7 +26,7 @@ from shardproof.runs.run_folder import read
 
 ROOT = Path(__file__).parents[2]
 MARK = "SHARDPROOF_SURVIVAL_TEST"
-SELECTION = ("ddp-gpt", "--impl", "reference/naive_ddp", "--backend", "in_memory", "-j", "2")
+SELECTION = ("ddp-gpt", "--impl", "reference/ddp", "--backend", "in_memory", "-j", "2")
 
 
 def start(folder: Path, *more: str) -> subprocess.Popen[str]:

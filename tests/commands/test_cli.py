@@ -196,7 +196,7 @@ def test_a_run_leaves_evidence_and_can_be_shown_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    selection = "replicate2 and small_buckets and sgd and fp64"
+    selection = "replicate2 and small_buckets and fp64"
     done = here("run", "ddp-gpt", "--backend", "in_memory", "-k", selection, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 judged (2 pass), 0 xfailed, 0 skipped, 0 left out" in done.stdout

@@ -1,7 +1,7 @@
 """One fork server for the pools of many tests: it costs six CPU seconds to start, a leader none.
 
-Every task finds the environment, the working folder and the import path as they were when it was
-submitted, as if its fork server had started then.
+Every leader is a fresh fork either way.  It finds the environment, the working folder and the
+import path as they were when its task was submitted, as if its fork server had started then.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class KeptForkServer(ForkServer):
         environment["PYTHONPATH"] = os.pathsep.join(path)
         job = pickle.dumps((task, payload))
         placed = _Placed(job, environment, str(Path.cwd()), path, self.changed)
-        ticket = super().submit(run_placed, placed, value, keep and not self.changed)
+        ticket = super().submit(run_placed, placed, value)  # the next test's are others'
         self._running.add(ticket)
         return ticket
 

@@ -2,9 +2,10 @@
 
 A sound judge fails that system by ``equivalence``, which alone sees it: all replicas are equal, and
 clipping is off.  A judge with one of these faults does not; it is killed if the case is not green.
-Every case has a leader, a process of its own, and asks there what the system declares: that is
-where its judge is spoilt, and no other case sees it.  Only what measures is spoilt: ``verify``
-decides again from what was measured, with a sound judge, and must come to the same verdict.
+The leader of a case asks what the system declares: that is where its judge is spoilt.  No other
+case sees it, since these leaders are not kept (``registry.changes_nothing``).  Only what measures
+is spoilt: ``verify`` decides again from what was measured, with a sound judge, and must come to the
+same verdict.
 """
 
 from __future__ import annotations
