@@ -57,11 +57,8 @@ def test_a_model_of_ones_own_has_a_leader_to_itself(tmp_path: Any) -> None:
 
 
 def exact(figures: dict[str, Any]) -> Any:
-    """Digests of all tensors, what was compared, and the bytes of every rank; not what threads do
-    in an order of their own.
-    """
-    ranks = [(record["traffic"], record["memory"]) for record in figures["records"]]
-    return figures["tensors"], figures["compared"], ranks
+    """Digests of all tensors and what was compared; threads of a pipeline send in varying order."""
+    return figures["tensors"], figures["compared"]
 
 
 def test_what_is_measured_is_the_same_in_any_order() -> None:
