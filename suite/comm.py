@@ -6,6 +6,7 @@ sub-groups, without change.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
@@ -30,6 +31,8 @@ _OPS = {
 }
 
 
+#: Tags of messages that belong together: as many as may be under way in a group, and one more.
+TAGS = 1 << 12
 #: The name under which ranks that are threads register with torch.
 THREADED = "threaded"
 
@@ -50,10 +53,11 @@ def environment(**values: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Half:
-    """Half of a batched point-to-point exchange with group rank ``peer``."""
+    """Half of a batched point-to-point exchange with group rank ``peer``; tags of both agree."""
 
     tensor: Tensor
     peer: int
+    tag: int = 0
 
 
 class Send(_Half):
@@ -78,6 +82,7 @@ class Comm:
         self.device = device
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self._tags = itertools.cycle(range(1, TAGS))
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", async_op: bool = False) -> Any:
         """Combine ``tensor`` over all ranks, in place."""
@@ -141,11 +146,16 @@ class Comm:
                 dist.isend if isinstance(op, Send) else dist.irecv,
                 op.tensor,
                 group=self.group,
+                tag=op.tag,
                 group_peer=op.peer,
             )
             for op in operations
         ]
         return dist.batch_isend_irecv(ops) if ops else []
+
+    def new_tag(self) -> int:
+        """A tag for messages that belong together: the same on all ranks that ask as often."""
+        return next(self._tags)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's picklable ``value`` in rank order (control traffic)."""

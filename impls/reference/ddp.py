@@ -51,6 +51,7 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
+from shardproof.impls.reference.collectives.options import OfWholes
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
 from shardproof.impls.reference.engine.options import at_least, declared, parse_options
@@ -60,7 +61,7 @@ from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(OfWholes):
     """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to leave;
     ``recompute_every`` is the engine's (engine/recompute.py)."""
 
@@ -92,6 +93,7 @@ class DDP(Replicated):
         super().__init__(module, comm)
         self.options = options
         self.reducer = reducer or Reducer()
+        self.reducer.check(comm.size)
         self.broadcast_initial()
         self.order = list(reversed(range(len(self.parameters))))
         self.learned = False  # whether ``order`` is that of a backward

@@ -181,6 +181,10 @@ class ReferenceHybrid(ReferencePipeline):
         else:
             Engine.setup(self, build, state, optimizer, mesh, options)
 
+    def collective_options(self) -> Mapping[str, Any]:
+        """Those of the data axes: the other axes sum activations, by the backend's own."""
+        return self.options.data_options
+
     def check(self, mesh: Mesh) -> None:
         """Whether the strategy of the data axes takes those that the mesh has."""
         data, inner = self.options.data, self.options.strategy_options

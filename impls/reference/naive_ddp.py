@@ -28,27 +28,32 @@ from torch import nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities
+from shardproof.impls.reference.collectives.options import OfWholes
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+from shardproof.impls.reference.parts.flat import FlatLayout
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 
 
 @dataclass(frozen=True)
-class Options:
-    """No options."""
+class Options(OfWholes):
+    """``all_reduce`` alone."""
 
 
 def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> NaiveDDP:
     """Replicate ``module`` over ``comms["replicate"]``, starting from rank 0's values."""
-    return NaiveDDP(module, comms["replicate"])
+    return NaiveDDP(module, comms["replicate"], context.reducer)
 
 
 class NaiveDDP(Replicated):
     """The handle: everything happens in ``finish``."""
 
-    def __init__(self, module: nn.Module, comm: Comm) -> None:
+    def __init__(self, module: nn.Module, comm: Comm, reducer: Reducer) -> None:
         super().__init__(module, comm)
+        self.reducer = reducer
+        reducer.check(comm.size)
         broadcast_tensors(list(named_state(module).values()), comm)
 
     def finish(self) -> None:
@@ -57,13 +62,15 @@ class NaiveDDP(Replicated):
         votes = [p.grad is not None for p in self.parameters]
         used = torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
         self.comm.all_reduce(used)
-        for parameter, count in zip(self.parameters, used.tolist(), strict=True):
+        for name, parameter, count in zip(self.names, self.parameters, used.tolist(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             # A transposed parameter has a transposed gradient, and collectives take contiguous
             # tensors.
             gradient = gradient.contiguous()
             if gradient.numel():
-                self.comm.all_reduce(gradient)
+                parts = FlatLayout({name: gradient}, 1).whole
+                bucket = Bucket(gradient.view(-1), parts, self.step)
+                self.reducer.all_reduce(bucket, self.comm).wait()
             # Not zero but none, or weight decay and momentum would move what nobody used.
             parameter.grad = gradient if count else None
 
@@ -87,7 +94,8 @@ class ReferenceNaiveDDP(Engine):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""
         comms = {"replicate": mesh.comm("replicate")}
-        return apply(module, comms, parse_options(Options, options))
+        chosen = parse_options(Options, options)
+        return apply(module, comms, chosen, Context(self.reducer))
 
 
 IMPLEMENTATION = ReferenceNaiveDDP

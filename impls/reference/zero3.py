@@ -53,6 +53,7 @@ from torch import Tensor, nn
 
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
+from shardproof.impls.reference.collectives.options import OfShards
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.options import Training, declared, parse_options
@@ -63,7 +64,7 @@ from shardproof.impls.reference.units.wrapped import WrappedModel
 
 
 @dataclass(frozen=True)
-class Options(Training):
+class Options(OfShards, Training):
     """``wrap`` says which modules are units."""
 
     wrap: Wrap = field(default_factory=Wrap)

@@ -396,7 +396,7 @@ class UsesStaleBucket(Zero2):
     """Forward does not wait for the gather of one bucket: it computes with old values."""
 
     def after_update(self) -> None:
-        works = [bucket.gather() for bucket in self.buckets]
+        works = [bucket.gather(self.reducer) for bucket in self.buckets]
         # The first bucket is that of the last layers, which forward needs last; still too early.
         for work in works[1:]:
             work.wait()  # type: ignore[union-attr]

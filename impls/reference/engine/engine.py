@@ -32,6 +32,8 @@ from shardproof.contract import (
     Piece,
     StepResult,
 )
+from shardproof.impls.reference.collectives import options as collectives
+from shardproof.impls.reference.collectives.reducer import ByAlgorithm
 from shardproof.impls.reference.engine.handle import Context, Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.norm import clip_factor, total_norm
@@ -74,7 +76,7 @@ class Engine(Implementation):
         module = build(mesh.device)
         if state is not None:
             load_state(module, state)
-        self.build, self.spec, self.mesh = build, optimizer, mesh
+        self.build, self.spec, self.mesh, self.given = build, optimizer, mesh, options
         self.groups = self.recompute(module, options)
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.check_norms(module)
@@ -100,8 +102,13 @@ class Engine(Implementation):
         return recompute_units(module, self.build.units, every, self.call_type)
 
     def make_reducer(self) -> Reducer:
-        """How this rank's handles sum gradients over ranks."""
-        return Reducer()
+        """How this rank's handles sum gradients over ranks: as the options say."""
+        chosen = collectives.chosen(self.collective_options())
+        return Reducer() if chosen == collectives.Collectives() else ByAlgorithm(chosen)
+
+    def collective_options(self) -> Mapping[str, Any]:
+        """The options among which those of :mod:`collectives` are."""
+        return self.given
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over what this rank updates, or over its masters."""

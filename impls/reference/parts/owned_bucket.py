@@ -15,7 +15,7 @@ from shardproof.comm import Comm
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.parts.flat import FlatLayout, Part
 from shardproof.impls.reference.parts.flat_parameters import FlatParameters
-from shardproof.impls.reference.parts.reducers import Bucket, Work
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
 
 
 class OwnedBucket:
@@ -84,11 +84,8 @@ class OwnedBucket:
 
     # --------------------------------------------------------------------------------- parameters
 
-    def gather(self) -> Work | None:
+    def gather(self, reducer: Reducer) -> Work | None:
         """Start to give this rank's shard of the parameters to all, in place."""
         if not self.layout.padded_numel:
             return None
-        work: Work = self.comm.all_gather(
-            self.parameters.flat, self.parameters.shard, async_op=True
-        )
-        return work
+        return reducer.all_gather(self.parameters.flat, self.parameters.shard, self.comm)

@@ -1,11 +1,12 @@
-"""How a bucket of gradients is summed over ranks.
+"""How a bucket of gradients is summed over ranks, and how shards of parameters are gathered.
 
-This is where hand-written collectives and lossy compression plug in.  A strategy decides *when* a
-bucket leaves and over which ranks; a :class:`Reducer` decides *how*.
+This is where hand-written collectives (collectives/) and lossy compression plug in.  A strategy
+decides *when* a bucket leaves and over which ranks; a :class:`Reducer` decides *how*.
 
     bucket     names, shapes and element ranges of what lies in one flat tensor; the step
     reducer    all_reduce(bucket, comm)              the sum replaces the bucket's elements
                reduce_scatter(bucket, comm, shard)   this rank's equal part of the sum -> shard
+               all_gather(output, shard, comm)       all ranks' shards -> output
                pieces(), load_pieces(...)            state of its own, e.g. an error carried over
 
 All ranks of ``comm`` reduce the same buckets in the same order.  Until ``wait`` has returned,
@@ -72,6 +73,17 @@ class Reducer:
         """
         work: Work = comm.reduce_scatter(shard, bucket.flat, async_op=True)
         return work
+
+    def all_gather(self, output: Tensor, shard: Tensor, comm: Comm) -> Work:
+        """Start to put the shards of all ranks of ``comm`` together in ``output``, in rank order.
+
+        ``shard`` may be this rank's part of ``output``.
+        """
+        work: Work = comm.all_gather(output, shard, async_op=True)
+        return work
+
+    def check(self, ranks: int) -> None:
+        """:class:`~shardproof.contract.Refused` where ``ranks`` cannot sum whole buckets."""
 
     def pieces(self) -> list[Piece]:
         """State that a checkpoint must keep, as optimizer slots ``<parameter>.<slot>``."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
+from shardproof.impls.reference.collectives.options import OfShards
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
@@ -36,7 +37,7 @@ from shardproof.impls.reference.parts.reducers import Reducer
 
 
 @dataclass(frozen=True)
-class Options(WholeParameters):
+class Options(OfShards, WholeParameters):
     """``bucket_bytes`` limits a bucket."""
 
     bucket_bytes: int = 25 * 2**20
@@ -189,7 +190,8 @@ class ShardedUpdate(Handle):
 
     def after_update(self) -> None:
         """Give every rank the updated shards of all."""
-        works = [bucket.gather() for bucket in self.buckets]  # all in flight before the first wait
+        # All in flight before the first wait.
+        works = [bucket.gather(self.reducer) for bucket in self.buckets]
         for bucket, work in zip(self.buckets, works, strict=True):
             if work is not None:
                 work.wait()

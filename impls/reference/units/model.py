@@ -37,6 +37,8 @@ class ShardedModel(Handle):
     ) -> None:
         self.module, self.reducer = module, context.reducer
         self.shards, self.replicas = comms.get("shard"), comms.get("replicate")
+        if self.replicas is not None:
+            self.reducer.check(self.replicas.size)
         self.rounds = Rounds(list(comms.values()), next(module.parameters()).device)
         # Along each axis from its first rank, one axis after the other: in the end all ranks have
         # the values of the very first.  Before the shards are cut, for they are cut from these.
@@ -49,8 +51,9 @@ class ShardedModel(Handle):
         for number, one in enumerate(plan):
             own = {name: named[name] for name in one.parameters}
             place = module.get_submodule(one.name)
+            rest = context.host, context.reducer
             self.units.append(
-                ShardedUnit(number, one.name, place, own, self.shards, precision, context.host)
+                ShardedUnit(number, one.name, place, own, self.shards, precision, *rest)
             )
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.trained = [flat for unit in self.units for flat in unit.trained]

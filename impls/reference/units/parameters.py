@@ -27,7 +27,7 @@ from shardproof.comm import Comm
 from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.parts.flat import FlatLayout
-from shardproof.impls.reference.parts.reducers import Work
+from shardproof.impls.reference.parts.reducers import Reducer, Work
 from shardproof.impls.reference.units.states import Stateful
 
 
@@ -50,7 +50,7 @@ class Parameters(Stateful[ParameterState]):
     ``shard`` (``layout.shard_numel`` elements, in the dtype as built) is what this rank owns.
     ``whole`` (``layout.padded_numel`` elements, in the policy's dtype) has memory only between
     :meth:`gather` and :meth:`free`.  ``comm`` of ``None``: one rank owns all.  With ``host`` the
-    shard rests there.
+    shard rests there.  ``reducer`` gathers.
     """
 
     what = "parameters"
@@ -69,8 +69,9 @@ class Parameters(Stateful[ParameterState]):
         comm: Comm | None,
         precision: Precision,
         host: HostMemory | None = None,
+        reducer: Reducer | None = None,
     ) -> None:
-        self.layout, self.comm = layout, comm
+        self.layout, self.comm, self.reducer = layout, comm, reducer or Reducer()
         self.device = next(iter(named.values())).device
         built = layout.empty(self.device)
         layout.pack(built, named)
@@ -114,7 +115,7 @@ class Parameters(Stateful[ParameterState]):
         elif self.layout.padded_numel:
             # Kept until the wait: the collective reads it, and the cast may have made a copy.
             self.sending = source.to(self.device, self.whole.dtype, copy=self.is_offloaded)
-            self.work = comm.all_gather(self.whole, self.sending, async_op=True)
+            self.work = self.reducer.all_gather(self.whole, self.sending, comm)
         self.chunk = None
 
     def wait(self) -> None:

@@ -25,7 +25,8 @@ from shardproof.impls.reference.units.parameters import Parameters, ParameterSta
 class FlatShard:
     """Parameters ``named`` of one dtype, all trained or all frozen, sharded over ``comm``.
 
-    ``comm`` of ``None``: one rank owns all.  With ``host`` shards rest on the host.
+    ``comm`` of ``None``: one rank owns all.  With ``host`` shards rest on the host.  ``reducer``
+    gathers parameters (``None``: the backend's own all-gather).
     """
 
     def __init__(
@@ -34,11 +35,12 @@ class FlatShard:
         comm: Comm | None,
         precision: Precision,
         host: HostMemory | None = None,
+        reducer: Reducer | None = None,
     ) -> None:
         self.comm = comm if comm is not None and comm.size > 1 else None
         self.layout = FlatLayout(named, self.comm.size if self.comm else 1)
         self.trained = next(iter(named.values())).requires_grad
-        self.parameters = Parameters(named, self.layout, self.comm, precision, host)
+        self.parameters = Parameters(named, self.layout, self.comm, precision, host, reducer)
         rank = self.comm.rank if self.comm else 0
         self.parts: dict[str, Part] = {part.name: part for part in self.layout.parts(rank)}
         #: This rank's parts of trained parameters: leaves for the optimizer, views of the shard.
@@ -86,13 +88,14 @@ class ShardedUnit:
         comm: Comm | None,
         precision: Precision,
         host: HostMemory | None = None,
+        reducer: Reducer | None = None,
     ) -> None:
         self.number, self.name, self.module = number, name, module
         # A collective has one dtype; what is frozen has no gradients to be laid out.
         kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
         for key, parameter in named.items():
             kinds.setdefault((parameter.dtype, parameter.requires_grad), {})[key] = parameter
-        self.flats = [FlatShard(same, comm, precision, host) for same in kinds.values()]
+        self.flats = [FlatShard(same, comm, precision, host, reducer) for same in kinds.values()]
         self.trained = [flat for flat in self.flats if flat.trained]
         self.start_round()
 

@@ -1,0 +1,72 @@
+"""A reducer whose collectives are those of this folder, where an option asks for them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardproof.comm import Comm
+from shardproof.contract import Refused
+from shardproof.impls.reference.collectives.algorithms import ALGORITHMS, all_reduce
+from shardproof.impls.reference.collectives.executor import Running
+from shardproof.impls.reference.collectives.options import Collectives, Hierarchical
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
+
+
+class ByAlgorithm(Reducer):
+    """Sums and gathers over send and recv; what ``chosen`` leaves to the backend stays there."""
+
+    def __init__(self, chosen: Collectives) -> None:
+        self.chosen = chosen
+        self.summing = all_reduce(chosen.all_reduce)
+        self.scattering = ALGORITHMS["reduce_scatter"].get(chosen.reduce_scatter)
+        self.gathering = ALGORITHMS["all_gather"].get(chosen.all_gather)
+
+    def check(self, ranks: int) -> None:
+        """Whole nodes only; all other algorithms serve any number of ranks."""
+        option = self.chosen.all_reduce
+        if isinstance(option, Hierarchical) and ranks % option.ranks_per_node:
+            raise Refused(
+                f"option 'all_reduce' = hierarchical with ranks_per_node "
+                f"{option.ranks_per_node}: {ranks} ranks reduce together, which are no whole "
+                "nodes; take a divisor, or another algorithm (rabenseifner serves any number)"
+            )
+
+    def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        """Start with the first round; the others run in ``wait``."""
+        if self.summing is None:
+            return super().all_reduce(bucket, comm)
+        rounds = self.summing(comm.rank, comm.size, bucket.flat.numel())
+        return Running(rounds, bucket.flat, comm)
+
+    def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
+        """In place; a shard that lies elsewhere is copied in the end."""
+        if self.scattering is None:
+            return super().reduce_scatter(bucket, comm, shard)
+        own = part_of(bucket.flat, comm, shard)
+        rounds = self.scattering(comm.rank, comm.size, bucket.flat.numel())
+        return Running(rounds, bucket.flat, comm, then=lambda: put(own, shard))
+
+    def all_gather(self, output: Tensor, shard: Tensor, comm: Comm) -> Work:
+        """All rounds at once.
+
+        A rank without data of its own waits for its gathers sooner than the others, who compute
+        meanwhile; it would wait for rounds that nobody carries on.
+        """
+        if self.gathering is None:
+            return super().all_gather(output, shard, comm)
+        put(shard, part_of(output, comm, shard))
+        running = Running(self.gathering(comm.rank, comm.size, output.numel()), output, comm)
+        running.wait()
+        return running
+
+
+def part_of(flat: Tensor, comm: Comm, shard: Tensor) -> Tensor:
+    """Where ``shard`` belongs in ``flat``."""
+    count = shard.numel()
+    return flat.view(-1)[comm.rank * count : (comm.rank + 1) * count]
+
+
+def put(source: Tensor, target: Tensor) -> None:
+    """Copy, unless both are the same memory."""
+    if source.data_ptr() != target.data_ptr():
+        target.detach().view(-1).copy_(source.detach().view(-1))

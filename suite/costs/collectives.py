@@ -1,0 +1,195 @@
+"""What each rank sends in a collective that is made of sends and receives: closed formulas.
+
+Written apart from the algorithms themselves (``impls/reference/collectives/``, where the docstring
+of each derives its formula), so that a wrong one shows: tests hold both against each other for up
+to 64 ranks, and the check ``traffic`` holds the formulas against what was sent.
+
+N ranks, n elements; m = min(n, N) chunks are not empty, c_i = elements of chunk i; N = P + x with P
+the largest power of two in N, k = lg P; all over ranks, tolerance 0:
+
+    all_reduce       rounds                elements over all ranks   messages over all ranks
+    ring             2 (N-1)               2 (N-1) n                 2 (N-1) m
+    recursive_doubling  k + 2[x]           (P k + 2x) n              P k + 2x
+    rabenseifner     2k + 2[x]             (2 (P-1) + 2x) n          2x + 2 sum_j 2^j ceil(m' / 2^j)
+    binomial_tree    2 ceil(lg N)          2 (N-1) n                 2 (N-1)
+    double_binary_tree  2 floor(lg N) + S-1   2 (N-1) n              2 (N-1) (S_0 + S_1)
+    hierarchical     2 (L-1) + 2 (M-1)     2 (N-1) n                 by its rings
+    reduce_scatter, all_gather: ring N-1   (N-1) n                   (N-1) m
+    broadcast: binomial  ceil(lg N)        (N-1) n                   N-1
+
+m' = min(n, P); j runs from 0 to k-1.  Nothing is sent for n = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: Elements of a piece of the double binary tree, at most.
+PIECE = 1 << 17
+#: The collectives of the backend itself.
+BACKEND = "backend"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """``rounds`` of the whole collective; messages and elements that one rank sends."""
+
+    rounds: int
+    messages: int
+    elements: int
+
+    def __add__(self, other: Sent) -> Sent:
+        """One after the other."""
+        return Sent(
+            self.rounds + other.rounds,
+            self.messages + other.messages,
+            self.elements + other.elements,
+        )
+
+
+def chunk(length: int, parts: int, index: int) -> int:
+    """Elements of a chunk: the first ``length % parts`` have one more than the rest."""
+    return length // parts + (index % parts < length % parts)
+
+
+def block(length: int, parts: int, first: int, count: int) -> int:
+    """Elements of ``count`` chunks from ``first`` on."""
+    least, larger = divmod(length, parts)
+    return count * least + min(max(larger - first, 0), count)
+
+
+def ring_reduce_scatter(rank: int, ranks: int, length: int) -> Sent:
+    """All chunks but the rank's own."""
+    chunks = min(length, ranks)
+    rounds = (ranks - 1) * (length > 0)
+    return Sent(rounds, chunks - (rank < chunks), length - chunk(length, ranks, rank))
+
+
+def ring_all_gather(rank: int, ranks: int, length: int) -> Sent:
+    """All chunks but the right neighbour's."""
+    return ring_reduce_scatter((rank + 1) % ranks, ranks, length)
+
+
+def ring(rank: int, ranks: int, length: int) -> Sent:
+    """Both of them."""
+    return ring_reduce_scatter(rank, ranks, length) + ring_all_gather(rank, ranks, length)
+
+
+def recursive_doubling(rank: int, ranks: int, length: int) -> Sent:
+    """The whole vector lg P times, and once more for a guest; a guest once."""
+    return _folded(rank, ranks, length, _doubling)
+
+
+def rabenseifner(rank: int, ranks: int, length: int) -> Sent:
+    """Sibling blocks while halving, own blocks while doubling."""
+    return _folded(rank, ranks, length, _halving_doubling)
+
+
+def binomial_broadcast(rank: int, ranks: int, length: int, root: int = 0) -> Sent:
+    """The whole vector to every child."""
+    if not length:
+        return Sent(0, 0, 0)
+    children = _children((rank - root) % ranks, ranks)
+    return Sent((ranks - 1).bit_length(), children, children * length)
+
+
+def binomial_tree(rank: int, ranks: int, length: int) -> Sent:
+    """Once up, but for rank 0, and once down to every child."""
+    down = binomial_broadcast(rank, ranks, length)
+    is_sent = int(rank > 0 and length > 0)
+    return Sent(down.rounds, is_sent, is_sent * length) + down
+
+
+def double_binary_tree(rank: int, ranks: int, length: int, piece: int = PIECE) -> Sent:
+    """In each tree its half to every neighbour, in pieces."""
+    if not length or ranks == 1:
+        return Sent(0, 0, 0)
+    halves = (length + 1) // 2, length // 2
+    pieces = [-(-half // piece) for half in halves]
+    # The place of a rank in the second tree: mirrored, or shifted by one where N is odd.
+    places = rank, (rank + 1) % ranks if ranks % 2 else ranks - 1 - rank
+    edges = [_neighbours(place, ranks) for place in places]
+    rounds = 2 * (ranks.bit_length() - 1) + pieces[0] - 1
+    messages = sum(n * count for n, count in zip(edges, pieces, strict=True))
+    return Sent(rounds, messages, sum(n * half for n, half in zip(edges, halves, strict=True)))
+
+
+def hierarchical(rank: int, ranks: int, length: int, ranks_per_node: int) -> Sent:
+    """Rings inside a node, and one across nodes for the rank's own chunk."""
+    node, place = divmod(rank, ranks_per_node)
+    nodes, share = ranks // ranks_per_node, chunk(length, ranks_per_node, place)
+    across = ring(node, nodes, share)
+    # Rounds are those of the whole group: of its largest chunk, which is the first.
+    rounds = ring(0, nodes, chunk(length, ranks_per_node, 0)).rounds
+    return ring(place, ranks_per_node, length) + Sent(rounds, across.messages, across.elements)
+
+
+#: (operation, algorithm) -> what a rank sends; ``hierarchical`` also takes the ranks of a node.
+FORMULAS: dict[tuple[str, str], Callable[..., Sent]] = {
+    ("all_reduce", "ring"): ring,
+    ("all_reduce", "recursive_doubling"): recursive_doubling,
+    ("all_reduce", "rabenseifner"): rabenseifner,
+    ("all_reduce", "binomial_tree"): binomial_tree,
+    ("all_reduce", "double_binary_tree"): double_binary_tree,
+    ("all_reduce", "hierarchical"): hierarchical,
+    ("reduce_scatter", "ring"): ring_reduce_scatter,
+    ("all_gather", "ring"): ring_all_gather,
+    ("broadcast", "binomial"): binomial_broadcast,
+}
+
+
+def sent(
+    operation: str, algorithm: str, ranks: int, length: int, ranks_per_node: int = 0
+) -> list[Sent]:
+    """What each rank sends."""
+    more = (ranks_per_node,) if algorithm == "hierarchical" else ()
+    formula = FORMULAS[operation, algorithm]
+    return [formula(rank, ranks, length, *more) for rank in range(ranks)]
+
+
+def _folded(rank: int, ranks: int, length: int, inside: Callable[[int, int, int], Sent]) -> Sent:
+    """``inside`` of a power of two, for any number of ranks; see collectives/fold.py."""
+    if not length:
+        return Sent(0, 0, 0)
+    power = 1 << (ranks.bit_length() - 1)
+    extra = ranks - power
+    rounds = inside(0, power, length).rounds + 2 * (extra > 0)
+    if rank < 2 * extra and rank % 2 == 0:
+        return Sent(rounds, 1, length)
+    has_guest = rank < 2 * extra
+    own = inside(rank // 2 if has_guest else rank - extra, power, length)
+    return Sent(rounds, own.messages + has_guest, own.elements + has_guest * length)
+
+
+def _doubling(rank: int, ranks: int, length: int) -> Sent:
+    levels = ranks.bit_length() - 1
+    return Sent(levels, levels, levels * length)
+
+
+def _halving_doubling(rank: int, ranks: int, length: int) -> Sent:
+    levels = range(ranks.bit_length() - 1)
+    own = [block(length, ranks, rank >> j << j, 1 << j) for j in levels]
+    beside = [block(length, ranks, (rank >> j ^ 1) << j, 1 << j) for j in levels]
+    sizes = [*own, *beside]
+    return Sent(len(sizes), sum(size > 0 for size in sizes), sum(sizes))
+
+
+def _children(place: int, ranks: int) -> int:
+    """Powers of two below the lowest bit of ``place`` that lead to another rank when added."""
+    powers = (1 << j for j in range((ranks - 1).bit_length()))
+    return sum(place % (2 * power) == 0 and place + power < ranks for power in powers)
+
+
+def _neighbours(place: int, ranks: int) -> int:
+    """Edges of a place in the in-order tree whose left subtrees are complete.
+
+    An even place is a leaf.  An odd one has a left child, and a right one if any place follows in
+    its subtree: it has 2^h - 1 places at its left, with h the lowest zero bit of ``place``.
+    """
+    has_parent = place != (1 << (ranks.bit_length() - 1)) - 1
+    if place % 2 == 0:
+        return int(has_parent)
+    # Behind it comes at least one place of its own subtree, unless it is the last of all: a
+    # subtree that ends before the last rank ends with a leaf at its right.
+    return 1 + int(place + 1 < ranks) + int(has_parent)
