@@ -25,6 +25,7 @@ from shardproof.checks import Outcome, first_problem
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import step_calls
 from shardproof.contract import PROFILES
+from shardproof.costs import collectives
 from shardproof.costs.families import FAMILIES
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
@@ -145,16 +146,23 @@ def _silent_accumulation(evidence: Figures) -> str:
     features = evidence.declaration.features
     if "accumulation_without_communication" not in features or evidence.case.world == 1:
         return ""
+    kinds = (*REDUCTIONS, "send") if _sums_by_sending(evidence) else REDUCTIONS
 
     def wrong(record: RankRecord, step: int) -> str:
         events = record.events_of(step)
         starts = [n for n, kind, unit in events if (kind, unit) == ("forward", "")]
-        reduced = [call for call in step_calls(record, step) if call.operation in REDUCTIONS]
+        reduced = [call for call in step_calls(record, step) if call.operation in kinds]
         early = sum(call.issued < starts[-1] for call in reduced) if len(starts) > 1 else 0
         text = "reductions before the last micro-batch: accumulation should not communicate"
         return f"{early} {text}" if early else ""
 
     return first_problem(evidence, wrong)
+
+
+def _sums_by_sending(evidence: Figures) -> bool:
+    """Whether gradients are summed by an algorithm over send and recv."""
+    facts = evidence.model_facts
+    return facts is not None and collectives.over_send_recv(facts, "all_reduce")
 
 
 def _recomputation(evidence: Figures) -> str:
@@ -184,6 +192,8 @@ def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
     is_bucketed = evidence.declaration.strategy == "ddp" and evidence.depth == "layout"
     if not is_bucketed or evidence.case.world == 1:
         return ""
+    if _sums_by_sending(evidence):
+        return ""  # rounds of several buckets are alike; ``traffic`` bounds their number
     last = evidence.steps[-1]
     counts = [
         sum(call.operation in REDUCTIONS for call in step_calls(record, last))

@@ -41,6 +41,8 @@ def decide(evidence: Figures) -> Outcome:
     if "overlap" not in evidence.declaration.features:
         return Outcome("overlap", "skip", "not part of what this strategy claims")
     cost_model = evidence.cost_model()
+    if cost_model is not None and (reason := cost_model.why_overlap_is_not_judged()):
+        return Outcome("overlap", "skip", reason)
     ahead = cost_model.prefetch() if cost_model is not None else None
     settled = [step for step in evidence.steps if step >= SETTLING]
     if not settled:

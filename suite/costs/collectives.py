@@ -22,13 +22,23 @@ m' = min(n, P); j runs from 0 to k-1.  Nothing is sent for n = 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
+
+from shardproof.costs import model
+from shardproof.costs.model import Flow, Operation
+from shardproof.costs.model_facts import ModelFacts
 
 #: Elements of a piece of the double binary tree, at most.
 PIECE = 1 << 17
 #: The collectives of the backend itself.
 BACKEND = "backend"
+#: Why ``overlap`` has nothing to count where they are not chosen.
+ROUNDS_ARE_ALIKE = (
+    "collectives are made of sends and receives, whose rounds go on in waits: the log of calls "
+    "does not tell which one starts a reduction or a gather"
+)
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,66 @@ def sent(
     more = (ranks_per_node,) if algorithm == "hierarchical" else ()
     formula = FORMULAS[operation, algorithm]
     return [formula(rank, ranks, length, *more) for rank in range(ranks)]
+
+
+#: Elements and bytes of one, of what one call reduces or gathers.
+Payload = tuple[int, int]
+
+
+def algorithm(facts: ModelFacts, operation: str) -> tuple[str, int]:
+    """The algorithm that the options choose for ``operation``, and the ranks of a node (or 0)."""
+    chosen = facts.option(operation, BACKEND)
+    if isinstance(chosen, str):
+        return chosen, 0
+    return str(chosen.get("algorithm", "hierarchical")), int(chosen["ranks_per_node"])
+
+
+def over_send_recv(facts: ModelFacts, *operations: str) -> bool:
+    """Whether one of ``operations`` is made of sends and receives in groups of several ranks."""
+    return any(algorithm(facts, each)[0] != BACKEND for each in operations)
+
+
+def flow(
+    facts: ModelFacts,
+    axis: str,
+    operation: Operation,
+    payloads: Iterable[Payload],
+    times: int = 1,
+    ranks: int | None = None,
+) -> list[Flow]:
+    """The flow of one collective per payload, made ``times`` times by every rank.
+
+    ``ranks``: those of a group (``None``: all along the axis).  The payload is the whole output of
+    an all-gather and the whole input of a reduce-scatter.
+    """
+    group = facts.size(axis) if ranks is None else ranks
+    times *= facts.world // group
+    name, nodes = algorithm(facts, operation)
+    payloads = [payload for payload in payloads if payload[0]]
+    if group == 1 or not payloads or not times:
+        return []
+    if name == BACKEND:
+        sizes = [elements * item for elements, item in payloads]
+        return model.grouped_flow(axis, operation, sizes, group, times)
+    calls = total = 0
+    for elements, item in payloads:
+        own = sent(operation, name, group, elements, nodes)
+        calls += times * sum(each.messages for each in own)
+        total += times * item * sum(each.elements for each in own)
+    return [Flow(axis, "send", Fraction(total), calls), Flow(axis, "recv", Fraction(0), calls)]
+
+
+def scratch(facts: ModelFacts, operation: str, ranks: int, elements: int) -> int:
+    """Most elements that a rank receives beside its own before it combines them, in one call."""
+    name, nodes = algorithm(facts, operation)
+    if name == BACKEND or ranks == 1 or operation == "all_gather":
+        return 0
+    if name == "ring":
+        return -(-elements // ranks)
+    if name == "hierarchical":
+        return -(-elements // nodes)
+    # Of both trees a rank has two children at most, whose pieces come at once.
+    return 4 * min(PIECE, elements) if name == "double_binary_tree" else elements
 
 
 def _folded(rank: int, ranks: int, length: int, inside: Callable[[int, int, int], Sent]) -> Sent:

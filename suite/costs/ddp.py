@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from shardproof.costs.model import Bytes, CostModel, Flow, Local, Operation, flow, state_bytes
+from shardproof.costs import collectives
+from shardproof.costs.model import Bytes, CostModel, Flow, Local, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, used
 
 _ALL_REDUCE = (
@@ -55,8 +57,9 @@ class NaiveDDP(Single):
     source = f"gradients once a step, whatever the micro-batches. {_ALL_REDUCE}"
 
     def flows(self) -> list[Flow]:
-        """2 (N-1) G bytes: one all-reduce for each trained tensor."""
-        return flow(self.facts, "replicate", "all_reduce", [t.nbytes for t in self.facts.trainable])
+        """2 (N-1) G bytes: one all-reduce for each trained tensor (or what its algorithm sends)."""
+        payloads = [(t.numel, ITEMSIZE[t.dtype]) for t in self.facts.trainable]
+        return collectives.flow(self.facts, "replicate", "all_reduce", payloads)
 
 
 class DDP(Single):
@@ -73,16 +76,34 @@ class DDP(Single):
     )
 
     def flows(self) -> list[Flow]:
-        """2 (N-1) G + (N-1) buffers, in bytes; buffers are sent together or one by one."""
+        """2 (N-1) G (or what the chosen algorithm sends) + (N-1) buffers, in bytes; buffers are
+        sent together or one by one.
+        """
         facts = self.facts
         copied = facts.buffers if facts.option("broadcast_buffers", True) else ()
         buffers = [b for b in copied if b.dtype in ITEMSIZE]
         return [*self.packed("all_reduce", facts.trainable), *self.packed("broadcast", buffers)]
 
-    def packed(self, operation: Operation, tensors: Sequence[TensorFacts]) -> list[Flow]:
-        """``tensors`` in a call each, or all of one dtype in one."""
-        flows = flow(self.facts, "replicate", operation, [t.nbytes for t in tensors])
-        return [f.at_least(len({t.dtype for t in tensors}) * self.facts.world) for f in flows]
+    def packed(
+        self, operation: Literal["all_reduce", "broadcast"], tensors: Sequence[TensorFacts]
+    ) -> list[Flow]:
+        """``tensors`` in a call each, or all of one dtype in one.
+
+        The bytes are the same: every algorithm sends, over all ranks, a multiple of the elements.
+        """
+        apart = [(t.numel, ITEMSIZE[t.dtype]) for t in tensors]
+        together = [
+            (sum(t.numel for t in tensors if t.dtype == dtype), ITEMSIZE[dtype])
+            for dtype in {t.dtype: None for t in tensors}
+        ]
+        fewest = collectives.flow(self.facts, "replicate", operation, together)
+        most = collectives.flow(self.facts, "replicate", operation, apart)
+        return [f.at_least(least.range[0]) for f, least in zip(most, fewest, strict=True)]
+
+    def why_overlap_is_not_judged(self) -> str:
+        """Rounds of several buckets are alike in the log."""
+        chosen = collectives.over_send_recv(self.facts, "all_reduce")
+        return collectives.ROUNDS_ARE_ALIKE if chosen else ""
 
     def why_not_measured(self) -> str:
         """A bucket with no used parameter holds no gradients; no formula says which ones."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardproof.costs import collectives
+from shardproof.costs.collectives import Payload
 from shardproof.costs.layout import Unit
-from shardproof.costs.model import Bound, Flow, Prefetch, flow, grouped_flow, norm_flow
+from shardproof.costs.model import Bound, Flow, Prefetch, norm_flow
+from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.costs.zero import Zero3
 
 
@@ -67,21 +70,30 @@ class FSDP(Zero3):
         for unit in self.units:
             if not facts.called(unit.name):
                 continue
-            gathered = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in unit.flats]
-            flows += flow(facts, "shard", "all_gather", gathered, self.forwards)
+            gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
+            flows += collectives.flow(facts, "shard", "all_gather", gathered, self.forwards)
             flows += self.again(gathered, self.gathers_again(unit))
-        reduced = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.reduced]
-        crossing = [size // facts.size("shard") for size in reduced]
+        reduced = [flat.payload(facts.reduction(flat.dtype)) for flat in self.reduced]
+        crossing = [(elements // facts.size("shard"), item) for elements, item in reduced]
         once = min(facts.rounds, 1)
         times = once if self.is_silent else facts.rounds
-        flows += flow(facts, "shard", "reduce_scatter", reduced, times)
-        flows += flow(facts, "replicate", "all_reduce", crossing, once)
+        flows += collectives.flow(facts, "shard", "reduce_scatter", reduced, times)
+        flows += collectives.flow(facts, "replicate", "all_reduce", crossing, once)
         return [*flows, *norm_flow(facts, "shard")]
 
-    def again(self, payloads: list[int], times: int) -> list[Flow]:
+    def again(self, payloads: list[Payload], times: int) -> list[Flow]:
         """The gathers of one unit over the ranks that it is sharded over between its uses."""
-        times *= self.facts.world // self.rests
-        return grouped_flow("shard", "all_gather", payloads, self.rests, times) if times else []
+        return collectives.flow(self.facts, "shard", "all_gather", payloads, times, self.rests)
+
+    def scratch(self) -> int:
+        """Of sums over the shards as ZeRO-3; those over replicas are all in flight at once."""
+        facts, replicas = self.facts, self.facts.size("replicate")
+        crossing = sum(
+            collectives.scratch(facts, "all_reduce", replicas, flat.shard_numel)
+            * ITEMSIZE[facts.reduction(flat.dtype)]
+            for flat in self.reduced
+        )
+        return super().scratch() + crossing
 
     def prefetch(self) -> Prefetch:
         """Prefetched units in both directions; a late unit is late on its way over the replicas,

@@ -51,6 +51,10 @@ class Flat:
         """Bytes of all shards in ``dtype`` (``None``: as built)."""
         return self.padded * ITEMSIZE[dtype or self.dtype]
 
+    def payload(self, dtype: str) -> tuple[int, int]:
+        """Elements of all shards, and bytes of one in ``dtype``."""
+        return self.padded, ITEMSIZE[dtype]
+
     def shard_bytes(self, dtype: str | None = None) -> int:
         """Bytes of one shard in ``dtype``."""
         return self.shard_numel * ITEMSIZE[dtype or self.dtype]

@@ -201,6 +201,10 @@ class CostModel(ABC):
         """Floating-point bytes that ``rank`` copies in ``step``: ``down``, to the host, ``up``."""
         return {"down": 0, "up": 0}
 
+    def why_overlap_is_not_judged(self) -> str:
+        """Why the log of calls does not tell what overlaps in this case; ``""``: it does."""
+        return ""
+
     def prefetch(self) -> Prefetch | None:
         """What overlaps once the order of the units is known; ``None``: no formula."""
         return None

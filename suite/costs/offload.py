@@ -56,6 +56,7 @@ class Offloaded(CostModel):
     # The same as without offload.
     flows, local = _of_inner("flows"), _of_inner("local")
     prefetch, unclassified_limit = _of_inner("prefetch"), _of_inner("unclassified_limit")
+    why_overlap_is_not_judged = _of_inner("why_overlap_is_not_judged")
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """What stays on the device: nothing, or parameters and gradients."""

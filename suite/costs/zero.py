@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from shardproof.case import DATA_AXES
-from shardproof.costs import model
+from shardproof.costs import collectives, model
 from shardproof.costs.layout import Flat, Unit, buckets, units
 from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, Prefetch
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
@@ -60,12 +60,12 @@ class Zero1(CostModel):
     def flows(self) -> list[Flow]:
         """(N-1) (m G + P) bytes: gradients are reduced m times, parameters gathered once."""
         facts = self.facts
-        gradients = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
-        parameters = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in self.flats]
+        gradients = [flat.payload(facts.reduction(flat.dtype)) for flat in self.flats]
+        parameters = [flat.payload(facts.compute(flat.dtype)) for flat in self.flats]
         return [
             # (N-1) G each time, and (N-1) P
-            *model.flow(facts, "shard", "reduce_scatter", gradients, self.reductions),
-            *model.flow(facts, "shard", "all_gather", parameters),
+            *collectives.flow(facts, "shard", "reduce_scatter", gradients, self.reductions),
+            *collectives.flow(facts, "shard", "all_gather", parameters),
             *model.norm_flow(facts, "shard"),
         ]
 
@@ -130,7 +130,10 @@ class Zero1(CostModel):
         """Both collectives work in place: in backward no more than the buffers of gradients, in the
         update no more than they and what is agreed on and summed there (the norm).
         """
-        buffers = Bound(0, self.communication_at_rest(rank, step) + _SCALARS)
+        most = self.communication_at_rest(rank, step) + _SCALARS
+        # In flight until the step's end, each with what its rounds receive.
+        scratch = sum(scratch_of(self.facts, self.flats)) if phase == "backward" else 0
+        buffers = Bound(0, most + scratch)
         if phase == "update":
             return {"communication": buffers}
         if phase != "backward":
@@ -180,6 +183,7 @@ class Zero2(Zero1):
         whole = sorted(sizes, reverse=True)[:3]
         shard = max(map(self.kept_bytes, self.flats), default=0)
         high = sum(whole) + shard + self.communication_at_rest(rank, step)
+        high += max(scratch_of(facts, self.flats), default=0)
         return bounds | {"communication": Bound(0, high)}
 
 
@@ -221,12 +225,13 @@ class Zero3(CostModel):
         facts, flows = self.facts, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
-            gathered = [flat.padded_bytes(facts.compute(flat.dtype)) for flat in unit.flats]
-            flows += model.flow(facts, "shard", "all_gather", gathered, self.gathers_per_step(unit))
-        reduced = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.reduced]
+            gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
+            times = self.gathers_per_step(unit)
+            flows += collectives.flow(facts, "shard", "all_gather", gathered, times)
+        reduced = [flat.payload(facts.reduction(flat.dtype)) for flat in self.reduced]
         return [
             *flows,
-            *model.flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
+            *collectives.flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
             *model.norm_flow(facts, "shard"),
         ]
 
@@ -393,7 +398,19 @@ class Zero3(CostModel):
         ]
         gathers = 2 + max(self._prefetched("backward"), self._recomputed())
         reading = sum(sorted(sent, reverse=True)[:gathers])
-        return sum(whole) + arriving + reading + self.communication_at_rest(rank, step) + _SCALARS
+        resting = self.communication_at_rest(rank, step)
+        return sum(whole) + arriving + reading + resting + _SCALARS + self.scratch()
+
+    def scratch(self) -> int:
+        """Bytes that rounds of collectives in flight receive: of the root and one other unit."""
+        by_unit = {u.name: sum(scratch_of(self.facts, u.trained)) for u in self.units}
+        return sum(_with_root(by_unit, 1))
+
+    def why_overlap_is_not_judged(self) -> str:
+        """Rounds of several units are alike in the log."""
+        kinds = "reduce_scatter", "all_gather", "all_reduce"
+        chosen = collectives.over_send_recv(self.facts, *kinds)
+        return collectives.ROUNDS_ARE_ALIKE if chosen else ""
 
     @property
     def adds_up(self) -> bool:
@@ -435,6 +452,16 @@ class Zero3(CostModel):
             if axis in DATA_AXES:
                 index = index * size + place[axis]
         return index
+
+
+def scratch_of(facts: ModelFacts, flats: Iterable[Flat]) -> list[int]:
+    """Bytes that a rank receives beside its own gradients while each of ``flats`` is reduced."""
+    ranks = facts.size("shard")
+    return [
+        collectives.scratch(facts, "reduce_scatter", ranks, flat.padded)
+        * ITEMSIZE[facts.reduction(flat.dtype)]
+        for flat in flats
+    ]
 
 
 def _with_root(sizes: Mapping[str, int], others: int) -> list[int]:

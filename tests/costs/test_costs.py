@@ -254,6 +254,28 @@ def test_calls_and_bytes_by_axis(strategy: str) -> None:
     assert cost_model.payload() == sum(total for _, total in FLOWS[strategy].values())
 
 
+def test_an_algorithm_over_send_and_recv_sends_what_its_formula_says() -> None:
+    """The same payloads as above: 60 bytes in 3 tensors; 64 in one bucket; 32 and two of 20."""
+    chosen = {"all_reduce": "recursive_doubling"}
+    found = sums(COST_MODELS["naive_ddp"](plan("naive_ddp", ranks=3, options=chosen)).flows())
+    # Three ranks: one folds, two exchange, one gets the result: four messages of each tensor.
+    assert found == {("replicate", "send"): (3 * 4, 4 * 60), ("replicate", "recv"): (3 * 4, 0)}
+    rings = {"reduce_scatter": "ring", "all_gather": "ring"}
+    found = sums(COST_MODELS["zero1"](plan("zero1", options=rings)).flows())
+    assert found == {("shard", "send"): (2 + 2, 64 + 64), ("shard", "recv"): (4, 0)}
+    half = sums(COST_MODELS["zero1"](plan("zero1", options={"all_gather": "ring"})).flows())
+    assert half["shard", "reduce_scatter"] == (2, 64) and half["shard", "send"] == (2, 64)
+    assert COST_MODELS["zero1"](plan("zero1", ranks=1, options=rings)).flows() == []
+
+
+def test_buckets_of_an_algorithm_send_between_one_message_set_and_one_a_tensor() -> None:
+    chosen = {"all_reduce": "ring"}
+    sends, receives = COST_MODELS["ddp"](plan("ddp", ranks=2, options=chosen)).flows()
+    # A ring of two ranks: each sends half of the vector twice.
+    assert (sends.operation, sends.bytes, sends.calls) == ("send", 2 * 60, (4, 3 * 4))
+    assert (receives.operation, receives.bytes, receives.calls) == ("recv", 0, (4, 3 * 4))
+
+
 def test_clipping_costs_one_scalar_over_shards() -> None:
     found = sums(COST_MODELS["zero1"](plan(clipped=True)).flows())
     assert found["shard", "all_reduce"] == (2, 2 * 8)

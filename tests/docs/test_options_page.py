@@ -28,7 +28,7 @@ from shardproof.impls.pytorch import (
     tensor_plan,
     zero_redundancy_optimizer,
 )
-from shardproof.impls.reference import ddp, pipeline, tensor, zero1, zero2, zero3
+from shardproof.impls.reference import ddp, naive_ddp, pipeline, tensor, zero1, zero2, zero3
 from shardproof.impls.reference import hybrid as reference_hybrid
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.fsdp import schedule
@@ -38,6 +38,7 @@ from shardproof.impls.reference.units.plan import Wrap
 PAGE = (Path(__file__).parents[2] / "docs/options.md").read_text()
 #: Implementation -> what its options become.
 TAKEN: dict[str, Any] = {
+    "reference/naive_ddp": naive_ddp.Options,
     "reference/ddp": ddp.Options,
     "reference/zero1": zero1.Options,
     "reference/zero2": zero2.Options,
@@ -60,7 +61,7 @@ TAKEN: dict[str, Any] = {
     "deepspeed/pipeline": deepspeed_pipeline.Options,
     "ecosystem/fairscale_sharded_ddp": fairscale_sharded_ddp.Options,
 }
-WITHOUT = {"plain", "reference/naive_ddp"}
+WITHOUT = {"plain"}
 WITHOUT |= {name for name in registry.names() if name.startswith("ecosystem/")} - {*TAKEN}
 
 

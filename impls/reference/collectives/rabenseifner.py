@@ -17,7 +17,7 @@ Other numbers of ranks are folded to a power of two first and back in the end (f
 Cost.  With N = P + x, P = 2^k: let B_j(v) be the elements of the block of 2^j chunks in which chunk
 v lies, S_j(v) those of the block beside it (v xor 2^j).  Rank number v inside sends S_{k-1}, ...,
 S_0 and then B_0, ..., B_{k-1}: the first add up to n - c_v, every chunk but its own.  A rank with
-a guest sends n more, a guest n and nothing else.  Messages: one for each of these that is not empty.
+a guest sends n more, a guest n and nothing else.  Messages: one for each that is not empty.
 Rounds: 2k + 2 [x > 0] (0 if n = 0).  Over all ranks (2 (P - 1) + 2x) n elements.
 In seconds 2 lg N alpha + 2(N-1)/N n beta + (N-1)/N n gamma for a power of two: Rabenseifner (2004),
 Optimization of collective reduction operations; Thakur, Rabenseifner and Gropp (2005),
