@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shardproof.backends import BACKENDS
 from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
@@ -147,8 +147,19 @@ def measure_rounds(task: RoundsToMeasure) -> Any:
     return _reply(answer)
 
 
+class Where(Protocol):
+    """What ranks are started with; ``deadline`` is in CPU seconds of one."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def deadline(self) -> float: ...
+
+
 def on_ranks(
-    run: SideRun, workdir: Path, kind: type[T], program: Callable[[int], T], ledgers: bool = False
+    run: Where, workdir: Path, kind: type[T], program: Callable[[int], T], ledgers: bool = False
 ) -> list[T]:
     """What ``program(rank)``, of type ``kind``, returns on each of the fresh ranks of ``run``.
 

@@ -42,7 +42,8 @@ def verify(run: options.Run = None) -> None:
         echo(text)
     if verified.problems:
         raise typer.Exit(verdicts.BROKEN)
-    judged = verified.cases + verified.kills + verified.benches + verified.scalings
+    timed = verified.benches + verified.scalings + verified.collectives
+    judged = verified.cases + verified.kills + timed
     raise typer.Exit(verdicts.HELD if judged else verdicts.NOT_DECIDED)
 
 

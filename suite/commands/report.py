@@ -49,10 +49,11 @@ def report(
 
 def _report(run: Run, form: Format, into: Path | None) -> None:
     from shardproof import report as reports
-    from shardproof.bench import lines, peers, tables
+    from shardproof.bench import collectives, lines, peers, tables
     from shardproof.bench.scaling import tables as scaling_tables
     from shardproof.commands import bench_run
     from shardproof.commands.console import make_console, print_line
+    from shardproof.report.drawings import bandwidth
 
     if into is not None:
         if form == "html":
@@ -75,6 +76,7 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
         timed = [
             *([tables.table(lines.pairs(run)).markdown()] if run.benches else []),
             *([scaling_tables.markdown(lines.cells(run))] if run.scalings else []),
+            *([collectives.summary(bandwidth.of(run)).markdown()] if run.collectives else []),
         ]
         judged = [reports.markdown(run)] if run.cases or not timed else []
         echo("\n".join([*judged, *timed]), nl=False)
@@ -88,5 +90,7 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
             reports.show_kills(run.kills, console.print)
         bench_run.show_pairs(lines.pairs(run), console)
         bench_run.show_cells(lines.cells(run), console)
-        if run.cases or not (run.benches or run.scalings):
+        if run.collectives:
+            console.print(collectives.summary(bandwidth.of(run)))
+        if run.cases or not (run.benches or run.scalings or run.collectives):
             print_line(console, reports.closing(run))

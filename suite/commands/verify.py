@@ -42,6 +42,8 @@ class Verified:
     problems: list[str]
     benches: int = 0
     scalings: int = 0
+    #: Lines of measured collectives, which are nothing but what was measured.
+    collectives: int = 0
 
     def sentence(self) -> str:
         """One line for people."""
@@ -50,6 +52,7 @@ class Verified:
         kills = f", {self.kills} kills" if self.kills else ""
         kills += f", {self.benches} comparisons" if self.benches else ""
         kills += f", {self.scalings} scaling cells" if self.scalings else ""
+        kills += f", {self.collectives} collectives read" if self.collectives else ""
         return f"verified: {self.cases} cases{kills} judged again, {self.left_out} left out"
 
 
@@ -78,6 +81,7 @@ def verify(path: Path) -> Verified:
         problems,
         benches=len(run.benches),
         scalings=len(run.scalings),
+        collectives=len(run.collectives),
     )
 
 

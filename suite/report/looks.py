@@ -10,7 +10,7 @@ from shardproof.table import Cell
 #: Words that are no verdicts of cases, or look otherwise.
 _LOOKS = {
     **dict.fromkeys(("working precision only", verdicts.WORKING_PRECISION_ONLY), "working"),
-    **dict.fromkeys(("not run", ""), "none"),
+    **dict.fromkeys(("not run", "measured", ""), "none"),
     **dict.fromkeys(("holds", "faster", "same", "killed"), "pass"),
     **dict.fromkeys(("slower", "below", "small difference", "open"), "open"),
     "oversubscribed": "skip",

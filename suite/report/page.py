@@ -16,13 +16,14 @@ from pathlib import Path
 from markupsafe import Markup
 
 from shardproof import verdicts
+from shardproof.bench import collectives as collective_times
 from shardproof.bench import lines
 from shardproof.bench import tables as times
 from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
-from shardproof.report.drawings import bars, curves, forest, heat, timelines
+from shardproof.report.drawings import bandwidth, bars, curves, forest, heat, timelines
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
 from shardproof.report.looks import head, look
@@ -30,10 +31,12 @@ from shardproof.report.summary import cases_by_gravity
 from shardproof.report.tables import error_of
 from shardproof.runs.blocks import Block, Failure
 from shardproof.runs.run_folder import Run
+from shardproof.table import Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: Causes that are shown at once; the others stand below, folded by implementation.
 SHOWN = 12
+NOTHING = Table("", (), ())
 #: With at most so many cases every group of them is open.
 FEW = 40
 
@@ -85,7 +88,7 @@ def html(run: Run) -> str:
     grouped = _groups(run.cases)
     drawn, more = timelines.timelines(run.path, run.cases)
     judged = kills.judged(run.kills)
-    pairs, cells = lines.pairs(run), lines.cells(run)
+    pairs, cells, timed = lines.pairs(run), lines.cells(run), bandwidth.of(run)
     return jinja.get_template("report.html").render(
         run=run,
         style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
@@ -113,6 +116,9 @@ def html(run: Run) -> str:
         bubbles=bubbles.tables(run.cases),
         timelines=drawn,
         more_timelines=more,
+        collectives=collective_times.summary(timed) if timed else NOTHING,
+        collective_sizes=collective_times.by_size(timed) if timed else NOTHING,
+        collective_panels=bandwidth.panels(timed),
         panels=curves.panels(cells),
         scaling=curves.table(cells) if cells else None,
         scaling_remarks=remarks_by_system(cells),
@@ -193,7 +199,8 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         alive = len(kills.survivors(run.kills))
         state = "fail" if alive else "pass"
         tiles.append((state, f"{len(judged) - alive:,}/{len(judged):,}", "faults killed"))
-    for what, timed in (("comparisons", run.benches), ("scaling", run.scalings)):
+    timings = ("comparisons", run.benches), ("scaling", run.scalings)
+    for what, timed in (*timings, ("collectives", run.collectives)):
         if timed:
             heads = Counter(head(line["verdict"]) for line in timed)
             tiles += [(look(word), f"{n:,}", f"{what}: {word}") for word, n in heads.items()]

@@ -77,6 +77,9 @@ def headline(run: Run) -> Headline:
     if opened:
         return Headline("open", f"Not decided: {', '.join(opened)}.", details)
     if not (judged or planted or timed):
+        measured = len(run.collectives)
+        if measured:
+            return Headline("held", f"Measured, with nothing to judge: {measured} collectives.", ())
         return Headline("open", "Nothing was judged.", details)
     nouns = ((judged, "judged case"), (len(planted), "planted fault"), (len(timed), "timing"))
     held = _told(*((count, f"{noun}{'s' * (count != 1)}") for count, noun in nouns))

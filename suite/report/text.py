@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardproof.bench import collectives
 from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
 from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import write_whole
 from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
-from shardproof.report.drawings import curves
+from shardproof.report.drawings import bandwidth, curves
 from shardproof.report.environment import environment
 from shardproof.report.limits import NOT_RUN, limits
 from shardproof.runs.run_folder import Run
@@ -42,7 +43,7 @@ def document(run: Run) -> str:
     lines = [f"# Shardproof: run {run.path.name}", "", f"**{answer.sentence}**", ""]
     lines += [f"- {markdown_text(detail)}" for detail in answer.details]
     lines += ["", _safe(run.provenance), ""]
-    for section in (_broken, _judged, _timed, _scaling, _killed, _limits):
+    for section in (_broken, _judged, _timed, _scaling, _collectives, _killed, _limits):
         lines += section(run)
     return "\n".join([*lines, environment(run).section(2)])
 
@@ -108,6 +109,13 @@ def _scaling(run: Run) -> Iterator[str]:
             yield f"- {markdown_text(heading)}"
             yield from (f"  - {markdown_text(item)}" for item in items)
         yield ""
+
+
+def _collectives(run: Run) -> Iterator[str]:
+    timed = bandwidth.of(run)
+    if timed:
+        yield collectives.summary(timed).section(2)
+        yield _folded(collectives.by_size(timed))
 
 
 def _killed(run: Run) -> Iterator[str]:

@@ -38,7 +38,9 @@ from shardproof.runs.header import FORMAT, NAME, ComparisonKey, Header, other_fo
 from shardproof.runs.records import Manifest, append_line, require_inside, write
 
 #: What a line of ``cases.jsonl`` is about.
-LineKind = Literal["case", "mutant case", "kill", "bench", "bench report", "scaling", "left out"]
+LineKind = Literal[
+    "case", "mutant case", "kill", "bench", "bench report", "scaling", "collective", "left out"
+]
 #: A line as JSON; those of ``bench`` and ``scaling`` are read by :mod:`shardproof.bench`.
 Line = dict[str, Any]
 _LINES = "cases.jsonl"
@@ -59,6 +61,7 @@ class Run:
     left_out: list[LeftOut] = field(default_factory=list)
     benches: list[Line] = field(default_factory=list)
     scalings: list[Line] = field(default_factory=list)
+    collectives: list[Line] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -79,7 +82,8 @@ class Run:
     def ids(self) -> set[str]:
         """Ids of every case and timed pair or cell that has a line."""
         judged = {result.id for result in (*self.cases, *self.mutant_cases)}
-        return judged | {line.id for line in self.left_out} | {str(t["id"]) for t in self.timed}
+        timed = {str(line["id"]) for line in (*self.timed, *self.collectives)}
+        return judged | {line.id for line in self.left_out} | timed
 
     @property
     def timed(self) -> list[Line]:
@@ -309,6 +313,7 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
         "left out": lambda line: run.left_out.append(LeftOut.from_dict(line)),
         "bench": lambda line: run.benches.append(_timed(line)),
         "scaling": lambda line: run.scalings.append(_timed(line)),
+        "collective": lambda line: run.collectives.append(_timed(line)),
     }
     for number, line in last.values():
         for name in (line.get("record"), line.get("times")):

@@ -196,7 +196,7 @@ def fit(
         raise ValueError(f"{operation} in a group of {ranks} costs nothing: there is no fit")
     # Each row: steps/t * alpha + volume*n/t * beta = 1.
     rows = [(steps / t, volume * n / t) for n, t in sorted(times.items())]
-    alpha, beta = _least_squares(rows)
+    alpha, beta = least_squares(rows)
     errors = [a * alpha + b * beta - 1 for a, b in rows]
     return Fit(
         operation,
@@ -210,7 +210,7 @@ def fit(
     )
 
 
-def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The ``(x, y)``, neither negative, that bring ``a x + b y`` closest to 1 over all rows."""
     aa, bb, ab = (math.fsum(p) for p in zip(*((a * a, b * b, a * b) for a, b in rows), strict=True))
     a1, b1 = (math.fsum(column) for column in zip(*rows, strict=True))

@@ -1,4 +1,4 @@
-"""The command ``bench``: its options, and which pairs or scaling cells they choose."""
+"""The command ``bench``: its options, and which pairs, scaling cells or collectives they choose."""
 
 from __future__ import annotations
 
@@ -75,6 +75,21 @@ def bench(
         str, typer.Option("--mesh-a", metavar="AXIS=N,...", help="mesh of A (default: one axis)")
     ] = "",
     mesh_b: Annotated[str, typer.Option("--mesh-b", metavar="AXIS=N,...", help="mesh of B")] = "",
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option("--algorithm", metavar="A", help="of collectives: only this one (repeatable)"),
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option("--ranks-per-node", metavar="L", min=1, help="of collectives: hierarchical"),
+    ] = None,
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option("--bytes", metavar="S", help="of collectives: 4, 64KiB, 16MiB (repeatable)"),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="R", min=1, max=1000, help="of collectives")
+    ] = 7,
     blocks: Annotated[
         int | None, typer.Option("--blocks", metavar="N", min=2, max=100_000, help="A B B A blocks")
     ] = None,
@@ -123,6 +138,7 @@ def bench(
     shardproof bench peers --budget 15                 what fits into a quarter of an hour
     shardproof bench scaling                           strong and weak scaling
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
+    shardproof bench collectives --world 4             ring, trees, ... beside gloo's own all-reduce
 
     SCENARIO: a file, a folder, a name (strong) or folder/name (scaling/strong) of scenarios/.
 
@@ -152,9 +168,30 @@ def bench(
     from shardproof.bench import sides
     from shardproof.bench.subjects import BLOCKS, LAUNCHES, LETTERS, Pair, Side
     from shardproof.bench.time_budget import Passes
+    from shardproof.commands.bench import collectives
     from shardproof.commands.bench_run import Request
     from shardproof.registry import preflight
 
+    if names == [collectives.NAME]:
+        from shardproof.bench.collectives import Request as ToTime
+
+        collectives.refuse(context)
+        raise typer.Exit(
+            collectives.run(
+                ToTime(
+                    backend or "gloo",
+                    world or 2,
+                    tuple(algorithm or ()),
+                    ranks_per_node or 0,
+                    collectives.parse_sizes(sizes or ()),
+                    rounds,
+                    deadline,
+                ),
+                results,
+                dry_run,
+            )
+        )
+    _refuse(context, collectives.OWN, "write `bench collectives`", "collectives")
     request = Request(
         budget, Passes(not no_memory, profile, score), fail_on=frozenset(fail_on or ())
     )
@@ -312,13 +349,15 @@ def _cells(
     return changed
 
 
-def _refuse(context: typer.Context, parameters: Sequence[str], remedy: str) -> None:
+def _refuse(
+    context: typer.Context, parameters: Sequence[str], remedy: str, owner: str = "one pair"
+) -> None:
     """Raise for one of ``parameters`` that was given, and does not belong to what was named."""
     for name in parameters:
         source, value = context.get_parameter_source(name), context.params[name]
         if source is not None and source.name != "DEFAULT" and value:
             option = f"--{name.replace('_', '-')}"
-            raise SelectionError(Problem(f"{option} belongs to one pair", remedy, str(value)))
+            raise SelectionError(Problem(f"{option} belongs to {owner}", remedy, str(value)))
 
 
 def _matching(
