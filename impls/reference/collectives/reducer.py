@@ -15,6 +15,8 @@ from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
 class ByAlgorithm(Reducer):
     """Sums and gathers over send and recv; what ``chosen`` leaves to the backend stays there."""
 
+    running_type: type[Running] = Running
+
     def __init__(self, chosen: Collectives) -> None:
         self.chosen = chosen
         self.summing = all_reduce(chosen.all_reduce)
@@ -36,7 +38,7 @@ class ByAlgorithm(Reducer):
         if self.summing is None:
             return super().all_reduce(bucket, comm)
         rounds = self.summing(comm.rank, comm.size, bucket.flat.numel())
-        return Running(rounds, bucket.flat, comm)
+        return self.running_type(rounds, bucket.flat, comm)
 
     def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
         """In place; a shard that lies elsewhere is copied in the end."""
@@ -44,7 +46,7 @@ class ByAlgorithm(Reducer):
             return super().reduce_scatter(bucket, comm, shard)
         own = part_of(bucket.flat, comm, shard)
         rounds = self.scattering(comm.rank, comm.size, bucket.flat.numel())
-        return Running(rounds, bucket.flat, comm, then=lambda: put(own, shard))
+        return self.running_type(rounds, bucket.flat, comm, then=lambda: put(own, shard))
 
     def all_gather(self, output: Tensor, shard: Tensor, comm: Comm) -> Work:
         """All rounds at once.
@@ -55,7 +57,8 @@ class ByAlgorithm(Reducer):
         if self.gathering is None:
             return super().all_gather(output, shard, comm)
         put(shard, part_of(output, comm, shard))
-        running = Running(self.gathering(comm.rank, comm.size, output.numel()), output, comm)
+        rounds = self.gathering(comm.rank, comm.size, output.numel())
+        running = self.running_type(rounds, output, comm)
         running.wait()
         return running
 

@@ -1,0 +1,516 @@
+"""Faults of collectives over send and recv, planted in the strategies that take them by an option.
+
+Most are schedules (``impls/reference/collectives/schedule.py``) with one line wrong; the others
+spoil what carries a schedule out, or the reducer that starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.comm import Comm
+from shardproof.impls.mutants import declare
+from shardproof.impls.reference.collectives import (
+    binomial_broadcast,
+    binomial_tree,
+    double_binary_tree,
+    recursive_doubling,
+    ring,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
+from shardproof.impls.reference.collectives.executor import Running
+from shardproof.impls.reference.collectives.fold import folded, power_below
+from shardproof.impls.reference.collectives.reducer import ByAlgorithm
+from shardproof.impls.reference.collectives.schedule import (
+    Reduce,
+    Replace,
+    Round,
+    Send,
+    cut,
+    moved,
+)
+from shardproof.impls.reference.ddp import ReferenceDDP
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
+from shardproof.impls.reference.zero1 import ReferenceZero1
+from shardproof.impls.reference.zero2 import ReferenceZero2
+
+BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8 * 1024}
+RINGS: Mapping[str, Any] = {"reduce_scatter": "ring", "all_gather": "ring"}
+
+
+def summed_by(algorithm: Any) -> Mapping[str, Any]:
+    """Options of the parent."""
+    return {**BUCKETS, "all_reduce": algorithm}
+
+
+mutant = declare.family(
+    *(ReferenceDDP, ReferenceZero1, ReferenceZero2),
+    mesh={"replicate": 3},
+    killed_by=("equivalence",),
+)
+
+
+class Planted(ReferenceDDP):
+    """Sums by ``rounds`` in place of what the option chooses."""
+
+    def make_reducer(self) -> Reducer:
+        reducer = super().make_reducer()
+        assert isinstance(reducer, ByAlgorithm)
+        reducer.summing = self.rounds
+        return reducer
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        raise NotImplementedError
+
+
+# ------------------------------------------------------------------------------------------- rings
+
+
+@mutant("ring_scatters_wrong_chunk", says="chunk of another rank", options=summed_by("ring"))
+class ScattersWrongChunk(Planted):
+    """Chunks travel one place behind: a rank ends with its neighbour's sum, and gathers its own."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        chunks = cut(range(length), size)
+        left, right = (rank - 1) % size, (rank + 1) % size
+        for t in range(size - 1):
+            there, here = chunks[(rank - t) % size], chunks[(rank - 1 - t) % size]
+            yield [Send(right, there), Reduce(left, here)]
+        yield from ring_all_gather.rounds(rank, size, length)
+
+
+@mutant(
+    "ring_stops_one_round_early",
+    says="send: .* bytes in 27 calls",
+    killed_by=("equivalence", "traffic"),
+    options=summed_by("ring"),
+)
+class StopsOneRoundEarly(Planted):
+    """The last round of the reduce-scatter is left out: every sum lacks a rank."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        yield from list(ring_reduce_scatter.rounds(rank, size, length))[:-1]
+        yield from ring_all_gather.rounds(rank, size, length)
+
+
+@mutant(
+    "ring_loses_remainder",
+    says=r"differ in \d of \d+ elements",
+    options=summed_by("ring"),
+    mesh={"replicate": 5},
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class LosesRemainder(Planted):
+    """Chunks have length // N elements; what remains at the end is summed by nobody."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        whole = length - length % size
+        yield from ring_reduce_scatter.rounds(rank, size, whole)
+        yield from ring_all_gather.rounds(rank, size, whole)
+
+
+@mutant(
+    "ring_gathers_backwards",
+    says="replicas 0 and 1 differ",
+    options=summed_by("ring"),
+    killed_by=("equivalence", "replicas"),
+)
+class GathersBackwards(Planted):
+    """The rounds of the all-gather come in reverse: chunks are passed on before they are sums."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        yield from ring_reduce_scatter.rounds(rank, size, length)
+        yield from reversed(list(ring_all_gather.rounds(rank, size, length)))
+
+
+@mutant(
+    "ring_skips_the_gather_of_one",
+    says="deadlock: .*rank 2",
+    options=summed_by("ring"),
+    killed_by=("hang",),
+)
+class SkipsTheGatherOfOne(Planted):
+    """The last rank takes itself to be done after the reduce-scatter; its neighbours wait."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        yield from ring_reduce_scatter.rounds(rank, size, length)
+        if rank < size - 1:
+            yield from ring_all_gather.rounds(rank, size, length)
+
+
+# ------------------------------------------------------------------------------ powers of two
+
+
+@mutant(
+    "doubling_leaves_guests_out",
+    says="data coordinate 0 is missing",
+    killed_by=("equivalence", "traffic"),
+    options=summed_by("recursive_doubling"),
+)
+class LeavesGuestsOut(Planted):
+    """Ranks beyond a power of two get the result, but never give their vector."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        _, *rest = recursive_doubling.rounds(rank, size, length)
+        yield from rest
+
+
+@mutant(
+    "doubling_forgets_to_unfold",
+    says="data coordinate 0 alone: it was not reduced",
+    options=summed_by("recursive_doubling"),
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class ForgetsToUnfold(Planted):
+    """Ranks beyond a power of two give their vector, but never get the result."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        *rest, _ = recursive_doubling.rounds(rank, size, length)
+        yield from rest
+
+
+@mutant(
+    "doubling_misses_last_exchange",
+    says="data coordinate 4 is missing",
+    options=summed_by("recursive_doubling"),
+    mesh={"replicate": 6},
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class MissesLastExchange(Planted):
+    """Six ranks are four inside, but the exchange between the two pairs of pairs never comes."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        def inside(number: int, power: int, count: int) -> Iterator[Round]:
+            yield from list(recursive_doubling.doubling(number, power, count))[:-1]
+
+        return folded(inside, power_below(size).bit_length() - 2, rank, size, length)
+
+
+@mutant(
+    "rabenseifner_reduces_wrong_half",
+    says="half of another rank",
+    options=summed_by("rabenseifner"),
+    mesh={"replicate": 4},
+)
+class ReducesWrongHalf(Planted):
+    """While halving a rank keeps the half that its partner is responsible for."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        chunks = cut(range(length), size)
+
+        def block(chunk: int, count: int) -> range:
+            first = chunk - chunk % count
+            return range(chunks[first].start, chunks[first + count - 1].stop)
+
+        for distance in (2, 1):
+            partner = rank ^ distance
+            yield [Send(partner, block(rank, distance)), Reduce(partner, block(partner, distance))]
+        for distance in (1, 2):
+            partner = rank ^ distance
+            yield [Send(partner, block(rank, distance)), Replace(partner, block(partner, distance))]
+
+
+# ------------------------------------------------------------------------------------------- trees
+
+
+@mutant(
+    "tree_sends_on_what_it_had",
+    says="rank 3 holds .*data coordinate 0 is missing",
+    options=summed_by("binomial_tree"),
+    mesh={"replicate": 4},
+    killed_by=("equivalence", "replicas"),
+)
+class SendsOnWhatItHad(Planted):
+    """Inner ranks send their partial sums down before the root's result has reached them."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        yield from binomial_tree.reduction(rank, size, length)
+        yield from reversed(list(binomial_broadcast.rounds(rank, size, length)))
+
+
+@mutant(
+    "tree_root_serves_its_children_only",
+    says="rank 3 holds .*data coordinate 3 alone: it was not reduced",
+    options=summed_by("binomial_tree"),
+    mesh={"replicate": 4},
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class RootServesItsChildrenOnly(Planted):
+    """What came from the root is not sent on: the root's children have it, theirs do not."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        yield from binomial_tree.reduction(rank, size, length)
+        for transfers in binomial_broadcast.rounds(rank, size, length):
+            yield [one for one in transfers if rank == 0 or one.peer == 0]
+
+
+@mutant(
+    "double_tree_drops_second_half",
+    says="send: .* 2 times (narrower|fewer)",
+    options=summed_by("double_binary_tree"),
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class DropsSecondHalf(Planted):
+    """The second tree is never built: half of the vector stays as it was."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        first, _ = cut(range(length), 2)
+        for transfers in double_binary_tree.rounds(rank, size, length):
+            yield [one for one in transfers if one.elements.stop <= first.stop]
+
+
+@mutant(
+    "double_tree_forgets_right_child",
+    says="data coordinate 0 is missing",
+    options=summed_by("double_binary_tree"),
+)
+class ForgetsRightChild(Planted):
+    """What the second child sends replaces what the first one had brought to the sum."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        for transfers in double_binary_tree.rounds(rank, size, length):
+            yield [
+                Replace(*one) if isinstance(one, Reduce) and one.peer > rank else one
+                for one in transfers
+            ]
+
+
+# ------------------------------------------------------------------------------------ hierarchical
+
+NODES = summed_by({"algorithm": "hierarchical", "ranks_per_node": 2})
+
+
+@mutant(
+    "hierarchical_stays_inside",
+    says="data coordinate 2 is missing; .* 3 is missing",
+    options=NODES,
+    mesh={"replicate": 4},
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class StaysInside(Planted):
+    """Nodes sum what their own ranks have; nothing goes across."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        number, place = divmod(rank, 2)
+        node = range(2 * number, 2 * number + 2)
+        for half in (ring_reduce_scatter.rounds, ring_all_gather.rounds):
+            yield from moved(half(place, 2, length), node, 0)
+
+
+@mutant(
+    "hierarchical_crosses_with_wrong_chunk",
+    says="data coordinate 2 is missing; .* 3 is missing",
+    killed_by=("equivalence", "replicas"),
+    options=NODES,
+    mesh={"replicate": 4},
+)
+class CrossesWithWrongChunk(Planted):
+    """Across nodes each rank sums the chunk that its neighbour in the node has the sum of."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        number, place = divmod(rank, 2)
+        node, own = range(2 * number, 2 * number + 2), cut(range(length), 2)[1 - place]
+        yield from moved(ring_reduce_scatter.rounds(place, 2, length), node, 0)
+        across = ring.rounds(number, size // 2, len(own))
+        yield from moved(across, range(place, size, 2), own.start)
+        yield from moved(ring_all_gather.rounds(place, 2, length), node, 0)
+
+
+# -------------------------------------------------------------------------- order, bits and bytes
+
+
+@mutant(
+    "sum_in_an_order_of_its_own",
+    says="replicas 0 and 1 differ in",
+    options=summed_by("ring"),
+    mesh={"replicate": 5},
+    killed_by=("replicas", "traffic"),
+)
+class SumsInAnOrderOfItsOwn(Planted):
+    """Every rank sends to all and adds what comes, its neighbour's first: last bits differ."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        whole, others = range(length), [(rank - away) % size for away in range(1, size)]
+        yield [*(Send(peer, whole) for peer in others), *(Reduce(peer, whole) for peer in others)]
+
+
+@mutant(
+    "doubling_in_place_of_ring",
+    says="send: 490,496 bytes .* promises 367,872",
+    options=summed_by("ring"),
+    mesh={"replicate": 4},
+    killed_by=("traffic",),
+)
+class DoublingInPlaceOfRing(Planted):
+    """Another algorithm than the option names: right sums, more bytes."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        return recursive_doubling.rounds(rank, size, length)
+
+
+@mutant(
+    "algorithm_option_ignored",
+    says="all_reduce: .* no such call is promised",
+    options=summed_by("rabenseifner"),
+    killed_by=("traffic",),
+)
+class OptionIgnored(ReferenceDDP):
+    """The option is read and not used: the backend sums."""
+
+    def make_reducer(self) -> Reducer:
+        return Reducer()
+
+
+# ---------------------------------------------------------------------------------- carrying it out
+
+
+def carried_out_by(kind: type[Running]) -> type[ByAlgorithm]:
+    """A reducer of collectives that ``kind`` carries out."""
+    return type("Spoilt", (ByAlgorithm,), {"running_type": kind})
+
+
+class SpoiltReducer(ReferenceDDP):
+    """With a reducer of its own kind."""
+
+    reducer_kind: type[ByAlgorithm]
+
+    def make_reducer(self) -> Reducer:
+        reducer = super().make_reducer()
+        assert isinstance(reducer, ByAlgorithm)
+        return self.reducer_kind(reducer.chosen)
+
+
+class _Stale(Running):
+    before: Tensor | None = None
+
+    def combine(self, one: Reduce, received: Tensor) -> None:
+        stale = self.before if self.before is not None else received
+        self.before = received.clone()
+        super().combine(one, stale)
+
+
+@mutant(
+    "receive_buffer_is_stale",
+    says="data coordinate 1 counts 2 times",
+    killed_by=("equivalence", "replicas"),
+    options=summed_by("recursive_doubling"),
+    mesh={"replicate": 4},
+)
+class ReceiveBufferIsStale(SpoiltReducer):
+    """What is added in a round came in the round before."""
+
+    reducer_kind = carried_out_by(_Stale)
+
+
+class _Averaging(Running):
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named | {"op": "avg"})
+
+
+@mutant("operation_is_ignored", says="3 times too small", options=summed_by("ring"))
+class OperationIsIgnored(SpoiltReducer):
+    """A sum was asked for, an average is made."""
+
+    reducer_kind = carried_out_by(_Averaging)
+
+
+class _Largest(Running):
+    def combine(self, one: Reduce, received: Tensor) -> None:
+        own = self.data[one.elements.start : one.elements.stop]
+        torch.maximum(own, received, out=own)
+
+
+@mutant("keeps_the_larger_of_two", says="largest of the ranks", options=summed_by("rabenseifner"))
+class KeepsTheLargerOfTwo(SpoiltReducer):
+    """Two parts are combined by their maximum, whatever the operation."""
+
+    reducer_kind = carried_out_by(_Largest)
+
+
+class _NoSecondRound(Running):
+    def wait(self) -> None:
+        self.finish()
+
+
+@mutant(
+    "wait_ends_after_one_round",
+    says="recv: 9 calls over all ranks",
+    options=summed_by("ring"),
+    killed_by=("equivalence", "replicas", "traffic"),
+)
+class WaitEndsAfterOneRound(SpoiltReducer):
+    """A wait is over when the first round is; the others never begin."""
+
+    reducer_kind = carried_out_by(_NoSecondRound)
+
+
+# ------------------------------------------------------------------------------------------ shards
+
+
+@mutant(
+    "scatter_returns_neighbours_chunk",
+    says="chunk of another rank",
+    options=RINGS,
+    mesh={"shard": 3},
+)
+class ScatterReturnsNeighboursChunk(ReferenceZero2):
+    """A rank takes the chunk beside its own out of the flat tensor: a sum of fewer ranks."""
+
+    def make_reducer(self) -> Reducer:
+        return _TakesNeighbour(_chosen(super().make_reducer()))
+
+
+class _TakesNeighbour(ByAlgorithm):
+    def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
+        work = super().reduce_scatter(bucket, comm, shard)
+        work.wait()
+        shard.copy_(bucket.flat.view(comm.size, -1)[comm.rank - 1].clone())
+        return work
+
+
+@mutant(
+    "gather_puts_shards_one_place_on",
+    says="shard of another rank",
+    options=RINGS,
+    mesh={"shard": 3},
+)
+class GatherPutsShardsOnePlaceOn(ReferenceZero1):
+    """Gathered shards are shifted by one rank: parameters get values of others."""
+
+    def make_reducer(self) -> Reducer:
+        return _Shifted(_chosen(super().make_reducer()))
+
+
+class _Shifted(ByAlgorithm):
+    def all_gather(self, output: Tensor, shard: Tensor, comm: Comm) -> Work:
+        work = super().all_gather(output, shard, comm)
+        output.copy_(output.view(comm.size, -1).roll(1, 0).view(-1).clone())
+        return work
+
+
+def _chosen(reducer: Reducer) -> Any:
+    assert isinstance(reducer, ByAlgorithm)
+    return reducer.chosen
