@@ -148,6 +148,8 @@ class Declaration(Capabilities, Stored):
             return reason
         if case.mesh.get("pipe", 1) > 1 and not BACKENDS[case.backend].sends:
             return f"has stages, and {case.backend} sends nothing from one rank to one other"
+        if _sums_by_sending(case.options) and not BACKENDS[case.backend].sends:
+            return f"sums by sending, and {case.backend} sends nothing from one rank to one other"
         asked = [f"trait {trait}" for trait in case.workload.traits]
         asked += [] if case.optimizer.clip_norm is None else [CLIPPING]
         for what in asked:
@@ -170,6 +172,14 @@ class Declaration(Capabilities, Stored):
             if key in self.declines:
                 return f"{where}: {self.declines[key]}"
         return None
+
+
+def _sums_by_sending(options: Options) -> bool:
+    """Whether options choose collectives over send and recv (docs/collectives.md)."""
+    inner = options.get("data_options")
+    every = {**options, **inner} if isinstance(inner, Mapping) else options
+    names = ("all_reduce", "reduce_scatter", "all_gather")
+    return any(every.get(name, "backend") != "backend" for name in names)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ def test_the_drawing_has_a_line_and_a_name_for_each_algorithm() -> None:
         (["--world", "1"], "one rank sends nothing"),
         (["--bytes", "6"], "--bytes takes a size (6)"),
         (["--backend", "glo"], "unknown backend (glo) - did you mean gloo?"),
+        (["--backend", "gloo_cuda"], "sends nothing from one rank to one other"),
         (["--goal", "2"], "--goal means nothing for collectives"),
     ],
 )

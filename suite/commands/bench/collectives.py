@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from shardproof import verdicts
+from shardproof.backends import BACKENDS
 from shardproof.bench import collectives, sides
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.commands import supervision
@@ -55,6 +56,9 @@ def run(request: collectives.Request, results: Path | None, dry_run: bool) -> in
     :raises SelectionError: an unknown backend or algorithm, or one that cannot serve the world.
     """
     sides.check_backend(request.backend)
+    if not BACKENDS[request.backend].sends:
+        what = "this backend sends nothing from one rank to one other"
+        raise SelectionError(Problem(what, "choose another backend", request.backend))
     if request.world < 2:
         raise SelectionError(Problem("one rank sends nothing", "--world 2, or more", "1"))
     request.check()

@@ -12,21 +12,36 @@ from collections.abc import Iterable, Sequence
 from markupsafe import Markup
 
 from shardproof.bench.collectives import Timed, text
+from shardproof.errors import Problem, SelectionError
+from shardproof.files import DAMAGE
 from shardproof.report.drawings import svg
 from shardproof.runs.run_folder import Run
 
 _MARKS = ("circle", "square", "diamond")
-_WIDTH, _HEIGHT = 330.0, 300.0
-_LEFT, _RIGHT, _TOP, _PLOT = 52.0, 14.0, 14.0, 190.0
+_WIDTH = 330.0
+_LEFT, _RIGHT, _TOP, _PLOT = 52.0, 14.0, 30.0, 190.0
 _ROW = 15.0
 #: Algorithms that have a look of their own.
 LOOKS = 7
 
 
 def of(run: Run) -> list[Timed]:
-    """The collectives that ``run`` timed."""
-    lines = ({k: v for k, v in line.items() if k != "kind"} for line in run.collectives)
-    return [Timed.from_dict(line) for line in lines]
+    """The collectives that ``run`` timed.
+
+    :raises SelectionError: a line that cannot be read.
+    """
+    lines = []
+    for line in run.collectives:
+        try:
+            lines.append(Timed.from_dict({k: v for k, v in line.items() if k != "kind"}))
+            if not all(each > 0 for each in lines[-1].medians.values()):
+                raise ValueError("a time that is not positive")
+        except DAMAGE as error:
+            what = f"a line about collectives cannot be read: {error}"
+            remedy = "`shardproof verify` says whether the run was changed"
+            file = str(run.path / "cases.jsonl")
+            raise SelectionError(Problem(what, remedy, str(line["id"]), file)) from None
+    return lines
 
 
 def panels(lines: Iterable[Timed]) -> list[tuple[str, Markup]]:
@@ -60,8 +75,9 @@ def _draw(members: Sequence[Timed]) -> Markup:
         parts.append(svg.text(_LEFT - 6, at + 4, label, "tick-label", "end"))
     for size in sizes[:: max(1, (len(sizes) - 1) // 3)]:
         parts.append(svg.line(x(size), bottom, x(size), bottom + 4, "axis"))
-        parts.append(svg.text(x(size), bottom + 16, text(size), "tick-label", "middle"))
-    parts.append(svg.text(_LEFT - 44, _TOP - 3, "bus B/s", "axis-label"))
+        anchor = "end" if size == sizes[-1] else "middle"
+        parts.append(svg.text(x(size), bottom + 16, text(size), "tick-label", anchor))
+    parts.append(svg.text(_LEFT - 44, 12, "bus bandwidth, B/s", "axis-label"))
     for number, (name, points) in enumerate(rates.items()):
         look, mark = number % LOOKS, _MARKS[number % len(_MARKS)]
         ordered = [(x(n), y(rate)) for n, rate in sorted(points.items())]
@@ -77,7 +93,8 @@ def _draw(members: Sequence[Timed]) -> Markup:
     says = " ".join(
         f"{name}: {_rate(max(points.values()))}B/s at best." for name, points in rates.items()
     )
-    return svg.drawing(title, says, (_WIDTH, _HEIGHT), parts, "chart")
+    height = bottom + 34 + _ROW * ((len(rates) + 1) // 2)
+    return svg.drawing(title, says, (_WIDTH, height), parts, "chart")
 
 
 def _rate(value: float) -> str:
