@@ -69,6 +69,7 @@ def decide(evidence: Figures) -> Outcome:
             figures.flows = [Sent(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
             _set_textbook(figures, cost_model)
             message = _flow_differs(step, strategy, flows_of(evidence, step), flows)
+            message = message or _rank_differs(evidence, step, strategy, flows)
         elif evidence.family is not None:
             low, high = figures.within = _family_bounds(evidence, evidence.family, step)
             if low and not value:
@@ -129,10 +130,12 @@ class TrafficFigures(SparselyStored):
 Flows = dict[tuple[str, str], tuple[int, Fraction]]
 
 
-def flows_of(evidence: Figures, step: int) -> Flows:
-    """What the ranks sent in ``step``; groups of one rank send nothing and do not count."""
+def flows_of(evidence: Figures, step: int, records: Sequence[RankRecord] | None = None) -> Flows:
+    """What the ranks (``records``: these of them) sent in ``step``; groups of one rank send nothing
+    and do not count.
+    """
     flows: Flows = {}
-    for record in evidence.records:
+    for record in evidence.records if records is None else records:
         for call in step_calls(record, step):
             if len(call.group) > 1:
                 key = axis_of(call.group, evidence.case.mesh), call.operation
@@ -230,6 +233,33 @@ def _flow_differs(step: int, strategy: str, sent: Flows, promised: Sequence[Flow
         if not low <= calls <= high:
             wish = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             return f"{where}: {calls:,} calls over all ranks, {strategy} promises {wish}"
+    return ""
+
+
+def _rank_differs(evidence: Figures, step: int, strategy: str, promised: Sequence[Flow]) -> str:
+    """The first rank whose calls or bytes are not its own, where each is promised its own."""
+    wanted: dict[tuple[str, str], list[tuple[int, Fraction]] | None] = {}
+    for flow in promised:
+        key = flow.axis, flow.operation
+        before = wanted.get(key, [(0, Fraction(0))] * len(evidence.records))
+        if before is None or flow.by_rank is None:
+            wanted[key] = None
+            continue
+        pairs = zip(before, flow.by_rank, strict=True)
+        wanted[key] = [(a + calls, b + size) for (a, b), (calls, size) in pairs]
+    for record in evidence.records:
+        sent = flows_of(evidence, step, (record,))
+        for (axis, operation), own in wanted.items():
+            if own is None:
+                continue
+            calls, size = sent.get((axis, operation), (0, Fraction(0)))
+            if (calls, size) != own[record.rank]:
+                most, total = own[record.rank]
+                return (
+                    f"step {step}, axis {axis}, {operation}: rank {record.rank} sends "
+                    f"{_text(size)} bytes in {calls} calls, {strategy} promises {_text(total)} in "
+                    f"{most}"
+                )
     return ""
 
 

@@ -197,12 +197,18 @@ def flow(
     if name == BACKEND:
         sizes = [elements * item for elements, item in payloads]
         return model.grouped_flow(axis, operation, sizes, group, times)
-    calls = total = 0
+    calls, sizes = [0] * group, [0] * group
     for elements, item in payloads:
-        own = sent(operation, name, group, elements, nodes)
-        calls += times * sum(each.messages for each in own)
-        total += times * item * sum(each.elements for each in own)
-    return [Flow(axis, "send", Fraction(total), calls), Flow(axis, "recv", Fraction(0), calls)]
+        for place, own in enumerate(sent(operation, name, group, elements, nodes)):
+            calls[place] += own.messages
+            sizes[place] += own.elements * item
+    by_rank = None
+    if ranks is None:  # of neighbours along a part of the axis the places are not told
+        each = times * group // facts.world
+        places = [facts.place(rank, axis) for rank in range(facts.world)]
+        by_rank = tuple((each * calls[at], Fraction(each * sizes[at])) for at in places)
+    total, made = Fraction(times * sum(sizes)), times * sum(calls)
+    return [Flow(axis, "send", total, made, by_rank), Flow(axis, "recv", Fraction(0), made)]
 
 
 def scratch(facts: ModelFacts, operation: str, ranks: int, elements: int) -> int:

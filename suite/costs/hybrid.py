@@ -158,7 +158,8 @@ class Hybrid(CostModel):
         ]
 
     def renamed(self, one: Flow) -> Flow:
-        """Replicas over both data axes are one group."""
+        """Replicas over both data axes are one group; each model numbers its own ranks."""
+        one = replace(one, by_rank=None)
         if self.data != "ddp":
             return one
         return replace(one, axis="+".join(axis for axis in DATA_AXES if self.facts.size(axis) > 1))

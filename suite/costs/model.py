@@ -35,13 +35,15 @@ class Flow:
     """Calls of one kind along one axis in one optimizer step, summed over all ranks.
 
     ``calls`` is exact, a range, or ``None`` (any number); groups of one rank send nothing and are
-    not counted.  ``bytes`` are logical (see :mod:`shardproof.ledgers.traffic`).
+    not counted.  ``bytes`` are logical (see :mod:`shardproof.ledgers.traffic`).  ``by_rank``: calls
+    and bytes of each global rank, where ranks differ and each is promised its own.
     """
 
     axis: str
     operation: Operation
     bytes: Fraction
     calls: int | tuple[int, int] | None
+    by_rank: tuple[tuple[int, Fraction], ...] | None = None
 
     @property
     def range(self) -> tuple[int, int]:
@@ -51,12 +53,12 @@ class Flow:
         return self.calls if isinstance(self.calls, tuple) else (self.calls, self.calls)
 
     def at_least(self, calls: int) -> Flow:
-        """The same bytes in so many calls or more, up to those of now."""
-        return replace(self, calls=(calls, self.range[1]))
+        """The same bytes in so many calls or more, up to those of now; ranks share them anyhow."""
+        return replace(self, calls=(calls, self.range[1]), by_rank=None)
 
     def in_any_calls(self) -> Flow:
         """The same bytes in a number of calls that is not promised."""
-        return replace(self, calls=None)
+        return replace(self, calls=None, by_rank=None)
 
 
 @dataclass(frozen=True)

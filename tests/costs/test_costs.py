@@ -268,6 +268,22 @@ def test_an_algorithm_over_send_and_recv_sends_what_its_formula_says() -> None:
     assert COST_MODELS["zero1"](plan("zero1", ranks=1, options=rings)).flows() == []
 
 
+def test_every_rank_is_promised_its_own_calls_and_bytes() -> None:
+    chosen = {"all_reduce": "binomial_tree"}
+    sends, _ = COST_MODELS["naive_ddp"](plan("naive_ddp", ranks=4, options=chosen)).flows()
+    assert sends.by_rank is not None
+    # The tree 0 <- 1, 0 <- 2 <- 3, of 3 tensors: each edge carries 60 bytes up and 60 down.
+    assert sends.by_rank == ((6, 120), (3, 60), (6, 120), (3, 60))
+    assert sum(size for _, size in sends.by_rank) == sends.bytes
+    assert sum(calls for calls, _ in sends.by_rank) == sends.calls
+    # Two groups of three: places along the axis, not numbers of ranks, count.
+    axes = {"replicate": 2, "shard": 3}
+    options = {"sharding_strategy": "HYBRID_SHARD", "all_reduce": "binomial_tree"}
+    found = COST_MODELS["fsdp"](plan(axes=axes, options=options)).flows()
+    (sends,) = [flow for flow in found if flow.operation == "send"]
+    assert sends.by_rank is not None and len(set(sends.by_rank)) == 1
+
+
 def test_buckets_of_an_algorithm_send_between_one_message_set_and_one_a_tensor() -> None:
     chosen = {"all_reduce": "ring"}
     sends, receives = COST_MODELS["ddp"](plan("ddp", ranks=2, options=chosen)).flows()

@@ -1,7 +1,6 @@
 """Faults of collectives over send and recv, planted in the strategies that take them by an option.
 
-Most are schedules (``impls/reference/collectives/schedule.py``) with one line wrong; the others
-spoil what carries a schedule out, or the reducer that starts it.
+All are schedules (``impls/reference/collectives/schedule.py``) with one line wrong.
 """
 
 from __future__ import annotations
@@ -9,10 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from shardproof.comm import Comm
 from shardproof.impls.mutants import declare
 from shardproof.impls.reference.collectives import (
     binomial_broadcast,
@@ -23,7 +18,6 @@ from shardproof.impls.reference.collectives import (
     ring_all_gather,
     ring_reduce_scatter,
 )
-from shardproof.impls.reference.collectives.executor import Running
 from shardproof.impls.reference.collectives.fold import folded, power_below
 from shardproof.impls.reference.collectives.reducer import ByAlgorithm
 from shardproof.impls.reference.collectives.schedule import (
@@ -35,12 +29,11 @@ from shardproof.impls.reference.collectives.schedule import (
     moved,
 )
 from shardproof.impls.reference.ddp import ReferenceDDP
-from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
-from shardproof.impls.reference.zero1 import ReferenceZero1
-from shardproof.impls.reference.zero2 import ReferenceZero2
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.naive_ddp import ReferenceNaiveDDP
+from shardproof.impls.reference.parts.reducers import Reducer
 
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 48 * 1024, "first_bucket_bytes": 8 * 1024}
-RINGS: Mapping[str, Any] = {"reduce_scatter": "ring", "all_gather": "ring"}
 
 
 def summed_by(algorithm: Any) -> Mapping[str, Any]:
@@ -49,13 +42,11 @@ def summed_by(algorithm: Any) -> Mapping[str, Any]:
 
 
 mutant = declare.family(
-    *(ReferenceDDP, ReferenceZero1, ReferenceZero2),
-    mesh={"replicate": 3},
-    killed_by=("equivalence",),
+    ReferenceDDP, ReferenceNaiveDDP, mesh={"replicate": 3}, killed_by=("equivalence",)
 )
 
 
-class Planted(ReferenceDDP):
+class SumsByRounds(Engine):
     """Sums by ``rounds`` in place of what the option chooses."""
 
     def make_reducer(self) -> Reducer:
@@ -67,6 +58,10 @@ class Planted(ReferenceDDP):
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
         raise NotImplementedError
+
+
+class Planted(SumsByRounds, ReferenceDDP):
+    """In buckets."""
 
 
 # ------------------------------------------------------------------------------------------- rings
@@ -294,6 +289,27 @@ class ForgetsRightChild(Planted):
             ]
 
 
+@mutant(
+    "double_tree_has_one_tree",
+    says="rank 1 sends .* naive_ddp promises",
+    options={"all_reduce": "double_binary_tree"},
+    mesh={"replicate": 4},
+    killed_by=("traffic",),
+)
+class HasOneTree(SumsByRounds, ReferenceNaiveDDP):
+    """The second tree is the first one again: its inner ranks send for both halves."""
+
+    @staticmethod
+    def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
+        own, height = double_binary_tree.place(rank, size), size.bit_length() - 1
+        for t in range(2 * height):
+            yield [
+                one
+                for half in cut(range(length), 2)
+                for one in double_binary_tree.in_round(t, own, [half], height)
+            ]
+
+
 # ------------------------------------------------------------------------------------ hierarchical
 
 NODES = summed_by({"algorithm": "hierarchical", "ranks_per_node": 2})
@@ -369,148 +385,3 @@ class DoublingInPlaceOfRing(Planted):
     @staticmethod
     def rounds(rank: int, size: int, length: int) -> Iterator[Round]:
         return recursive_doubling.rounds(rank, size, length)
-
-
-@mutant(
-    "algorithm_option_ignored",
-    says="all_reduce: .* no such call is promised",
-    options=summed_by("rabenseifner"),
-    killed_by=("traffic",),
-)
-class OptionIgnored(ReferenceDDP):
-    """The option is read and not used: the backend sums."""
-
-    def make_reducer(self) -> Reducer:
-        return Reducer()
-
-
-# ---------------------------------------------------------------------------------- carrying it out
-
-
-def carried_out_by(kind: type[Running]) -> type[ByAlgorithm]:
-    """A reducer of collectives that ``kind`` carries out."""
-    return type("Spoilt", (ByAlgorithm,), {"running_type": kind})
-
-
-class SpoiltReducer(ReferenceDDP):
-    """With a reducer of its own kind."""
-
-    reducer_kind: type[ByAlgorithm]
-
-    def make_reducer(self) -> Reducer:
-        reducer = super().make_reducer()
-        assert isinstance(reducer, ByAlgorithm)
-        return self.reducer_kind(reducer.chosen)
-
-
-class _Stale(Running):
-    before: Tensor | None = None
-
-    def combine(self, one: Reduce, received: Tensor) -> None:
-        stale = self.before if self.before is not None else received
-        self.before = received.clone()
-        super().combine(one, stale)
-
-
-@mutant(
-    "receive_buffer_is_stale",
-    says="data coordinate 1 counts 2 times",
-    killed_by=("equivalence", "replicas"),
-    options=summed_by("recursive_doubling"),
-    mesh={"replicate": 4},
-)
-class ReceiveBufferIsStale(SpoiltReducer):
-    """What is added in a round came in the round before."""
-
-    reducer_kind = carried_out_by(_Stale)
-
-
-class _Averaging(Running):
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named | {"op": "avg"})
-
-
-@mutant("operation_is_ignored", says="3 times too small", options=summed_by("ring"))
-class OperationIsIgnored(SpoiltReducer):
-    """A sum was asked for, an average is made."""
-
-    reducer_kind = carried_out_by(_Averaging)
-
-
-class _Largest(Running):
-    def combine(self, one: Reduce, received: Tensor) -> None:
-        own = self.data[one.elements.start : one.elements.stop]
-        torch.maximum(own, received, out=own)
-
-
-@mutant("keeps_the_larger_of_two", says="largest of the ranks", options=summed_by("rabenseifner"))
-class KeepsTheLargerOfTwo(SpoiltReducer):
-    """Two parts are combined by their maximum, whatever the operation."""
-
-    reducer_kind = carried_out_by(_Largest)
-
-
-class _NoSecondRound(Running):
-    def wait(self) -> None:
-        self.finish()
-
-
-@mutant(
-    "wait_ends_after_one_round",
-    says="recv: 9 calls over all ranks",
-    options=summed_by("ring"),
-    killed_by=("equivalence", "replicas", "traffic"),
-)
-class WaitEndsAfterOneRound(SpoiltReducer):
-    """A wait is over when the first round is; the others never begin."""
-
-    reducer_kind = carried_out_by(_NoSecondRound)
-
-
-# ------------------------------------------------------------------------------------------ shards
-
-
-@mutant(
-    "scatter_returns_neighbours_chunk",
-    says="chunk of another rank",
-    options=RINGS,
-    mesh={"shard": 3},
-)
-class ScatterReturnsNeighboursChunk(ReferenceZero2):
-    """A rank takes the chunk beside its own out of the flat tensor: a sum of fewer ranks."""
-
-    def make_reducer(self) -> Reducer:
-        return _TakesNeighbour(_chosen(super().make_reducer()))
-
-
-class _TakesNeighbour(ByAlgorithm):
-    def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
-        work = super().reduce_scatter(bucket, comm, shard)
-        work.wait()
-        shard.copy_(bucket.flat.view(comm.size, -1)[comm.rank - 1].clone())
-        return work
-
-
-@mutant(
-    "gather_puts_shards_one_place_on",
-    says="shard of another rank",
-    options=RINGS,
-    mesh={"shard": 3},
-)
-class GatherPutsShardsOnePlaceOn(ReferenceZero1):
-    """Gathered shards are shifted by one rank: parameters get values of others."""
-
-    def make_reducer(self) -> Reducer:
-        return _Shifted(_chosen(super().make_reducer()))
-
-
-class _Shifted(ByAlgorithm):
-    def all_gather(self, output: Tensor, shard: Tensor, comm: Comm) -> Work:
-        work = super().all_gather(output, shard, comm)
-        output.copy_(output.view(comm.size, -1).roll(1, 0).view(-1).clone())
-        return work
-
-
-def _chosen(reducer: Reducer) -> Any:
-    assert isinstance(reducer, ByAlgorithm)
-    return reducer.chosen
