@@ -405,10 +405,16 @@ def test_every_option_of_bench_counts_for_scaling_or_is_refused() -> None:
     from typer.testing import CliRunner
 
     from shardproof.commands import bench
+    from shardproof.commands.bench.collectives import OWN
     from shardproof.commands.main import app
 
     known = set(inspect.signature(bench.bench).parameters) - {"context"}
-    assert known == OF_CELLS | set(OF_PAIRS)
+    assert known == OF_CELLS | set(OF_PAIRS) | set(OWN)
+    for name in OWN:
+        option = "--bytes" if name == "sizes" else f"--{name.replace('_', '-')}"
+        outcome = CliRunner().invoke(app, ["bench", "strong", option, "4", "--dry-run"])
+        assert isinstance(outcome.exception, InputError), option
+        assert f"{option} belongs to collectives" in str(outcome.exception)
     for name, value in OF_PAIRS.items():
         option = f"--{name.replace('_', '-')}"
         more = [option] if value is None else [option, value]

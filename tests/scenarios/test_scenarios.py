@@ -529,7 +529,17 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
 ON_GPUS = {name for name, backend in BACKENDS.items() if backend.device == "cuda"}
 #: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
 OTHERS = (
-    *("ddp-", "plain", "relations", "nccl", "gloo-cuda", "memory-ratios", "bubble", "wide"),
+    *(
+        "ddp-",
+        "collectives",
+        "plain",
+        "relations",
+        "nccl",
+        "gloo-cuda",
+        "memory-ratios",
+        "bubble",
+        "wide",
+    ),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
 )

@@ -356,7 +356,7 @@ def _refuse(
     for name in parameters:
         source, value = context.get_parameter_source(name), context.params[name]
         if source is not None and source.name != "DEFAULT" and value:
-            option = f"--{name.replace('_', '-')}"
+            option = "--bytes" if name == "sizes" else f"--{name.replace('_', '-')}"
             raise SelectionError(Problem(f"{option} belongs to {owner}", remedy, str(value)))
 
 
