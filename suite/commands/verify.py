@@ -52,8 +52,8 @@ class Verified:
         kills = f", {self.kills} kills" if self.kills else ""
         kills += f", {self.benches} comparisons" if self.benches else ""
         kills += f", {self.scalings} scaling cells" if self.scalings else ""
-        kills += f", {self.collectives} collectives read" if self.collectives else ""
-        return f"verified: {self.cases} cases{kills} judged again, {self.left_out} left out"
+        read = f", {self.collectives} measured collectives read" if self.collectives else ""
+        return f"verified: {self.cases} cases{kills} judged again, {self.left_out} left out{read}"
 
 
 def verify(path: Path) -> Verified:

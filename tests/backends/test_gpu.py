@@ -100,6 +100,25 @@ def test_without_a_gpu_a_case_is_skipped_with_the_reason() -> None:
     assert finding.state == "note" and "no GPU" in finding.found and "skipped" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"all_reduce": "ring"},
+        {"reduce_scatter": "ring"},
+        {"data_options": {"all_gather": "ring"}},
+        {"all_reduce": {"algorithm": "hierarchical", "ranks_per_node": 2}},
+    ],
+)
+def test_sums_by_sending_are_no_case_of_gloo_on_gpus(options: dict[str, Any]) -> None:
+    declared = Declaration(axes=("shard",), strategy="zero1")
+    on_gpus = replace(_case("gloo_cuda", {"shard": 2}), options=options)
+    reason = declared.excludes_case(on_gpus, "")
+    assert reason == "sums by sending, and gloo_cuda sends nothing from one rank to one other"
+    assert declared.excludes_case(replace(on_gpus, backend="gloo"), "") == ""
+    plain = replace(on_gpus, options={"all_reduce": "backend"})
+    assert declared.excludes_case(plain, "") == ""
+
+
 def test_stages_are_no_case_of_gloo_on_gpus() -> None:
     declared = Declaration(axes=("pipe", "shard"), strategy="pipeline")
     reason = declared.excludes_case(_case("gloo_cuda", {"pipe": 2}), "")

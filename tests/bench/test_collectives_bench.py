@@ -145,6 +145,6 @@ def test_times_end_in_the_report(command: Any, tmp_path: Path) -> None:
     assert "Bus bandwidth of all_reduce on in_memory, 2 ranks" in report.html(run)
     assert "## Collectives" in report.document(run)
     code, out, _ = command("verify", str(folder))
-    assert code == 0 and "12 collectives read" in out
+    assert code == 0 and "12 measured collectives read" in out
     code, out, _ = command("report", str(folder))
     assert code == 0 and "rabenseifner" in out
