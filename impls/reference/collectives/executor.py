@@ -1,14 +1,15 @@
 """Carries a schedule out, with the send and recv of any backend.
 
     start     round 0: all its receives and sends are posted
-    wait      round 0: each receive is waited for and combined; then the sends are waited for
+    wait      round 0: each receive is waited for and combined
               round 1: posted, waited for, ...
+              in the end: all sends are waited for
 
 A received part that replaces lands where it belongs, one that is combined in a scratch buffer, made
-once for the largest round.  What is received is combined while later receives and sends of the
-round are still under way.  Nothing runs beside the program: between ``start`` and ``wait`` only the
-first round moves.  So all ranks must wait for their collectives in the same order, as all
-strategies do.
+once for the largest round.  What is received is combined while later receives of the round, and
+sends of any round, are still under way; elements that a send may be reading change only after it.
+Nothing runs beside the program: between ``start`` and ``wait`` only the first round moves.  So all
+ranks must wait for their collectives in the same order, as all strategies do.
 
 Messages of one collective carry one tag, so that several may be under way.
 """
@@ -25,6 +26,7 @@ from shardproof.comm import Comm, Op, Recv
 from shardproof.comm import Send as Sending
 from shardproof.impls.reference.collectives.schedule import (
     Reduce,
+    Replace,
     Round,
     Send,
     Transfer,
@@ -64,7 +66,8 @@ class Running:
         needed = max((scratch_elements(transfers) for transfers in self.rounds), default=0)
         self.scratch = self.data.new_empty(needed)
         self.next, self.done = 0, False  # the round to be posted; whether all have ended
-        self.posted: list[tuple[Transfer, Tensor, Any]] = []  # (transfer, its memory, its handle)
+        self.receives: list[tuple[Transfer, Tensor, Any]] = []  # (transfer, memory, handle)
+        self.sends: list[tuple[range, Any]] = []  # of all rounds so far: (elements, handle)
         self.post()
 
     def post(self) -> None:
@@ -77,6 +80,8 @@ class Running:
             if isinstance(one, Reduce):
                 place = self.scratch[free : free + len(one.elements)]
                 free += len(one.elements)
+            elif isinstance(one, Replace):
+                self.settle(one.elements)
             places.append(place)
         handles = self.comm.batch(
             [
@@ -86,24 +91,26 @@ class Running:
         )
         if len(handles) < len(transfers):
             handles = handles * len(transfers)  # NCCL: one handle for the whole batch
-        self.posted = list(zip(transfers, places, handles, strict=True))
+        for one, place, handle in zip(transfers, places, handles, strict=True):
+            if isinstance(one, Send):
+                self.sends.append((one.elements, handle))
+            else:
+                self.receives.append((one, place, handle))
 
     def finish(self) -> None:
-        """Wait for all transfers of the posted round, and combine what came."""
-        sends = [(one, handle) for one, _, handle in self.posted if isinstance(one, Send)]
-        for one, place, handle in self.posted:
-            if isinstance(one, Send):
-                continue
+        """Wait for what the posted round receives, and combine what came."""
+        for one, place, handle in self.receives:
             handle.wait()
             if isinstance(one, Reduce):
-                # A send that is still reading these elements comes first.
-                for sent in [each for each in sends if overlap(each[0].elements, one.elements)]:
-                    sent[1].wait()
-                    sends.remove(sent)
+                self.settle(one.elements)
                 self.combine(one, place)
-        for _, handle in sends:
-            handle.wait()
-        self.posted = []
+        self.receives = []
+
+    def settle(self, elements: range) -> None:
+        """Wait for sends that may still be reading ``elements``, which are about to change."""
+        for sent in [each for each in self.sends if overlap(each[0], elements)]:
+            sent[1].wait()
+            self.sends.remove(sent)
 
     @torch.no_grad()
     def combine(self, one: Reduce, received: Tensor) -> None:
@@ -115,11 +122,12 @@ class Running:
     @torch.no_grad()
     def wait(self) -> None:
         """Return when the result is in ``data``."""
-        while self.posted or self.next < len(self.rounds):
-            self.finish()
-            self.post()
         if self.done:
             return
+        while self.receives or self.next < len(self.rounds):
+            self.finish()
+            self.post()
+        self.settle(range(self.data.numel()))
         self.done = True
         self.scratch = self.data[:0]  # whoever keeps the handle keeps no memory
         if self.op == "avg":
