@@ -35,6 +35,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e ".[deepspeed]" >/dev/null 2>&1 \
 	&& echo "deepspeed is installed" \
 	|| echo "deepspeed could not be installed: its cases are skipped (docs/install-extras.md)"
+	@echo "installing the extra mpi (mpi4py and Open MPI) ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[mpi]" >/dev/null 2>&1 \
+	&& echo "mpi is installed" \
+	|| echo "mpi could not be installed: its cases are skipped (docs/install-extras.md)"
 	@rm -f $(VENV)/.installed-* && touch $@
 
 bench: setup ## the main job: quick conformance on every backend, then the planted faults (under 5 minutes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store
 
-from shardproof.backends import cuda, gloo, in_memory, nccl
+from shardproof.backends import cuda, gloo, in_memory, mpi, nccl
 from shardproof.backends.base import listen
 from shardproof.backends.disturbances import Disturbances, disturbances_of
 from shardproof.backends.in_memory import Hub
@@ -21,6 +21,7 @@ __all__ = [
     "join",
     "leave",
     "listen",
+    "tell_failure",
     "Disturbances",
     "disturbances_of",
 ]
@@ -38,22 +39,29 @@ class Backend:
     sends: bool = True
     #: Whether a rank burns CPU while it waits inside a call.
     polls: bool = False
+    #: Whether sums are left folds in rank order, at any world size.
+    in_rank_order: bool = False
+    #: Whether ranks are processes that an ``mpirun`` started.
+    mpirun: bool = False
 
     def available(self, world: int = 1) -> str | None:
         """``None`` if ``world`` ranks can use it on this machine, else the reason why not."""
         if self.name == "nccl":
             return nccl.available(world)
+        if self.mpirun:
+            return mpi.available()
         if self.threads:
             return None
         return gloo.available(on_gpus=self.device == "cuda")
 
 
 BACKENDS: dict[str, Backend] = {
-    "in_memory": Backend("in_memory", threads=True),
+    "in_memory": Backend("in_memory", threads=True, in_rank_order=True),
     "gloo": Backend("gloo", threads=False),
     # gloo copies CUDA tensors through the host; ranks may share a GPU, which NCCL refuses.
     "gloo_cuda": Backend("gloo_cuda", threads=False, device="cuda", sends=False),
     "nccl": Backend("nccl", threads=False, device="cuda", polls=True),
+    "mpi": Backend("mpi", threads=False, polls=True, in_rank_order=True, mpirun=True),
 }
 
 
@@ -85,6 +93,8 @@ def join(
     traffic.install(traffic.TrafficLedger(log) if log else None, process=is_process)
     if chosen.threads and hub is not None:
         in_memory.join(rank, hub, disturbances)
+    elif chosen.mpirun:
+        mpi.join(rank, world, rendezvous, timeout_s, disturbances)
     else:
         if chosen.device == "cuda":
             cuda.take(rank)
@@ -92,11 +102,23 @@ def join(
         native.join(rank, world, rendezvous, timeout_s, ledgers, disturbances)
 
 
-def leave() -> None:
-    """Destroy this rank's process groups.  Its ledgers stay readable until the next ``join``."""
+def tell_failure(error: BaseException) -> None:
+    """This rank raised ``error``: wake the others, where the backend cannot see it by itself."""
+    if mpi.is_rank():
+        mpi.tell_failure(error)
+
+
+def leave() -> bool:
+    """Destroy this rank's process groups.  Its ledgers stay readable until the next ``join``.
+
+    Returns whether all of its calls had come to their end, as far as the backend can tell.
+    """
     if in_memory.is_rank():
         in_memory.leave()
+    elif mpi.is_rank():
+        return mpi.leave()
     elif dist.is_initialized() and dist.get_backend() in ("nccl", "logged_nccl"):
         nccl.LoggedNccl.leave()
     else:
         gloo.LoggedGloo.leave()
+    return True

@@ -14,7 +14,8 @@ the reducer's own, which is queued later.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,16 @@ def listen(on_call: Callable[[str], None] | None, on_wait: Callable[[bool], obje
     """Tell the heartbeat about every call made in this process, in one line, and every wait."""
     global _on_call, _on_wait
     _on_call, _on_wait = on_call, on_wait
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """The calling rank waits for others inside: whatever it burns there is no work."""
+    _on_wait(True)
+    try:
+        yield
+    finally:
+        _on_wait(False)
 
 
 class Handle(dist.Work):
@@ -75,11 +86,8 @@ class Handle(dist.Work):
         return True
 
     def _block(self, timeout: float | None) -> None:
-        _on_wait(True)
-        try:
+        with blocked():
             self._settle(timeout)
-        finally:
-            _on_wait(False)
 
     def synchronize(self) -> None:
         self.wait()

@@ -43,7 +43,7 @@ class Pending:
     @property
     def mismatched(self) -> bool:
         """Whether the ranks that came differ; told once all have come, or none can any more."""
-        return not self.is_exchange and len({_signature(r) for r in self.posts.values()}) > 1
+        return not self.is_exchange and len({r.signature() for r in self.posts.values()}) > 1
 
     @property
     def is_exchange(self) -> bool:
@@ -327,16 +327,6 @@ def _meets(rank: int, request: Request, other: Pending) -> bool:
     if {request.operation, theirs.operation} != {"send", "recv"} or request.tag != theirs.tag:
         return False
     return request.peer in (None, peer) and theirs.peer in (None, rank)
-
-
-def _signature(request: Request) -> tuple[object, ...]:
-    """What must agree between all ranks of a collective."""
-    one_sided = request.operation in ("gather", "scatter")
-    items = request.inputs if request.operation != "scatter" else request.outputs
-    sized = request.operation in ("all_reduce", "reduce", "broadcast")
-    shapes = tuple(tuple((t.dtype, t.numel() if sized else -1) for t in item[:1]) for item in items)
-    outputs = 0 if one_sided else len(request.outputs)
-    return request.operation, request.reduce, request.root, shapes, outputs
 
 
 def _mismatch(pending: Pending) -> str:

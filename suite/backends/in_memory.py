@@ -5,9 +5,7 @@ unchanged. Registered as ``threaded``, the one name by which DeviceMesh keeps th
 apart (torch's own backend of that name, a testing internal, is never imported).
 
 Results are bitwise deterministic: reductions fold in rank order, and everything that a rank's
-program can see (futures, callbacks) happens on its own thread at a point of its own program.  That
-is why a future is completed by whoever owns it: where it is waited for, or when the backward pass
-ends in which it was taken, just before DDP's reducer looks at it.
+program can see happens on its own thread at a point of its own program (``futures.py``).
 
 What threads share and processes do not: the default random generator, the environment,
 ``sys.excepthook``.
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +24,7 @@ import torch.distributed as dist
 from shardproof.backends import arithmetic, world
 from shardproof.backends.base import GroupBase, Handle
 from shardproof.backends.disturbances import Disturbances, poison
+from shardproof.backends.futures import OwnHandle
 from shardproof.backends.hub import Hub, Pending
 from shardproof.backends.request import Request
 
@@ -37,106 +35,17 @@ _RANK = threading.local()
 _SETUP = threading.Lock()
 
 
-class RankFuture(torch.futures.Future):
-    """A future that its own rank's thread completes: when asked, or at the end of backward.
-
-    C++ callers that block on it would never be answered; the only one (DDP's reducer, in a last
-    callback of a backward pass) finds it complete, or never gets there because completing it
-    raised.
-    """
-
-    def __init__(self, complete: Callable[[], Any]) -> None:
-        super().__init__()
-        self._complete = complete
-        self._callbacks: list[Callable[[], None]] = []
-        self._children: list[RankFuture] = []
-        self._error: BaseException | None = None
-        self._settled = False
-
-    def settle(self) -> None:
-        """Complete now, if that has not happened, and run what follows; never raises."""
-        if self._settled:
-            return
-        self._settled = True
-        try:
-            value = self._complete()
-        except BaseException as error:  # noqa: BLE001 - kept for whoever asks for the value
-            self._error = error
-        else:
-            super().set_result(value)
-        # The future and its handle point at each other: let go, or buckets live until the
-        # collector.
-        del self._complete
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def error(self) -> BaseException | None:
-        """What went wrong here or in a future that follows this one."""
-        errors = (child.error() for child in self._children)
-        return self._error or next((error for error in errors if error is not None), None)
-
-    def wait(self) -> Any:
-        """The value, after waiting for it."""
-        self.settle()
-        if self._error is not None:
-            raise self._error
-        return super().wait()
-
-    value = wait
-
-    def then(self, callback: Callable[[Any], Any]) -> RankFuture:
-        """A future of ``callback(self)``, run on this thread as soon as this one is complete."""
-
-        def run() -> Any:
-            self.settle()
-            return callback(self)
-
-        child = RankFuture(run)
-        self._children.append(child)
-        self._follow(child.settle)
-        return child
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Run ``callback(self)`` on this thread as soon as this is complete."""
-        self._follow(lambda: callback(self))
-
-    def _follow(self, callback: Callable[[], None]) -> None:
-        if self._settled:
-            callback()
-        else:
-            self._callbacks.append(callback)
-
-
-class _Handle(Handle):
+class _Handle(OwnHandle):
     def __init__(self, request: Request, hub: Hub, rank: int, pending: Pending) -> None:
         super().__init__(request)
         self._hub, self._rank, self._pending = hub, rank, pending
         self._made_visible = False
-        self._given: list[RankFuture] = []
 
     def _settle(self, timeout: float | None) -> None:
         self._hub.wait(self._rank, self._pending, timeout)
         if not self._made_visible:
             self._made_visible = True
             arithmetic.write(self._pending.take_writes(self._rank))
-
-    def _future(self) -> RankFuture:
-        future = RankFuture(self.result)
-        self._given.append(future)
-        if world.reduces_after_backward():
-            self._backward_ended()
-        return future
-
-    def _backward_ended(self) -> None:
-        for future in self._given:
-            future.settle()
-            error = future.error()
-            if error is not None:
-                raise error
-
-    def _taken_outside_backward(self) -> None:
-        """The future itself sees when it is waited for."""
 
     def is_completed(self) -> bool:
         return self._pending.done

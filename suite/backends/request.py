@@ -64,6 +64,17 @@ class Request:
             words.append(f"... {len(items)} tensors")
         return f"{self.operation}({', '.join(words)})"
 
+    def signature(self) -> tuple[object, ...]:
+        """What must agree between all ranks of a collective."""
+        one_sided = self.operation in ("gather", "scatter")
+        items = self.inputs if self.operation != "scatter" else self.outputs
+        sized = self.operation in ("all_reduce", "reduce", "broadcast")
+        shapes = tuple(
+            tuple((t.dtype, t.numel() if sized else -1) for t in item[:1]) for item in items
+        )
+        outputs = 0 if one_sided else len(self.outputs)
+        return self.operation, self.reduce, self.root, shapes, outputs
+
     def loads(self, size: int, rank: int) -> list[tuple[str, bool, int, Fraction]]:
         """``(dtype, floating, payload bytes, share sent)`` for each dtype in the call."""
         received = self.operation in ("all_gather", "scatter", "recv")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from shardproof.backends.futures import announce_delayed_reduction
+
 _STATE = threading.local()
 _INSTALL = threading.Lock()
 
@@ -78,33 +80,7 @@ def install() -> None:
         # Its own comment asks threaded programs for a lock here.
         ShardingPropagator._fake_mode_lock = threading.RLock()  # type: ignore[assignment]
         c10d._world = ThreadWorlds(c10d._world)  # type: ignore[assignment]
-        _announce_delayed_reduction()
-
-
-def _announce_delayed_reduction() -> None:
-    """Let :func:`reduces_after_backward` see the one place where DDP reduces in a last callback.
-
-    In the first step of a static graph the reducer issues all buckets and then blocks on their
-    futures in one C++ call, with no callback of ours in between.
-    """
-    reducer: Any = torch._C._distributed_c10d.Reducer
-    original = getattr(reducer, "_delay_all_reduce", None)
-    if original is None:
-        return
-
-    def announced(self: Any) -> Any:
-        _STATE.reduces_after_backward = True
-        try:
-            return original(self)
-        finally:
-            _STATE.reduces_after_backward = False
-
-    reducer._delay_all_reduce = announced
-
-
-def reduces_after_backward() -> bool:
-    """Whether DDP's reducer is about to block on every future that it takes now."""
-    return getattr(_STATE, "reduces_after_backward", False)
+        announce_delayed_reduction()
 
 
 def enter() -> None:

@@ -58,14 +58,21 @@ class Link(Protocol):
     def polls(self) -> bool:
         """Whether a rank burns CPU while it waits inside a call."""
 
+    @property
+    def mpirun(self) -> bool:
+        """Whether an ``mpirun`` makes processes its ranks."""
+
     def hub(self, world: int, timeout_s: float) -> Any:
         """What the ranks share, made once before the threads start; processes ignore it."""
 
     def join(self, rank: int, launch: RankLaunch, hub: Any) -> None:
         """Initialise the default process group of the calling rank."""
 
-    def leave(self) -> None:
-        """Destroy it."""
+    def failed(self, error: BaseException) -> None:
+        """The program of the calling rank, a process, raised ``error``."""
+
+    def leave(self) -> bool:
+        """Destroy it; whether all calls had come to their end."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,8 @@ def _run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> int:
         writer.state(heartbeat.FAILED)
         if hub is not None:
             hub.fail(rank, error)
+        else:
+            launch.link.failed(error)
         return 1 if outcome.exit_code is None else outcome.exit_code & 0xFF
 
 

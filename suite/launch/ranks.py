@@ -8,6 +8,7 @@ failure (after a grace period), its memory limit, and too much output.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import time
@@ -19,6 +20,7 @@ from typing import Any
 from shardproof import backends
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
+from shardproof.launch.mpirun import Mpirun, unlink_segments
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
@@ -83,6 +85,10 @@ class _SuiteLink:
     def polls(self) -> bool:
         return backends.BACKENDS[self.name].polls
 
+    @property
+    def mpirun(self) -> bool:
+        return backends.BACKENDS[self.name].mpirun
+
     def hub(self, world: int, timeout_s: float) -> backends.Hub:
         return backends.Hub(world, timeout_s)
 
@@ -90,9 +96,14 @@ class _SuiteLink:
         backends.listen(heartbeat.note, heartbeat.wait)
         where = self.name, rank, launch.world, launch.rendezvous, launch.timeout_s
         backends.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
+        if self.mpirun:
+            unlink_segments()
 
-    def leave(self) -> None:
-        backends.leave()
+    def failed(self, error: BaseException) -> None:
+        backends.tell_failure(error)
+
+    def leave(self) -> bool:
+        return backends.leave()
 
 
 class _Watch:
@@ -111,8 +122,9 @@ class _Watch:
         """Start the ranks and wait until all have ended; one outcome for each rank."""
         strangers_before = process_control.children()
         heartbeat.create(self._launch.heartbeat, self._launch.world)
+        place = contextlib.ExitStack()
         try:
-            self._fork()
+            self._fork(place)
             while alive := [p for p in self._processes if p.ended is None]:
                 self._sleep(alive)
                 self._collect(alive)
@@ -126,13 +138,19 @@ class _Watch:
                     os.waitpid(process.pid, 0)
                 if process.handle is not None:
                     os.close(process.handle)
+            place.close()
             if process_control.is_subreaper():
                 process_control.end_adopted(strangers_before)
         # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
         return diagnose(self._launch, self._processes)
 
-    def _fork(self) -> None:
+    def _fork(self, place: contextlib.ExitStack) -> None:
         launch, parent = self._launch, os.getpid()
+        mpirun = None
+        if launch.link.mpirun:
+            folder = launch.workdir / "mpi"
+            folder.mkdir()
+            mpirun = place.enter_context(Mpirun(launch.world, folder))
         if launch.link.threads:
             groups: list[tuple[int, ...]] = [tuple(range(launch.world))]
         else:
@@ -140,6 +158,8 @@ class _Watch:
         for ranks in groups:
             pid = os.fork()
             if pid == 0:
+                if mpirun is not None:
+                    mpirun.become(ranks[0])
                 # In the new process: joins the process group, calls launch.program(rank, world),
                 # stores what it returns.  A case goes on in cases/rank_program.py: run_rank.
                 run_process(launch, ranks, parent)

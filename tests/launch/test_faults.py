@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from shardproof.backends import mpi
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.contract import OptimizerSpec
@@ -34,7 +37,12 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "ReturnsEarly": ("crash", ("rank 1",)),
     "clean": ("pass", ()),
 }
-BACKENDS = ("in_memory", "gloo")
+WITH_MPI = [
+    pytest.mark.launches,
+    pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available())),
+]
+BACKENDS = ("in_memory", "gloo", pytest.param("mpi", marks=WITH_MPI))
+Results = dict[str, dict[str, Any]]
 
 
 def _case(name: str, backend: str) -> Case:
@@ -55,22 +63,34 @@ def _case(name: str, backend: str) -> Case:
     )
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, dict[str, Any]]:
+def _run(backends: Sequence[str]) -> Results:
     found: list[dict[str, Any]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
         patch.setenv("PYTHONPATH", str(HERE))
-        run_cases([_case(n, b) for n in EXPECTED for b in BACKENDS], 4, found.append)
+        run_cases([_case(n, b) for n in EXPECTED for b in backends], 4, found.append)
     return {result.id: result for result in found}
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return _run(("in_memory", "gloo"))
+
+
+@pytest.fixture(scope="module")
+def results_of(results: Results) -> Callable[[str], Results]:
+    over_mpi = cache(lambda: _run(("mpi",)))
+    return lambda backend: over_mpi() if backend == "mpi" else results
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", EXPECTED)
-def test_verdict_and_sentence(results: dict[str, dict[str, Any]], name: str, backend: str) -> None:
+def test_verdict_and_sentence(
+    results_of: Callable[[str], Results], name: str, backend: str
+) -> None:
     verdict, says = EXPECTED[name]
-    result = results[f"fault::{name}::{backend}"]
+    result = results_of(backend)[f"fault::{name}::{backend}"]
     assert result.verdict in verdict.split("|"), result.reason
     for text in says:
         assert text in result.reason, result.reason

@@ -25,6 +25,7 @@ from commands import python
 from kept_fork_server import KeptForkServer
 
 from shardproof import tensor_bytes
+from shardproof.backends import mpi
 from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
 from shardproof.launch import heartbeat
 from shardproof.launch import pool as pool_module
@@ -37,7 +38,11 @@ from shardproof.launch.ranks import run_ranks
 HERE = str(Path(__file__).parents[1] / "support")
 #: CPU seconds of a rank, and seconds that all may sleep.
 BUDGET = 3.0
-BACKENDS = ("in_memory", "gloo")
+WITH_MPI = [
+    pytest.mark.launches,
+    pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available())),
+]
+BACKENDS = ("in_memory", "gloo", pytest.param("mpi", marks=WITH_MPI))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,7 +134,7 @@ def test_ranks_compute_with_the_kernels_that_the_environment_chooses(
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
     with ForkServer(["launch_programs"]) as fork_server:
-        for backend in BACKENDS:
+        for backend in ("in_memory", "gloo"):
             (tmp_path / backend).mkdir()
             found = attempt(fork_server, tmp_path / backend, backend, "kernels")
             assert [o["output"] for o in found["outcomes"]] == [printed] * 3

@@ -48,7 +48,7 @@ class FakeHub:
 class FakeLink:
     """Ranks as threads that can only meet: shows that the launcher needs no torch backend."""
 
-    threads, polls = True, False
+    threads, polls, mpirun = True, False, False
     _here = threading.local()
 
     def hub(self, world: int, timeout_s: float) -> FakeHub:

@@ -62,15 +62,20 @@ def succeed(body: Body, world: int, **options: Any) -> list[Any]:
 
 
 def processes(
-    body: Callable[..., Any], world: int, folder: Path, ledgers: bool, *arguments: Any
+    body: Callable[..., Any],
+    world: int,
+    folder: Path,
+    ledgers: bool,
+    *arguments: Any,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Run ``body(rank, world, *arguments)`` on gloo processes; what each returned (all as JSON).
+    """Run ``body(rank, world, *arguments)`` on processes; what each returned (all as JSON).
 
     ``body`` is a module's own function.  The ranks are forked from a leader, which never ran a
     thread: a child of a process whose rank threads computed may hang in its first matrix product.
     Raises ``AssertionError`` with what a rank raised, or with where one hung.
     """
-    request = Request(body, world, folder, ledgers, arguments)
+    request = Request(body, world, folder, ledgers, arguments, backend)
     with Pool(1) as pool:
         pool.fork_server.preload("pytest")  # modules of tests import it
         (end,) = pool.run(forked, [("ranks", request, 3 * BUDGET_SECONDS)])
@@ -87,6 +92,7 @@ class Request:
     folder: Path
     ledgers: bool
     arguments: tuple[Any, ...]
+    backend: str
 
 
 def forked(request: Request) -> list[Any]:
@@ -96,7 +102,7 @@ def forked(request: Request) -> list[Any]:
         return {"result": request.body(rank, world, *request.arguments)}
 
     outcomes = run_ranks(
-        "gloo", request.world, program, request.folder, BUDGET_SECONDS, request.ledgers
+        request.backend, request.world, program, request.folder, BUDGET_SECONDS, request.ledgers
     )
     cause = root_cause(outcomes)
     assert cause is None, f"{cause.sentence()}\n{cause.traceback}"

@@ -1,0 +1,206 @@
+"""MPI by mpi4py: a process group of our own over any MPI that mpi4py finds.
+
+Processes that an ``mpirun`` started; one thread of each calls MPI.  The default group has a copy of
+``COMM_WORLD``, every other group a communicator of its members, freed with the group.  What the
+calls do is in :mod:`shardproof.backends.mpi_calls`; ``launch/mpirun.py`` starts ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from shardproof.backends import mpi_found
+from shardproof.backends.base import GroupBase, Handle, blocked
+from shardproof.backends.disturbances import Disturbances, poison
+from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
+from shardproof.backends.request import Request
+
+if TYPE_CHECKING:
+    from shardproof.backends.mpi_calls import Call, Calls
+
+#: torch keeps ``mpi`` for a backend of its own, which no wheel of torch contains.
+NAME = "shardproof_mpi"
+#: Seconds that a rank which ends goes on serving what others still need of it.
+PARTING_SECONDS = 5.0
+
+
+class _World:
+    """What the groups of this process share, from :func:`join` to :func:`leave`."""
+
+    def __init__(self, comm: Any, store: dist.Store, disturbances: Disturbances | None) -> None:
+        from shardproof.backends.mpi_calls import Calls
+
+        self.comm, self.disturbances = comm, disturbances
+        self.calls: Calls = Calls(store)
+        self.rank = int(comm.Get_rank())
+        #: Whether calls were left unfinished: MPI may still hold their messages.
+        self.unfinished = False
+
+
+_world: _World | None = None
+
+
+class _Handle(OwnHandle):
+    def __init__(self, request: Request, calls: Calls, call: Call, timeout: timedelta) -> None:
+        super().__init__(request)
+        self._all, self._own, self._limit = calls, call, timeout.total_seconds()
+
+    def _settle(self, timeout: float | None) -> None:
+        if not self._own.done:
+            self._all.wait(self._own, timeout or self._limit)
+
+    def is_completed(self) -> bool:
+        if not self._own.done:
+            self._all.advance()
+        return self._own.done
+
+    def _source_rank(self) -> int:
+        return self._own.source
+
+    source_rank = _source_rank
+
+
+class MpiGroup(GroupBase):
+    """This rank's side of a group; ``ranks`` are global ones, in group order."""
+
+    backend_name = NAME
+
+    def __init__(self, world: _World, ranks: tuple[int, ...], name: str, timeout: timedelta):
+        from shardproof.backends.mpi_calls import MPI, Mail
+
+        super().__init__(ranks.index(world.rank), len(ranks), timeout)
+        self._world, self._members, self._name = world, ranks, name
+        self._count = 0
+        # Both wait for all members inside MPI.
+        with blocked():
+            if c10d.is_initialized():
+                group = world.comm.Get_group().Incl(list(ranks))
+                self._comm = world.comm.Create_group(group, 0)
+                group.Free()
+            else:
+                self._comm = world.comm.Dup()
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._mail = Mail(self._comm)
+        if world.disturbances is not None:
+            self.transform = world.disturbances.skew(world.rank)
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        return self._members
+
+    def _start(self, request: Request) -> Handle:
+        world = self._world
+        if world.disturbances is not None and world.disturbances.poison:
+            poison(request, self._rank, keep_inputs=False)
+        if request.operation in ("send", "recv"):
+            tag, key = self._mail.own_tag(request.tag), ""
+        else:
+            tag, key = self._mail.tag(self._count, request.signature()), ""
+            key = f"call/{self._name}/{self._count}"
+            self._count += 1
+        call = world.calls.begin(request, self._mail, self._members, tag, key)
+        return _Handle(request, world.calls, call, self._timeout)
+
+    def monitored_barrier(self, *args: Any, **options: Any) -> None:
+        """A barrier; one that takes too long names who is missing anyway."""
+        self.barrier().wait()
+
+    def abort(self) -> None:
+        """End the world of all ranks."""
+        self._world.calls.tell_failure(
+            self._world.rank, RuntimeError("the process group was aborted")
+        )
+
+    def shutdown(self) -> None:
+        """Free the communicator, unless calls were left unfinished on it."""
+        from shardproof.backends.mpi_calls import MPI
+
+        comm, self._comm = self._comm, None
+        if comm is None or self._world.unfinished:
+            return
+        try:
+            with blocked():
+                comm.Free()
+        except MPI.Exception:  # MPICH: a message came that nobody asked for
+            self._world.unfinished = True
+
+
+def _create(options: Any, _: Any) -> MpiGroup:
+    assert _world is not None
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(_world.comm.Get_size()))
+    return MpiGroup(_world, ranks, str(options.group_id), options.timeout)
+
+
+def start() -> Any:
+    """Initialise MPI in this process, unless that was done; its module ``MPI``."""
+    import mpi4py
+
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        with blocked():
+            MPI.Init_thread(MPI.THREAD_FUNNELED)
+    return MPI
+
+
+def join(
+    rank: int,
+    world: int,
+    rendezvous: Path | dist.Store,
+    timeout_s: float,
+    disturbances: Disturbances | None = None,
+) -> None:
+    """Join the default group of the ``world`` processes of an ``mpirun``.
+
+    :raises RuntimeError: this process is not rank ``rank`` of so many.
+    """
+    global _world
+    comm = start().COMM_WORLD
+    if (comm.Get_rank(), comm.Get_size()) != (rank, world):
+        raise RuntimeError(
+            f"MPI calls this rank {comm.Get_rank()} of {comm.Get_size()}, not {rank} of {world}: "
+            f"start it by mpirun -np {world}, of the same MPI as mpi4py's"
+        )
+    limit = timedelta(seconds=timeout_s)
+    c10d.default_pg_timeout = limit  # of groups made later
+    store = dist.FileStore(str(rendezvous), world) if isinstance(rendezvous, Path) else rendezvous
+    announce_delayed_reduction()
+    _world = _World(comm, dist.PrefixStore(NAME, store), disturbances)
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    dist.init_process_group(NAME, rank=rank, world_size=world, store=store, timeout=limit)
+
+
+def is_rank() -> bool:
+    return _world is not None
+
+
+def tell_failure(error: BaseException) -> None:
+    """Wake the ranks that wait: this one raised ``error``."""
+    if _world is not None:
+        _world.calls.tell_failure(_world.rank, error)
+
+
+def leave() -> bool:
+    """Destroy all groups of this process; whether nothing was left unfinished."""
+    global _world
+    left, _world = _world, None
+    assert left is not None
+    left.unfinished = not left.calls.end(left.rank, PARTING_SECONDS)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return not left.unfinished
+
+
+def available() -> str | None:
+    """Why ranks cannot talk by MPI here, ``None`` if they can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "MPI needs the package mpi4py, which is not installed: see docs/install-extras.md"
+    return mpi_found.problem()

@@ -1,0 +1,79 @@
+"""The MPI of this machine: which ``mpirun``, of which family, and the flags that it needs here."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FAMILIES = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "PRRTE": "Open MPI"} | {
+    "HYDRA": "MPICH",
+    "Intel(R) MPI": "MPICH",
+}
+REMEDY = (
+    "install one with pip install 'shardproof[mpi]', or your system's Open MPI or MPICH, and put "
+    "its mpirun on PATH"
+)
+_VERSION_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An ``mpirun``; ``version`` is the first line that it says about itself."""
+
+    mpirun: str
+    family: str
+    version: str
+
+    def command(self, ranks: int) -> list[str]:
+        """What comes before the program: as many ranks as asked, also as root and on few cores."""
+        if self.family == "MPICH":
+            return [self.mpirun, "-n", str(ranks)]
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        return [self.mpirun, *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Settings: what it leaves behind lies in ``folder``, and who waits inside it gives way."""
+        if self.family == "MPICH":
+            return {"TMPDIR": str(folder)}
+        places = {f"OMPI_MCA_btl_{name}_backing_directory": str(folder) for name in ("sm", "vader")}
+        return {"TMPDIR": str(folder), "OMPI_MCA_mpi_yield_when_idle": "1", **places}
+
+
+@functools.cache
+def find() -> Mpi | None:
+    """The MPI beside this Python, as its wheels bring it, or else the first on ``PATH``."""
+    beside = str(Path(sys.prefix) / "bin")
+    for name in ("mpirun", "mpiexec"):
+        for places in (beside, None):
+            path = shutil.which(name, path=places)
+            if path is not None and (found := _ask(path)) is not None:
+                return found
+    return None
+
+
+def _ask(mpirun: str) -> Mpi | None:
+    """What it is; ``None``: nothing that is known here."""
+    try:
+        command = [mpirun, "--version"]
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = said.stdout + said.stderr
+    family = next((family for word, family in FAMILIES.items() if word in text), None)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    wanted = next(
+        (line for line in lines if line.startswith("Version:")), lines[0] if lines else ""
+    )
+    return Mpi(mpirun, family, wanted) if family else None
+
+
+def problem() -> str | None:
+    """Why there is no MPI here; ``None``: there is."""
+    return None if find() is not None else f"MPI needs an mpirun, and there is none: {REMEDY}"

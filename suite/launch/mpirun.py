@@ -1,0 +1,175 @@
+"""Starts an ``mpirun`` whose ranks are forked here.
+
+To MPI a process is what its environment says.  So ``mpirun`` starts stand-ins that hand theirs over
+(``stand_in.py``), and ranks are forked with them from a process that has imported torch: in
+milliseconds, not seconds each, watched and collected by whoever forked them.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from shardproof.backends import mpi_found
+from shardproof.launch import process_control
+from shardproof.launch.stand_in import DESCRIPTOR
+
+#: Seconds within which all stand-ins have to come.
+START_SECONDS = 60.0
+
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+#: Variables of a stand-in that are not for its rank.
+_NOT_THEIRS = ("TMPDIR", "PWD", "OLDPWD", "SHARDPROOF_STAND_IN")
+_TAIL = 2000
+
+
+class MpirunError(RuntimeError):
+    """``mpirun`` did not start the ranks; the message holds what it said."""
+
+
+class Mpirun:
+    """An ``mpirun`` of ``ranks`` stand-ins; a context manager that ends it.
+
+    ``folder`` exists; what MPI leaves behind lies there, and whoever made it removes it.
+
+    :raises MpirunError: from ``with``, when it does not start.
+    """
+
+    def __init__(self, ranks: int, folder: Path) -> None:
+        self._ranks, self._folder = ranks, folder
+        self._connections: list[socket.socket] = []
+        self._places: dict[int, tuple[dict[str, str], int | None]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        found = mpi_found.find()
+        if found is None:
+            raise MpirunError(mpi_found.problem())
+        parent, program = os.getpid(), str(Path(__file__).with_name("stand_in.py"))
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        # By way of the descriptor: a socket's path has room for a hundred bytes.
+        path = f"/proc/{parent}/fd/{folder}/stand-ins"
+        settings = found.environment(self._folder) | {"SHARDPROOF_STAND_IN": path}
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path)
+                listener.listen(self._ranks)
+                self._process = subprocess.Popen(
+                    [*found.command(self._ranks), sys.executable, "-I", "-S", program],
+                    env=_foreign_removed(os.environ) | settings,
+                    stdin=subprocess.DEVNULL,
+                    stdout=(self._folder / "mpirun.out").open("wb"),
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=lambda: process_control.die_with_parent(parent),
+                )
+                self._meet(listener)
+        except BaseException:
+            self.__exit__()
+            raise
+        finally:
+            os.close(folder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections:
+            connection.close()
+        for place in self._places.values():
+            if place[1] is not None:
+                os.close(place[1])
+        self._connections, self._places = [], {}
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def become(self, rank: int) -> None:
+        """Make this process, forked from the one that started ``mpirun``, its rank ``rank``."""
+        variables, descriptor = self._places[rank]
+        os.environ.update(variables)
+        if descriptor is not None:
+            os.environ[DESCRIPTOR] = str(descriptor)
+        for connection in self._connections:
+            connection.close()
+        for other, (_, theirs) in self._places.items():
+            if other != rank and theirs is not None:
+                os.close(theirs)
+
+    def _meet(self, listener: socket.socket) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        listener.settimeout(0.05)
+        while len(self._places) < self._ranks:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise MpirunError(
+                    f"mpirun ended with exit code {self._process.returncode} before "
+                    f"{self._ranks} ranks had started: {self._said()}"
+                )
+            if time.monotonic() > deadline:
+                raise MpirunError(
+                    f"mpirun started {len(self._places)} of {self._ranks} ranks in "
+                    f"{START_SECONDS:g} s: {self._said()}"
+                )
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                self._connections.append(connection)
+                connection.settimeout(START_SECONDS)
+                variables, descriptor = _read(connection)
+                rank = next((int(variables[name]) for name in _RANK if name in variables), -1)
+                if not 0 <= rank < self._ranks or rank in self._places:
+                    raise MpirunError(f"mpirun started a process as rank {rank}: {self._said()}")
+                self._places[rank] = _changed(variables), descriptor
+
+    def _said(self) -> str:
+        lines = (self._folder / "mpirun.out").read_text("utf-8", "replace").strip()[-_TAIL:]
+        return " ".join(lines.replace("-" * 10, "").split()) or "it said nothing"
+
+
+def _read(connection: socket.socket) -> tuple[dict[str, str], int | None]:
+    """The environment of a stand-in, and the descriptor that it hands over."""
+    head, rights, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(4))
+    size = int.from_bytes(head, "little")
+    text = b""
+    while len(text) < size:
+        part = connection.recv(size - len(text))
+        if not part:
+            raise MpirunError("a process that mpirun started ended at once")
+        text += part
+    descriptors = array.array("i")
+    for _, _, data in rights:
+        descriptors.frombytes(data)
+    pairs = (entry.partition("=") for entry in text.decode("utf-8", "surrogateescape").split("\0"))
+    return {name: value for name, _, value in pairs}, next(iter(descriptors), None)
+
+
+def _changed(variables: Mapping[str, str]) -> dict[str, str]:
+    """What ``mpirun`` has put into the environment."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if os.environ.get(name) != value and name not in _NOT_THEIRS
+    }
+
+
+def _foreign_removed(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without what another ``mpirun`` around us has set: its ranks are not ours."""
+    foreign = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
+    return {name: value for name, value in variables.items() if not name.startswith(foreign)}
+
+
+def unlink_segments() -> None:
+    """Remove the names of MPICH's shared memory, which all ranks have opened by now.
+
+    A rank that is killed removes none; Open MPI's lie in the folder.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        name = line[line.find("/") :].removesuffix(" (deleted)")
+        if name.startswith("/dev/shm/mpich_"):
+            Path(name).unlink(missing_ok=True)
