@@ -25,6 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardproof.backends import BACKENDS
 from shardproof.case import Lane
 from shardproof.checks import Outcome, between_steps, causes, working_precision
 from shardproof.checks.causes.fits import some
@@ -238,7 +239,7 @@ def promises_bits(evidence: Figures) -> bool:
     adding = case.world // case.mesh.get("pipe", 1)  # stages add nothing up between them
     if adding == case.world == 2 or (adding == 1 and exactness == "bitwise"):
         return True
-    return exactness == "bitwise" and case.backend == "in_memory"
+    return exactness == "bitwise" and BACKENDS[case.backend].in_rank_order
 
 
 def _adds_up_first(evidence: Figures) -> bool:

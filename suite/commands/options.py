@@ -34,7 +34,10 @@ Like = Annotated[
     ),
 ]
 BackendOption = Annotated[
-    list[str] | None, typer.Option("--backend", metavar="B", help="communication backend")
+    list[str] | None,
+    typer.Option(
+        "--backend", metavar="B", help="communication backend; mpi takes over the cells of others"
+    ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
 Expression = Annotated[

@@ -154,6 +154,8 @@ def run(
             from shardproof.scenarios.vocabulary import installed
 
             cases = selection.cases(installed())
+    if not dry_run:
+        _require_mpi(cases, backend or ())
     if depth:
         cases = [replace(case, depth=depth) for case in cases]
     fit = not (scenarios or resume or rerun_failed or like)
@@ -205,6 +207,26 @@ def run_and_exit(
         raise typer.Exit(
             execute(folder, planned, workers, budget, durations, kept, junit, fail_fast, is_kept)
         )
+
+
+def _require_mpi(cases: Sequence[Case], asked: Sequence[str]) -> None:
+    """Cases on MPI that were asked for by name are not skipped where there is none.
+
+    :raises SelectionError: there is no MPI, or it cannot start as many ranks.
+    """
+    from shardproof.backends import BACKENDS
+    from shardproof.launch import mpirun
+
+    for name in asked:
+        worlds = {case.world for case in cases if case.backend == name and BACKENDS[name].mpirun}
+        if not worlds:
+            continue
+        if reason := BACKENDS[name].available():
+            remedy = "`shardproof doctor` tells what it finds; or leave --backend out"
+            raise SelectionError(Problem(reason, remedy, f"--backend {name}"))
+        if reason := mpirun.problem(max(worlds)):
+            remedy = f"allow it {max(worlds)} ranks on this machine, or choose --world below"
+            raise SelectionError(Problem(reason, remedy, f"--backend {name}"))
 
 
 def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> list[Case]:

@@ -21,6 +21,7 @@ from typing import Self
 from shardproof.backends import mpi_found
 from shardproof.launch import process_control
 from shardproof.launch.stand_in import DESCRIPTOR
+from shardproof.launch.workspace import Workspace
 
 #: Seconds within which all stand-ins have to come.
 START_SECONDS = 60.0
@@ -162,6 +163,15 @@ def _foreign_removed(variables: Mapping[str, str]) -> dict[str, str]:
     """Without what another ``mpirun`` around us has set: its ranks are not ours."""
     foreign = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
     return {name: value for name, value in variables.items() if not name.startswith(foreign)}
+
+
+def problem(ranks: int) -> str:
+    """Why ``mpirun`` cannot start ``ranks`` ranks here, from trying; empty: it can."""
+    try:
+        with Workspace() as folder, Mpirun(ranks, folder):
+            return ""
+    except MpirunError as error:
+        return str(error)
 
 
 def unlink_segments() -> None:

@@ -21,6 +21,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+from shardproof.backends import BACKENDS
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, ScenarioError, nearest
@@ -499,6 +500,32 @@ def substitute(
             ),
         )
     return list(substituted.values())
+
+
+def on_backend(cases: Sequence[Case], backend: str) -> list[Case]:
+    """The cells of ``cases`` on another backend, each once.
+
+    Cells on GPUs are left out.  A cell keeps ``skip`` and ``xfail`` if it has them on every backend
+    that its scenario runs it on, and it is in the quick tier if it is there on one of them.
+    """
+    moved: dict[str, Case] = {}
+    dropped = {name for name, other in BACKENDS.items() if other.device != "cpu"}
+    for case in sorted(cases, key=lambda case: case.tier != "quick"):
+        if case.backend in dropped:
+            continue
+        scenario, system, _, *middle, tier = case.id.split("::")
+        cell = "::".join([scenario, system, backend, *middle])
+        quick = moved.get(f"{cell}::quick")
+        name = f"{cell}::{tier}"
+        if quick is not None and quick.workload == case.workload:
+            name = quick.id
+        other = dataclasses.replace(case, id=name, backend=backend)
+        first = moved.setdefault(name, other)
+        if (first.skip, first.xfail) != (other.skip, other.xfail):
+            skip, xfail = first.skip and other.skip, first.xfail and other.xfail
+            says = first.xfail_says if xfail else ()
+            moved[name] = dataclasses.replace(first, skip=skip, xfail=xfail, xfail_says=says)
+    return list(moved.values())
 
 
 def reseed(cases: Sequence[Case], seed: int) -> list[Case]:

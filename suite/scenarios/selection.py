@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardproof import old_words
+from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.scenarios.load import find
-from shardproof.scenarios.matrix import expand, reseed, substitute
+from shardproof.scenarios.matrix import expand, on_backend, reseed, substitute
 from shardproof.scenarios.select import compile_expression
 from shardproof.scenarios.vocabulary import Vocabulary
 
@@ -28,7 +29,8 @@ class Selection:
 
     ``scenarios`` are files, folders, names, or whole case ids.  ``implementations`` are globs; a
     ``package.module:Class``, a mutant or any other name without a scenario gets the cells of all;
-    with ``like``, a glob, those of these systems only, with their options.
+    with ``like``, a glob, those of these systems only, with their options.  A backend whose ranks
+    an ``mpirun`` starts is no value of most matrices: named, it takes over the cells of the others.
     """
 
     scenarios: Sequence[str] = ()
@@ -120,6 +122,11 @@ class Selection:
             ("--backend", self.backends, lambda case: case.backend),
             ("--world", self.worlds, lambda case: case.world),
         )
+        over = [name for name in dict.fromkeys(self.backends) if BACKENDS[name].mpirun]
+        cases = [
+            *(case for case in cases if case.backend not in over),
+            *(case for backend in over for case in on_backend(cases, backend)),
+        ]
         for option, values, value_of in filters:
             there = sorted({value_of(case) for case in cases})
             cases = [case for case in cases if not values or value_of(case) in values]
@@ -163,7 +170,8 @@ class Selection:
 
 
 def resolve(name: str, cases: Sequence[Case]) -> Case:
-    """The case called ``name``: one of ``cases``, or one of them with another system or seed.
+    """The case called ``name``: one of ``cases``, or one of them with another system or seed, or
+    on a backend that takes over theirs.
 
     :raises SelectionError: no such cell.
     """
@@ -176,7 +184,9 @@ def resolve(name: str, cases: Sequence[Case]) -> Case:
     pool = list(cases)
     if seeded := _SEED.search(scenario):
         pool = reseed(pool, int(seeded[1]))
-    implementation = rest.split("::", 1)[0]
+    implementation, backend, *_ = rest.split("::")
+    if backend in BACKENDS and BACKENDS[backend].mpirun:
+        pool = on_backend(pool, backend)
     system, _, label = implementation.partition("+")
     takes = not label or registry.is_foreign(system)
     others = substitute(pool, system, bool(label)) if takes else []
