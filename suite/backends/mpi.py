@@ -2,7 +2,7 @@
 
 Processes that an ``mpirun`` started; one thread of each calls MPI.  The default group has a copy of
 ``COMM_WORLD``, every other group a communicator of its members, freed with the group.  What the
-calls do is in :mod:`shardproof.backends.mpi_calls`; ``launch/mpirun.py`` starts ranks.
+calls do is in :mod:`shardproof.backends.mpi_calls`; ``launch/mpi/mpirun.py`` starts ranks.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
 from shardproof.evidence.records import RankRecord
+from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
 from shardproof.oracle.truth import Truth
@@ -42,22 +43,30 @@ Run = Callable[..., list[RankOutcome]]
 
 @dataclass(frozen=True)
 class CaseTask:
-    """What a leader is given: ``workdir`` is made for this case, ``oracles`` are shared by all."""
+    """What a leader is given: ``workdir`` is made for this case, ``oracles`` are shared by all.
+
+    ``kept``: a world whose ranks live on after this case.
+    """
 
     case: Case
     workdir: Path
     oracles: Path
+    kept: WorldTask | None = None
 
 
 def run_case(task: CaseTask) -> dict[str, Any]:
     """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
     task.workdir.mkdir(parents=True)
-    account, result = judge_case(task.case, task.workdir, task.oracles)
+    account, result = judge_case(task.case, task.workdir, task.oracles, kept=task.kept)
     return {"result": result.to_dict(), "account": account.to_dict()}
 
 
 def judge_case(
-    case: Case, workdir: Path, cache: Path, run: Run = run_ranks
+    case: Case,
+    workdir: Path,
+    cache: Path,
+    run: Run = run_ranks,
+    kept: WorldTask | None = None,
 ) -> tuple[Account, CaseResult]:
     """Run one case: its account, and the result that ``cases.verdict.decide_case`` makes of it.
 
@@ -67,7 +76,7 @@ def judge_case(
     started = time.monotonic()
     account = Account(case)
     try:
-        evidence = _run_and_collect(account, workdir, cache, run)
+        evidence = _run_and_collect(account, workdir, cache, run, kept)
         began = time.monotonic()
         if evidence is not None:
             # Every check of suite/checks/ sees the tensors here; decide_case needs only figures.
@@ -89,7 +98,9 @@ def judge_case(
     return account, result
 
 
-def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> Evidence | None:
+def _run_and_collect(
+    account: Account, workdir: Path, cache: Path, run: Run, kept: WorldTask | None
+) -> Evidence | None:
     """Fill ``account`` as far as the case gets; evidence, if every rank did its work."""
     case = account.case
     if case.skip:
@@ -133,8 +144,10 @@ def _run_and_collect(account: Account, workdir: Path, cache: Path, run: Run) -> 
     if account.cannot_fit or account.unsound_schedules:
         return None
     began = time.monotonic()
-    memory_bytes = int(case.memory_gib * 2**30)
-    outcomes = _train(case, workload, workdir, run, memory_bytes=memory_bytes)
+    limits: dict[str, Any] = {"memory_bytes": int(case.memory_gib * 2**30)}
+    if kept is not None and _leaves_no_trace(case, declaration):
+        limits["kept"] = kept
+    outcomes = _train(case, workload, workdir, run, **limits)
     account.timings["ranks"] = time.monotonic() - began
     account.outcomes = outcomes
     if "refuses" in case.expect or root_cause(outcomes) is not None:
@@ -177,7 +190,7 @@ def _own_costs(implementation: type[Implementation], evidence: Evidence) -> OwnC
 
 
 def _train(
-    case: Case, workload: Workload, folder: Path, run: Run, **limits: int
+    case: Case, workload: Workload, folder: Path, run: Run, **limits: Any
 ) -> list[RankOutcome]:
     """How each rank ended, with the file of what it returned; one that hangs is an outcome, too."""
     workload.prepare(case.steps, case.data_coordinates)
@@ -185,13 +198,40 @@ def _train(
     return run(
         case.backend,
         case.world,
-        lambda rank, world: run_rank(case, workload, rank).to_dict(),
+        RankProgram(case, workload),
         folder,
         case.deadline,
         case.ledgers,
         disturbances=backends.disturbances_of(case.workload.traits),
         **limits,
     )
+
+
+def _leaves_no_trace(case: Case, declaration: Declaration) -> bool:
+    """Whether processes may be used again after ``case``: no fault is planted, and the system has
+    no module globals, which threads could not share either.
+    """
+    return "in_memory" in declaration.backends and not case.implementation.startswith(
+        registry.MUTANTS
+    )
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What every rank does; where ranks were not forked they make the workload anew."""
+
+    case: Case
+    workload: Workload
+
+    def __call__(self, rank: int, world: int) -> dict[str, Any]:
+        return run_rank(self.case, self.workload, rank).to_dict()
+
+    def __reduce__(self) -> tuple[Callable[[Case], RankProgram], tuple[Case]]:
+        return _for_case, (self.case,)
+
+
+def _for_case(case: Case) -> RankProgram:
+    return RankProgram(case, workloads.for_case(case))
 
 
 def _announced_schedules(case: Case, implementation: type[Implementation]) -> dict[int, Schedule]:

@@ -14,15 +14,18 @@ from contextlib import closing
 from typing import Any
 
 from shardproof import registry
+from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases.leader import CaseTask, run_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Options
 from shardproof.evidence.account import Account, LeaderEnd
+from shardproof.launch.mpi.kept_worlds import KeptWorlds
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.launch.ranks import LAST_RESORT
 from shardproof.registry import declaration, preflight
+from shardproof.verdicts import WORKING_PRECISION_ONLY
 
 #: Called with each result and its account (:class:`shardproof.evidence.account.Account` as JSON).
 OnAccount = Callable[[CaseResult, dict[str, Any]], None]
@@ -31,12 +34,17 @@ OnAccount = Callable[[CaseResult, dict[str, Any]], None]
 JUDGING_SECONDS = 600.0
 
 
+#: Verdicts after which the processes of a case may serve another.
+_HELD = ("pass", WORKING_PRECISION_ONLY)
+
+
 class Session:
     """Leaders and cached oracles for any number of runs; a context manager."""
 
     def __init__(self, jobs: int) -> None:
         self._pool = Pool(jobs, tasks=(run_case,))
         self._made = 0
+        self._worlds = KeptWorlds(self._pool)
 
     def __enter__(self) -> Session:
         self._pool.__enter__()
@@ -80,7 +88,11 @@ class Session:
                 self._made += 1
                 workdir = self._pool.folder / f"case{self._made}"
                 seconds = 2 * LAST_RESORT * case.deadline + JUDGING_SECONDS
-                yield case.id, CaseTask(case, workdir, self._oracles), seconds
+                kept = None
+                backend = BACKENDS[case.backend]
+                if backend.mpirun and not case.skip and backend.available() is None:
+                    kept = self._worlds.take(case.world)
+                yield case.id, CaseTask(case, workdir, self._oracles, kept), seconds
 
         # The pool calls run_case(task) (cases/leader.py) in another process.  What that
         # returned is end.value; an end without a value is a case that broke its judge.
@@ -90,6 +102,8 @@ class Session:
                 for end in ends:
                     shutil.rmtree(end.payload.workdir, ignore_errors=True)
                     result, account = _result_of(end)
+                    if end.payload.kept is not None:
+                        self._worlds.give_back(end.payload.kept, result.verdict in _HELD)
                     if these is not again and (account["leader"] or account["fault"]):
                         again.append(end.payload.case)
                         continue

@@ -215,7 +215,7 @@ def _require_mpi(cases: Sequence[Case], asked: Sequence[str]) -> None:
     :raises SelectionError: there is no MPI, or it cannot start as many ranks.
     """
     from shardproof.backends import BACKENDS
-    from shardproof.launch import mpirun
+    from shardproof.launch.mpi import mpirun
 
     for name in asked:
         worlds = {case.world for case in cases if case.backend == name and BACKENDS[name].mpirun}

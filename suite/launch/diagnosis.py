@@ -25,8 +25,6 @@ class RankProcess:
 
     pid: int
     ranks: tuple[int, ...]
-    #: Becomes readable when the process ends; ``None`` where the system has no such thing.
-    handle: int | None
     #: Seconds after the start.
     ended: float | None = None
     exit_code: int | None = None

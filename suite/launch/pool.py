@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,7 @@ RESTARTS = 3
 _LONGEST_POLL = 1.0
 
 P = TypeVar("P")
+Q = TypeVar("Q")
 #: A key of the caller's, what the task is called with, and its deadline in seconds.
 Item = tuple[str, P, float]
 
@@ -80,6 +81,7 @@ class Pool:
         self.fork_server = ForkServer(self._preload)
         self._space = Workspace()
         self._started = 0
+        self._kept: set[int] = set()
 
     def __enter__(self) -> Pool:
         with contextlib.ExitStack() as stack:
@@ -90,6 +92,7 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         try:
+            self._kill(self._kept)
             self.fork_server.close()
         finally:
             self._space.__exit__()
@@ -133,7 +136,34 @@ class Pool:
                     self._restart()
                 yield from ends
         finally:
-            self._kill(running)
+            self._kill(running.keys())
+            running.clear()
+
+    def keep(self, task: Task[Q], payload: Q) -> int:
+        """Start ``task(payload)`` beside what :meth:`run` runs; its ticket.
+
+        It runs until :meth:`drop` or the end of the pool, or of the fork server.
+        """
+        if task.__module__ not in self._preload:
+            self._preload.append(task.__module__)
+            self.fork_server.preload(task.__module__)
+        try:
+            ticket = self.fork_server.submit(task, payload)
+        except ForkServerError:
+            return 0  # it died: told by the next look at it
+        self._kept.add(ticket)
+        return ticket
+
+    def keeps(self, ticket: int) -> bool:
+        """Whether what :meth:`keep` started still runs."""
+        return ticket in self._kept
+
+    def drop(self, ticket: int) -> None:
+        """End what :meth:`keep` started."""
+        if ticket in self._kept:
+            self._kept.discard(ticket)
+            with contextlib.suppress(ForkServerError):
+                self.fork_server.kill(ticket)
 
     def _start(
         self,
@@ -164,23 +194,29 @@ class Pool:
         due = min((r.deadline for r in running.values() if not r.timed_out), default=now + 1)
         ends = []
         for leader in self.fork_server.poll(min(_LONGEST_POLL, max(0.0, due - now))):
+            self._kept.discard(leader.ticket)
+            if leader.ticket not in running:
+                continue
             item = running.pop(leader.ticket)
             how = leader.exit_code, leader.signal, item.timed_out and leader.exit_code is None
             value = _read_once(item.value)
             ends.append(TaskEnd(item.key, item.payload, *how, leader.seconds, leader.output, value))
         return ends
 
-    def _kill(self, running: dict[int, _Running[P]]) -> None:
+    def _kill(self, tickets: Collection[int]) -> None:
         """End what still runs when the caller stops early; a dead fork server has done so."""
+        left = set(tickets)
         deadline = time.monotonic() + 5.0
         with contextlib.suppress(ForkServerError):
-            for ticket in running:
+            for ticket in left:
                 self.fork_server.kill(ticket)
-            while running and time.monotonic() < deadline:
-                for leader in self.fork_server.poll(0.1):
-                    running.pop(leader.ticket, None)
+            while left and time.monotonic() < deadline:
+                ended = {leader.ticket for leader in self.fork_server.poll(0.1)}
+                left -= ended
+                self._kept -= ended
 
     def _restart(self) -> None:
+        self._kept.clear()
         self.fork_server.close()
         self.fork_server = ForkServer(self._preload)
         self.fork_server.__enter__()

@@ -34,7 +34,7 @@ Program = Callable[[int, int], Any]
 #: that it sent last may still be under way, and a reset connection would discard them.
 PARTING_SECONDS = 1.0
 
-_exit = os._exit  # the real one: see _announce_exits
+exit_process = os._exit  # the real one: see _announce_exits
 
 
 class Hub(Protocol):
@@ -124,14 +124,14 @@ def run_process(launch: RankLaunch, ranks: Sequence[int], parent: int) -> NoRetu
     code, threads = 1, launch.link.threads
     try:
         output = launch.shared_output if threads else launch.output(ranks[0])
-        _prepare_process(launch, parent, output, launch.stacks(ranks[0]))
-        code = _run_threads(launch) if threads else _run_rank(launch, ranks[0], None)
+        prepare_process(parent, output, launch.stacks(ranks[0]))
+        code = _run_threads(launch) if threads else run_rank(launch, ranks[0], None)[0]
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:  # noqa: BLE001 - last stop before the process's end
         traceback.print_exc()
     finally:
-        _exit(code)
+        exit_process(code)
 
 
 def _run_threads(launch: RankLaunch) -> int:
@@ -144,9 +144,7 @@ def _run_threads(launch: RankLaunch) -> int:
     torch.set_num_threads(1)
     torch.ones((), requires_grad=True).exp()
     threads = [
-        threading.Thread(
-            target=_run_rank, args=(launch, rank, hub), name=f"rank{rank}", daemon=True
-        )
+        threading.Thread(target=run_rank, args=(launch, rank, hub), name=f"rank{rank}", daemon=True)
         for rank in range(launch.world)
     ]
     for thread in threads:
@@ -158,8 +156,8 @@ def _run_threads(launch: RankLaunch) -> int:
     return 0
 
 
-def _run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> int:
-    """The life of one rank; returns the exit code of its process."""
+def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]:
+    """The life of one rank; its process's exit code, and whether it left nothing unfinished."""
     writer = heartbeat.attach(launch.heartbeat, rank, thread=hub is not None)
     try:
         launch.link.join(rank, launch, hub)
@@ -171,10 +169,10 @@ def _run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> int:
             _wait_for_peers(launch)
         else:
             hub.rank_done(rank)
-        launch.link.leave()
+        finished = launch.link.leave()
         _write_end(launch, RankOutcome(rank, "ok", ended=ended))
         writer.state(heartbeat.DONE)
-        return 0
+        return 0, finished
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
         outcome = of_exception(rank, error, time.monotonic() - launch.began)
         _write_end(launch, outcome)
@@ -183,7 +181,7 @@ def _run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> int:
             hub.fail(rank, error)
         else:
             launch.link.failed(error)
-        return 1 if outcome.exit_code is None else outcome.exit_code & 0xFF
+        return 1 if outcome.exit_code is None else outcome.exit_code & 0xFF, False
 
 
 def _write_end(launch: RankLaunch, outcome: RankOutcome) -> None:
@@ -204,7 +202,7 @@ def _wait_for_peers(launch: RankLaunch) -> None:
         time.sleep(0.001)
 
 
-def _prepare_process(launch: RankLaunch, parent: int, output: Path, stack_file: Path) -> None:
+def prepare_process(parent: int, output: Path, stack_file: Path) -> None:
     """Tie this process to its parent, and its output to its files."""
     process_control.die_with_parent(parent)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):

@@ -20,7 +20,9 @@ from typing import Any
 from shardproof import backends
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
-from shardproof.launch.mpirun import Mpirun, unlink_segments
+from shardproof.launch.mpi.lease import Lease
+from shardproof.launch.mpi.mpirun import Mpirun, unlink_segments
+from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
@@ -48,6 +50,7 @@ def run_ranks(
     *,
     disturbances: Any = None,
     memory_bytes: int | None = None,
+    kept: WorldTask | None = None,
 ) -> list[RankOutcome]:
     """Run ``program(rank, world)`` on every rank of a fresh default group; one outcome per rank.
 
@@ -56,7 +59,8 @@ def run_ranks(
     ``record`` of its outcome.  ``budget_s``: CPU seconds of each rank, and the seconds after which
     ranks that sleep outside of calls, with no event on any, stand still.  ``memory_bytes`` limits
     the resident bytes of each rank process (some 300 MB of torch included).  Whatever a rank does,
-    this returns, and no process of the ranks is left.
+    this returns, and no process of the ranks is left.  ``kept``: a world of as many ranks that goes
+    on to live if all ends well; the program is pickled for it.
     """
     if world < 1 or budget_s <= 0:
         raise ValueError(f"world {world} and budget {budget_s} s must be positive")
@@ -70,7 +74,7 @@ def run_ranks(
         disturbances=disturbances,
         began=time.monotonic(),
     )
-    return mark_consequences(_Watch(launch, budget_s, memory_bytes).outcomes())
+    return mark_consequences(_Watch(launch, budget_s, memory_bytes, kept).outcomes())
 
 
 @dataclass(frozen=True)
@@ -106,55 +110,27 @@ class _SuiteLink:
         return backends.leave()
 
 
-class _Watch:
-    """The running ranks of a case, until every one of them has ended."""
+class _Forked:
+    """Ranks that are forked for one launch, in processes of their own or as threads of one."""
 
-    def __init__(self, launch: RankLaunch, budget_s: float, memory_bytes: int | None) -> None:
+    def __init__(self, launch: RankLaunch) -> None:
         self._launch = launch
-        self._budget_s = budget_s
-        self._memory_bytes = memory_bytes
-        self._watchdog = Watchdog(launch.heartbeat, launch.world, launch.link)
-        #: CPU seconds of each rank when the first one failed.
-        self._spent_at_failure: list[float] | None = None
-        self._processes: list[RankProcess] = []
+        self._place = contextlib.ExitStack()
+        self._handles: dict[int, int | None] = {}
 
-    def outcomes(self) -> list[RankOutcome]:
-        """Start the ranks and wait until all have ended; one outcome for each rank."""
-        strangers_before = process_control.children()
-        heartbeat.create(self._launch.heartbeat, self._launch.world)
-        place = contextlib.ExitStack()
-        try:
-            self._fork(place)
-            while alive := [p for p in self._processes if p.ended is None]:
-                self._sleep(alive)
-                self._collect(alive)
-                alive = [p for p in alive if p.ended is None]
-                if alive:
-                    self._enforce(alive)
-        finally:
-            for process in self._processes:
-                if process.ended is None:  # an error of ours, or Ctrl-C
-                    process_control.kill(process.pid)
-                    os.waitpid(process.pid, 0)
-                if process.handle is not None:
-                    os.close(process.handle)
-            place.close()
-            if process_control.is_subreaper():
-                process_control.end_adopted(strangers_before)
-        # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
-        return diagnose(self._launch, self._processes)
-
-    def _fork(self, place: contextlib.ExitStack) -> None:
+    def processes(self) -> list[RankProcess]:
+        """Start them."""
         launch, parent = self._launch, os.getpid()
         mpirun = None
         if launch.link.mpirun:
             folder = launch.workdir / "mpi"
             folder.mkdir()
-            mpirun = place.enter_context(Mpirun(launch.world, folder))
+            mpirun = self._place.enter_context(Mpirun(launch.world, folder))
         if launch.link.threads:
             groups: list[tuple[int, ...]] = [tuple(range(launch.world))]
         else:
             groups = [(rank,) for rank in range(launch.world)]
+        processes = []
         for ranks in groups:
             pid = os.fork()
             if pid == 0:
@@ -163,31 +139,85 @@ class _Watch:
                 # In the new process: joins the process group, calls launch.program(rank, world),
                 # stores what it returns.  A case goes on in cases/rank_program.py: run_rank.
                 run_process(launch, ranks, parent)
-            self._processes.append(RankProcess(pid, ranks, _handle_of(pid)))
+            self._handles[pid] = _handle_of(pid)
+            processes.append(RankProcess(pid, ranks))
+        return processes
 
-    def _sleep(self, alive: Sequence[RankProcess]) -> None:
-        """Wait until a process ends or the next check is due."""
-        if any(process.handle is None for process in alive):
-            time.sleep(_POLL_SECONDS)
-            return
-        with selectors.DefaultSelector() as selector:
-            for process in alive:
-                assert process.handle is not None
-                selector.register(process.handle, selectors.EVENT_READ)
-            selector.select(TICK_SECONDS)
+    def descriptors(self, alive: Sequence[RankProcess]) -> list[int]:
+        """What becomes readable when one of them ends; empty where the system has no such thing."""
+        handles = [self._handles[process.pid] for process in alive]
+        return [] if None in handles else [handle for handle in handles if handle is not None]
 
-    def _collect(self, alive: Sequence[RankProcess]) -> None:
+    def status(self, process: RankProcess) -> int | None:
+        """Its wait status, once it has ended."""
+        pid, status = os.waitpid(process.pid, os.WNOHANG)
+        return status if pid else None
+
+    def close(self, alive: Sequence[RankProcess]) -> None:
+        """End what still runs, on an error of ours or Ctrl-C."""
         for process in alive:
-            pid, status = os.waitpid(process.pid, os.WNOHANG)
-            if pid == 0:
-                continue
-            process.ended = time.monotonic() - self._launch.began
-            if os.WIFSIGNALED(status):
-                process.signal = os.WTERMSIG(status)
-            else:
-                process.exit_code = os.WEXITSTATUS(status)
-            if status != 0 and not process.reason:
-                self._failed()
+            process_control.kill(process.pid)
+            os.waitpid(process.pid, 0)
+        for handle in self._handles.values():
+            if handle is not None:
+                os.close(handle)
+        self._place.close()
+
+
+class _Watch:
+    """The running ranks of a case, until every one of them has ended."""
+
+    def __init__(
+        self,
+        launch: RankLaunch,
+        budget_s: float,
+        memory_bytes: int | None,
+        kept: WorldTask | None,
+    ) -> None:
+        self._launch = launch
+        self._budget_s = budget_s
+        self._memory_bytes = memory_bytes
+        self._kept = kept
+        self._watchdog = Watchdog(launch.heartbeat, launch.world, launch.link)
+        #: CPU seconds of each rank when the first one failed.
+        self._spent_at_failure: list[float] | None = None
+        self._processes: list[RankProcess] = []
+
+    def outcomes(self) -> list[RankOutcome]:
+        """Start the ranks and wait until all have ended; one outcome for each rank."""
+        strangers_before = process_control.children()
+        launch = self._launch
+        heartbeat.create(launch.heartbeat, launch.world)
+        ranks = _Forked(launch) if self._kept is None else Lease(self._kept, launch)
+        try:
+            self._processes = ranks.processes()
+            self._watchdog.begin(self._processes)
+            while alive := self._alive():
+                _sleep(ranks.descriptors(alive))
+                for process in alive:
+                    self._collect(process, ranks.status(process))
+                if alive := self._alive():
+                    self._enforce(alive)
+        finally:
+            ranks.close(self._alive())
+            if process_control.is_subreaper():
+                process_control.end_adopted(strangers_before)
+        # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
+        return diagnose(self._launch, self._processes)
+
+    def _alive(self) -> list[RankProcess]:
+        return [process for process in self._processes if process.ended is None]
+
+    def _collect(self, process: RankProcess, status: int | None) -> None:
+        if status is None:
+            return
+        process.ended = time.monotonic() - self._launch.began
+        if os.WIFSIGNALED(status):
+            process.signal = os.WTERMSIG(status)
+        else:
+            process.exit_code = os.WEXITSTATUS(status)
+        if status != 0 and not process.reason:
+            self._failed()
 
     def _enforce(self, alive: Sequence[RankProcess]) -> None:
         self._watchdog.look(alive)
@@ -250,6 +280,17 @@ class _Watch:
             process_control.kill(process.pid)
         if reason not in ("grace", "standstill"):
             self._failed()
+
+
+def _sleep(descriptors: Sequence[int]) -> None:
+    """Wait until one is readable or the next check is due."""
+    if not descriptors:
+        time.sleep(_POLL_SECONDS)
+        return
+    with selectors.DefaultSelector() as selector:
+        for descriptor in descriptors:
+            selector.register(descriptor, selectors.EVENT_READ)
+        selector.select(TICK_SECONDS)
 
 
 def _size(path: Path) -> int:

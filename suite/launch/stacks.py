@@ -71,12 +71,15 @@ class Stack:
         return "\n".join(["Stack (most recent call last):", *lines]) if lines else ""
 
 
-def arm(path: Path) -> None:
-    """Make this process write its stacks to ``path`` when asked to, and when it crashes."""
-    # Never closed: the handlers keep its descriptor for the life of the process.
+def arm(path: Path) -> int:
+    """Make this process write its stacks to ``path`` when asked to, and when it crashes.
+
+    Returns the descriptor, which must stay open until it is armed anew.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.enable(descriptor, all_threads=True)
     faulthandler.register(DUMP_SIGNAL, descriptor, all_threads=True, chain=False)
+    return descriptor
 
 
 def ask(pids: dict[int, Path], within_s: float = 0.5) -> None:

@@ -52,6 +52,13 @@ class Watchdog:
         self._alive: list[_Rank] = []
         self._looks = 0
 
+    def begin(self, alive: Sequence[RankProcess]) -> None:
+        """What the processes have computed before is not these ranks'."""
+        for pid, rank in ((process.pid, rank) for process in alive for rank in process.ranks):
+            if not self._link.threads:
+                _, self._ranks[rank].cpu = process_control.activity_of(pid)
+        self._begin()
+
     def look(self, alive: Sequence[RankProcess]) -> None:
         """Take one sample of the living processes; 20 a second are asked for."""
         beats = heartbeat.read(self._beats)

@@ -194,7 +194,7 @@ class _Guard:
         self._beats.cleanup()
 
     def _watch(self) -> None:
-        me, asleep = [RankProcess(os.getpid(), (0,), None)], int(self._case.deadline / TICK_SECONDS)
+        me, asleep = [RankProcess(os.getpid(), (0,))], int(self._case.deadline / TICK_SECONDS)
         stood = False
         while not self._over.wait(TICK_SECONDS):
             self._watchdog.look(me)

@@ -50,7 +50,7 @@ class _Rank:
     watched: RankProcess = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watched = RankProcess(self.process.pid, (self.end.rank,), None)
+        self.watched = RankProcess(self.process.pid, (self.end.rank,))
 
 
 def run(

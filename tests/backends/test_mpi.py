@@ -19,7 +19,7 @@ from neutral_checks import NEUTRAL, STRICTER, data, same
 
 from shardproof import backends
 from shardproof.backends import errors, mpi, mpi_found
-from shardproof.launch.mpirun import Mpirun, MpirunError
+from shardproof.launch.mpi.mpirun import Mpirun, MpirunError
 from shardproof.ledgers import traffic
 
 installed = pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))

@@ -28,7 +28,7 @@ class World:
         self.watchdog = Watchdog(self.beats, world, Backend("made_up", threads=False, polls=polls))
         self.letters, self.shares = ["S"] * world, [0.0] * world
         self._cpu = [0.0] * world
-        self._processes = [RankProcess(rank, (rank,), None) for rank in range(world)]
+        self._processes = [RankProcess(rank, (rank,)) for rank in range(world)]
         activity = lambda pid, _: (self.letters[pid], self._cpu[pid])  # noqa: E731
         patch.setattr(process_control, "activity_of", activity)
 
@@ -165,9 +165,7 @@ def test_a_rank_that_is_killed_before_it_tells_its_stack_waited_as_it_noted(
     link = Backend("made_up", threads=False)
     launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, False, (), 0.0)
     processes = [
-        RankProcess(
-            rank, (rank,), None, 3.0, reason="standstill", hung={rank: beat}, spent=(0.0, 0.0)
-        )
+        RankProcess(rank, (rank,), 3.0, reason="standstill", hung={rank: beat}, spent=(0.0, 0.0))
         for rank, beat in enumerate(heartbeat.read(made.beats))
     ]
     outcomes = mark_consequences(diagnose(launch, processes))

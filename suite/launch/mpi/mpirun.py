@@ -20,7 +20,7 @@ from typing import Self
 
 from shardproof.backends import mpi_found
 from shardproof.launch import process_control
-from shardproof.launch.stand_in import DESCRIPTOR
+from shardproof.launch.mpi.stand_in import DESCRIPTOR
 from shardproof.launch.workspace import Workspace
 
 #: Seconds within which all stand-ins have to come.

@@ -1,0 +1,1 @@
+"""Ranks whose places an ``mpirun`` gives: for one case, or kept for many."""
