@@ -150,6 +150,14 @@ def start() -> Any:
     return MPI
 
 
+def stop() -> None:
+    """Finalise MPI, unless calls are left that nobody will answer: it might wait for them."""
+    from shardproof.backends.mpi_calls import MPI, abandoned
+
+    if MPI.Is_initialized() and not MPI.Is_finalized() and not abandoned:
+        MPI.Finalize()
+
+
 def join(
     rank: int,
     world: int,

@@ -496,7 +496,7 @@ class Calls:
             self.advance()
             time.sleep(0.0002)
         if self._open:
-            _abandoned.extend(self._open)
+            abandoned.extend(self._open)
         self._store.set(f"{ENDED}/{rank}", "1")
         return not self._open and self._failure is None
 
@@ -573,4 +573,4 @@ class Calls:
 
 
 #: Calls that ended ranks left unfinished: MPI may still write into their tensors.
-_abandoned: list[Call] = []
+abandoned: list[Call] = []

@@ -1,8 +1,8 @@
 """The rank program under torchrun: ``torchrun ... -m shardproof.multinode.torchrun SCENARIO``.
 
-Also under ``mpirun`` and ``srun``.  Every rank of the job runs the same cases one after the other,
-each in a fresh process group on one store, and leaves what it saw in a folder that all ranks share
-(``--records``)::
+Also under ``mpirun`` and ``srun``; ``--backend mpi`` needs an ``mpirun`` and no address.  Every
+rank of the job runs the same cases one after the other, each in a fresh process group on one store,
+and leaves what it saw in a folder that all ranks share (``--records``)::
 
     records/plan.json               which cases, in which order, when the first began
             case<n>/rank<k>.rec     what rank k holds (see shardproof.cases.rank_program)
@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof import backends, tensor_bytes, workloads
+from shardproof.backends import mpi
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
 from shardproof.errors import InputError, Problem, SelectionError
@@ -67,6 +68,8 @@ LAUNCHERS = {
 }
 #: Seconds that ranks wait for each other before the first case: slow nodes are still starting.
 MEETING_SECONDS = 600.0
+#: Seconds that rank 0 has to judge, while the others of an MPI job wait.
+JUDGING_SECONDS = 7200.0
 #: Seconds that a rank at a standstill waits until the others have written their stacks as well.
 STACKS_SECONDS = 10.0
 
@@ -77,6 +80,33 @@ class Place:
     world: int
     address: str
     port: int
+    #: The store itself, where this rank serves it already.
+    served: dist.Store | None = None
+
+    @classmethod
+    def by_mpi(cls) -> Place:
+        """Ask MPI; rank 0 opens the store and tells the others where.
+
+        :raises SelectionError: there is no MPI, or not the one whose ``mpirun`` started this.
+        """
+        if reason := backends.BACKENDS["mpi"].available():
+            raise SelectionError(Problem(reason, "or choose another --backend", "--backend mpi"))
+        found = mpi.start()
+        comm = found.COMM_WORLD
+        rank, world = comm.Get_rank(), comm.Get_size()
+        here = comm.Split_type(found.COMM_TYPE_SHARED)
+        for _, size in LAUNCHERS.values():
+            if int(os.environ.get(size, world)) != world:
+                what = f"MPI knows of {world} ranks, but the launcher started {os.environ[size]}"
+                remedy = "use the mpirun of the MPI that mpi4py finds, or --backend gloo"
+                raise SelectionError(Problem(what, remedy, "--backend mpi"))
+        store, place = None, ("", 0)
+        if rank == 0:
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            alone = here.Get_size() == world
+            place = "127.0.0.1" if alone else socket.gethostname(), store.port
+        address, port = comm.bcast(place, root=0)
+        return cls(rank, world, address, port, store)
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Place:
@@ -102,16 +132,18 @@ class Place:
 
     def store(self, serves: bool = True) -> dist.Store:
         """The job's store, which rank 0 ``serves``; under torchrun its agent may already do so."""
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if serves and self.served is not None:
+            return dist.PrefixStore(f"shardproof/{attempt}", self.served)
         serves &= os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         base = dist.TCPStore(
             self.address,
             self.port,
             self.world,
-            is_master=self.rank == 0 and serves,
+            is_master=self.rank == 0 and serves and self.served is None,
             timeout=timedelta(seconds=MEETING_SECONDS),
             wait_for_workers=False,
         )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"shardproof/{attempt}", base)
 
 
@@ -247,7 +279,8 @@ def _one(
             _meet(store, place, f"case{number}/returned", 1.0)
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
         outcome = of_exception(place.rank, error, time.monotonic() - began)
-    if outcome.status != "ok":
+        backends.tell_failure(error)
+    if outcome.status != "ok" and not backends.BACKENDS[case.backend].mpirun:
         _wake_peers(before)
     with contextlib.suppress(RuntimeError):
         backends.leave()
@@ -321,6 +354,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _judge(options: argparse.Namespace) -> int:
+    """Judge in another process: this one's threads may wait for peers."""
+    module = ["-m", "shardproof.multinode.torchrun"]
+    command = [sys.executable, *module, "--judge", str(options.records)]
+    if options.results is not None:
+        command += ["--results", str(options.results)]
+    return subprocess.run(command, check=False).returncode
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     for name, value in REPRODUCIBLE.items():  # MKL asks at its first product
@@ -329,7 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.judge is not None:
             results = options.results or options.judge
             return foreign_records.judge(options.judge, results, options.against, options.prune)
-        place = Place.find(os.environ)
+        over_mpi = options.backend == "mpi"
+        place = Place.by_mpi() if over_mpi else Place.find(os.environ)
         selection = Selection(
             scenarios=options.scenario,
             implementations=options.impl,
@@ -340,13 +383,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         cases = selection.cases(vocabulary.installed())
         code = work(place, cases, options.records, whole=not options.digests_only)
-        if place.rank != 0 or options.no_judge or options.digests_only:
-            return code
-        module = ["-m", "shardproof.multinode.torchrun"]
-        command = [sys.executable, *module, "--judge", str(options.records)]
-        if options.results is not None:
-            command += ["--results", str(options.results)]
-        return subprocess.run(command, check=False).returncode
+        if place.rank == 0 and not (options.no_judge or options.digests_only):
+            code = _judge(options)
+        if over_mpi:
+            # MPICH ends whoever still runs once all have left MPI, so they leave it together.
+            _meet(place.store(), place, "judged", JUDGING_SECONDS)
+            mpi.stop()
+        return code
     except InputError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
