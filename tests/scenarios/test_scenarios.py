@@ -16,9 +16,10 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.errors import InputError, ScenarioError, SelectionError
 from shardproof.scenarios import source
 from shardproof.scenarios.load import SHIPPED, ScenarioFile, find, load, load_text
-from shardproof.scenarios.matrix import expand, reseed, substitute
+from shardproof.scenarios.matrix import expand, on_backend, reseed, substitute
 from shardproof.scenarios.schema import json_schema
 from shardproof.scenarios.select import compile_expression
+from shardproof.scenarios.selection import Selection
 from shardproof.scenarios.vocabulary import Vocabulary, installed
 from shardproof.workloads import TRAITS
 
@@ -518,28 +519,20 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
     assert 150 <= len(quick) <= 340  # what `make bench` runs
     own = ("pipeline", "deepspeed-pipeline", "tensor", "hybrid")
     assert sum(case.scenario.startswith(own) for case in quick) <= 45  # a minute on two cores
-    assert {case.backend for case in quick} == {"in_memory", "gloo"}
+    assert {case.backend for case in quick} == {"in_memory", "gloo", "mpi"}
+    assert {case.scenario for case in shipped if case.backend == "mpi"} == {"mpi"}
     ddp = [case for case in quick if case.implementation in ("reference/ddp", "pytorch/ddp")]
     assert {case.world for case in ddp} == {1, 2, 3, 4, 5}
     assert {case.world for case in shipped if case.implementation == "plain"} <= {1, 2}
     assert all(case.optimizer.clip_norm is None for case in shipped if case.lane == "bitwise")
 
 
-#: Backends that need GPUs, and so are no evidence where there is none.
-ON_GPUS = {name for name, backend in BACKENDS.items() if backend.device == "cuda"}
+#: Backends that need GPUs or an MPI, and so are no evidence where there is none.
+OPTIONAL = {name for name, b in BACKENDS.items() if b.device == "cuda" or b.mpirun}
 #: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
 OTHERS = (
-    *(
-        "ddp-",
-        "collectives",
-        "plain",
-        "relations",
-        "nccl",
-        "gloo-cuda",
-        "memory-ratios",
-        "bubble",
-        "wide",
-    ),
+    *("mpi", "ddp-", "collectives", "plain", "relations", "nccl", "gloo-cuda"),
+    *("memory-ratios", "bubble", "wide"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
 )
@@ -574,7 +567,7 @@ def test_every_sharded_strategy_meets_every_condition(shipped: list[Case], name:
         for case in shipped
         if case.implementation == f"reference/{name}"
         and "refuses" not in case.expect
-        and case.backend not in ON_GPUS
+        and case.backend not in OPTIONAL
     ]
     assert {trait for case in own for trait in case.workload.traits} == set(TRAITS)
     assert {case.world for case in own} >= {1, 2, 3, 4, 5}
@@ -647,7 +640,7 @@ def test_tensor_parallelism_meets_every_condition(shipped: list[Case]) -> None:
         if case.implementation == "reference/tensor"
         and case.scenario != "wide"
         and "refuses" not in case.expect
-        and case.backend not in ON_GPUS
+        and case.backend not in OPTIONAL
     ]
     assert {trait for case in own for trait in case.workload.traits} == set(TRAITS)
     assert {case.world for case in own} == {1, 2, 3, 4, 5}
@@ -657,3 +650,24 @@ def test_tensor_parallelism_meets_every_condition(shipped: list[Case]) -> None:
     assert {case.lane for case in own} == {"fp64", "bitwise", "dyadic", "working_precision"}
     assert {case.dtype for case in own} == {"float64", "float32", "bfloat16"}
     assert sum(case.tier == "quick" for case in own) <= 12
+
+
+def test_mpi_takes_over_the_cells_of_other_backends() -> None:
+    """Each cell once; what it has on every other backend, such as a skip, it keeps."""
+    files = Selection(scenarios=["ddp-gpt"], tier="full").cases(installed())
+    moved = Selection(scenarios=["ddp-gpt"], tier="full", backends=["mpi"]).cases(installed())
+    cells = {tuple(c.id.split("::")[i] for i in (0, 1, 3, 4, 5, 6)) for c in files}
+    assert {tuple(c.id.split("::")[i] for i in (0, 1, 3, 4, 5, 6)) for c in moved} == cells
+    assert {case.backend for case in moved} == {"mpi"} and len({c.id for c in moved}) == len(moved)
+    assert any(case.tier == "quick" for case in moved)
+    (found,) = Selection(scenarios=[moved[0].id]).cases(installed())
+    assert found == moved[0]
+
+
+def test_a_cell_moves_with_the_marks_that_all_backends_share() -> None:
+    found = cases(GOOD)
+    one = [dataclasses.replace(c, xfail="known") if c.backend == "gloo" else c for c in found]
+    assert not any(case.xfail for case in on_backend(one, "mpi"))
+    both = [dataclasses.replace(case, skip="not here") for case in found]
+    moved = on_backend(both, "mpi")
+    assert {case.skip for case in moved} == {"not here"} and 2 * len(moved) == len(found)
