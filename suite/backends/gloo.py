@@ -31,7 +31,7 @@ class LoggedGloo(logged.Logged):
     @classmethod
     def join(cls, *given: Any, **named: Any) -> None:
         """As every backend; over the loopback interface unless the environment names another."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         super().join(*given, **named)
 
 
@@ -43,6 +43,7 @@ def available(on_gpus: bool = False) -> str | None:
     return f"gloo with CUDA tensors {reason}" if reason else None
 
 
-def _loopback() -> str:
+def loopback() -> str:
+    """The interface over which processes of one machine meet."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name in ("lo", "lo0")), names[0])

@@ -67,7 +67,7 @@ def _ask(mpirun: str) -> Mpi | None:
         return None
     text = said.stdout + said.stderr
     family = next((family for word, family in FAMILIES.items() if word in text), None)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     wanted = next(
         (line for line in lines if line.startswith("Version:")), lines[0] if lines else ""
     )

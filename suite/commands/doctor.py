@@ -48,7 +48,9 @@ def examine(results: Path) -> Iterator[Finding]:
     yield _results(results)
     yield _clock()
     yield _name()
+    yield _interface()
     yield _gloo()
+    yield from _mpi()
     yield _engine()
 
 
@@ -163,6 +165,20 @@ def _name() -> Finding:
     return Finding("host name", "good", f"{name} is {address}")
 
 
+def _interface() -> Finding:
+    """What gloo listens on: the loopback, unless the environment names another interface."""
+    from shardproof.backends.gloo import loopback
+
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    there = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in filter(None, chosen.split(",")) if name not in there]
+    if missing:
+        remedy = f"unset it, or name one of {', '.join(there)}"
+        text = f"GLOO_SOCKET_IFNAME={chosen}, but there is no {', '.join(missing)}"
+        return Finding("interface of gloo", "bad", text, remedy)
+    return Finding("interface of gloo", "good", chosen or loopback())
+
+
 _PAIR = """
 import datetime, sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
 def rank(number, path):
@@ -197,6 +213,52 @@ def _gloo() -> Finding:
         remedy = "bring the loopback interface up (`ip link set lo up`) and allow 127.0.0.1"
         return Finding("gloo over loopback", "bad", text, remedy)
     return Finding("gloo over loopback", "good", "two processes talk")
+
+
+_MPI_PAIR = """
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+assert world.Get_size() == 2, f"each process is alone: {MPI.Get_library_version().split(',')[0]}"
+assert world.allreduce(1) == 2
+"""
+
+
+def _mpi() -> Iterator[Finding]:
+    """Which MPI there is, whether mpi4py is of the same, and whether ranks may outnumber cores."""
+    from shardproof.backends import mpi, mpi_found
+    from shardproof.launch.mpi import mpirun
+
+    reason = mpi.available()
+    found = mpi_found.find()
+    if reason or found is None:
+        remedy = f"cases on mpi are skipped here; {mpi_found.REMEDY}"
+        yield Finding("mpi", "note", reason or "", remedy)
+        return
+    command = [*found.command(2), sys.executable, "-m", "mpi4py", "-c", _MPI_PAIR]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = os.environ | found.environment(Path(folder))
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=90, check=False, env=settings
+            )
+        except subprocess.TimeoutExpired:
+            text, code = "no answer within 90 s", 1
+        else:
+            code = done.returncode
+            said = [line for line in done.stderr.splitlines() if "Error" in line]
+            text = (said or done.stderr.strip().splitlines() or [f"exit code {code}"])[0]
+    where = f"{found.family} ({found.version}), {found.mpirun}"
+    if code:
+        remedy = "have one MPI only: mpi4py must find the library whose mpirun is found"
+        yield Finding("mpi", "bad", f"{where}: {text}", remedy)
+        return
+    yield Finding("mpi", "good", f"{where}: two processes talk")
+    ranks = max(8, 2 * cores())
+    if problem := mpirun.problem(ranks):
+        remedy = "allow more slots: no batch system's limits, no hostfile, or fewer --world"
+        yield Finding("mpi slots", "bad", problem, remedy)
+    else:
+        yield Finding("mpi slots", "good", f"{ranks} ranks start on {cores()} cores")
 
 
 def _engine() -> Finding:

@@ -285,7 +285,7 @@ def test_an_mpirun_on_path_is_found_and_told_apart(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     families = {
         "mpirun (Open MPI) 4.1.4": ("Open MPI", "mpirun (Open MPI) 4.1.4"),
-        "HYDRA build details:\n    Version:    4.0.2": ("MPICH", "Version:    4.0.2"),
+        "HYDRA build details:\n    Version:    4.0.2": ("MPICH", "Version: 4.0.2"),
     }
     for text, (family, version) in families.items():
         _program(tmp_path, "mpirun", f"cat <<'E'\n{text}\nE")

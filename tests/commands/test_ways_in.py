@@ -14,6 +14,7 @@ import pytest
 from commands import pytest_here, python
 
 from shardproof import prove
+from shardproof.backends import mpi, mpi_found
 from shardproof.commands import doctor
 from shardproof.errors import SelectionError
 from shardproof.impls.reference.zero1 import ReferenceZero1
@@ -195,10 +196,34 @@ def test_the_package_stays_light() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
+def test_doctor_names_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    finding = doctor._interface()
+    assert finding.state == "bad" and "there is no eth77" in finding.found
+    assert "unset it, or name one of" in finding.remedy
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert doctor._interface().state == "good"
+
+
+def test_doctor_names_an_mpirun_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "mpirun"
+    script.write_text("#!/bin/sh\necho 'AssertionError: each process is alone' >&2; exit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(mpi, "available", lambda: None)
+    monkeypatch.setattr(mpi_found, "find", lambda: mpi_found.Mpi(str(script), "MPICH", "made up"))
+    (finding,) = doctor._mpi()
+    assert finding.state == "bad" and "each process is alone" in finding.found
+    assert "one MPI only" in finding.remedy
+
+
 def test_doctor_tells_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MEMORY_BYTES", 1 << 60)
     findings = {finding.what: finding for finding in doctor.examine(tmp_path / "results")}
     assert findings["memory"].state == "bad" and findings["memory"].remedy
     assert findings["results"].state == "good"
     assert findings["gloo over loopback"].state == "good"
+    assert findings["mpi"].state == ("good" if mpi.available() is None else "note")
+    assert "mpi slots" in findings or mpi.available() is not None
     assert all(finding.remedy for finding in findings.values() if finding.state != "good")
