@@ -57,6 +57,8 @@ BY_HAND = [
     ("scatter", "linear", 2, of(1, 1)),
     ("send", "message", 2, of(1, 1)),
     ("all_reduce", "fold", 4, of(4, 4)),
+    ("all_reduce", "direct", 4, of(3, 3)),
+    ("reduce", "direct", 5, of(4, 4)),
 ]
 
 
@@ -196,8 +198,8 @@ def test_nccl_takes_the_cheaper_of_ring_and_tree() -> None:
 def test_what_was_not_probed_is_said() -> None:
     with pytest.raises(step_time.Unmodelled, match="all_to_all was not probed on gloo"):
         predict([Call("all_to_all", 2, 8)], 0.1, FITS, "gloo")
-    with pytest.raises(step_time.Unmodelled, match="mpi"):
-        predict([], 0.1, FITS, "mpi")
+    with pytest.raises(step_time.Unmodelled, match="ucc"):
+        predict([], 0.1, FITS, "ucc")
 
 
 # ------------------------------------------------------------------------------ calls by formula

@@ -357,4 +357,4 @@ def test_the_study_says_what_is_wrong_with_its_input() -> None:
     with pytest.raises(InputError, match="at least 2 of each"):
         model_check.run(world=1)
     with pytest.raises(InputError, match="no cost formulas"):
-        model_check.run(backend="mpi")
+        model_check.run(backend="ucc")

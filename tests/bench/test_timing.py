@@ -356,7 +356,7 @@ def test_what_cannot_be_predicted_says_why() -> None:
 
     assert scorecard.unscored("gloo", {"replicate": 2, "shard": 2}) == ""
     assert "tensor and pipe" in scorecard.unscored("gloo", {"pipe": 2, "tensor": 2})
-    assert "no cost formulas for backend mpi" in scorecard.unscored("mpi", {"shard": 2})
+    assert "no cost formulas for backend ucc" in scorecard.unscored("ucc", {"shard": 2})
     pair = sides.read(["peers"])[0]
     line = PairLine(id="x", pair=pair, verdict="same")
     assert scorecard.cards(line) is None and tables._scorecards(line) == []

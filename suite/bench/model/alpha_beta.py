@@ -96,11 +96,22 @@ _OTHERWISE = {
     # torch's gloo sums everything on every rank and keeps a part: measured, an all-reduce's bytes.
     ("reduce_scatter", "all-reduce ring"): "ring",
     ("all_gather", "ring"): "half ring",
+    # Everybody's whole payload straight to everybody, or to the root: backends/mpi_calls.py.
+    ("all_reduce", "direct"): "linear",
+    ("reduce", "direct"): "linear",
     # In turn with each other rank, 1/(N-1) of what leaves this one: N-1 messages of n in all.
     ("all_to_all", "pairwise"): "pipelined ring",
 }
 _ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("ring", "recursive doubling", "rabenseifner", "tree", "double tree", "fold"),
+    "all_reduce": (
+        "ring",
+        "recursive doubling",
+        "rabenseifner",
+        "tree",
+        "double tree",
+        "direct",
+        "fold",
+    ),
     "reduce_scatter": ("ring", "all-reduce ring", "fold"),
     "all_gather": ("ring", "fold"),
     "all_to_all": ("pairwise", "fold"),
@@ -108,7 +119,7 @@ _ALGORITHMS: dict[str, tuple[str, ...]] = {
     "scatter": ("linear", "fold"),
     "broadcast": ("tree", "pipelined ring", "fold"),
     # A ring's reduce-scatter, then every rank sends its part to the root: gloo/reduce.cc.
-    "reduce": ("tree", "pipelined ring", "ring and gather", "fold"),
+    "reduce": ("tree", "pipelined ring", "ring and gather", "direct", "fold"),
     "barrier": ("tree", "fold"),
     # A message is paid for once, with its sender.
     "send": ("message",),
@@ -133,6 +144,8 @@ ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
         "broadcast": ("pipelined ring",),
         "reduce": ("pipelined ring",),
     },
+    # Part r straight to rank r: as many messages as a ring's, of the same sizes.
+    "mpi": _RINGS | {"all_reduce": ("ring", "direct"), "reduce": ("direct",)},
     "in_memory": {op: ("message" if op == "send" else "fold",) for op in _RINGS},
 }
 

@@ -156,6 +156,8 @@ def overlap_of(backend: str, cores_per_rank: float | None, threads: int = 1) -> 
         return "full", "copies and sums run beside the kernels of the step, on streams of their own"
     if backend == "in_memory":
         return "none", "the threads of all ranks share one interpreter; the last one works for all"
+    if backend == "mpi":
+        return "none", "bytes move only while a rank waits for them"
     if cores_per_rank is not None and cores_per_rank >= threads + 1:
         return "full", f"{backend}'s threads have a core beside the {threads} that compute"
     return "none", f"every core computes: what {backend}'s threads do, they take from compute"
