@@ -80,6 +80,7 @@ def run(
     shardproof run                                      quick conformance
     shardproof run scenarios/conformance --tier full    everything
     shardproof run ddp-gpt --backend gloo --world 4     one part
+    shardproof run --backend mpi                        on MPI, in the cells of other backends
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'
     shardproof run ddp-gpt --impl mine:MyDDP            a class of your own, in every cell
     shardproof run --impl mine:MyZero1 --depth layout   held to our ZeRO-1, byte for byte
