@@ -384,7 +384,11 @@ class Call:
         """Go as far as what has arrived allows; whether the call is over."""
         while not self.done and self._complete():
             with torch.no_grad(), _disable_current_modes():
-                following = next(self.steps, None)
+                try:
+                    following = next(self.steps, None)
+                except errors.CollectiveMismatch as error:
+                    what = f"rank {self.rank} calls {self.text}: {error}"
+                    raise errors.CollectiveMismatch(what) from error
             self.done = following is None
             self.messages = following or []
         return self.done
@@ -408,7 +412,8 @@ class Call:
         return True
 
     def _refused(self, error: MPI.Exception) -> errors.CommError:
-        classes = {error.Get_error_class(), *(m.status.Get_error() for m in self.messages)}
+        codes = [m.status.Get_error() for m in self.messages]
+        classes = {error.Get_error_class(), *map(MPI.Get_error_class, codes)}
         if MPI.ERR_TRUNCATE in classes:
             longer = [m for m in self.messages if m.receives]
             return self._misfit("more", longer[0])

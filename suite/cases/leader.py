@@ -145,7 +145,7 @@ def _run_and_collect(
         return None
     began = time.monotonic()
     limits: dict[str, Any] = {"memory_bytes": int(case.memory_gib * 2**30)}
-    if kept is not None and _leaves_no_trace(case, declaration):
+    if kept is not None and _has_no_globals(declaration):
         limits["kept"] = kept
     outcomes = _train(case, workload, workdir, run, **limits)
     account.timings["ranks"] = time.monotonic() - began
@@ -207,13 +207,11 @@ def _train(
     )
 
 
-def _leaves_no_trace(case: Case, declaration: Declaration) -> bool:
-    """Whether processes may be used again after ``case``: no fault is planted, and the system has
-    no module globals, which threads could not share either.
+def _has_no_globals(declaration: Declaration) -> bool:
+    """Whether processes may be used again after a case of the system; threads could not share
+    module globals either.
     """
-    return "in_memory" in declaration.backends and not case.implementation.startswith(
-        registry.MUTANTS
-    )
+    return "in_memory" in declaration.backends
 
 
 @dataclass(frozen=True)

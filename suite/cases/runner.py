@@ -90,7 +90,9 @@ class Session:
                 seconds = 2 * LAST_RESORT * case.deadline + JUDGING_SECONDS
                 kept = None
                 backend = BACKENDS[case.backend]
-                if backend.mpirun and not case.skip and backend.available() is None:
+                planted = case.implementation.startswith(registry.MUTANTS)
+                usable = backend.mpirun and backend.available() is None
+                if usable and not case.skip and not planted:
                     kept = self._worlds.take(case.world)
                 yield case.id, CaseTask(case, workdir, self._oracles, kept), seconds
 

@@ -20,7 +20,7 @@ from typing import Any
 from shardproof import backends
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
-from shardproof.launch.mpi.lease import Lease
+from shardproof.launch.mpi.lease import Lease, WorldGone
 from shardproof.launch.mpi.mpirun import Mpirun, unlink_segments
 from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
@@ -188,7 +188,7 @@ class _Watch:
         strangers_before = process_control.children()
         launch = self._launch
         heartbeat.create(launch.heartbeat, launch.world)
-        ranks = _Forked(launch) if self._kept is None else Lease(self._kept, launch)
+        ranks = self._ranks()
         try:
             self._processes = ranks.processes()
             self._watchdog.begin(self._processes)
@@ -204,6 +204,12 @@ class _Watch:
                 process_control.end_adopted(strangers_before)
         # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
         return diagnose(self._launch, self._processes)
+
+    def _ranks(self) -> _Forked | Lease:
+        if self._kept is not None:
+            with contextlib.suppress(WorldGone):  # what its last case left, it ended with
+                return Lease(self._kept, self._launch)
+        return _Forked(self._launch)
 
     def _alive(self) -> list[RankProcess]:
         return [process for process in self._processes if process.ended is None]

@@ -127,8 +127,26 @@ class TestManyCases:
         assert [verdicts[c.id] for c in good] == ["pass", "pass"]
         assert verdicts["raises"].startswith("crash") and "a fish" in verdicts["raises"]
         assert verdicts["planted"].startswith("fail")
-        # The planted fault had an mpirun of its own and failed; so did the one that raised.
-        assert started == [2, 2, 2]
+        # The planted fault had an mpirun of its own; the case that raised cost the first world.
+        assert started == [2, 2]
+
+    def test_a_world_that_has_gone_is_replaced(
+        self, started: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The case has ranks of its own where its world ended after it was handed out."""
+        good = [c for c in cases() if c.implementation == "reference/ddp"]
+        take = KeptWorlds.take
+
+        def gone(self: KeptWorlds, size: int) -> Any:
+            task = take(self, size)
+            task.folder.mkdir(exist_ok=True)
+            task.closed.touch()
+            return task
+
+        monkeypatch.setattr(KeptWorlds, "take", gone)
+        verdicts, _ = run(good)
+        assert set(verdicts.values()) == {"pass"}, verdicts
+        assert len(started) == len(good)  # none was idle
 
 
 class TestEnds:

@@ -26,11 +26,10 @@ class KeptWorlds:
         if not self._looked:
             self._looked = True
             self._pool.fork_server.preload("shardproof.launch.mpi.preloaded")
+        self._idle = [w for w in self._idle if self._pool.keeps(w[1]) and not w[0].closed.exists()]
         fitting = [w for w in self._idle if w[0].size == size]
-        self._idle = [w for w in self._idle if w not in fitting and self._pool.keeps(w[1])] + (
-            fitting[:-1]
-        )
-        if fitting and self._pool.keeps(fitting[-1][1]):
+        if fitting:
+            self._idle.remove(fitting[-1])
             task, ticket = fitting[-1]
         else:
             self._made += 1

@@ -10,36 +10,49 @@ import time
 from collections.abc import Sequence
 
 from shardproof.launch.diagnosis import RankProcess
-from shardproof.launch.mpi.mpirun import START_SECONDS, MpirunError
+from shardproof.launch.mpi.mpirun import START_SECONDS
 from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.rank_process import RankLaunch
+
+
+class WorldGone(RuntimeError):
+    """The world has ended, or never came: its last case left something in it."""
 
 
 class Lease:
     """The ranks of ``world``, which run ``launch``.
 
-    :raises MpirunError: there is no such world.
+    :raises WorldGone: there is no such world any more.
     """
 
     def __init__(self, world: WorldTask, launch: RankLaunch) -> None:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._statuses: dict[int, int] = {}
         self._gone = False
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                self._connection.connect(str(world.door))
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise MpirunError(f"a world of {world.size} ranks did not start") from None
-                time.sleep(0.01)
-        self._connection.settimeout(START_SECONDS)
-        self._pids: list[int] = json.loads(self._connection.recv(1 << 16))
+        self._pids = self._enter(world)
         file = launch.workdir / "launch"
         file.write_bytes(pickle.dumps(launch))
         self._connection.send(os.fsencode(file))
         self._connection.setblocking(False)
+
+    def _enter(self, world: WorldTask) -> list[int]:
+        """The pids of the ranks, once the keeper attends."""
+        deadline = time.monotonic() + START_SECONDS
+        self._connection.settimeout(START_SECONDS)
+        while time.monotonic() < deadline and not world.closed.exists():
+            try:
+                self._connection.connect(str(world.door))
+                greeting = self._connection.recv(1 << 16)
+            except (FileNotFoundError, ConnectionRefusedError):
+                time.sleep(0.01)  # it is being started, or just ended
+            except OSError:
+                break
+            else:
+                if greeting:
+                    return [int(pid) for pid in json.loads(greeting)]
+                break
+        self._connection.close()
+        raise WorldGone(f"a world of {world.size} ranks is gone")
 
     def processes(self) -> list[RankProcess]:
         """The ranks."""

@@ -38,10 +38,15 @@ class WorldTask:
         """Where leaders come in; there once the ranks are."""
         return self.folder / "door"
 
+    @property
+    def closed(self) -> Path:
+        """There as soon as no further leader is let in."""
+        return self.folder / "closed"
+
 
 def keep(task: WorldTask) -> None:
     """Task of the keeper's process."""
-    task.folder.mkdir(parents=True)
+    task.folder.mkdir(parents=True, exist_ok=True)
     with Mpirun(task.size, task.folder) as mpirun:
         keeper = _Keeper(task, mpirun)
         # Under another name until it listens: a leader that sees it may come in.
@@ -53,7 +58,7 @@ def keep(task: WorldTask) -> None:
             for _ in range(MOST_CASES):
                 if not keeper.attend(door):
                     break
-            task.door.unlink()
+            task.closed.touch()
 
 
 class _Keeper:
