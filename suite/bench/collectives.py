@@ -1,7 +1,7 @@
 """Collectives timed beside each other: the backend's own, and the suite's over send and recv.
 
 All systems take turns in the same ranks: in each round every size is timed for one after the other,
-in an order that turns by one from round to round.  The time of a call is that of the slowest rank;
+in an order that is drawn anew.  The time of a call is that of the slowest rank;
 of several rounds the median counts.  Bandwidths are those of nccl-tests (doc/PERFORMANCE.md): with
 S bytes (the whole output of an all-gather, the whole input of a reduce-scatter, else one rank's
 tensor) and t seconds
@@ -18,6 +18,7 @@ bytes that the busiest rank sends are those of the algorithm's closed formula
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -184,9 +185,11 @@ def measure(request: Request, rank: int) -> Seconds:
     most = max(request.sizes) // 4 + comm.size
     whole, shard = (torch.zeros(most, device=comm.device) for _ in range(2))
     for number in range(request.rounds + 1):
-        turn = number % len(systems)
         for at, size in enumerate(request.sizes):
-            for place in [*range(turn, len(systems)), *range(turn)]:
+            # The same on all ranks.  On a busy machine a process that has waited long runs first:
+            # whoever always followed the slowest would gain by it.
+            turns = random.Random(number * len(request.sizes) + at)
+            for place in turns.sample(range(len(systems)), len(systems)):
                 call = _call(systems[place], comm, whole, shard, size, request.ranks_per_node)
                 seconds = _seconds(call, comm, max(1, min(CALLS, CALL_BYTES // size)))
                 if number:
