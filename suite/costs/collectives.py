@@ -32,6 +32,8 @@ from shardproof.costs.model_facts import ModelFacts
 
 #: Elements of a piece of the double binary tree, at most.
 PIECE = 1 << 17
+#: A vector to be all-reduced has a lane for each so many elements, up to this many lanes.
+LANE, MOST_LANES = 1 << 18, 4
 #: The collectives of the backend itself.
 BACKEND = "backend"
 #: Why ``overlap`` has nothing to count where they are not chosen.
@@ -152,10 +154,28 @@ FORMULAS: dict[tuple[str, str], Callable[..., Sent]] = {
 def sent(
     operation: str, algorithm: str, ranks: int, length: int, ranks_per_node: int = 0
 ) -> list[Sent]:
-    """What each rank sends."""
+    """What each rank sends; a long vector is reduced in lanes, whose rounds are made together."""
     more = (ranks_per_node,) if algorithm == "hierarchical" else ()
     formula = FORMULAS[operation, algorithm]
-    return [formula(rank, ranks, length, *more) for rank in range(ranks)]
+    each = []
+    for rank in range(ranks):
+        own = [formula(rank, ranks, part, *more) for part in _lanes(operation, length)]
+        messages, elements = sum(s.messages for s in own), sum(s.elements for s in own)
+        each.append(Sent(max(s.rounds for s in own), messages, elements))
+    return each
+
+
+def most_lanes(facts: ModelFacts, operation: str, lengths: Iterable[int]) -> int:
+    """The most lanes that a part of vectors of these lengths may be reduced in."""
+    if algorithm(facts, operation)[0] == BACKEND:
+        return 1
+    return MOST_LANES if any(len(_lanes(operation, n)) > 1 for n in lengths) else 1
+
+
+def _lanes(operation: str, length: int) -> list[int]:
+    """Elements of the parts in which a vector is reduced at once."""
+    parts = min(MOST_LANES, max(1, length // LANE)) if operation == "all_reduce" else 1
+    return [chunk(length, parts, part) for part in range(parts)]
 
 
 #: Elements and bytes of one, of what one call reduces or gathers.
@@ -213,6 +233,9 @@ def flow(
 
 def scratch(facts: ModelFacts, operation: str, ranks: int, elements: int) -> int:
     """Most elements that a rank receives beside its own before it combines them, in one call."""
+    parts = _lanes(operation, elements)
+    if len(parts) > 1:
+        return sum(scratch(facts, operation, ranks, part) for part in parts)
     name, nodes = algorithm(facts, operation)
     if name == BACKEND or ranks == 1 or operation == "all_gather":
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from shardproof.costs import collectives
@@ -98,7 +99,12 @@ class DDP(Single):
         ]
         fewest = collectives.flow(self.facts, "replicate", operation, together)
         most = collectives.flow(self.facts, "replicate", operation, apart)
-        return [f.at_least(least.range[0]) for f, least in zip(most, fewest, strict=True)]
+        # A bucket may have lanes where its tensors, alone, have none, or fewer than all at once.
+        slack = collectives.most_lanes(self.facts, operation, [n for n, _ in together])
+        return [
+            replace(f, calls=(least.range[0] // slack, f.range[1] * slack), by_rank=None)
+            for f, least in zip(most, fewest, strict=True)
+        ]
 
     def why_overlap_is_not_judged(self) -> str:
         """Rounds of several buckets are alike in the log."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardproof.comm import Comm
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.impls.reference.collectives import algorithms
-from shardproof.impls.reference.collectives.executor import Running
+from shardproof.impls.reference.collectives.executor import Running, in_lanes
 from shardproof.impls.reference.collectives.options import Hierarchical
 
 #: The algorithm that must know the ranks of a node.
@@ -46,4 +46,6 @@ def start(
     else:
         schedule = algorithms.ALGORITHMS[operation][algorithm]
     assert schedule is not None
+    if operation == "all_reduce":
+        return in_lanes(schedule, tensor, comm)
     return Running(schedule(comm.rank, comm.size, tensor.numel()), tensor, comm)

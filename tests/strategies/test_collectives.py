@@ -21,10 +21,10 @@ from shardproof.contract import Refused
 from shardproof.costs import collectives as costs
 from shardproof.impls.reference.collectives import double_binary_tree, hierarchical
 from shardproof.impls.reference.collectives.algorithms import ALGORITHMS
-from shardproof.impls.reference.collectives.executor import Running
+from shardproof.impls.reference.collectives.executor import Running, in_lanes
 from shardproof.impls.reference.collectives.options import Collectives, Hierarchical
 from shardproof.impls.reference.collectives.reducer import ByAlgorithm
-from shardproof.impls.reference.collectives.schedule import Schedule, cut
+from shardproof.impls.reference.collectives.schedule import LANE, MOST_LANES, Schedule, cut, lanes
 from shardproof.impls.reference.parts.reducers import Bucket
 from shardproof.ledgers import traffic
 
@@ -169,6 +169,35 @@ def test_the_ledger_has_what_the_formulas_say(ranks: int) -> None:
                     assert not others
 
     succeed(body, ranks, ledgers=True)
+
+
+def test_long_vectors_go_in_lanes() -> None:
+    """Equal bits, right sums, and calls as the formula says, on either side of each threshold."""
+    assert (LANE, MOST_LANES) == (costs.LANE, costs.MOST_LANES)
+    found = [lanes(n) for n in (0, LANE, 2 * LANE - 1, 2 * LANE, 3 * LANE, 9 * LANE)]
+    assert found == [1, 1, 1, 2, 3, 4]
+
+    def body(rank: int, size: int) -> list[bytes]:
+        ledger = traffic.current()
+        assert ledger is not None
+        comm, ends = world(size), []
+        for name, schedule in ALGORITHMS["all_reduce"].items():
+            for length in (2 * LANE - 1, 2 * LANE + 1):
+                data, before = torch.arange(length) % 1000 + rank, len(ledger.calls)
+                in_lanes(schedule, data, comm).wait()
+                wanted = size * (torch.arange(length) % 1000) + size * (size - 1) // 2
+                assert torch.equal(data, wanted), name
+                sends = [call for call in ledger.calls[before:] if call.operation == "send"]
+                promised = costs.sent("all_reduce", name, size, length)[rank]
+                assert len(sends) == promised.messages, (name, length)
+                assert sum(call.logical_bytes for call in sends) == 8 * promised.elements
+                data = drawn(rank, length)
+                in_lanes(schedule, data, comm).wait()
+                ends.append(bits(data))
+        return ends
+
+    first, *others = succeed(body, 3, ledgers=True)
+    assert all(own == first for own in others)
 
 
 def test_scatter_gather_and_broadcast_over_any_lengths() -> None:

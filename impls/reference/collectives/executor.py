@@ -11,12 +11,13 @@ sends of any round, are still under way; elements that a send may be reading cha
 Nothing runs beside the program: between ``start`` and ``wait`` only the first round moves.  So all
 ranks must wait for their collectives in the same order, as all strategies do.
 
+A long vector is reduced in several lanes (:class:`Lanes`), each a schedule over a part of its own.
 Messages of one collective carry one tag, so that several may be under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ from shardproof.impls.reference.collectives.schedule import (
     Reduce,
     Replace,
     Round,
+    Schedule,
     Send,
     Transfer,
+    cut,
+    lanes,
     made,
 )
 
@@ -119,14 +123,21 @@ class Running:
         pair = (received, own) if one.peer < self.comm.rank else (own, received)
         COMBINE[self.op](*pair, out=own)
 
+    def advance(self) -> bool:
+        """Finish the posted round and post the next one; false: there was none."""
+        if not self.receives and self.next >= len(self.rounds):
+            return False
+        self.finish()
+        self.post()
+        return True
+
     @torch.no_grad()
     def wait(self) -> None:
         """Return when the result is in ``data``."""
         if self.done:
             return
-        while self.receives or self.next < len(self.rounds):
-            self.finish()
-            self.post()
+        while self.advance():
+            pass
         self.settle(range(self.data.numel()))
         self.done = True
         self.scratch = self.data[:0]  # whoever keeps the handle keeps no memory
@@ -134,6 +145,36 @@ class Running:
             self.data.div_(self.comm.size)
         if self.then is not None:
             self.then()
+
+
+class Lanes:
+    """Collectives over parts of one vector, under way together; a ``Work``.
+
+    Their rounds take turns: while one lane's messages are combined, those of the others travel.
+    """
+
+    def __init__(self, running: Sequence[Running]) -> None:
+        self.running = running
+
+    def wait(self) -> None:
+        """Return when all results are there."""
+        live = list(self.running)
+        while live:
+            live = [each for each in live if each.advance()]
+        for each in self.running:
+            each.wait()
+
+
+def in_lanes(
+    schedule: Schedule, data: Tensor, comm: Comm, kind: type[Running] = Running
+) -> Running | Lanes:
+    """Start an all-reduce of ``data`` in as many lanes as pay."""
+    parts = cut(range(data.numel()), lanes(data.numel()))
+    flat = data.detach().view(-1)
+    running = [
+        kind(schedule(comm.rank, comm.size, len(p)), flat[p.start : p.stop], comm) for p in parts
+    ]
+    return running[0] if len(running) == 1 else Lanes(running)
 
 
 def scratch_elements(transfers: Round) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 from shardproof.comm import Comm
 from shardproof.contract import Refused
 from shardproof.impls.reference.collectives.algorithms import ALGORITHMS, all_reduce
-from shardproof.impls.reference.collectives.executor import Running
+from shardproof.impls.reference.collectives.executor import Running, in_lanes
 from shardproof.impls.reference.collectives.options import Collectives, Hierarchical
 from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
 
@@ -37,8 +37,7 @@ class ByAlgorithm(Reducer):
         """Start with the first round; the others run in ``wait``."""
         if self.summing is None:
             return super().all_reduce(bucket, comm)
-        rounds = self.summing(comm.rank, comm.size, bucket.flat.numel())
-        return self.running_type(rounds, bucket.flat, comm)
+        return in_lanes(self.summing, bucket.flat, comm, self.running_type)
 
     def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
         """In place; a shard that lies elsewhere is copied in the end."""

@@ -65,6 +65,15 @@ def cut(elements: range, parts: int) -> list[range]:
     return [range(*edge) for edge in pairwise(edges)]
 
 
+#: A vector has a lane for each so many elements, up to this many lanes.
+LANE, MOST_LANES = 1 << 18, 4
+
+
+def lanes(length: int) -> int:
+    """In how many parts a vector is reduced at once: each hides the latency of the others."""
+    return min(MOST_LANES, max(1, length // LANE))
+
+
 def made(rounds: Iterable[Round]) -> Iterator[Round]:
     """The rounds with those transfers that move anything."""
     return ([one for one in transfers if one.elements] for transfers in rounds)
