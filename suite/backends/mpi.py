@@ -2,7 +2,7 @@
 
 Processes that an ``mpirun`` started; one thread of each calls MPI.  The default group has a copy of
 ``COMM_WORLD``, every other group a communicator of its members, freed with the group.  What the
-calls do is in :mod:`shardproof.backends.mpi_calls`; ``launch/mpi/mpirun.py`` starts ranks.
+calls do is in ``mpi_messages.py`` and ``mpi_calls.py``; ``launch/mpi/mpirun.py`` starts ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MpiGroup(GroupBase):
     backend_name = NAME
 
     def __init__(self, world: _World, ranks: tuple[int, ...], name: str, timeout: timedelta):
-        from shardproof.backends.mpi_calls import MPI, Mail
+        from shardproof.backends.mpi_messages import MPI, Mail
 
         super().__init__(ranks.index(world.rank), len(ranks), timeout)
         self._world, self._members, self._name = world, ranks, name

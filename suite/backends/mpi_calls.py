@@ -1,23 +1,9 @@
-"""Calls to a group as messages of MPI: who sends what to whom, and the waiting for it.
-
-MPI moves bytes, of any dtype; sums are made here, as left folds in rank order
-(``arithmetic.fold``).  So the bits are those of ``in_memory``, whatever the MPI, its algorithms or
-the number of ranks:
-
-    all_reduce      small: everybody sends all to everybody and folds all
-                    large: rank r gets part r of everybody and folds it; then all get all parts
-    reduce_scatter  rank r gets part r of everybody and folds it
-    broadcast       a binomial tree
-    barrier         in round k, rank r tells rank r + 2^k
-    the others      each tensor straight to where it belongs
+"""The calls of a rank over MPI that are under way, and the waiting for them.
 
 Nothing blocks but :meth:`Calls.wait`, and that polls: every call under way is advanced, then the
 core is given up, first for others that want it, then for a time that grows with the wait.  Bytes
-move only while some call is polled; nothing is overlapped with computing.
-
-Messages of collectives carry the call's number and a digest of its signature in their tag.  Calls
-that do not match never meet, so they corrupt nothing; ranks that wait for long compare what they
-wait in through the store.
+move only while some call is polled; nothing is overlapped with computing.  Ranks that wait for long
+compare what they wait in through the store.
 
 Imported by ranks only, after ``mpi.start``: importing it needs mpi4py.
 """
@@ -28,23 +14,18 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardproof.backends import arithmetic, errors
+from shardproof.backends import errors
+from shardproof.backends.mpi_messages import STEPS, Mail, Message, Steps
 from shardproof.backends.request import Request
 
-#: Bytes that a rank may receive in a small all-reduce, which takes one round instead of two.
-SMALL_BYTES = 256 << 10
-#: The most bytes of one message: MPI counts in 32 bits.
-MESSAGE_BYTES = 1 << 30
 #: Polls that only offer the core to others before a rank sleeps between two of them.
 SPINS = 20
 #: Of the time that a rank has waited, what it sleeps until the next poll; in seconds at most.
@@ -54,305 +35,6 @@ SLEEP_SHARE, LONGEST_SLEEP = 0.1, 0.002
 LOOK_SECONDS, PATIENCE_SECONDS, ENDED_SECONDS = 0.05, 0.5, 0.5
 
 FAILED, ENDED = "failed", "ended"
-
-_NUMBER_BITS = 10
-_buffer = getattr(MPI, "buffer", None) or MPI.memory  # its name before mpi4py 4
-
-
-@dataclass(slots=True, eq=False)
-class Message:
-    """One message under way; ``peer``: the other side's rank in the group, ``bytes``: expected."""
-
-    request: MPI.Request
-    status: MPI.Status
-    peer: int
-    bytes: int
-    receives: bool
-    #: MPI reads or writes it until the message is complete.
-    tensor: Tensor
-
-
-Steps = Iterator[list[Message]]
-
-
-class Mail:
-    """The messages of one group, whose ranks are those of the communicator."""
-
-    def __init__(self, comm: MPI.Comm) -> None:
-        self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
-        self.others = [rank for rank in range(self.size) if rank != self.rank]
-        self._most = int(comm.Get_attr(MPI.TAG_UB))
-        bits = (self._most + 1).bit_length() - 1
-        self._digest = (1 << (bits - _NUMBER_BITS - 1)) - 1
-
-    def tag(self, number: int, signature: object) -> int:
-        """The tag of the collective call ``number``: odd, those of users are even."""
-        digest = zlib.crc32(repr(signature).encode()) & self._digest
-        number &= (1 << _NUMBER_BITS) - 1
-        return (digest << _NUMBER_BITS | number) << 1 | 1
-
-    def own_tag(self, tag: int) -> int:
-        """MPI's tag for a send or receive with ``tag`` of the user's.
-
-        :raises ValueError: MPI has no such tag.
-        """
-        if not 0 <= 2 * tag <= self._most:
-            raise ValueError(f"tag {tag} is outside of what this MPI has: 0 to {self._most // 2}")
-        return 2 * tag
-
-    def send(self, tensor: Tensor, peer: int, tag: int) -> list[Message]:
-        """Begin to send a dense tensor."""
-        return [
-            Message(
-                self.comm.Isend([part, MPI.BYTE], peer, tag), MPI.Status(), peer, 0, False, tensor
-            )
-            for part in _parts(tensor)
-        ]
-
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> list[Message]:
-        """Begin to receive into a dense tensor."""
-        return [
-            Message(
-                self.comm.Irecv([part, MPI.BYTE], peer, tag),
-                MPI.Status(),
-                peer,
-                part.nbytes,
-                True,
-                tensor,
-            )
-            for part in _parts(tensor)
-        ]
-
-    def swap(
-        self,
-        tag: int,
-        outgoing: Mapping[int, Sequence[Tensor]],
-        incoming: Mapping[int, Sequence[Tensor]],
-    ) -> list[Message]:
-        """Begin to send and receive lists of tensors, by peer."""
-        begun: list[Message] = []
-        for peer, tensors in incoming.items():
-            for tensor in tensors:
-                begun += self.receive(tensor, peer, tag)
-        for peer, tensors in outgoing.items():
-            for tensor in tensors:
-                begun += self.send(tensor, peer, tag)
-        return begun
-
-
-def _parts(tensor: Tensor) -> list[MPI.buffer]:
-    start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    return [
-        _buffer.fromaddress(start + at, min(MESSAGE_BYTES, size - at))
-        for at in range(0, max(size, 1), MESSAGE_BYTES)
-    ]
-
-
-# -------------------------------------------------------------------------------- who sends what
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-class _Landing:
-    """Where the bytes for a request's outputs arrive.
-
-    In the outputs themselves, unless those are strided, or overlap with an input that others have
-    yet to get.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._taken = [_span(t) for item in request.inputs for t in item if t.numel()]
-        self._writes: list[arithmetic.Write] = []
-
-    def place(self, output: Tensor) -> Tensor:
-        """A dense tensor to receive what belongs into ``output``."""
-        first, last = _span(output)
-        free = all(last <= start or end <= first for start, end in self._taken)
-        if free and output.is_contiguous() and not (output.is_conj() or output.is_neg()):
-            return output.detach()
-        staged = torch.empty(output.shape, dtype=output.dtype)
-        self._writes.append((output, staged))
-        return staged
-
-    def put(self, output: Tensor, value: Tensor) -> None:
-        """``output`` will be ``value``, which is here already."""
-        if output.numel() != value.numel():
-            raise errors.CollectiveMismatch(
-                f"{output.numel()} elements cannot hold the {value.numel()} of their result"
-            )
-        if output.data_ptr() != value.data_ptr() or output.stride() != value.stride():
-            # What is staged may be written over an input, and this value be one.
-            self._writes.append((output, value.clone() if self._writes else value))
-
-    def write(self) -> None:
-        """Everything has arrived, and everything was sent."""
-        arithmetic.write(self._writes)
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First and last byte that a tensor may touch."""
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (max(0, reach) + 1) * tensor.element_size()
-
-
-def _fold(mail: Mail, own: Tensor, others: Mapping[int, Tensor], op: str) -> Tensor:
-    return arithmetic.fold([{**others, mail.rank: own}[rank] for rank in range(mail.size)], op)
-
-
-def _all_reduce(request: Request, mail: Mail, tag: int) -> Steps:
-    own, landing = [_dense(item[0]) for item in request.inputs], _Landing(request)
-    op, me = request.reduce or "sum", mail.rank
-    if sum(t.numel() * t.element_size() for t in own) * len(mail.others) <= SMALL_BYTES:
-        got = {peer: [torch.empty_like(t) for t in own] for peer in mail.others}
-        yield mail.swap(tag, dict.fromkeys(mail.others, own), got)
-        totals = [
-            _fold(mail, t, {peer: got[peer][i] for peer in got}, op) for i, t in enumerate(own)
-        ]
-    else:
-        parts = [t.view(-1).tensor_split(mail.size) for t in own]
-        got = {peer: [torch.empty_like(p[me]) for p in parts] for peer in mail.others}
-        yield mail.swap(tag, {peer: [p[peer] for p in parts] for peer in mail.others}, got)
-        totals = [torch.empty_like(t) for t in own]
-        split = [t.view(-1).tensor_split(mail.size) for t in totals]
-        for i, p in enumerate(parts):
-            split[i][me].copy_(_fold(mail, p[me], {peer: got[peer][i] for peer in got}, op))
-        mine = [s[me] for s in split]
-        del got
-        rest = {peer: [s[peer] for s in split] for peer in mail.others}
-        yield mail.swap(tag, dict.fromkeys(mail.others, mine), rest)
-    for item, total in zip(request.outputs, totals, strict=True):
-        landing.put(item[0], total)
-    landing.write()
-
-
-def _reduce(request: Request, mail: Mail, tag: int) -> Steps:
-    own, landing, root = [_dense(i[0]) for i in request.inputs], _Landing(request), request.root
-    if mail.rank != root:
-        yield mail.swap(tag, {root or 0: own}, {})
-        return
-    got = {peer: [torch.empty_like(t) for t in own] for peer in mail.others}
-    yield mail.swap(tag, {}, got)
-    for i, item in enumerate(request.outputs):
-        parts = {peer: got[peer][i] for peer in got}
-        landing.put(item[0], _fold(mail, own[i], parts, request.reduce or "sum"))
-    landing.write()
-
-
-def _reduce_scatter(request: Request, mail: Mail, tag: int) -> Steps:
-    me, landing = mail.rank, _Landing(request)
-    own = [[_dense(part) for part in item] for item in request.inputs]
-    got = {peer: [torch.empty_like(item[me]) for item in own] for peer in mail.others}
-    yield mail.swap(tag, {peer: [item[peer] for item in own] for peer in mail.others}, got)
-    for i, item in enumerate(request.outputs):
-        parts = {peer: got[peer][i] for peer in got}
-        landing.put(item[0], _fold(mail, own[i][me], parts, request.reduce or "sum"))
-    landing.write()
-
-
-def _broadcast(request: Request, mail: Mail, tag: int) -> Steps:
-    root = request.root or 0
-    place = (mail.rank - root) % mail.size
-    # The lowest set bit of a place is cleared to find its parent; smaller ones set, its children.
-    lowest = place & -place if place else 1 << (mail.size - 1).bit_length()
-    steps = [lowest >> k for k in range(1, lowest.bit_length())]
-    children = [(place + s + root) % mail.size for s in steps if place + s < mail.size]
-    if place:
-        # Nobody gets anything of this rank's inputs: they are what is overwritten.
-        landing = _Landing(Request("broadcast"))
-        values = [landing.place(item[0]) for item in request.outputs]
-        yield mail.swap(tag, {}, {(place - lowest + root) % mail.size: values})
-        landing.write()
-    else:
-        values = [_dense(item[0]) for item in request.inputs]
-    yield mail.swap(tag, dict.fromkeys(children, values), {})
-
-
-def _all_gather(request: Request, mail: Mail, tag: int) -> Steps:
-    own, landing = [_dense(item[0]) for item in request.inputs], _Landing(request)
-    places = {peer: [landing.place(o[peer]) for o in request.outputs] for peer in mail.others}
-    yield mail.swap(tag, dict.fromkeys(mail.others, own), places)
-    for item, value in zip(request.outputs, own, strict=True):
-        landing.put(item[mail.rank], value)
-    landing.write()
-
-
-def _gather(request: Request, mail: Mail, tag: int) -> Steps:
-    own, root = [_dense(item[0]) for item in request.inputs], request.root or 0
-    if mail.rank != root:
-        yield mail.swap(tag, {root: own}, {})
-        return
-    landing = _Landing(request)
-    yield mail.swap(
-        tag, {}, {peer: [landing.place(o[peer]) for o in request.outputs] for peer in mail.others}
-    )
-    for item, value in zip(request.outputs, own, strict=True):
-        landing.put(item[root], value)
-    landing.write()
-
-
-def _scatter(request: Request, mail: Mail, tag: int) -> Steps:
-    root, landing = request.root or 0, _Landing(request)
-    if mail.rank != root:
-        yield mail.swap(tag, {}, {root: [landing.place(item[0]) for item in request.outputs]})
-        landing.write()
-        return
-    own = [[_dense(part) for part in item] for item in request.inputs]
-    yield mail.swap(tag, {peer: [item[peer] for item in own] for peer in mail.others}, {})
-    for item, values in zip(request.outputs, own, strict=True):
-        landing.put(item[0], values[root])
-    landing.write()
-
-
-def _all_to_all(request: Request, mail: Mail, tag: int) -> Steps:
-    landing, (inputs,), (outputs,) = _Landing(request), request.inputs, request.outputs
-    own = [_dense(part) for part in inputs]
-    yield mail.swap(
-        tag,
-        {peer: [own[peer]] for peer in mail.others},
-        {peer: [landing.place(outputs[peer])] for peer in mail.others},
-    )
-    landing.put(outputs[mail.rank], own[mail.rank])
-    landing.write()
-
-
-def _barrier(request: Request, mail: Mail, tag: int) -> Steps:
-    nothing = torch.empty(0)
-    for k in range((mail.size - 1).bit_length()):
-        ahead, behind = (mail.rank + (1 << k)) % mail.size, (mail.rank - (1 << k)) % mail.size
-        yield mail.swap(tag, {ahead: [nothing]}, {behind: [nothing]})
-
-
-def _send(request: Request, mail: Mail, tag: int) -> Steps:
-    assert request.peer is not None
-    yield mail.swap(tag, {request.peer: [_dense(item[0]) for item in request.inputs]}, {})
-
-
-def _receive(request: Request, mail: Mail, tag: int) -> Steps:
-    landing = _Landing(request)
-    peer = MPI.ANY_SOURCE if request.peer is None else request.peer
-    yield mail.swap(tag, {}, {peer: [landing.place(item[0]) for item in request.outputs]})
-    landing.write()
-
-
-_STEPS: dict[str, Callable[[Request, Mail, int], Steps]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "barrier": _barrier,
-    "send": _send,
-    "recv": _receive,
-}
-
-
-# -------------------------------------------------------------------------------- calls under way
 
 
 @dataclass(eq=False)
@@ -447,7 +129,7 @@ class Calls:
     ) -> Call:
         """Begin a call, and let those before it go on."""
         self._raise_failure()
-        call = Call(request, mail, ranks, _STEPS[request.operation](request, mail, tag), key)
+        call = Call(request, mail, ranks, STEPS[request.operation](request, mail, tag), key)
         self._open.append(call)
         self.advance()
         return call

@@ -199,7 +199,10 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("how", "words"),
         [
-            ("another call", ("rank 1 calls broadcast(root 0, float32[4])", "ranks 0,2 call all")),
+            (
+                "another call",
+                ("rank 1 calls broadcast(root 0, float32[4])", "all_reduce(sum, float32[4])"),
+            ),
             ("another message", ("rank 1 calls recv(from 0", "20 bytes", "rank 0 sends it 12")),
             ("uneven parts", ("all_gather", "expects 8 bytes", "rank 1 sends it more")),
         ],

@@ -96,7 +96,7 @@ _OTHERWISE = {
     # torch's gloo sums everything on every rank and keeps a part: measured, an all-reduce's bytes.
     ("reduce_scatter", "all-reduce ring"): "ring",
     ("all_gather", "ring"): "half ring",
-    # Everybody's whole payload straight to everybody, or to the root: backends/mpi_calls.py.
+    # Everybody's whole payload straight to everybody, or to the root: backends/mpi_messages.py.
     ("all_reduce", "direct"): "linear",
     ("reduce", "direct"): "linear",
     # In turn with each other rank, 1/(N-1) of what leaves this one: N-1 messages of n in all.
