@@ -39,6 +39,8 @@ FIRST = 3
 #: Most replica sets of one optimizer.
 CLASSES = 4
 
+#: What is named as not compared where nobody compares at the end of the script.
+LAST = "what the last step left"
 _STEP, _END = 1, 2
 _TYPE, _NUMBER, _AT, _COST, _TIME, _COUNT, _SIGNATURE, _FORM, _HYPER, _OPTIMIZERS, _GONE = range(11)
 _CLASS = 11
@@ -143,6 +145,7 @@ class Compared:
         if not self._due:
             return False
         began = time.perf_counter()
+        self._look_again(optimizer)
         self._compare(optimizer, _STEP)
         self._next = 0  # until the table is read
         if self._exchange is None:
@@ -166,7 +169,31 @@ class Compared:
             self._compare(optimizer, _END, optimizers)
         self._settle()
 
+    def skip_the_end(self, why: str) -> None:
+        """What the last step left is not compared, because of ``why``."""
+        if self.seen.steps and self._exchange is not None:
+            self.seen.not_compared[LAST] = why
+
+    def stop(self, why: str) -> None:
+        """Compare no more: nobody reads what the others sent last."""
+        pending, self._pending, self._due, self._next = self._pending, None, False, 0
+        if pending is not None:
+            pending.exchange.give_up(pending, why)
+
     # ----------------------------------------------------------------------------------- details
+
+    def _look_again(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its step may have put new tensors in place of those that were found before it.
+
+        What was kept of the old ones counts for the new ones where these have the same names.
+        """
+        if self._held is not None and self._held.are_of(optimizer):
+            return
+        before = [one.described for one in self.found.tracked]
+        self._look(optimizer)
+        if before != [one.described for one in self.found.tracked]:
+            self._sums = {}
+            self.seen.not_compared["gradients"] = "the step puts other parameters in their place"
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the parameters, again if there are others than before."""
@@ -287,7 +314,7 @@ class Compared:
         if any(row[_GONE] for row in table):
             if self.seen.compared[-1:] != [mine[_AT]]:
                 why = "the optimizer was gone before the script ended"
-                self.seen.not_compared["what the last step left"] = why
+                self.seen.not_compared[LAST] = why
             return
         self.seen.compared.append(mine[_AT])
         self._hyperparameters(table, self._peers(table))

@@ -44,6 +44,11 @@ class Tracked:
     assumed: bool = False
 
     @property
+    def described(self) -> tuple[str, tuple[int, ...], tuple[int, ...], int]:
+        """Equal for a tensor that is put in the place of this one."""
+        return self.name, self.shape, self.replicas, self.group
+
+    @property
     def parameter(self) -> Tensor:
         """The tensor; to be asked for while its optimizer is at hand."""
         found = self.reference()

@@ -140,6 +140,10 @@ class Watch:
         #: Optimizers in whose steps the program is now, the outermost first.
         self._inside: list[int] = []
         self._over = False
+        #: Whether a hook has failed by itself: nothing is watched any more.
+        self._failed = False
+        #: Identity of the exception that is being handled while the script makes steps, if any.
+        self._handled = id(None)
         self._written, self._told = time.monotonic(), 0
         self._ended: list[Callable[[Watch], None]] = []
         self.record.write(settings.folder)
@@ -149,8 +153,8 @@ class Watch:
     def install(self) -> None:
         groups.install()
         groups.send_to(self._calls)
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        register_optimizer_step_pre_hook(self._safe(self._before_step))
+        register_optimizer_step_post_hook(self._safe(self._after_step))
         for name, wrapper in (
             ("init_process_group", self._initialising),
             ("destroy_process_group", self._destroying),
@@ -161,28 +165,72 @@ class Watch:
         sys.excepthook = self._raised(sys.excepthook)
         atexit.register(self.finish)
 
+    def _safe(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """``hook``, whose own failure ends watching and never reaches the script."""
+
+        @functools.wraps(hook)
+        def safe(*given: Any, **named: Any) -> None:
+            if self._failed:
+                return
+            try:
+                hook(*given, **named)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the script goes on
+                self._give_up(error)
+
+        return safe
+
+    def _give_up(self, error: Exception) -> None:
+        """Say that watching has failed here, and let the other ranks go."""
+        self._failed = self._over = True
+        steps = max((one.seen.steps for one in self._all), default=0)
+        trace = traceback.extract_tb(error.__traceback__)[-1]
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        where = f"{Path(trace.filename).name}:{trace.lineno}"
+        why = f"watching failed on rank {self.record.rank} at step {steps}, {told} ({where})"
+        self.record.findings.append(Finding("not compared", why, broken=False))
+        for compared in self._all:
+            compared.stop(why)
+        if self._exchange is not None:
+            self._exchange.close()
+        try:
+            self._write()
+        except OSError as unwritten:
+            sys.stderr.write(f"shardproof watch: {why}; no record of it: {unwritten}\n")
+
     def at_end(self, action: Callable[[Watch], None]) -> None:
         """Have ``action`` done when the record is whole."""
         self._ended.append(action)
 
     def _initialising(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        attach = self._safe(self._attach)
+
         @functools.wraps(original)
         def init_process_group(*given: Any, **named: Any) -> Any:
             result = original(*given, **named)
-            self._attach()
+            attach()
             return result
 
         return init_process_group
 
     def _destroying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        compare = self._safe(self._compare_the_end)
+
         @functools.wraps(original)
         def destroy_process_group(group: Any = None, *given: Any, **named: Any) -> Any:
             if group is None or group is dist.group.WORLD:
                 # Others learn of an exception by the end of the group: nothing may come before it.
-                self._compare_the_end(is_failing=sys.exc_info()[0] is not None)
+                compare(is_failing=self._is_failing())
             return original(group, *given, **named)
 
         return destroy_process_group
+
+    def _is_failing(self) -> bool:
+        """Whether an exception is being handled that was not when the last step was made.
+
+        ``except ImportError: main()`` handles one all the time.
+        """
+        error = sys.exc_info()[1]
+        return error is not None and id(error) != self._handled
 
     def _raised(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def excepthook(
@@ -207,7 +255,7 @@ class Watch:
         """The script has a default process group: make one of our own beside it."""
         if self.record.initialised:
             return
-        record = self.record
+        record, self._handled = self.record, id(sys.exc_info()[1])
         record.initialised, record.backend = True, dist.get_backend()
         record.rank, record.world = dist.get_rank(), dist.get_world_size()
         if record.world < 2:
@@ -232,6 +280,7 @@ class Watch:
         if id(optimizer) in self._inside:  # its last step was left by an exception
             del self._inside[self._inside.index(id(optimizer)) :]
         self._inside.append(id(optimizer))
+        self._handled = id(sys.exc_info()[1])
         if len(self._inside) > 1:  # in another's step: sharded optimizers do so
             return
         if self._over:
@@ -289,7 +338,10 @@ class Watch:
         if self._over:
             return
         self._over = True
-        if not (self.record.error or is_failing):
+        if self.record.error or is_failing:
+            for compared in self._all:
+                compared.skip_the_end("an exception was under way when the script ended")
+        else:
             self._weigh()
             for compared in self._all:
                 compared.end(len(self._all))
@@ -299,7 +351,7 @@ class Watch:
         """The process ends in order, or by an exception."""
         if os.getpid() != self.record.pid:  # forked from the rank
             return
-        self._compare_the_end()
+        self._safe(self._compare_the_end)()
         self.record.ended = not self.record.error
         self._write()
         for action in self._ended:
