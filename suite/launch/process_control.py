@@ -120,6 +120,16 @@ def activity_of(pid: int, thread: int | None = None) -> tuple[str, float]:
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for ``signum``; one that has called exec has none."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    caught = next(line for line in text.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
 def resident_bytes(pid: int) -> int:
     """Resident set size in bytes, pages shared with the parent by copy-on-write included."""
     try:

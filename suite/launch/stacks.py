@@ -7,6 +7,7 @@ and aborts show where they are.  Stopped processes do not answer.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import itertools
 import linecache
 import os
@@ -16,6 +17,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardproof.launch import process_control
 from shardproof.launch.frames import Frame, innermost, method
@@ -82,14 +84,35 @@ def arm(path: Path) -> int:
     return descriptor
 
 
+def give_way(path: Path) -> None:
+    """Let what this process is about to run have the signal: who takes it is not asked any more.
+
+    Only handlers set by :func:`signal.signal` are seen.  ``path``: as given to :func:`arm`.
+    """
+    module: Any = signal
+    original, owner = module.signal, os.getpid()
+
+    @functools.wraps(original)
+    def set_handler(signum: int, handler: Any) -> Any:
+        if signum == DUMP_SIGNAL and os.getpid() == owner:
+            path.unlink(missing_ok=True)
+        return original(signum, handler)
+
+    module.signal = set_handler
+
+
 def ask(pids: dict[int, Path], within_s: float = 0.5) -> None:
-    """Make the processes write their stacks; returns when they have, or when time is up."""
+    """Make the processes write their stacks; returns when they have, or when time is up.
+
+    One that has no file, or no handler of the signal, which would end it, is not asked.
+    """
     waiting = {}
     for pid, path in pids.items():
         size = path.stat().st_size if path.exists() else -1
         if (
             size >= 0
             and process_control.state_of(pid) not in ("T", "Z", "")
+            and process_control.catches(pid, DUMP_SIGNAL)
             and process_control.kill(pid, DUMP_SIGNAL)
         ):
             waiting[pid] = (path, size)

@@ -130,36 +130,56 @@ class _Supervisor:
     def run(self) -> None:
         """Return when all ranks have ended, or have to be ended."""
         asleep = max(1, int(self.standstill_seconds / TICK_SECONDS))
+        waiting = min(WAITING_LOOKS, asleep)
         while alive := [one for one in self.ranks if not self._has_ended(one)]:
             self.watchdog.look([one.watched for one in alive])
             if time.monotonic() > self.until:
                 self._blame(alive, "grace")
                 return
-            over = self.watchdog.stand_still(asleep) and self._is_over(alive)
-            if over or self._all_wait(alive, min(WAITING_LOOKS, asleep)):
+            if self._all_wait(alive, waiting) or self._all_sleep(alive, asleep):
                 self._blame(alive, "standstill")
                 return
             time.sleep(TICK_SECONDS)
 
     def _all_wait(self, alive: Sequence[_Rank], looks: int) -> bool:
-        """Whether all wait for others: DDP does so in C++, where only a stack tells of it."""
+        """Whether all wait for others, whatever processes that they have started do.
+
+        DDP waits in C++, where only a stack tells of it: ranks are asked for theirs, once in a
+        silence, where another is seen to wait.
+        """
         if self.watchdog.silence < looks:
             self.asked = False
             return False
         if self.asked or not self.watchdog.idle:
             return False
+        beats = heartbeat.read(self.folder / "heartbeat")
+        others = [one for one in alive if not (beats[one.end.rank].waiting or _is_stopped(one))]
+        if len(others) == len(alive):
+            return False
         self.asked = True
-        self._ask(alive)
-        return all(one.end.waits or _is_stopped(one) for one in alive)
+        stands = self._ask(others)
+        return all(waits for _, waits in stands.values()) and self._is_still_silent(alive, looks)
 
-    def _is_over(self, alive: Sequence[_Rank]) -> bool:
-        """Whether what the ranks have started, such as workers of a loader, computes as little."""
+    def _all_sleep(self, alive: Sequence[_Rank], looks: int) -> bool:
+        """Whether nothing computes, nor do processes that ranks have started (a loader's workers).
+
+        A process that is new or gone counts as one that computes: many may follow one another.
+        """
+        if self.watchdog.silence < looks or not self.watchdog.stand_still(looks):
+            return False
         before = _spent_by_children(alive)
         time.sleep(_CHILDREN_SECONDS)
-        if _spent_by_children(alive) - before < _CHILDREN_SECONDS * _IDLE_SHARE:
-            return True
+        after = _spent_by_children(alive)
+        least = _CHILDREN_SECONDS * _IDLE_SHARE
+        if {*before} == {*after} and all(after[key] - before[key] < least for key in after):
+            return self._is_still_silent(alive, looks)
         self.watchdog.restart()
         return False
+
+    def _is_still_silent(self, alive: Sequence[_Rank], looks: int) -> bool:
+        """Whether nothing has happened while this process asked or slept."""
+        self.watchdog.look([one.watched for one in alive])
+        return self.watchdog.silence >= looks
 
     def _has_ended(self, one: _Rank) -> bool:
         if one.end.ended:
@@ -181,19 +201,28 @@ class _Supervisor:
         for one in alive:
             one.end.reason, one.end.stopped = reason, _is_stopped(one)
             one.end.ended = time.monotonic() - self.began
-        self._ask(alive)
+        stands = self._ask(alive)
+        for one in alive:
+            one.end.place, one.end.waits = stands[one.end.rank]
 
-    def _ask(self, ranks: Sequence[_Rank]) -> None:
-        """Ask where the ranks stand, and whether they wait for others there."""
+    def _ask(self, ranks: Sequence[_Rank]) -> dict[int, tuple[str, bool]]:
+        """Rank -> where it stands in the script, and whether it waits for others there.
+
+        The place of one that does not answer is ``""``.
+        """
         beats = heartbeat.read(self.folder / "heartbeat")
+        sizes = {one.end.rank: _size(self._stacks(one.end.rank)) for one in ranks}
         stacks.ask({one.process.pid: self._stacks(one.end.rank) for one in ranks})
-        for one in ranks:
-            known, _ = stacks.read(self._stacks(one.end.rank))
-            stack, waits = known.get(beats[one.end.rank].thread), beats[one.end.rank].waiting
-            if stack is not None:
-                one.end.place = place_in_script(stack.frames)
+        found = {}
+        for rank, size in sizes.items():
+            path, place, waits = self._stacks(rank), "", beats[rank].waiting
+            # What it answered before tells nothing of now.
+            known = stacks.read(path)[0] if _size(path) > size else {}
+            if (stack := known.get(beats[rank].thread)) is not None:
+                place = place_in_script(stack.frames)
                 waits = waits or stack.waits or stack.in_backward
-            one.end.waits = waits
+            found[rank] = place, waits
+        return found
 
     def _stacks(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.stacks"
@@ -203,13 +232,17 @@ def _is_stopped(one: _Rank) -> bool:
     return process_control.state_of(one.process.pid) in ("T", "t")
 
 
-def _spent_by_children(ranks: Sequence[_Rank]) -> float:
-    """CPU seconds of all processes that ``ranks`` have started and that are still there."""
-    spent = 0.0
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _spent_by_children(ranks: Sequence[_Rank]) -> dict[psutil.Process, float]:
+    """CPU seconds of each process that ``ranks`` have started and that is still there."""
+    spent = {}
     for one in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(one.process.pid).children(recursive=True):
-                spent += process_control.activity_of(child.pid)[1]
+                spent[child] = process_control.activity_of(child.pid)[1]
     return spent
 
 

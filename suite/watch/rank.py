@@ -431,7 +431,9 @@ def activate() -> Watch:
             process_control.die_with_parent(int(os.environ["SHARDPROOF_WATCH_PARENT"]))
             beats = os.environ["SHARDPROOF_WATCH_BEATS"]
             heartbeat.attach(Path(beats), rank, thread=False)
-            stacks.arm(settings.folder / f"rank{rank}.stacks")
+            answers = settings.folder / f"rank{rank}.stacks"
+            stacks.arm(answers)
+            stacks.give_way(answers)
         _watch = Watch(settings, rank, world, restarts)
         _watch.install()
     return _watch
