@@ -5,7 +5,13 @@ number in its group and a *chain*: a checksum of all texts up to it.  The first 
 chains of two ranks differ is the first call that differs, however the ranks end
 (:func:`first_difference`).
 
-The file has one head (magic, calls so far) and entries of 256 bytes, call n at entry n % 2048::
+The file has one head, what the rank does now, and entries of 256 bytes, call n at entry n % 2048::
+
+    0    magic        8
+    8    count        8   calls so far
+    16   waits        8   1 while the rank's thread is blocked in a call; DDP's waits are not seen
+    24   in backward  8   the last call that was made inside of a backward
+    32   process      8   its pid
 
     0    number       8   of all calls of the rank, from 1; 0: empty
     8    in group     8   number in its group, from 1; 0: a message between two ranks
@@ -18,8 +24,10 @@ The file has one head (magic, calls so far) and entries of 256 bytes, call n at 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import sys
+import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,9 +40,12 @@ from shardproof.backends.request import Request
 from shardproof.files import Stored
 from shardproof.launch import heartbeat
 from shardproof.launch.frames import is_of_script, is_shown
+from shardproof.ledgers.program_order import inside_backward
 
 _MAGIC = b"SHPCALLS"
 _HEAD = struct.Struct("<8sQ")
+_WAITS, _BACKWARD = 16, 24
+_STATE = struct.Struct("<8xQQQQ")
 _ENTRY = struct.Struct("<QQI")
 ENTRIES, _SIZE, _START = 2048, 256, 64
 #: Offset and room of each text of an entry.
@@ -56,6 +67,17 @@ class Call:
     text: str
     place: str
     group: str
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank does now, as its file tells."""
+
+    pid: int
+    #: Whether it is blocked in a call of the script's.
+    waits: bool
+    #: Whether its last call was made inside of a backward, where DDP waits unseen.
+    in_backward: bool
 
 
 @dataclass
@@ -87,7 +109,9 @@ class Calls:
         path.write_bytes(bytes(_START + ENTRIES * _SIZE))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
+        _STATE.pack_into(self._map, 0, 0, 0, 0, os.getpid())
         _HEAD.pack_into(self._map, 0, _MAGIC, 0)
+        self._thread = threading.get_ident()
         self.totals: dict[tuple[str, str, str], Total] = {}
         self.count = 0
         self._groups: dict[str, tuple[int, int]] = {}
@@ -111,6 +135,8 @@ class Calls:
             start = base + offset
             self._map[start : start + 2 + len(data)] = struct.pack("<H", len(data)) + data
         struct.pack_into("<Q", self._map, base, self.count)
+        if inside_backward():
+            struct.pack_into("<Q", self._map, _BACKWARD, self.count)
         struct.pack_into("<Q", self._map, 8, self.count)
         for dtype, payload, share in form.loads:
             key = (request.operation, dtype, group)
@@ -121,6 +147,11 @@ class Calls:
             total.payload_bytes += payload
             total.logical_bytes += share
         heartbeat.note(f"{form.text} on {group}")
+
+    def wait(self, begins: bool) -> None:
+        """The calling thread begins or ends to be blocked in a call; of others: nothing."""
+        if threading.get_ident() == self._thread:
+            struct.pack_into("<Q", self._map, _WAITS, int(begins))
 
     def _form(self, request: Request, size: int, rank: int) -> _Form:
         sides = (request.inputs, request.outputs)
@@ -177,6 +208,19 @@ def read(path: Path) -> list[Call]:
     return sorted(found, key=lambda call: call.number)
 
 
+def state(path: Path) -> State:
+    """What the rank whose file ``path`` is does now.
+
+    :raises ValueError: the file is no file of calls.
+    """
+    with path.open("rb") as file:
+        head = file.read(_START)
+    if head[:8] != _MAGIC or len(head) != _START:
+        raise ValueError(f"{path}: no file of calls")
+    count, waits, backward, pid = _STATE.unpack_from(head)
+    return State(pid, bool(waits), bool(count) and backward == count)
+
+
 def _read_text(data: bytes, start: int) -> str:
     (length,) = struct.unpack_from("<H", data, start)
     return data[start + 2 : start + 2 + length].decode("utf-8", "replace")
@@ -223,6 +267,7 @@ def behind(ranks: Mapping[int, list[Call]]) -> Difference | None:
 def awaits(mine: list[Call], others: Mapping[int, list[Call]], rank: int) -> str:
     """The call in which another rank waits for ``rank``, in words; ``""``: none does.
 
+    ``others`` are ranks that wait: a call that was made and is not waited for keeps nobody.
     ``rank`` is where all that made as many steps have made its calls, or is at its end.
     """
     for group, members in sorted(_by_group({rank: mine, **others}).items()):

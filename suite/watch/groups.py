@@ -62,9 +62,15 @@ def send_to(calls: Calls | None) -> None:
     _calls = calls
 
 
+def _wait(begins: bool) -> None:
+    heartbeat.wait(begins)
+    if _calls is not None:
+        _calls.wait(begins)
+
+
 def install() -> None:
     """Watch every group that this process makes from now on."""
-    base.listen(None, heartbeat.wait)
+    base.listen(None, _wait)
     make = c10d._new_process_group_helper
     signature = inspect.signature(make)
 

@@ -49,6 +49,8 @@ from shardproof.watch.record import Finding, RankRecord
 FLUSH_SECONDS = 2.0
 #: What is said of steps that come when the ranks no longer reach one another.
 AFTER_DESTROY = "not compared: steps after destroy_process_group"
+#: A rank that uses less of a core computes nothing.
+_IDLE_SHARE = 0.05
 #: After these first comparisons memory is weighed, and the record written at once.
 _FLUSHED = 3
 
@@ -142,6 +144,8 @@ class Watch:
         self._over = False
         #: Whether a hook has failed by itself: nothing is watched any more.
         self._failed = False
+        #: Rank of this machine -> when it was looked at last, and its CPU seconds then.
+        self._spent: dict[int, tuple[float, float]] = {}
         #: Identity of the exception that is being handled while the script makes steps, if any.
         self._handled = id(None)
         self._written, self._told = time.monotonic(), 0
@@ -271,10 +275,21 @@ class Watch:
 
     def _is_awaited(self) -> str:
         """Which rank of this machine waits for this one in a call of the script's."""
-        record, folder = self.record, self.settings.folder
-        ranks = [r for r in range(record.world) if (folder / f"rank{r}.calls").exists()]
-        logs = {rank: calls.read(folder / f"rank{rank}.calls") for rank in ranks}
-        return calls.awaits(logs.pop(record.rank, []), logs, record.rank)
+        record = self.record
+        paths = {r: self.settings.folder / f"rank{r}.calls" for r in range(record.world)}
+        own = paths.pop(record.rank)
+        waiting = {r: path for r, path in paths.items() if path.exists() and self._waits(r, path)}
+        logs = {rank: calls.read(path) for rank, path in waiting.items()}
+        return calls.awaits(calls.read(own), logs, record.rank) if logs else ""
+
+    def _waits(self, rank: int, path: Path) -> bool:
+        """Whether ``rank`` is blocked in a call, or does nothing in a backward."""
+        state = calls.state(path)
+        if state.waits or not state.in_backward:
+            return state.waits
+        now, spent = time.monotonic(), process_control.activity_of(state.pid)[1]
+        before, self._spent[rank] = self._spent.get(rank), (now, spent)
+        return before is not None and spent - before[1] <= _IDLE_SHARE * (now - before[0])
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._inside:  # its last step was left by an exception

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from shardproof.backends.request import Request
+from shardproof.launch import process_control
 from shardproof.watch import calls
 from shardproof.watch.calls import Calls
+from shardproof.watch.rank import Settings, Watch
 
 
 def reduce(size: int, operation: str = "all_reduce") -> Request:
@@ -98,3 +100,26 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"SHPCALLS, or so")
     with pytest.raises(ValueError, match="no file of calls"):
         calls.read(tmp_path / "log")
+
+
+def test_a_call_that_is_under_way_is_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``all_reduce(..., async_op=True)`` and computing on keeps no other rank."""
+    one, other = Watch(Settings(tmp_path), 0, 2), Calls(tmp_path / "rank1.calls")
+    other.note(reduce(3), "ranks 0-1", 2, 1)
+    assert one._is_awaited() == ""
+    other.wait(True)
+    assert one._is_awaited().startswith("rank 1 waits in call 1 on ranks 0-1, all_reduce(sum, ")
+    other.wait(False)
+    assert one._is_awaited() == ""
+    # What DDP calls in a backward it waits for in C++: who computes nothing there waits.
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda _: other.note(reduce(4), "ranks 0-1", 2, 1))
+    leaf.sum().backward()
+    spent = 0.0
+    monkeypatch.setattr(process_control, "activity_of", lambda *_: ("R", spent))
+    assert one._is_awaited() == "", "nobody knows yet what it does"
+    spent = 1000.0
+    assert one._is_awaited() == "", "it computes"
+    assert one._is_awaited().startswith("rank 1 waits in call 1 on ranks 0-1")
