@@ -239,10 +239,12 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
                 rows += _compare(evidence, other, step, point, kind, compare)
         if any(row.problem for row in rows):
             break
-        if step == other.case.reload_at and Tally.of(rows).failed:
-            cause = causes.told(partial(causes.of_reload, evidence, other, step))
-            # After a failure that is told first, it says why.
-            return [*rows, *([ComparisonRow(problem=cause)] if cause else [])]
+        if step == other.case.reload_at:
+            first = Tally.of(rows).failed
+            if first and first.step == step:  # a reload explains nothing that came before it
+                cause = causes.told(partial(causes.of_reload, evidence, other, step))
+                # After a failure that is told first, it says why.
+                return [*rows, *([ComparisonRow(problem=cause)] if cause else [])]
     return rows
 
 

@@ -15,9 +15,14 @@ Slots = Mapping[str, Tensor]
 def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
     """A sentence on ``step``, the first after the reload; empty: nothing is certain.
 
-    ``base`` went on without one.  Where gradients and optimizer state have the bits of ``base`` and
+    ``base`` went on without one, and up to this step the two runs were equal.  Each sentence tells
+    why parameters are others after the update: where they are not, only something else was lost
+    (buffers), and there is none.  Where gradients and optimizer state have the bits of ``base`` and
     parameters do not, the update added the same to something else.
     """
+    updated = [run.observed(step, "after_update", "parameters") for run in (base, reloaded)]
+    if any(state.problems for state in updated) or _equal(*updated):
+        return ""
     gradients = [run.observed(step, "gradients_final", "gradients") for run in (base, reloaded)]
     slots = [run.observed(step, "after_update", "optimizer") for run in (base, reloaded)]
     if any(state.problems for state in (*gradients, *slots)):
