@@ -43,6 +43,8 @@ _FAILING = verdicts.RED - {"xpass"} | verdicts.OPEN | {"xfail"}
 _PASSING = verdicts.GREEN - {"xfail"} | {"xpass"}
 #: Of the others a run holds nothing.
 _DECIDED = frozenset(verdicts.VERDICTS) - verdicts.OPEN - {"skip"}
+#: A result of the baseline that is none of these was decided there.
+_LEFT_OPEN = verdicts.OPEN | {"skip"}
 #: Verdicts of timed results that say by themselves why there is no ratio.
 _NO_RATIO = verdicts.RED | {"precondition"}
 
@@ -72,31 +74,36 @@ class Gate:
     """What :func:`judge` says.
 
     ``compared`` counts results, ``decided`` those not left open, ``failed`` those of them that are
-    red or slower, ``skipped`` those that the run did not try; ``open`` those that the reference
-    decided and the run does not.  ``coverage``: the least share that must be decided.
+    red or slower, ``xfailed`` those that are ``xfail``; ``skipped`` those that the run did not try.
+    Of what the reference decided, the run decides ``again`` and leaves ``open``.  ``coverage``: the
+    least share that must be decided.
     """
 
     comparison: RunComparison
     findings: list[GateFinding] = field(default_factory=list)
     compared: int = 0
     decided: int = 0
+    again: int = 0
     failed: int = 0
+    xfailed: int = 0
     skipped: int = 0
     open: int = 0
     coverage: float = 0.0
 
     @property
-    def share(self) -> float:
-        """What was decided, of that and what could have been, but for planted faults: what the
-        reference skipped or left open is nothing that a budget left out.
+    def due(self) -> int:
+        """What the reference decided and could be decided again, but for planted faults: what it
+        skipped or left open is nothing that a budget left out.
         """
         before = self.comparison.before.results
-        late = sum(
-            not name.startswith(FAULTS)
-            and (name not in before or before[name].verdict not in verdicts.OPEN | {"skip"})
-            for name in self.comparison.left_out
-        )
-        return self.decided / max(1, self.decided + self.open + late)
+        names = [name for name in self.comparison.left_out if not name.startswith(FAULTS)]
+        late = sum(before[name].verdict not in _LEFT_OPEN for name in names)
+        return self.again + self.open + late
+
+    @property
+    def share(self) -> float:
+        """The part of :attr:`due` that was decided again; of nothing, whether anything was."""
+        return self.again / self.due if self.due else float(self.decided > 0)
 
     def of(self, state: State) -> list[GateFinding]:
         return [finding for finding in self.findings if finding.state == state]
@@ -122,17 +129,20 @@ class Gate:
         if not self.compared:
             head += f" ({comparison.obstacle})"
         counts = {
-            "passed": self.decided - self.failed,
+            "passed": self.decided - self.failed - self.xfailed,
+            "xfailed": self.xfailed,
             "failed": self.failed,
             "undecided": self.compared - self.decided - self.skipped,
             "skipped": self.skipped,
             "left out": len(comparison.left_out),
         }
         told = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "passed")
+        share = f"{self.share:.0%} decided of what the baseline decided"
+        if self.decided and not self.due:
+            share = "the baseline decided none of them"
         return (
             f"{head}: {broken} break, {reported} reported, {excused} excused; "
-            f"{self.compared} results compared with {comparison.before.name}: {told}; "
-            f"{self.share:.0%} decided of what the baseline decided"
+            f"{self.compared} results compared with {comparison.before.name}: {told}; {share}"
         )
 
 
@@ -152,7 +162,9 @@ def judge(
         comparison,
         compared=comparison.comparable,
         decided=len(decided),
+        again=sum(p.id in decided and p.before.verdict not in _LEFT_OPEN for p in pairs),
         failed=len(decided & judge.failed()),
+        xfailed=sum(p.id in decided and p.after.verdict == "xfail" for p in pairs),
         skipped=len({p.id for p in pairs if p.after.verdict == "skip"} - decided),
         open=sum(p.before.verdict in _DECIDED and p.id not in decided for p in pairs),
         coverage=policy.policy.cases.coverage,

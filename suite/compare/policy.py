@@ -123,7 +123,7 @@ class Cases(Model):
         0.9,
         ge=0,
         le=1,
-        description="least share decided of what was before, or is left out",
+        description="least share decided of what the baseline decided",
     )
     new: Level = Field("report", description="in the run and not in the baseline")
     incomparable: Level = Field("report", description="another version, cell or data set")

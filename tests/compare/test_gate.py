@@ -490,8 +490,22 @@ def test_the_headline_tells_passed_failed_undecided_and_skipped_apart(gate: Judg
     late = {"kind": "left out", "id": old[8]["id"], "reason": "no room"}
     found = gate(old, [*new, late])
     told = found.sentence()
-    counts = "2 passed, 2 failed, 1 undecided, 3 skipped, 1 left out"
+    counts = "1 passed, 1 xfailed, 2 failed, 1 undecided, 3 skipped, 1 left out"
     assert f"8 results compared with old: {counts}; 57% decided" in told, told
+
+
+def test_the_share_is_of_what_the_baseline_decided_alone(gate: Judge) -> None:
+    """What the baseline left open and the run decides makes up for nothing."""
+    old = [made.result(made.case(n), n, "undecidable" if n < 9 else "pass") for n in range(11)]
+    new = [made.result(made.case(n), n) for n in range(10)]
+    late = {"kind": "left out", "id": old[10]["id"], "reason": "no room"}
+    found = gate(old, [*new, late])
+    told = "10 results compared with old: 10 passed, 1 left out; 50% decided of what the baseline"
+    assert told in found.sentence(), found.sentence()
+    assert found.exit_code == verdicts.NOT_DECIDED
+    found = gate(old[:9], new[:9])
+    assert found.exit_code == verdicts.HELD
+    assert found.sentence().endswith("9 passed; the baseline decided none of them")
 
 
 def test_a_slower_ratio_has_failed(gate: Judge) -> None:
