@@ -58,7 +58,8 @@ def supervised(
 ) -> int:
     """Run ``body``; whatever ends it, what is written stays and the folder is closed.
 
-    ``is_kept``: the folder stays once the command has ended, and is named for that.
+    ``is_kept``: the folder stays once the command has ended, and is named for that; else nobody is
+    told to go on with it.
 
     A folder that can no longer be written ends the run with a sentence that names the file.
     """
@@ -74,9 +75,12 @@ def supervised(
             if error.errno not in UNWRITABLE or error.filename is None:
                 raise
             cause = f"{error.filename}: {error.strerror}"
-            print_line(console, f"{cause} - what was written is kept; make room, then")
-            again = f"shardproof run --resume --results {shlex.quote(str(folder.path))}"
-            print_line(console, f"    {again}")
+            if is_kept:
+                print_line(console, f"{cause} - what was written is kept; make room, then")
+                again = f"shardproof run --resume --results {shlex.quote(str(folder.path))}"
+                print_line(console, f"    {again}")
+            else:
+                print_line(console, f"{cause} - nothing is kept; make room, then run it again")
             code = verdicts.BAD_INPUT
     if is_kept:
         print_line(console, f"evidence: {folder.path}")

@@ -132,6 +132,21 @@ def test_where_nothing_passes_there_is_no_baseline(tmp_path: Path) -> None:
     assert done.returncode == 0, "what it has written itself is not in its way"
 
 
+ALONE = """
+    @classmethod
+    def capabilities(cls, options):
+        return dataclasses.replace(super().capabilities(options), max_world=1)
+"""
+
+
+def test_where_nothing_is_decided_the_exit_code_is_3(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import dataclasses\n\n" + MINE + ALONE)
+    done = here("init", "mine:Mine", cwd=tmp_path)
+    told = done.stdout + done.stderr
+    assert done.returncode == 3 and "no case passes (8 skip)" in told, told
+    assert f"nothing was written but {PLACES['strategy.yaml']}" in told, told
+
+
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_its_workflow_runs_and_its_gate_judges(
     repository: Path, tmp_path: Path, spoilt: bool

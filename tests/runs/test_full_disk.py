@@ -6,18 +6,24 @@ that: a run that was made once is played to the command.
 
 from __future__ import annotations
 
+import errno
 import gc
+import io
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import shardproof
+from rich.console import Console
 from small_disk import remount, small_disk
 
+from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.cases import runner
 from shardproof.checks.results import CaseResult
+from shardproof.commands.supervision import supervised
 from shardproof.commands.verify import verify
 from shardproof.runs import records
 from shardproof.runs.resume import planned
@@ -126,6 +132,22 @@ def test_a_disk_that_becomes_read_only(tmp_path: Path, command: Any, played: lis
             assert code == 2 and "Read-only file system" in err, out + err
         remount(disk, "rw")
         _goes_on(command, run)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_folder_that_goes_is_not_named_to_go_on_with(tmp_path: Path, is_kept: bool) -> None:
+    def body(_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "cases.jsonl"))
+
+    console = Console(file=io.StringIO(), width=200)
+    with RunFolder(tmp_path, []) as folder:
+        code = supervised(folder, console, body, lambda: None, lambda: None, is_kept=is_kept)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert code == verdicts.BAD_INPUT
+    assert f"{tmp_path / 'cases.jsonl'}: No space left on device - " in told, told
+    for words in ("what was written is kept", "--resume", "evidence: "):
+        assert (words in told) == is_kept, told
+    assert ("nothing is kept; make room, then run it again" in told) != is_kept, told
 
 
 def test_standard_output_may_be_full() -> None:

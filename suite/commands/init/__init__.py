@@ -51,8 +51,8 @@ def init(
     """Write a test, scenario, policy, baseline and workflow for a strategy of your own.
 
     Runs the scenario (8 cases, under a minute) for the baseline. Exit codes are those of `run`;
-    after 2 and 130 (Ctrl-C) nothing is written. Where no case passes, there is nothing sound to
-    record: only the scenario is written, to run it again.
+    after 2 and 130 (Ctrl-C) nothing is written. Where no case passes (1, or 3 where nothing was
+    decided), there is nothing sound to record: only the scenario is written, to run it again.
 
     \b
     shardproof init my_package.module:MyStrategy
