@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Trained in every lane that it has a form for; in others, the first workload that has one.
 DEFAULT_WORKLOAD = "charnames_gpt"
+#: Added to an optimizer that is given by its name, so that a system which ignores either fails.
+BY_NAME = {"weight_decay": 0.1, "warmup_steps": 2}
 COLUMNS = (
     *("case", "implementation", "backend", "world", "workload", "traits", "optimizer", "clip"),
     *("lane", "dtype", "verdict", "reason", "error", "bound", "bytes_sent", "bytes_expected"),
@@ -92,12 +94,17 @@ def prove(
     ``workload`` is the model with its data, one of the suite's or an ``OwnWorkload``
     (``shardproof list traits`` names the conditions that make it harder); unless given
     ``charnames_gpt``, in the lane ``dyadic`` ``dyadic_mlp``, the only one with a form for it, by
-    steps of plain SGD that a power of two scales.  Meshes are ``{axis: world}`` for every one of
-    ``worlds``, ``axis`` being the one that the implementation claims
-    unless given; or ``meshes`` as given, which a strategy of several axes needs.  ``clip`` are clip
-    norms, ``None`` is off.  ``dtype`` is that of the lane unless given, ``precision`` what differs
-    from it, as in a scenario (``{"reduce": "bfloat16"}``).  ``depth``: how closely the system is
-    held to its strategy, unless as it declares.  ``deadline``: CPU seconds that a rank may compute.
+    steps of plain SGD that a power of two scales.  An optimizer by its name decays weights by 0.1
+    and warms up for 2 steps; an ``OptimizerSpec`` is taken as it is.  Defaults leave out parameter
+    groups (the trait ``two_groups``), clipping, loss scaling, buffers, uneven batches, other
+    traits, backends and dtypes, and steps after the third.
+
+    Meshes are ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the
+    implementation claims unless given; or ``meshes`` as given, which a strategy of several axes
+    needs.  ``clip`` are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given,
+    ``precision`` what differs from it, as in a scenario (``{"reduce": "bfloat16"}``).  ``depth``: how
+    closely the system is held to its strategy, unless as it declares.  ``deadline``: CPU seconds that
+    a rank may compute.
     With ``results`` the evidence is written into that run folder, which must not hold another case
     of the same id: one for each workload.  Whatever is not given here has the defaults of a
     scenario file, for the call becomes one (``scenarios/``).
@@ -283,7 +290,7 @@ def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
         raise SelectionError(Problem(what, "optimizer='sgd', or other lanes", name))
     if not isinstance(optimizer, str):
         return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
-    return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else {})}
+    return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else BY_NAME)}
 
 
 def _frame(results: Sequence[CaseResult], cases: Sequence[Case]) -> pd.DataFrame:

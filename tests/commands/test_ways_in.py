@@ -6,17 +6,21 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from commands import pytest_here, python
 
 from shardproof import prove
 from shardproof.backends import mpi, mpi_found
 from shardproof.commands import doctor
+from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
+from shardproof.impls.reference.ddp import ReferenceDDP
 from shardproof.impls.reference.zero1 import ReferenceZero1
 from shardproof.runs.run_folder import read
 
@@ -82,6 +86,30 @@ def test_prove_returns_a_frame() -> None:
 
 class Sharded(ReferenceZero1):
     """A user's own: nothing but the parent's."""
+
+
+class IgnoresWarmup(ReferenceDDP):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.spec = replace(self.spec, warmup_steps=0)
+        return super().make_optimizer()
+
+
+class DropsWeightDecay(ReferenceDDP):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.spec = replace(self.spec, weight_decay=0.0)
+        return super().make_optimizer()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("ignored", [IgnoresWarmup, DropsWeightDecay])
+def test_an_optimizer_by_its_name_shows_what_is_ignored(ignored: Any, optimizer: str) -> None:
+    (row,) = prove(ignored, worlds=1, optimizer=optimizer).to_dict("records")
+    assert row["verdict"] == "fail", row
+
+
+def test_an_optimizer_spec_is_taken_as_it_is() -> None:
+    (row,) = prove(DropsWeightDecay, worlds=1, optimizer=OptimizerSpec()).to_dict("records")
+    assert row["verdict"] == "pass", row["reason"]
 
 
 def test_prove_takes_the_axis_that_is_claimed() -> None:

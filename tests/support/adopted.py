@@ -56,7 +56,10 @@ class OwnDDP(Implementation):
         self.named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.own = self.owned()
         self.optimizer = torch.optim.AdamW(
-            self.own.values(), betas=optimizer.betas, eps=optimizer.eps, weight_decay=0.0
+            self.own.values(),
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
         )
 
     def owned(self) -> dict[str, Tensor]:
