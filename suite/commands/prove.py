@@ -102,9 +102,9 @@ def prove(
     Meshes are ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the
     implementation claims unless given; or ``meshes`` as given, which a strategy of several axes
     needs.  ``clip`` are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given,
-    ``precision`` what differs from it, as in a scenario (``{"reduce": "bfloat16"}``).  ``depth``: how
-    closely the system is held to its strategy, unless as it declares.  ``deadline``: CPU seconds that
-    a rank may compute.
+    ``precision`` what differs from it, as in a scenario (``{"reduce": "bfloat16"}``).  ``depth``:
+    how closely the system is held to its strategy, unless as it declares.  ``deadline``: CPU
+    seconds that a rank may compute.
     With ``results`` the evidence is written into that run folder, which must not hold another case
     of the same id: one for each workload.  Whatever is not given here has the defaults of a
     scenario file, for the call becomes one (``scenarios/``).
