@@ -222,8 +222,9 @@ def _of_wrappers(
             if "NO_SHARD" not in strategy:
                 reasons |= {id(p): SHARDED for p in module.parameters()}
         elif "DistributedDataParallel" in kinds:
-            group: Any = module.process_group
-            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            ranks = _ranks(module.process_group)
+            if ranks is None:
+                continue
             ignored = {*getattr(module, "parameters_to_ignore", ())}
             for name, parameter in module.named_parameters():
                 if name.removeprefix("module.") in ignored:
@@ -231,3 +232,11 @@ def _of_wrappers(
                 else:
                     replicas[id(parameter)] = ranks
     return reasons, replicas
+
+
+def _ranks(group: Any) -> tuple[int, ...] | None:
+    """None: the group was destroyed; whoever lives on in it reduces nothing any more."""
+    try:
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+    except KeyError:
+        return None

@@ -14,6 +14,7 @@ from shardproof.contract import Capabilities
 from shardproof.impls.pytorch.ddp import PyTorchDDP
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.naive_ddp import NaiveDDP, ReferenceNaiveDDP
+from shardproof.impls.reference.parts.reducers import Reducer
 
 Gradients = dict[str, Tensor]
 
@@ -21,8 +22,8 @@ Gradients = dict[str, Tensor]
 class HalfHandle(NaiveDDP):
     """Sends gradients as fp16 and keeps what that lost for the next step."""
 
-    def __init__(self, module: nn.Module, comm: Comm, feedback: bool) -> None:
-        super().__init__(module, comm)
+    def __init__(self, module: nn.Module, comm: Comm, reducer: Reducer, feedback: bool) -> None:
+        super().__init__(module, comm, reducer)
         self.feedback = feedback
         self.lost: Gradients = {}
 
@@ -72,7 +73,7 @@ class HalfDDP(ReferenceNaiveDDP):
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""
-        return HalfHandle(module, mesh.comm("replicate"), self.feedback)
+        return HalfHandle(module, mesh.comm("replicate"), self.reducer, self.feedback)
 
 
 class ForgetfulHalfDDP(HalfDDP):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardproof.watch import compare
@@ -65,6 +66,18 @@ def test_what_was_kept_of_other_parameters_is_dropped() -> None:
     assert [*one._sums] == ["parameters"]
     assert one.found.tracked[0].name == "other"
     assert one.seen.not_compared["gradients"] == "the step puts other parameters in their place"
+
+
+def test_a_model_that_outlives_its_group_is_passed_over() -> None:
+    model = nn.Linear(2, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    outlives = nn.parallel.DistributedDataParallel(model)
+    dist.destroy_process_group()
+    optimizer = torch.optim.SGD(model.parameters())
+    one = alone(optimizer)
+    step(one, optimizer)
+    assert {each.name for each in one.found.tracked} == {"weight", "bias"}
+    assert outlives.module is model
 
 
 def watch(folder: Path) -> Watch:
