@@ -36,6 +36,7 @@ from shardproof.contract import (
 )
 from shardproof.evidence.held import Held
 from shardproof.evidence.records import (
+    SHOWN_AT,
     Evaluation,
     Pieces,
     RankRecord,
@@ -302,9 +303,16 @@ class _Rank:
             outputs=sorted(self.outputs),
             observed=observed,
             held={point: _elements(kinds) for point, kinds in observed.items()},
+            places=_places(observed) if step == self.case.steps - 1 else {},
             calls=[first_call, len(ledger.calls) if ledger else 0],
             events=[first_event, log.now if log else 0],
         )
+
+
+def _places(observed: Mapping[str, Pieces]) -> dict[str, str]:
+    """Where the pieces of each parameter lie that the rank holds after the update."""
+    held = observed.get(SHOWN_AT["parameters"], {}).get("parameters")
+    return {} if held is None else held.places()
 
 
 def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:

@@ -26,7 +26,7 @@ from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import step_calls
 from shardproof.contract import PROFILES
 from shardproof.costs import collectives
-from shardproof.costs.families import FAMILIES
+from shardproof.costs.families import FAMILIES, Shown
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import SHOWN_AT, RankRecord
@@ -84,9 +84,9 @@ def _sizes(evidence: Figures) -> str:
     if evidence.case.membership or any(s.skipped for r in evidence.records for s in r.steps):
         return ""
     if evidence.family is not None and facts is not None:
-        held_by = {r.rank: r.steps[-1].shown() for r in evidence.records}
+        shown = {r.rank: Shown(r.steps[-1].shown(), r.steps[-1].places) for r in evidence.records}
         last = replace(facts, step=evidence.steps[-1])
-        return evidence.family.problem(last, held_by, evidence.declaration.balance)
+        return evidence.family.problem(last, shown, evidence.declaration.balance)
     if cost_model is None:
         return ""
     for record in evidence.records:

@@ -43,6 +43,17 @@ _NUMBERS = 1024
 
 
 @dataclass(frozen=True)
+class Shown:
+    """What one rank holds: elements by kind of state and name, and where its parameters lie.
+
+    Equal ``places`` are the same elements; different ones share none, as a rule.
+    """
+
+    elements: Mapping[str, Mapping[str, int]]
+    places: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Family:
     """``cut``: kinds of state of which no rank along ``axis`` may hold all.
 
@@ -74,22 +85,17 @@ class Family:
         most = int(plain * Fraction(overhead)) + facts.world * _NUMBERS
         return Bound(int(least), most if facts.world > 1 else 0)
 
-    def problem(
-        self, facts: ModelFacts, held: Mapping[int, Mapping[str, Mapping[str, int]]], balance: float
-    ) -> str:
-        """What is wrong with the elements that ranks hold: rank -> kind -> name -> elements.
-
-        ``""``: nothing.
-        """
+    def problem(self, facts: ModelFacts, shown: Mapping[int, Shown], balance: float) -> str:
+        """What is wrong with the elements that each rank holds; ``""``: nothing."""
         axis = self.along(facts.axes)
         size = facts.size(axis)
         if size == 1:
             return ""
         for kind in (*self.cut, *self.whole):
-            if not any(kind in own for own in held.values()):
+            if not any(kind in own.elements for own in shown.values()):
                 continue  # its point is none that every step reaches
             tensors = _TENSORS[kind](facts.parameters, facts.step)
-            counts = {rank: sum(own.get(kind, {}).values()) for rank, own in held.items()}
+            counts = {r: sum(own.elements.get(kind, {}).values()) for r, own in shown.items()}
             total, largest = _elements(tensors), max((t.numel for t in tensors), default=0)
             if kind == "optimizer" and not any(counts.values()):
                 continue  # SGD without momentum has no state
@@ -217,19 +223,17 @@ class HybridFamily(Family):
     def keeps_activations(self, axes: Mapping[str, int]) -> bool:
         return axes.get("pipe", 1) > 1
 
-    def problem(
-        self, facts: ModelFacts, held: Mapping[int, Mapping[str, Mapping[str, int]]], balance: float
-    ) -> str:
+    def problem(self, facts: ModelFacts, shown: Mapping[int, Shown], balance: float) -> str:
         tensors, data = facts.size("tensor"), self.data(facts)
         numels = {tensor.name: tensor.numel for tensor in facts.parameters}
         groups: dict[tuple[int, int], list[int]] = {}
-        for rank in held:
+        for rank in shown:
             at = facts.coordinate(rank)
             groups.setdefault((at.get("pipe", 0), at.get("tensor", 0)), []).append(rank)
         stages: dict[int, set[str]] = {}
         local: dict[tuple[int, int], dict[str, int]] = {}
         for (pipe, tensor), ranks in groups.items():
-            own = local[pipe, tensor] = _local(facts, data, numels, [held[r] for r in ranks])
+            own = local[pipe, tensor] = _together(numels, [shown[rank] for rank in ranks])
             stages.setdefault(pipe, set()).update(own)
         whole = next((p for p, names in stages.items() if names == set(numels)), None)
         if facts.size("pipe") > 1 and len(numels) > 1 and whole is not None:
@@ -238,8 +242,7 @@ class HybridFamily(Family):
                 f"some of all {len(numels)} parameters, {self.name} gives a stage its own"
             )
         parts = ((n, count) for own in local.values() for n, count in own.items())
-        is_told = not _equal_parts(facts, numels, held)
-        if is_told and tensors > 1 and all(count >= numels[name] for name, count in parts):
+        if tensors > 1 and all(count >= numels[name] for name, count in parts):
             return (
                 f"nothing is cut along the axis 'tensor': each of its {tensors} ranks "
                 f"holds all elements of its parameters, {self.name} cuts some of them"
@@ -253,7 +256,7 @@ class HybridFamily(Family):
                 replace(t, shape=(own[t.name],)) for t in facts.parameters if t.name in own
             )
             some = replace(facts, axes=axes, parameters=mine)
-            found = data.problem(some, {rank: held[rank] for rank in ranks}, balance)
+            found = data.problem(some, {rank: shown[rank] for rank in ranks}, balance)
             if found:
                 return found
         return ""
@@ -269,41 +272,16 @@ class HybridFamily(Family):
         )
 
 
-def _local(
-    facts: ModelFacts,
-    data: Family | None,
-    numels: Mapping[str, int],
-    held: Iterable[Mapping[str, Mapping[str, int]]],
-) -> dict[str, int]:
+def _together(numels: Mapping[str, int], ranks: Iterable[Shown]) -> dict[str, int]:
     """Elements of each parameter that the ranks of one stage and tensor coordinate have together.
 
-    Of an axis ``shard`` it is told by the sums whether it cuts parameters: whole copies of anything
-    that the tensor axis leaves alone add up to more than the whole.
+    What some of them hold alike, as replicas do, counts once.  So it is told which axis cuts.
     """
-    counts = [own.get("parameters", {}) for own in held]
-    names = {name for own in counts for name, count in own.items() if count}
-    copies = facts.size("replicate")
-    sums = {n: sum(own.get(n, 0) for own in counts) // copies for n in names}
-    is_whole = data is not None and "parameters" in data.whole
-    if not is_whole and all(total <= numels[name] for name, total in sums.items()):
-        return sums
-    return {name: max(own.get(name, 0) for own in counts) for name in names}
-
-
-def _equal_parts(
-    facts: ModelFacts,
-    numels: Mapping[str, int],
-    held: Mapping[int, Mapping[str, Mapping[str, int]]],
-) -> bool:
-    """Whether every rank has one and the same share of whatever it has: then nobody can tell which
-    of two axes of that size cuts.
-    """
-    ranks = facts.size("shard")
-    return ranks == facts.size("tensor") > 1 and all(
-        count * ranks == numels[name]
-        for own in held.values()
-        for name, count in own.get("parameters", {}).items()
-    )
+    parts: dict[str, dict[str, int]] = {}
+    for own in ranks:
+        for name, count in own.elements.get("parameters", {}).items():
+            parts.setdefault(name, {})[own.places[name]] = count
+    return {n: min(numels.get(n, 0), sum(places.values())) for n, places in parts.items()}
 
 
 def _data_option(facts: ModelFacts) -> Family | None:

@@ -5,6 +5,7 @@ A model of 42 parameters is copied, packed, read and compared as one tensor.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -60,6 +61,18 @@ class Held:
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Name and elements of every piece."""
         return ((row[0], math.prod(row[-1])) for row in _rows(self.layout))
+
+    def places(self) -> dict[str, str]:
+        """Name -> a short digest of where its pieces lie."""
+        found: dict[str, list[str]] = {}
+        for name, whole, slices, span, _, _, _, shape in _rows(self.layout):
+            if math.prod(shape):
+                place = span or slices or tuple((0, size) for size in whole)
+                found.setdefault(name, []).append(str(place))
+        return {
+            name: hashlib.sha256(" ".join(sorted(places)).encode()).hexdigest()[:12]
+            for name, places in found.items()
+        }
 
     def equals(self, other: Held) -> bool:
         """Whether the other holds the same names, places and bits."""

@@ -65,7 +65,8 @@ class StepRecord(Stored):
     ``present``: it was a member.  ``share``: the number of its data coordinate, ``None`` without
     data.  ``windows``: micro-batches of each window.  ``outputs``: dtypes that losses were taken
     of.  ``observed``: pieces by observation point and kind, which the account leaves out.
-    ``held``: elements by point, kind and name.  ``calls``, ``events``: the step's range in
+    ``held``: elements by point, kind and name.  ``places``: where the pieces of each parameter lie
+    after the last update, as a digest.  ``calls``, ``events``: the step's range in
     :attr:`RankRecord.traffic`, and that of its event numbers.
     """
 
@@ -79,6 +80,7 @@ class StepRecord(Stored):
     outputs: Sequence[str] = ()
     observed: Mapping[str, Pieces] = field(default_factory=dict)
     held: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
     calls: Sequence[int] = (0, 0)
     events: Sequence[int] = (0, 0)
 

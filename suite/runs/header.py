@@ -18,9 +18,9 @@ from shardproof.files import read_input
 NAME = "run.json"
 #: The evidence format that is written (docs/evidence.md), and those whose lines can be read.
 #: Records of others are judged by the suite that wrote them: messages of checks (1) and records of
-#: evaluations (2) differ, and sentences on norms, replicas and crashes (3).
-FORMAT = 4
-READABLE = (1, 2, 3, FORMAT)
+#: evaluations (2) differ, sentences on norms, replicas and crashes (3), and places of pieces (4).
+FORMAT = 5
+READABLE = (1, 2, 3, 4, FORMAT)
 
 
 class _Part(BaseModel):

@@ -157,6 +157,11 @@ HYBRIDS = [
     ("RepeatsItself", {"replicate": 2, "tensor": 2}, {}, "fail", "along the axis 'tensor'"),
     ("RepeatsItself", {"pipe": 2, "replicate": 2}, {}, "fail", "nothing is cut by stages"),
     ("RepeatsItself", {"pipe": 2, "replicate": 2, "tensor": 2}, {}, "fail", "cut by stages"),
+    ("TensorCutsAll", {"replicate": 2, "tensor": 2}, {}, "pass", ""),
+    ("TensorCutsAll", {"shard": 2, "tensor": 2}, {}, "pass", ""),
+    ("TensorCutsAllInstead", {"shard": 2, "tensor": 2}, {}, "fail", "nothing is sharded"),
+    ("TensorCutsAllInstead", {"shard": 3, "tensor": 2}, {}, "fail", "nothing is sharded"),
+    ("ShardCutsAllInstead", {"shard": 2, "tensor": 2}, {}, "fail", "along the axis 'tensor'"),
 ]
 
 

@@ -394,3 +394,88 @@ class RepeatsItself(OwnDDP):
 
     def local_state(self, kind: Kind) -> list[Piece]:
         return [replace(piece, replica=self.rank) for piece in super().local_state(kind)]
+
+
+class TensorCutsAll(OwnDDP):
+    """Every parameter is cut in equal parts along one axis; ranks of the other are replicas."""
+
+    strategy = "hybrid"
+    cutting: ClassVar[str] = "tensor"
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return Capabilities(axes=("replicate", "shard", "tensor"), buffers="none")
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.axis = "shard" if "shard" in mesh.axes else "replicate"
+        self.cutter = mesh.comm(self.cutting)
+        self.number = mesh.rank
+        other = self.axis if self.cutting == "tensor" else "tensor"
+        self.replica = mesh.comm(other).rank
+        model: nn.Module = build(mesh.device)
+        if state is not None:
+            model.load_state_dict(dict(state), strict=False)
+        for tensor in (*model.parameters(), *model.buffers()):
+            mesh.comm("tensor").broadcast(tensor.detach(), 0)
+        whole = {n: t.detach() for n, t in model.state_dict().items()}
+        super().setup(build, whole, optimizer, mesh, options)
+
+    def owned(self) -> dict[str, Tensor]:
+        return {n: self.mine(p.detach()).clone() for n, p in self.named.items()}
+
+    def mine(self, whole: Tensor) -> Tensor:
+        return whole.reshape(-1).chunk(self.cutter.size)[self.cutter.rank]
+
+    def reduce(self) -> None:
+        for name, parameter in self.named.items():
+            if parameter.grad is not None:
+                self.comm.all_reduce(parameter.grad)
+                self.own[name].grad, parameter.grad = self.mine(parameter.grad).clone(), None
+
+    def publish(self) -> None:
+        for name, parameter in self.named.items():
+            self.cutter.all_gather(parameter.detach().reshape(-1), self.own[name])
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        if kind == "buffers":
+            return super().local_state(kind)
+        if kind == "optimizer":
+            return self.slots()
+        shown = {n: p if kind == "parameters" else p.grad for n, p in self.own.items()}
+        return [self.piece(n, n, t) for n, t in shown.items() if t is not None]
+
+    def slots(self) -> list[Piece]:
+        found = list[Piece]()
+        for name, part in self.own.items():
+            for slot, value in self.optimizer.state[part].items():
+                full = f"{name}.{slot}"
+                number = Piece.whole(full, value, replica=self.number)
+                found.append(self.piece(name, full, value) if value.dim() else number)
+        return found
+
+    def piece(self, name: str, full: str, tensor: Tensor) -> Piece:
+        shape, start = tuple(self.named[name].shape), self.cutter.rank * tensor.numel()
+        within = (start, start + tensor.numel())
+        return Piece(full, shape, tensor, flat_range=within, replica=self.replica)
+
+
+class TensorCutsAllInstead(TensorCutsAll):
+    """Says that the axis ``shard`` cuts parameters."""
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        usual = super().capabilities(options)
+        return replace(usual, features=frozenset({"sharded_parameters"}))
+
+
+class ShardCutsAllInstead(TensorCutsAllInstead):
+    """Parts of the axis ``shard``, whose number is that of the ranks of ``tensor``."""
+
+    cutting = "shard"
