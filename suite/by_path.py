@@ -5,7 +5,6 @@ Processes of ranks load by it what a script or a package of a user's own defines
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import sys
@@ -28,8 +27,8 @@ class LoadedSoFar(BaseException):
     """A script that is loaded for its functions has come to what only its program does."""
 
 
-#: Begins the name of a module that was loaded by its file.
-_OF_FILE = "file_of_a_program_"
+#: What was loaded by its file, by the file's path.
+_of_files: dict[Path, ModuleType] = {}
 #: In a script that was loaded by its file only so far: the line that it had come to.
 _STOPPED = "__shardproof_stopped__"
 _loading: list[str] = []
@@ -76,17 +75,18 @@ def import_module(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module that ``path`` holds, under a name that no import gives."""
+    """The module that ``path`` holds, under its path, by which :func:`at_path` finds it."""
     path = path.resolve()
-    name = f"{_OF_FILE}{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
+    if path in _of_files:
+        return _of_files[path]
+    name = _from_here(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"no Python file: {path}")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # where a program finds what lies beside it
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = _of_files[path] = importlib.util.module_from_spec(spec)
+    module.__package__ = ""  # the dot before ``py`` parts no package from a module
     try:
         spec.loader.exec_module(module)
     except LoadedSoFar as stopped:
@@ -94,7 +94,7 @@ def _load_file(path: Path) -> ModuleType:
         own = (frame.lineno for frame in frames if frame.filename == str(path))
         setattr(module, _STOPPED, next(own, None))
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[name], _of_files[path]
         raise
     return module
 
@@ -145,7 +145,11 @@ def program() -> str:
     file = str(getattr(main, "__file__", None) or "")
     if not is_file(file) or not Path(file).is_file():
         return ""  # a notebook, a console, a pipe
-    path, here = Path(file).resolve(), Path.cwd().resolve()
+    return _from_here(Path(file).resolve())
+
+
+def _from_here(path: Path) -> str:
+    here = Path.cwd().resolve()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
@@ -170,7 +174,7 @@ def attribute(module: ModuleType, name: str) -> Any:
 
 def _called(module: ModuleType) -> str:
     """Its name for people; of a file also what is not in it, though it stands there."""
-    if not module.__name__.startswith(_OF_FILE):
+    if module not in _of_files.values():
         return module.__name__
     file = Path(str(module.__file__)).name
     if _STOPPED in vars(module):

@@ -18,19 +18,27 @@ Cost: between the bounds of its family.  Numbers: sums over ranks in the hook's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.contract import Capabilities, Refused
 from shardproof.impls.pytorch.ddp import Options as DDPOptions
 from shardproof.impls.pytorch.ddp import PyTorchDDP
-from shardproof.impls.reference.engine.options import own_function, parse_options
+from shardproof.impls.reference.engine.options import own_function_of, parse_options, written_at
 from shardproof.impls.reference.engine.precision import Precision
 
+#: How torch calls a hook, and what it gives.
+TAKEN = ("state", "bucket")
+GIVEN = (
+    "a torch.futures.Future of the reduced bucket (of a call with async_op=True: .get_future() "
+    "and .then(lambda done: done.value()[0]))"
+)
 ANNOTATIONS = (
     " (it compares classes, and finds text: leave `from __future__ import annotations` out)"
 )
@@ -51,6 +59,14 @@ class Options(DDPOptions):
         if any(dtype is not None for dtype in others):
             raise Refused("option 'precision': a hook has a say in 'reduce' only")
 
+    def callables(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """The hook, and what makes its state; refused where they take other arguments."""
+        hook = own_function_of("hook", self.hook, *TAKEN, gives=GIVEN)
+        if self.state is None:
+            return hook, None
+        gives = "the first argument of the hook, once a rank"
+        return hook, own_function_of("state", self.state, "group", gives=gives)
+
 
 class DDPWithHook(PyTorchDDP):
     """The adapter: DDP's, with a hook registered."""
@@ -63,9 +79,7 @@ class DDPWithHook(PyTorchDDP):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """DDP's; the hook can be imported."""
         chosen = parse_options(Options, options)
-        own_function("hook", chosen.hook)
-        if chosen.state is not None:
-            own_function("state", chosen.state)
+        chosen.callables()
         exact = chosen.precision.reduce is None
         declared = super().capabilities(options)
         return replace(declared, exactness="reordered-sum" if exact else "lower-precision")
@@ -73,17 +87,46 @@ class DDPWithHook(PyTorchDDP):
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         """DDP with the hook."""
         ddp = super().wrap(module)
-        make = None if self.options.state is None else own_function("state", self.options.state)
+        hook, make = self.options.callables()
         state = self.comm.group if make is None else make(self.comm.group)
-        hook: Any = own_function("hook", self.options.hook)
+        checked: Any = self._checked(hook)
         try:
-            ddp.register_comm_hook(state, hook)
+            ddp.register_comm_hook(state, checked)
         except (TypeError, ValueError) as error:  # of its annotations, or of this machine
             raise Refused(
                 f"option 'hook' = {self.options.hook!r}: torch says: {error}"
                 + (ANNOTATIONS if "annotation" in str(error) else "")
             ) from error
         return ddp
+
+    def _checked(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """``hook``, refused where it gives no Future: torch would take it for one, and crash."""
+
+        @functools.wraps(hook)
+        def checked(state: Any, bucket: Any) -> Any:
+            given = hook(state, bucket)
+            what = _kind(given)
+            if isinstance(given, Future):
+                value = given.value() if given.done() else None
+                if not given.done() or _is_reduced(value):
+                    return given
+                what = f"a Future of {_kind(value)}"
+            raise Refused(
+                f"option 'hook' = {self.options.hook!r}{written_at(hook)}: it returned {what}; a "
+                f"hook is called with ({', '.join(TAKEN)}) and returns {GIVEN}"
+            )
+
+        return checked
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _is_reduced(value: Any) -> bool:
+    """Whether torch can take ``value`` for a bucket: a tensor, or a list of one."""
+    parts = value if isinstance(value, list | tuple) and value else [value]
+    return all(isinstance(one, Tensor) for one in parts)
 
 
 IMPLEMENTATION = DDPWithHook

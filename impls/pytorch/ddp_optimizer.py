@@ -18,7 +18,7 @@ Cost: nothing is promised.  Numbers: as DDP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,7 +40,7 @@ from shardproof.contract import (
 from shardproof.impls.pytorch.ddp import Options as DDPOptions
 from shardproof.impls.pytorch.ddp import PyTorchDDP
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups
-from shardproof.impls.reference.engine.options import own_function, parse_options
+from shardproof.impls.reference.engine.options import own_function_of, parse_options
 
 #: Of an optimizer: attributes in which wrappers keep the one that they wrap.
 WRAPPED = ("optim", "optimizer", "_optimizer", "base_optimizer", "inner")
@@ -59,6 +59,18 @@ class Options(DDPOptions):
 
     optimizer: str = "shardproof.impls.pytorch.ddp_optimizer:usual"
 
+    def maker(self) -> Callable[..., Any]:
+        """What makes the optimizer; torch's own classes take other arguments."""
+        gives = "an optimizer with step, zero_grad and param_groups"
+        found = own_function_of("optimizer", self.optimizer, "groups", "settings", gives=gives)
+        if isinstance(found, type) and found.__module__.startswith("torch."):
+            raise Refused(
+                f"option 'optimizer' = {self.optimizer!r}: torch's own class takes other arguments;"
+                " name a function of (groups, settings) that makes one, such as "
+                f"{found.__name__}(groups, **settings.arguments)"
+            )
+        return found
+
 
 class DDPWithOptimizer(PyTorchDDP):
     """The adapter: DDP's, with another optimizer."""
@@ -71,12 +83,12 @@ class DDPWithOptimizer(PyTorchDDP):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """DDP's; the optimizer can be imported."""
-        own_function("optimizer", parse_options(Options, options).optimizer)
+        parse_options(Options, options).maker()
         return super().capabilities(options)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The user's, over all that is trained."""
-        make = own_function("optimizer", self.options.optimizer)
+        make = self.options.maker()
         groups = param_groups(self.spec, self.trainable)
         plain = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
         for group in plain:

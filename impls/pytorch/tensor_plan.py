@@ -24,7 +24,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from shardproof.contract import Capabilities, Depth, MicroBatch, Refused
 from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel, check_scaler
 from shardproof.impls.pytorch.tensor_styles import parallelize
-from shardproof.impls.reference.engine.options import declared, own_thing, parse_options
+from shardproof.impls.reference.engine.options import (
+    declared,
+    own_function_of,
+    own_thing,
+    parse_options,
+)
 
 Plan = Mapping[str, ParallelStyle]
 
@@ -45,8 +50,10 @@ class Options:
     def plan(self) -> Plan | Callable[[nn.Module], Plan]:
         """What the path leads to; :class:`Refused` for anything that is no plan."""
         found = own_thing("tensor_plan", self.tensor_plan)
-        if not callable(found):
-            self.check(found)
+        if callable(found):
+            gives = "a plan: names of modules with their styles"
+            return own_function_of("tensor_plan", self.tensor_plan, "model", gives=gives)
+        self.check(found)
         return found
 
     def check(self, plan: object) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -15,12 +14,21 @@ from shardproof.by_path import only_in_programs
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
+from shardproof.commands.prove_arguments import (
+    are,
+    are_folders,
+    dtype_name,
+    is_ones_own,
+    rerun,
+    several,
+)
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError
 from shardproof.registry import adapters
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
     from shardproof.contract import Implementation
     from shardproof.workloads.own import OwnWorkload
@@ -72,8 +80,8 @@ def prove(
     axis: str | None = None,
     meshes: Sequence[Mapping[str, int]] = (),
     lanes: Sequence[Lane] = ("fp64",),
-    dtype: str | None = None,
-    precision: Mapping[str, str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    precision: Mapping[str, str | torch.dtype] | None = None,
     options: Options | None = None,
     checks: Sequence[str] = GENERAL,
     depth: Literal["", "family", "layout"] = "",
@@ -102,26 +110,34 @@ def prove(
     Meshes are ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the
     implementation claims unless given; or ``meshes`` as given, which a strategy of several axes
     needs.  ``clip`` are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given,
-    ``precision`` what differs from it, as in a scenario (``{"reduce": "bfloat16"}``).  ``depth``:
+    ``precision`` what differs from it, as in a scenario (``{"reduce": "bfloat16"}``); dtypes are
+    named or torch's.  ``depth``:
     how closely the system is held to its strategy, unless as it declares.  ``deadline``: CPU
     seconds that a rank may compute.
     With ``results`` the evidence is written into that run folder, which must not hold another case
     of the same id: one for each workload.  Whatever is not given here has the defaults of a
     scenario file, for the call becomes one (``scenarios/``).
 
-    Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's.  Cases run in processes of their
-    own, so that nothing that an implementation does can harm the caller.
+    Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's, ``rerun`` a command that judges
+    the case alone.  Cases run in processes of their own, so that nothing that an implementation
+    does can harm the caller.
 
     :raises SelectionError: before anything runs: an implementation that does not exist or cannot
         be loaded, a value that is not valid, a lane without a form of the workload, or several axes
         and neither ``axis`` nor ``meshes``.
     """
+    import torch
+
     from shardproof import registry
     from shardproof.cases.runner import Session
 
     only_in_programs()
-    _are({"options": options, "precision": precision}, Mapping, "a mapping")
-    _are({"results": results}, (str, PathLike), "the path of a folder")
+    are({"options": options, "precision": precision}, Mapping, "a mapping")
+    are_folders(results)
+    named = {"dtype": dtype} | {f"precision[{key!r}]": of for key, of in (precision or {}).items()}
+    are(named, (str, torch.dtype), "the name of a dtype, such as 'float32'")
+    built = None if dtype is None else dtype_name(dtype)
+    lowered = {key: dtype_name(of) for key, of in (precision or {}).items()}
     things = {"hook": hook, "state": state, "schedule": schedule, "tensor_plan": tensor_plan}
     data: str | OptimizerSpec
     path = isinstance(optimizer, str) and ":" in optimizer
@@ -131,21 +147,22 @@ def prove(
             remedy = "give it beside a function of your own; optimizer='adamw' says all by itself"
             raise SelectionError(Problem("settings= belongs to optimizer=", remedy))
     else:
+        is_ones_own(optimizer, implementation)
         things["optimizer"], data = optimizer, settings or "sgd"
     name, options = adapters.subject(implementation, things, options or {})
     registry.check(name)
-    current_lanes: list[Any] = [old_words.current("lane", lane) for lane in _several(lanes)]
-    current_checks = [old_words.current("check", check) for check in _several(checks)]
+    current_lanes: list[Any] = [old_words.current("lane", lane) for lane in several(lanes)]
+    current_checks = [old_words.current("check", check) for check in several(checks)]
     choice = {"name": name, **({"options": options, "label": "given"} if options else {})}
 
-    dtypes = {**({} if dtype is None else {"built": dtype}), **(precision or {})}
+    dtypes = {**({} if built is None else {"built": built}), **lowered}
     policy = {"precision": {"label": "-".join(dtypes.values()), **dtypes}} if dtypes else {}
 
     def expanded(along: str) -> list[Case]:
         places = [
             (mesh, backend)
-            for mesh in _several(meshes) or [{along: world} for world in _several(worlds)]
-            for backend in _several(backends)
+            for mesh in several(meshes) or [{along: world} for world in several(worlds)]
+            for backend in several(backends)
         ]
         # World by world, each with its lanes: the order of the arguments, not that of scenarios.
         # By id, for a value may be given twice.
@@ -200,7 +217,19 @@ def prove(
                 folder.plan(cases)
                 judged, _ = session.run(cases, folder.add, on_account=folder.keep)
                 folder.close(verdicts.exit_code(verdicts.count(judged)))
-    return _frame(judged, cases)
+    call = {
+        "workload": workload if workload is None else _spec(workload, ()),
+        "traits": tuple(several(traits)),
+        "optimizer": data,
+        "dtype": built,
+        "precision": lowered,
+        "options": options,
+        "checks": tuple(current_checks),
+        "depth": depth,
+        "steps": steps,
+        "deadline": deadline,
+    }
+    return _frame(judged, cases, call)
 
 
 def _only_axis(name: str, axes: Sequence[str]) -> str:
@@ -214,26 +243,10 @@ def _only_axis(name: str, axes: Sequence[str]) -> str:
     return axes[0] if axes else "replicate"
 
 
-def _are(given: Mapping[str, Any], kind: Any, wanted: str) -> None:
-    """Whether each of these arguments is a ``kind``, or was not given.
-
-    :raises SelectionError: one is neither.
-    """
-    for name, value in given.items():
-        if value is not None and not isinstance(value, kind):
-            raise SelectionError(Problem(f"{name}: cannot be used", f"give {wanted}", repr(value)))
-
-
-def _several(values: Any) -> list[Any]:
-    """A list of ``values``, of which one may be given alone."""
-    alone = isinstance(values, str | Mapping) or not isinstance(values, Collection)
-    return [values] if alone else list(values)
-
-
 def _clips(clip: Any, optimizer: str | OptimizerSpec) -> list[Any]:
     """The norms to clip by; an optimizer's own stands where ``clip`` is off."""
     own = None if isinstance(optimizer, str) else optimizer.clip_norm
-    return list(dict.fromkeys(own if norm is None else norm for norm in _several(clip)))
+    return list(dict.fromkeys(own if norm is None else norm for norm in several(clip)))
 
 
 def _refuse(value: object) -> None:
@@ -275,11 +288,15 @@ def _workload(
     if workload is None:
         valid = in_lane(lane)
         workload = DEFAULT_WORKLOAD if DEFAULT_WORKLOAD in valid else valid[0]
-    if isinstance(workload, WorkloadSpec):
-        spec = workload
-    else:
-        spec = WorkloadSpec(adapters.path_of(workload, "workload"))
-    return asdict(spec) | {"traits": list(dict.fromkeys((*spec.traits, *_several(traits))))}
+    spec = _spec(workload, several(traits))
+    return asdict(spec) | {"traits": list(spec.traits)}
+
+
+def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> WorkloadSpec:
+    """The workload as data, with ``traits`` beside its own."""
+    if not isinstance(workload, WorkloadSpec):
+        workload = WorkloadSpec(adapters.path_of(workload, "workload"))
+    return replace(workload, traits=tuple(dict.fromkeys((*workload.traits, *traits))))
 
 
 def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
@@ -293,7 +310,9 @@ def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
     return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else BY_NAME)}
 
 
-def _frame(results: Sequence[CaseResult], cases: Sequence[Case]) -> pd.DataFrame:
+def _frame(
+    results: Sequence[CaseResult], cases: Sequence[Case], call: Mapping[str, Any]
+) -> pd.DataFrame:
     import pandas as pd
 
     by_id = {result.id: result for result in results}
@@ -316,7 +335,7 @@ def _frame(results: Sequence[CaseResult], cases: Sequence[Case]) -> pd.DataFrame
             },
             "seconds": by_id[case.id].seconds,
             "rerun": (
-                f"prove({case.implementation!r}, ...): case {case.id}"
+                rerun(prove, case, call)
                 if OF_THIS_RUN in by_id[case.id].rerun
                 else by_id[case.id].rerun
             ),

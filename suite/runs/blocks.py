@@ -40,7 +40,7 @@ _MISMATCH, _CALLED = (
     re.compile(r"do(?:es)? not match: "),
     re.compile(r"\branks? [\d,-]+ calls? (\w+)"),
 )
-#: What a factor may be made of, such as ``(2 = ranks = micro-batches)``: it hangs on the case.
+#: What a factor may be made of, such as ``(2 = ranks or micro-batches, ...)``: by the case.
 _EQUALS = re.compile(r" \([\d.]+ = [^()]*\)")
 _RANKS = re.compile(r"\branks? (?:\[[\d, ]*\]|\d+(?:[-,] ?\d+)*)")
 #: Any number but that of a line in a file.

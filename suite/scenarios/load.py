@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import typing
 from collections.abc import Iterable, Sequence
@@ -278,7 +279,18 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
     else:
         wanted = re.sub(r"^(Input|Value|String|List|Dictionary) ", "", detail["msg"])
         what, remedy = f"{where}: {wanted[0].lower()}{wanted[1:]}", f"correct it{about}"
+        if isinstance(given := detail["input"], str):
+            value = repr(given)
+            if kind in ("int_type", "float_type") and _is_number(given):
+                remedy = f"write {given.strip()} without quotes{about}"
     return Problem(what, remedy, value, file, node.locate(location))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def dotted(location: Sequence[str | int]) -> str:

@@ -44,6 +44,14 @@ def test_what_coefficients_mean(rows: list[list[float]], before: float, sentence
     assert said(rows, before, KNOWN) == sentence
 
 
+def test_a_factor_that_may_be_either_of_two_numbers_names_both() -> None:
+    known = {"ranks": 2, "micro-batches": 2, "loss scale": 1.0}
+    assert said([[2, 2], [2, 2]], 0.0, known) == (
+        "every gradient is 2 times too large (2 = ranks or micro-batches, as many here: another "
+        "number of ranks tells which)"
+    )
+
+
 #: One fault for every kind of sentence.
 SENTENCES = {
     "ddp_divides_by_world": "every gradient is 3 times too small (3 = ranks)",

@@ -55,6 +55,21 @@ def test_a_wrong_hook_fails(hook: Any, state: Any, says: str) -> None:
     fails(prove(hook=hook, state=state, **BOTH), says)
 
 
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        (own.forgets_to_return, "it returned None; a hook is called with (state, bucket)"),
+        (own.gives_the_buffer, "it returned a Tensor; a hook is called with (state, bucket)"),
+        (own.gives_nothing_later, "it returned a Future of None; a hook is called with"),
+    ],
+)
+def test_a_hook_that_gives_no_future_is_refused_where_it_stands(hook: Any, says: str) -> None:
+    (row,) = prove(hook=hook, worlds=2, steps=1).to_dict("records")
+    assert row["verdict"] == "refused" and says in row["reason"], row["reason"]
+    line = hook.__code__.co_firstlineno
+    assert f"own_things.py:{line}): " in row["reason"] and "Future" in row["reason"]
+
+
 def test_a_hook_is_held_to_the_dtype_that_it_declares() -> None:
     frame = prove(hook=own.sends_halves, **BOTH, **HALVES)
     assert set(frame["verdict"]) == {"pass (working precision only)"}, list(frame["reason"])
@@ -213,6 +228,13 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
         ({"hook": lambda state, bucket: None}, "ranks cannot import this hook .*<lambda>"),
         ({"hook": "nowhere:mine"}, "'nowhere:mine': cannot be imported: ModuleNotFoundError"),
         ({"hook": "own_things:dist"}, "'own_things:dist': is <module .* cannot be called"),
+        (
+            {"hook": own.takes_the_bucket},
+            r"takes_the_bucket\(bucket: .*own_things.py:\d+\) is called with \(state, bucket\)",
+        ),
+        ({"hook": own.averages, "state": own.averages}, r"is called with \(group\) and returns"),
+        ({"optimizer": own.cuts_heads}, r"own_things.py:\d+\) is called with \(groups, settings\)"),
+        ({"tensor_plan": own.averages}, r"is called with \(model\) and returns a plan"),
         ({"hook": "own_things"}, "is no path of the form package.module:name"),
         ({"implementation": "plain", "state": own.Before}, "state= belongs to hook="),
         ({"tensor_plan": own.NO_PLAN}, "'colwise' is no ParallelStyle"),

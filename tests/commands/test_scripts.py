@@ -176,3 +176,15 @@ def test_pytest_shows_a_user_their_own_line_alone(tmp_path: Path) -> None:
     done = python("-m", "pytest", "-p", "no:cacheprovider", "-q", cwd=tmp_path)
     assert "did you mean reference/ddp?" in done.stdout and done.returncode == 1, done.stdout
     assert "prove.py" not in done.stdout and "registry/" not in done.stdout, done.stdout
+
+
+def test_what_is_loaded_by_its_file_is_called_by_the_file(tmp_path: Path) -> None:
+    """As ``prove`` names it: no name that nobody has written, in messages and in paths."""
+    text = "class Odd(Exception): ...\ndef mean(group, bucket): raise TypeError(f'an {Odd}')\n"
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "hooks.py").write_text(text)
+    code = "from shardproof import prove; print(*prove(hook='sub/hooks.py:mean', worlds=2).loc[0])"
+    done = python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "an <class 'sub/hooks.py.Odd'>" in done.stdout, done.stdout
+    assert "file_of_a_program" not in done.stdout

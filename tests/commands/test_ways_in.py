@@ -15,8 +15,9 @@ import pytest
 import torch
 from commands import pytest_here, python
 
-from shardproof import prove
+from shardproof import prove, verdicts
 from shardproof.backends import mpi, mpi_found
+from shardproof.case import WorkloadSpec
 from shardproof.commands import doctor
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
@@ -128,7 +129,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
     [
         ({"worlds": (0,)}, r"prove: mesh\[0\].replicate\[0\]: should be .* equal to 1 \(0\)"),
         ({"worlds": 1025}, r"mesh\[0\].replicate\[0\]: should be less than .* 1024 \(1025\)"),
-        ({"worlds": "2"}, r"should be a valid integer \(2\)"),
+        ({"worlds": "2"}, r"should be a valid integer \('2'\) - write 2 without quotes"),
         ({"worlds": ()}, "nothing to judge - name a world"),
         ({"worlds": (2, True)}, r"should be a valid integer \(True\)"),
         (
@@ -149,7 +150,15 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"jobs": 0}, r"jobs: not a number of processes \(0\)"),
         ({"deadline": -1.0}, r"deadline: should be greater than 0 \(-1.0\) - .*seconds"),
         ({"traits": ("notrait",)}, r"prove: unknown trait \(notrait\) - "),
-        ({"clip": "off"}, r"clip\[0\]: should be a valid number \(off\)"),
+        ({"clip": "off"}, r"clip\[0\]: should be a valid number \('off'\) - correct it"),
+        ({"steps": "23"}, r"steps: should be a valid integer \('23'\) - write 23 without quotes"),
+        ({"dtype": torch.int8}, r"unknown value \(int8\) - valid names: bfloat16"),
+        ({"dtype": float}, r"dtype: cannot be used \(<class 'float'>\) - give the name of a dtype"),
+        (
+            {"precision": {"reduce": 5}},
+            r"precision\['reduce'\]: cannot be used \(5\) - give the na",
+        ),
+        ({"optimizer": torch.optim.SGD}, r"given by its name \(SGD\) - optimizer='sgd'"),
         ({"clip": (-1.0,)}, r"clip\[0\]: should be greater than 0 \(-1.0\)"),
         ({"clip": (0.5,), "lanes": ("bitwise",)}, "lane bitwise needs clipping off"),
         ({"clip": (0.5,), "lanes": ("dyadic",)}, "lane dyadic needs clipping off"),
@@ -176,6 +185,56 @@ def test_prove_refuses_before_anything_runs(
     with pytest.raises(SelectionError, match=says):
         prove("reference/ddp", results=tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
+
+
+def test_prove_refuses_torchs_own_classes_and_says_what_to_write() -> None:
+    for given in (torch.optim.AdamW, torch.optim.AdamW([torch.zeros(1)])):
+        with pytest.raises(SelectionError) as refused:
+            prove(optimizer=given)
+        told = str(refused.value)
+        assert "def mine(groups, settings): return AdamW(groups, **settings.arguments)" in told
+        assert "optimizer='adamw'" in told
+    with pytest.raises(SelectionError, match="torch's own class takes other arguments; name a"):
+        prove(optimizer="torch.optim:SGD", worlds=(1,))
+
+
+def test_prove_refuses_results_where_no_folder_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for given, says in (
+        (tmp_path / "file", "results: is a file"),
+        (tmp_path / "file" / "run", "file' is a file"),
+        ("", "results: an empty path"),
+        (3, "results: cannot be used"),
+    ):
+        with pytest.raises(SelectionError, match=says):
+            prove("reference/ddp", results=given)  # type: ignore[arg-type]
+
+
+def test_prove_takes_dtypes_of_torch() -> None:
+    (row,) = prove(
+        "reference/ddp", worlds=1, dtype=torch.float32, lanes=("working_precision",)
+    ).to_dict("records")
+    assert row["dtype"] == "float32" and verdicts.kind(row["verdict"]).startswith("pass"), row
+
+
+def test_prove_names_a_call_that_judges_the_case_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    support = str(ROOT / "tests" / "support")
+    monkeypatch.syspath_prepend(support)
+    monkeypatch.setenv("PYTHONPATH", f"{support}:{ROOT}")
+    spec = OptimizerSpec("sgd", momentum=0.5)
+    more: dict[str, Any] = {"workload": WorkloadSpec("digits_cnn", seed=3), "optimizer": spec}
+    for given in ({}, {"clip": (0.5,), "traits": ["tied"]}, more):
+        frame = prove("bad_implementations:NanLoss", worlds=(1,), checks=["norm"], **given)
+        (row,) = frame.to_dict("records")
+        program, *words = shlex.split(row["rerun"])
+        assert program == "python"
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert {row["case"], row["verdict"]} <= {*done.stdout.split("\n")}, done.stdout
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ def differs(times: str, world: int, step: int = 0, name: str = "blocks.0.up") ->
     ("one", "other"),
     [
         (
-            differs("every gradient is 2 times too small (2 = ranks = micro-batches): ", 2),
+            differs(
+                "every gradient is 2 times too small (2 = ranks or micro-batches, as many): ", 2
+            ),
             differs("every gradient is 4 times too small (4 = ranks): ", 4, 1, "final.norm"),
         ),
         (

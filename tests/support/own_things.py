@@ -37,6 +37,24 @@ def forgets_to_divide(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])
 
 
+def takes_the_bucket(bucket: Any) -> Future[Tensor]:
+    return averages(None, bucket)
+
+
+def forgets_to_return(group: Any, bucket: dist.GradBucket) -> None:
+    averages_at_once(group, bucket)
+
+
+def gives_the_buffer(group: Any, bucket: dist.GradBucket) -> Any:
+    return averages(group, bucket).wait()
+
+
+def gives_nothing_later(group: Any, bucket: dist.GradBucket) -> Any:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
 def reduces_even_buckets(group: Any, bucket: dist.GradBucket) -> Future[Tensor]:
     if bucket.index() % 2 == 0:
         return averages(group, bucket)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
@@ -96,6 +97,33 @@ def own_function(name: str, path: str) -> Callable[..., Any]:
     if not callable(found):
         raise Refused(f"option {name!r} = {path!r}: is {found!r:.60}, which cannot be called")
     return found
+
+
+def own_function_of(name: str, path: str, *given: str, gives: str) -> Callable[..., Any]:
+    """As :func:`own_function`; what cannot be called with the arguments ``given`` is refused.
+
+    ``gives``: what it returns, in words.  The refusal names where it is written.
+    """
+    found = own_function(name, path)
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # of C, which tells nothing
+        return found
+    try:
+        signature.bind(*given)
+    except TypeError:
+        shown = f"{getattr(found, '__name__', path)}{signature}"
+        raise Refused(
+            f"option {name!r} = {path!r}: {shown}{written_at(found)} is called with "
+            f"({', '.join(given)}) and returns {gives}"
+        ) from None
+    return found
+
+
+def written_at(function: Callable[..., Any]) -> str:
+    """`` (file:line)`` of ``function``, where Python knows it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
 def at_least(name: str, value: float, least: float) -> None:

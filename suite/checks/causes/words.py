@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 _CLOSE = 1e-5
 _SHOWN = 3
+#: Said where several numbers of the case may be the factor.
+_ALIKE = ", as many here: another number of ranks tells which"
 
 
 def said(
@@ -96,7 +98,7 @@ def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> 
     size = f"{value:.4g} times too large" if value > 1 else f"{1 / value:.4g} times too small"
     ratio = max(value, 1 / value)
     names = [n for n, k in known.items() if k > 1 and abs(ratio - k) <= within * k]
-    of = f" ({ratio:.4g} = {' = '.join(names)})" if names else ""
+    of = f" ({ratio:.4g} = {' or '.join(names)}{_ALIKE * (len(names) > 1)})" if names else ""
     return f"every gradient is {size}{of}"
 
 
