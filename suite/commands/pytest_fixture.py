@@ -36,7 +36,7 @@ def shardproof() -> Judge:
         __tracebackhide__ = True
         frame = prove(implementation, **arguments)
         odd = [
-            f"{row['case']}: {row['verdict']}\n    {row['reason']}"
+            f"{row['case']}: {row['verdict']}\n    {row['reason']}\n    rerun: {row['rerun']}"
             for row in frame.to_dict("records")
             if verdicts.kind(row["verdict"]) not in (*verdicts.GREEN, "skip")
         ]

@@ -20,40 +20,35 @@ ANNOTATIONS, ANNOTATED_BLOCKS = 10, 3
 _OF_VERDICTS = ("verdict", "expired")
 #: Rules about what one of the runs does not have.
 _OF_ABSENCE = ("missing", "left out", "new")
-#: Findings that say the same have a line each up to this number, beyond it one together.
+#: Of more results that are missing their share is told.
 SINGLE_LINES = 5
 NARROW = "a run of a part of the baseline: cases.scope in the policy says what it has to have"
 
 
 def lines(gate: Gate) -> Iterator[str]:
-    """One line a finding, or for many that say the same; what breaks first, the outcome last."""
-    groups: dict[tuple[str, str, str], list[GateFinding]] = defaultdict(list)
-    for finding in ordered(gate.findings):
-        groups[finding.state, finding.rule, finding.headline].append(finding)
-    for (state, rule, message), members in groups.items():
-        head = f"{state:8}  {rule}: "
-        if len(members) > SINGLE_LINES:
-            ids = some([finding.id for finding in members], tables.EXAMPLES)
-            yield f"{head}{_many(gate, members)}: {message}: {ids}"
-            if rule == "missing":
-                yield f"          {NARROW}"
+    """A line for each rule and cause, as in the summary; what breaks first, the outcome last."""
+    for first, block in _blocks(gate, gate.findings):
+        head = f"{first.state:8}  {first.rule}: "
+        if first.rule == "missing" and len(block.failures) > SINGLE_LINES:
+            ids = some([failure.id for failure in block.failures], tables.EXAMPLES)
+            yield f"{head}{_share(gate, len(block.failures))}: {first.headline}: {ids}"
+            yield f"          {NARROW}"
             continue
-        for finding in members:
-            yield f"{head}{finding.id}: {message}"
-            if finding.file:
-                yield f"          {finding.place}"
+        yield f"{head}{first.id}: {first.headline}"
+        if first.file:
+            yield f"          {first.place}"
+        if more := block.more():
+            yield f"          {more}"
     yield from gate.comparison.notes
     yield gate.sentence()
 
 
-def _many(gate: Gate, members: Sequence[GateFinding]) -> str:
-    """How many results a group has; of what is missing also of how many."""
-    if members[0].rule != "missing":
-        return f"{len(members):,} results"
+def _share(gate: Gate, missing: int) -> str:
+    """How many results are missing of those that the baseline has of the same kinds."""
     before, after = gate.comparison.before, gate.comparison.after
     kinds = {kind(name) for name in after.ids}
     known = sum(kind(name) in kinds for name in before.ids - before.left_out.keys())
-    return f"{len(members):,} of {known:,} results"
+    return f"{missing:,} of {known:,} results"
 
 
 def summary(gate: Gate) -> str:
