@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.contract import Capabilities, Refused
@@ -106,7 +106,7 @@ class DDPWithHook(PyTorchDDP):
         def checked(state: Any, bucket: Any) -> Any:
             given = hook(state, bucket)
             what = _kind(given)
-            if isinstance(given, Future):
+            if isinstance(given, torch._C.Future):  # what calls give is of that class alone
                 value = given.value() if given.done() else None
                 if not given.done() or _is_reduced(value):
                     return given

@@ -30,6 +30,10 @@ from shardproof.costs.families import FAMILIES, Shown
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import SHOWN_AT, RankRecord
+from shardproof.table import some
+
+#: Names in one sentence.
+_NAMED = 3
 
 
 def decide(evidence: Figures) -> Outcome:
@@ -42,13 +46,8 @@ def decide(evidence: Figures) -> Outcome:
     if missing and is_layout:
         lacks = ", ".join(sorted(missing))
         return Outcome("active", "fail", f"claims {strategy!r} but lacks: {lacks}")
-    names = {
-        row.name for row in evidence.tensors if row.point == "initial" and row.kind == "parameters"
-    }
-    expected = set(evidence.workload.parameter_names)
-    if names != expected:
-        changed = ", ".join(sorted(names ^ expected)[:4])
-        return Outcome("active", "fail", f"parameter names did not survive setup: {changed}")
+    if problem := _names(evidence):
+        return Outcome("active", "fail", problem)
     problem = _sizes(evidence) or _buffer_dtypes(evidence) or _output_dtypes(evidence)
     if problem:
         return Outcome("active", "fail", problem)
@@ -65,6 +64,27 @@ def decide(evidence: Figures) -> Outcome:
     if evidence.depth == "family" and evidence.family is None:
         return Outcome("active", "skip", no_family(evidence), None, figures)
     return Outcome("active", "pass", "", None, figures)
+
+
+def _names(evidence: Figures) -> str:
+    """Every name that the workload has, and no other, is that of a whole tensor after ``setup``.
+
+    Ranks may hold one that makes no whole: copies that are not numbered are one tensor too often.
+    """
+    whole = {r.name for r in evidence.tensors if r.point == "initial" and r.kind == "parameters"}
+    expected = set(evidence.workload.parameter_names)
+    if whole == expected:
+        return ""
+    shown = [r.steps[0].shown().get("parameters", {}) for r in evidence.records if r.steps]
+    held = {name for own in shown for name in own}
+    if whole <= expected <= whole | held:
+        return (
+            f"the pieces of {some(sorted(map(repr, expected - whole)), _NAMED)} make no whole "
+            "tensor after setup: every element belongs to one rank, or to copies that "
+            "Piece.replica numbers"
+        )
+    changed = ", ".join(sorted(whole ^ expected)[:4])
+    return f"parameter names did not survive setup: {changed}"
 
 
 def no_family(evidence: Figures) -> str:

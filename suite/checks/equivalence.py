@@ -194,8 +194,7 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             sum(case.workload.micro_batch_counts(case.data_coordinates)),
         )
         moment.note(Comparison(error, bound), "loss", "all ranks", unit=_TIMES_ONE)
-        with _told(partial(causes.of_loss, evidence, step, shares)):
-            moment.end(case.world)
+        _end_of_loss(evidence, step, shares, moment)
         for point, kind in (("gradients_final", "gradients"), ("after_clip", "clipped")):
             wanted, alone = getattr(truth, kind), getattr(single, kind)
             if wanted is None or evidence.oracle.steps[step].skipped:
@@ -377,8 +376,23 @@ def _loss(evidence: Evidence, step: int, rows: Rows) -> None:
     error = abs(total - truth) / (abs(truth) or 1.0)
     moment = Moment(rows, step, "forward", f"summed loss {total!r} against {truth!r}")
     moment.note(Comparison(error, bound), "loss", "all ranks")
-    with _told(partial(causes.of_loss, evidence, step, shares)):
+    _end_of_loss(evidence, step, shares, moment)
+
+
+def _end_of_loss(
+    evidence: Evidence, step: int, shares: Mapping[int | None, float], moment: Moment
+) -> None:
+    """End ``moment``; a wrong loss must not hide what is wrong with gradients by itself."""
+    try:
         moment.end(evidence.case.world)
+    except Lacking:
+        raise
+    except Differs as failure:
+        loss = causes.told(partial(causes.of_loss, evidence, step, shares))
+        times = sum(shares.values()) / (evidence.oracle.steps[step].loss or math.inf)
+        beside = causes.told(partial(causes.beside_loss, evidence, step, loss, times))
+        told = f"{loss}: {failure}" if loss else str(failure)
+        raise Differs(f"{told}; and of the gradients: {beside}" if beside else told) from None
 
 
 def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None, float]:

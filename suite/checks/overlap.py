@@ -1,10 +1,10 @@
 """Gradient reductions overlap with backward, in program order.
 
-A bucket's reduction must be *issued* while backward still has units to compute and *waited for*
-only after some of that computing.  Counts, not clocks: the log numbers every call, every wait and
-every unit whose backward starts.  One unused parameter early in the order can silently stop all
-buckets from being launched inside backward; numbers and traffic stay right, only this count shows
-it.
+While a bucket of gradients is reduced, backward should go on.  So a reduction must *start* while
+units are left whose backward has not begun, and be *waited for* only after one of them has begun.
+No clock is read: the log of each rank numbers its calls, its waits and the begin of each unit's
+backward, and the check compares these numbers.  It sees what right numbers and bytes hide: one
+unused parameter early in the order can keep all buckets from being reduced inside backward.
 
 *Cannot see* whether the hardware overlaps anything, nor steps before the bucket order is settled:
 steps 0 and 1 are left out.
@@ -82,19 +82,20 @@ def decide(evidence: Figures) -> Outcome:
             told = not problem and evidence.depth == "layout"
             if told and len(late) > allowed:
                 problem = (
-                    f"{len(late)} of {len(calls)} reductions are issued after backward has ended "
-                    f"({allowed} allowed)"
+                    f"{len(late)} of {len(calls)} gradient reductions start after backward has "
+                    f"ended, when nothing computes beside them ({allowed} allowed)"
                 )
             elif told and exposed and (ahead is None or ahead.watched):
                 problem = (
-                    f"{len(exposed)} of {len(early)} reductions issued in time are waited for "
-                    "before any further unit computes"
+                    f"{len(exposed)} of {len(early)} gradient reductions that start early enough "
+                    "are waited for at once: no unit begins its backward while they are under way"
                 )
             # Gradients that wait for a round in which only others compute leave late, and a single
             # unit has no other behind it.
             elif not problem and len(calls) > 2 and not early and not waits and several:
                 problem = (
-                    f"none of {len(calls)} reductions is issued before the last unit's backward"
+                    f"none of {len(calls)} gradient reductions starts before the last unit begins "
+                    "its backward: all other units compute while nothing is under way"
                 )
             if problem:
                 message = f"rank {record.rank}, step {step}: {problem}"

@@ -82,7 +82,9 @@ app.command(short_help="Look for what would make runs fail here.")(evidence.doct
 app.command(short_help="Say what differs between runs.")(compare.compare)
 app.command(short_help="Judge a run beside a baseline, by a policy.")(compare.gate)
 app.command(short_help="Time pairs of implementations, or what more ranks gain.")(bench.bench)
-app.command(short_help="Run a training script and say where its ranks part.")(watch.watch)
+app.command(cls=watch.ForAScript, short_help="Run a training script and say where its ranks part.")(
+    watch.watch
+)
 app.add_typer(study.studies, name="study", short_help="Measure the suite itself.")
 app.command("calibrate", hidden=True)(study.calibrate_by_its_old_name)
 

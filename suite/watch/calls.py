@@ -148,6 +148,10 @@ class Calls:
             total.logical_bytes += share
         heartbeat.note(f"{form.text} on {group}")
 
+    def on(self, group: str) -> int:
+        """How many collectives were made on ``group`` so far."""
+        return self._groups.get(group, (0, 0))[0]
+
     def wait(self, begins: bool) -> None:
         """The calling thread begins or ends to be blocked in a call; of others: nothing."""
         if threading.get_ident() == self._thread:

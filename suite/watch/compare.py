@@ -18,7 +18,7 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,7 +43,8 @@ CLASSES = 4
 LAST = "what the last step left"
 _STEP, _END = 1, 2
 _TYPE, _NUMBER, _AT, _COST, _TIME, _COUNT, _SIGNATURE, _FORM, _HYPER, _OPTIMIZERS, _GONE = range(11)
-_CLASS = 11
+_CALLS = 11
+_CLASS = 12
 #: What is compared of each replica set, in causal order, as it stands in a row after the set's key.
 KINDS: tuple[Kind, ...] = ("initial parameters", "gradients", "optimizer state", "parameters")
 _ROW = _CLASS + CLASSES * (1 + len(KINDS))
@@ -65,9 +66,10 @@ class Compared:
         record: RankRecord,
         replicas: Sequence[Sequence[int]] | None,
         every: int | None,
+        calls: Callable[[], int] = lambda: 0,
     ) -> None:
         self.number, self.record, self._exchange = number, record, exchange
-        self._replicas, self._every = replicas, every
+        self._replicas, self._every, self._calls = replicas, every, calls
         self.seen = Watched(type(optimizer).__name__, every=every or 1)
         record.optimizers.append(self.seen)
         self.found = Found()
@@ -86,6 +88,8 @@ class Compared:
         self._equal: dict[Kind, int] = {}
         self._told: set[Kind] = set()
         self._parted = False
+        #: The last compared step before which all ranks had made as many calls.
+        self._in_step = 0
         #: Whether ranks keep state of different parameters.
         self._has_forms = False
         self._ratios: deque[float] = deque(maxlen=3)
@@ -266,7 +270,7 @@ class Compared:
         """A row that says where this rank is, and nothing else yet."""
         row = [0] * _ROW
         row[_TYPE], row[_NUMBER], row[_AT] = kind, self.number, self.seen.steps
-        row[_OPTIMIZERS] = optimizers
+        row[_OPTIMIZERS], row[_CALLS] = optimizers, self._calls()
         return row
 
     def _send(self, row: list[int]) -> None:
@@ -313,9 +317,9 @@ class Compared:
             return
         if any(row[_GONE] for row in table):
             if self.seen.compared[-1:] != [mine[_AT]]:
-                why = "the optimizer was gone before the script ended"
-                self.seen.not_compared[LAST] = why
+                self._ended_before(mine[_AT])
             return
+        self._note_calls(table)
         self.seen.compared.append(mine[_AT])
         self._hyperparameters(table, self._peers(table))
         for offset, kind in enumerate(KINDS, 1):
@@ -325,6 +329,25 @@ class Compared:
                 self._equal[kind] = mine[_AT]
             self._count(kind)
         self._schedule(table)
+
+    def _ended_before(self, step: int) -> None:
+        """Nobody can compare what steps up to ``step`` left: say so, for it may hold a fault."""
+        self.seen.not_compared[LAST] = "the optimizer was gone before the script ended"
+        self._tell(
+            "not compared",
+            f"an optimizer ended before its last steps were compared: {self.seen.name} made "
+            f"{step}, of which step {self.seen.compared[-1] if self.seen.compared else 0} was the "
+            "last compared; keep it until the script ends, or compare more often by --every",
+            broken=False,
+        )
+
+    def _note_calls(self, table: Table) -> None:
+        """Whether ranks that count the same step have made as many calls: one may be behind."""
+        step = table[0][_AT]
+        if len({row[_CALLS] for row in table}) == 1:
+            self._in_step = step
+        elif self._in_step and not self.seen.behind_at:
+            self.seen.behind_at = step
 
     def _count(self, kind: Kind) -> None:
         """Ranks have compared ``kind`` once more, unless what they hold cannot be compared."""
@@ -430,13 +453,19 @@ class Compared:
             when = "before the first step: nothing made them equal"
         else:
             when = self._since(kind)
-        if kind == "gradients" and "initial parameters" not in self._told:
+        if kind == "gradients" and self._were_equal():
             when += ", while parameters were still equal"
         what = {"parameters": "parameters part", "initial parameters": "initial parameters differ"}
         head = what.get(kind, f"{kind} differ" + "s" * (kind == "optimizer state"))
         assumed = any(tracked[number].assumed for number in differ)
         sentence = f"{head} {when}: {odd(values)} ({of}: {names})"
         self._tell(kind, sentence, assumed=assumed)
+
+    def _were_equal(self) -> bool:
+        """Whether the parameters that this step began with were compared, and were equal."""
+        before: Kind = "initial parameters" if self._sent == 1 else "parameters"
+        at = self._sent if self._sent == 1 else self._sent - 1
+        return before not in self._told and self._equal.get(before) == at
 
     def _shapes(self, table: Table, ranks: list[int]) -> None:
         if "shapes" in self._told:

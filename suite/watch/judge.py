@@ -63,12 +63,14 @@ def decide(
     ends: Sequence[End],
     logs: Mapping[int, list[calls.Call]],
 ) -> Judged:
-    findings = [*_of_records(records), *_of_steps(records, ends)]
+    steps = _of_steps(records, ends)
+    findings = [*_of_records(records, bool(steps)), *steps]
     findings += _of_collectives(logs)
     hung, broke = _of_ranks(records, ends, logs)
     findings += [*hung, *broke]
     findings = [_assumed(finding, records) for finding in findings]
-    findings.sort(key=lambda f: (not f.broken, ORDER.index(f.kind), f.step or 0, f.optimizer))
+    order = _order(findings, records)
+    findings.sort(key=lambda f: (not f.broken, order.index(f.kind), f.step or 0, f.optimizer))
     held = _held(records, findings)
     broken = [finding for finding in findings if finding.broken]
     if broken:
@@ -88,12 +90,14 @@ def decide(
 # ---------------------------------------------------------------------------------------- findings
 
 
-def _of_records(records: Mapping[int, RankRecord]) -> list[Finding]:
-    """What ranks found, each thing once."""
+def _of_records(records: Mapping[int, RankRecord], is_counted: bool) -> list[Finding]:
+    """What ranks found, each thing once; ``is_counted``: other numbers of steps are told."""
     found: dict[tuple[str, str, int], Finding] = {}
     infinite: dict[int, Finding] = {}
     for rank, one in records.items():
         for finding in one.findings:
+            if finding.kind == "steps" and is_counted:
+                continue  # told better by the numbers of all
             if finding.kind == "non-finite":
                 infinite[rank] = finding
             else:
@@ -109,10 +113,8 @@ def _of_records(records: Mapping[int, RankRecord]) -> list[Finding]:
 
 
 def _of_steps(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[Finding]:
-    """Whether all ranks that ended in order made as many steps, if comparing did not tell."""
-    told = any(f.kind == "steps" for one in records.values() for f in one.findings)
-    whole = all(one.ended for one in records.values()) and not any(end.reason for end in ends)
-    if told or not whole:
+    """Whether all ranks that ended in order made as many steps."""
+    if not all(one.ended for one in records.values()) or any(end.reason for end in ends):
         return []
     steps = {rank: [seen.steps for seen in one.optimizers] for rank, one in records.items()}
     if len({tuple(counts) for counts in steps.values()}) == 1:
@@ -121,7 +123,37 @@ def _of_steps(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[Fi
     for rank, counts in steps.items():
         by_count.setdefault(" and ".join(map(str, counts)) or "no", []).append(rank)
     words = "; ".join(f"{name_ranks(ranks)} made {n}" for n, ranks in by_count.items())
-    return [Finding("steps", f"ranks made different numbers of steps: {words}")]
+    head = "ranks made different numbers of steps"
+    if {*map(len, steps.values())} == {1}:
+        counts_of = {rank: counts[0] for rank, counts in steps.items()}
+        most = max(counts_of.values())
+        lacks = sorted({most - n for n in counts_of.values() if n < most})
+        if len(lacks) == 1:
+            fewer = name_ranks([rank for rank, n in counts_of.items() if n < most])
+            number = "one step" if lacks[0] == 1 else f"{lacks[0]} steps"
+            head = f"{fewer} made {number} fewer"
+    behind = _behind_at(records)
+    since = f" (first seen at step {behind})" if behind else ""
+    return [Finding("steps", f"{head}: {words}{since}", step=behind or None)]
+
+
+def _behind_at(records: Mapping[int, RankRecord]) -> int:
+    """The first compared step that ranks counted alike at different places of the script."""
+    return min(
+        (o.behind_at for one in records.values() for o in one.optimizers if o.behind_at), default=0
+    )
+
+
+def _order(
+    findings: Sequence[Finding], records: Mapping[int, RankRecord]
+) -> tuple[record.Kind, ...]:
+    """The gravest cause first: a step left out explains what differs from then on, not before."""
+    behind = _behind_at(records)
+    kinds = {finding.kind for finding in findings if finding.broken}
+    earlier = any(f.broken and f.step and f.step < behind for f in findings)
+    if "steps" not in kinds or not behind or earlier or "collectives" in kinds:
+        return ORDER
+    return ("steps", *(kind for kind in ORDER if kind != "steps"))
 
 
 def _of_collectives(logs: Mapping[int, list[calls.Call]]) -> list[Finding]:
@@ -224,7 +256,9 @@ def _outcome(rank: int, left: RankRecord | None, end: End | None) -> RankOutcome
         name = signal_name(last.signal)
         return replace(known, status="killed", error_type=name, message=name, signal=last.signal)
     if last.exit_code:
-        return replace(known, status="exited", exit_code=last.exit_code)
+        why = left.refused if left is not None else ""
+        said = f"the script did not take its arguments: {why}" if why else ""
+        return replace(known, status="exited", exit_code=last.exit_code, message=said)
     return known
 
 

@@ -34,6 +34,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from shardproof.backends.errors import name_ranks
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import fast_json
 from shardproof.launch import heartbeat, process_control, stacks
@@ -255,6 +256,11 @@ class Watch:
         record.consequence, record.is_comm_error = told.consequence, told.is_comm_error
         self._write()
 
+    def note_refusal(self, why: str) -> None:
+        """The script does not take its arguments."""
+        self.record.refused = " ".join(why.split())[:400]
+        self._write()
+
     def _attach(self) -> None:
         """The script has a default process group: make one of our own beside it."""
         if self.record.initialised:
@@ -342,6 +348,7 @@ class Watch:
                     self.record,
                     self.settings.replicas,
                     self.settings.every,
+                    functools.partial(self._calls.on, name_ranks(range(self.record.world))),
                 )
                 self._all.append(known)
             self._compared[optimizer] = known

@@ -60,6 +60,8 @@ class Watched(Stored):
     #: Seconds of one comparison, and of one step without it.
     cost_seconds: float = 0.0
     step_seconds: float = 0.0
+    #: The first compared step at which ranks had made other numbers of calls, after equal ones.
+    behind_at: int = 0
     #: Optimizers of the script that are one here: made one after the other for the same tensors.
     made: int = 1
 
@@ -87,6 +89,8 @@ class RankRecord(Stored):
     error_type: str = ""
     error: str = ""
     place: str = ""
+    #: Why the script did not take its arguments, as its parser said.
+    refused: str = ""
     #: Whether the exception tells of another rank that is gone, or of calls that do not fit.
     consequence: bool = False
     is_comm_error: bool = False

@@ -36,4 +36,7 @@ def parse(text: str, world: int) -> tuple[tuple[int, ...], ...]:
 
 def _span(item: str) -> range:
     first, dash, last = item.strip().partition("-")
+    for word in (first, last) if dash else (first,):
+        if not word.strip().isdecimal():
+            raise ValueError(f"{item.strip()!r} is no rank" if item.strip() else "an empty set")
     return range(int(first), int(last if dash else first) + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
@@ -20,7 +21,23 @@ def main(words: Sequence[str]) -> None:
         sys.exit(BAD_INPUT)
     from shardproof.watch import rank
 
-    rank.activate()
+    watch = rank.activate()
     sys.argv[:] = words
     sys.path[0] = str(Path(words[0]).resolve().parent)
-    runpy.run_path(words[0], run_name="__main__")
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as error:
+        if why := _refusal(error):
+            watch.note_refusal(why)
+        raise
+
+
+def _refusal(error: SystemExit) -> str:
+    """What ``argparse`` said before it ended the program; ``""``: something else did."""
+    frame = error.__traceback__
+    while frame is not None:
+        code, values = frame.tb_frame.f_code, frame.tb_frame.f_locals
+        if code.co_filename == argparse.__file__ and code.co_name == "error":
+            return str(values.get("message", "arguments that it does not know"))
+        frame = frame.tb_next
+    return ""

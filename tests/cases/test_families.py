@@ -141,6 +141,39 @@ def test_a_system_that_reduces_every_micro_batch_need_not_add_as_one_process_doe
     assert silent.verdict == "fail", silent.verdict
 
 
+@pytest.mark.parametrize(
+    ("name", "world", "says"),
+    [
+        ("TriplesWhatItTells", 3, ""),
+        ("TriplesAll", 2, ""),
+        ("TriplesAll", 3, ""),
+        ("TriplesAndAverages", 3, "; and of the gradients: every gradient is 3 times too small"),
+    ],
+)
+def test_a_wrong_loss_does_not_hide_what_is_wrong_with_gradients(
+    name: str, world: int, says: str
+) -> None:
+    """Unless the same is said of both."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        patch.setenv("PYTHONPATH", str(HERE))
+        frame = prove(f"adopted:{name}", worlds=world, checks="equivalence")
+    (reason,) = frame["reason"]
+    assert ("the loss is 3 times too large (3 = ranks): summed loss" in reason) is (world == 3)
+    assert ("of the gradients" in reason) is bool(says) and says in reason, reason
+
+
+def test_copies_that_are_not_numbered_have_not_lost_their_names() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        patch.setenv("PYTHONPATH", str(HERE))
+        frame = prove("adopted:NumbersNoCopies", worlds=2, optimizer="adamw")
+    (row,) = frame.to_dict("records")
+    assert row["verdict"] == "fail" and "names did not survive" not in row["reason"], row["reason"]
+    assert "owned more than once, by ranks [0, 1]" in row["reason"], row["reason"]
+    assert "make no whole tensor after setup: " in row["reason"], row["reason"]
+
+
 HYBRIDS = [
     # class, mesh, options, verdict, what the reason says
     ("OwnHybrid", {"pipe": 2, "tensor": 2}, {}, "pass", ""),

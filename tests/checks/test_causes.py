@@ -8,6 +8,7 @@ from shardproof import registry
 from shardproof.cases.kills import pair
 from shardproof.cases.runner import run_cases
 from shardproof.checks.causes import said
+from shardproof.checks.causes.words import same_of_loss
 
 KNOWN = {"ranks": 3, "micro-batches": 2, "ranks x micro-batches": 6, "loss scale": 1024.0}
 
@@ -50,6 +51,36 @@ def test_a_factor_that_may_be_either_of_two_numbers_names_both() -> None:
         "every gradient is 2 times too large (2 = ranks or micro-batches, as many here: another "
         "number of ranks tells which)"
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradients", "is_same"),
+    [
+        ("the loss is 2 times too large", "every gradient is 2 times too large", True),
+        ("the loss is 2 times too large", "every gradient is 3 times too large", False),
+        ("only the last micro-batch is in the loss", "only the last micro-batch is in it", True),
+        ("the loss is 2 times too large", "only the last micro-batch is in it", False),
+        ("this is the loss of the step before", "this is the gradient of the step before", True),
+        (
+            "this is the loss of data coordinate 0 alone",
+            "this is the gradient of data coordinate 0 alone: it was not reduced",
+            True,
+        ),
+        (
+            "every micro-batch counts the same in the loss, however many tokens it has",
+            "micro-batch 0 counts 0.9 times",
+            True,
+        ),
+        (
+            "every micro-batch counts the same in the loss, however many tokens it has",
+            "every gradient is 2 times too small",
+            False,
+        ),
+        ("", "every gradient is 2 times too small", False),
+    ],
+)
+def test_what_a_wrong_loss_says_of_gradients(loss: str, gradients: str, is_same: bool) -> None:
+    assert same_of_loss(loss, gradients) is is_same
 
 
 #: One fault for every kind of sentence.

@@ -478,7 +478,7 @@ def test_reductions_that_all_leave_in_the_last_unit_fail(strategy: str) -> None:
         record.steps = [replace(s, calls=(0, len(record.traffic))) for s in record.steps]
     outcome = overlap.decide(found)
     assert outcome.status == "fail"
-    told = "reductions is issued before the last unit's backward"
+    told = "reductions starts before the last unit begins its backward"
     assert told in outcome.message
     for record in found.records:
         units = [event for event in record.events if event[1] == "backward" and event[2]]

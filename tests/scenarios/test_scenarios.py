@@ -218,7 +218,12 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
     "nested unknown key": ("  traits:", "  trais:", 6, "unknown key workload.trais (trais) - did"),
     "unknown option key": ("label: tiny, ", "lable: tiny, ", 10, "did you mean label?"),
     "wrong type": ("[in_memory, gloo]", "[in_memory, 3]", 11, "valid string (3)"),
-    "no implicit conversion": ("[null, 0.5]", "[null, '0.5']", 14, "valid number (0.5)"),
+    "no implicit conversion": (
+        "[null, 0.5]",
+        "[null, '0.5']",
+        14,
+        "valid number ('0.5') - write 0.5 without quotes",
+    ),
     "boolean is no number": ("[null, 0.5]", "[null, true]", 14, "valid number"),
     "world 0": ("[1, 2]", "[1, 0]", 12, "greater than or equal to 1 (0)"),
     "negative world": ("[1, 2]", "-1", 12, "greater than or equal to 1 (-1)"),

@@ -157,6 +157,42 @@ class SilentMeanDDP(MeanDDP):
     capabilities = OwnDDP.capabilities
 
 
+class TriplesWhatItTells(OwnDDP):
+    """Only the loss that it tells is wrong."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        result = super().step(batch, observe)
+        assert result.loss is not None
+        return StepResult(loss=3 * result.loss)
+
+
+class TriplesAndAverages(TriplesWhatItTells):
+    """Beside that, gradients are a mean."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        for parameter in self.named.values():
+            if parameter.grad is not None:
+                parameter.grad /= self.comm.size
+
+
+class TriplesAll(TriplesWhatItTells):
+    """Trains with the loss that it tells."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        for parameter in self.named.values():
+            if parameter.grad is not None:
+                parameter.grad *= 3
+
+
+class NumbersNoCopies(OwnDDP):
+    """Every rank says of its parameters that they are copy 0."""
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        return [replace(piece, replica=0) for piece in super().local_state(kind)]
+
+
 class GreedyZero1(OwnDDP):
     """Whole parameters go to the rank that has least; owners broadcast what they updated."""
 

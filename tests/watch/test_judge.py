@@ -93,7 +93,24 @@ def test_ranks_that_made_other_numbers_of_steps() -> None:
     records = {0: rank(0), 1: rank(1, optimizers=[Watched("SGD", 9, [1, 2, 9], 4)])}
     judged = decide(records, [End(0, 0), End(1, 0)], {})
     assert judged.verdict == "fail"
-    assert judged.reason.endswith("rank 0 made 10; rank 1 made 9")
+    assert judged.reason == "rank 1 made one step fewer: rank 0 made 10; rank 1 made 9"
+
+
+@pytest.mark.parametrize(
+    ("behind_at", "step", "first"), [(5, 5, "steps"), (5, 3, "gradients"), (0, 5, "gradients")]
+)
+def test_a_step_left_out_is_the_cause_of_what_differs_from_then_on(
+    behind_at: int, step: int, first: str
+) -> None:
+    """Not of what differs before; and where calls tell nothing, of nothing."""
+    told = found("gradients", step)
+    mine, other = (Watched("SGD", n, [1, 2, n], 4, behind_at=behind_at) for n in (10, 8))
+    records = {0: rank(0, told, optimizers=[mine]), 1: rank(1, told, optimizers=[other])}
+    judged = decide(records, [End(0, 0), End(1, 0)], {})
+    assert judged.verdict == "fail" and judged.findings[0].kind == first
+    assert {f.kind for f in judged.findings} == {"steps", "gradients"}
+    if first == "steps":
+        assert judged.reason.startswith("rank 1 made 2 steps fewer: rank 0 made 10; rank 1 made 8")
 
 
 def test_a_rank_that_dies_is_the_cause_not_who_waits_for_it() -> None:

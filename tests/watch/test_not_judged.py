@@ -36,6 +36,29 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.parametrize(("count", "code"), [(7, 3), (6, 0)])
+def test_an_optimizer_that_ends_before_its_last_steps_were_compared_is_no_pass(
+    command: Any, tmp_path: Any, count: int, code: int
+) -> None:
+    """Steps 1 and 6 are compared; a fault in the seventh would leave nothing behind."""
+    body = (
+        "def train():\n"
+        "    model = make()\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"    for step in range({count}):\n"
+        "        for p in model.parameters():\n"
+        "            p.grad = torch.ones_like(p)\n"
+        "        optimizer.step()\n"
+        "train()\n"
+    )
+    found, told, (seen,), report = watch(command, tmp_path, body, "--every", "5")
+    assert found == code and seen["compared"] == [1, 6], told
+    if code:
+        assert report["reason"].startswith(
+            "an optimizer ended before its last steps were compared: SGD made 7, of which step 6 "
+        ), told
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_was_not_compared_is_no_pass(command: Any, tmp_path: Any, name: str) -> None:
     body, says, steps = SCRIPTS[name]

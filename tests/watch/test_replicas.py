@@ -217,8 +217,8 @@ def test_sets_are_read(text: str, world: int, sets: tuple[tuple[int, ...], ...])
         ("0", "4 ranks cannot be cut into sets of 0"),
         ("0,1/1,2", "a rank stands twice"),
         ("0,4", "rank 4 of 4"),
-        ("a/b", "invalid literal"),
-        ("0,1/", "invalid literal"),
+        ("a/b", "'a' is no rank"),
+        ("0,1/", "an empty set"),
     ],
 )
 def test_sets_that_make_no_sense_are_refused(text: str, says: str) -> None:

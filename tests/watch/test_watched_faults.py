@@ -254,8 +254,13 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ],
         BY_HAND,
         "steps",
-        r"ranks make different numbers of steps: rank 0 (is at|ended after) step 12; "
-        r"rank 1 ended after step 11",
+        r"rank 1 made one step fewer: rank 0 made 12; rank 1 made 11$",
+    ),
+    "one_rank_leaves_a_step_out": (
+        [(STEP, "        if (rank, step) != (1, 5):\n            optimizer.step()\n")],
+        CLEAN,
+        "steps",
+        r"rank 1 made one step fewer: rank 0 made 12; rank 1 made 11 \(first seen at step 5\)$",
     ),
 }
 
@@ -277,7 +282,9 @@ PLANTED = {
         *("one_rank_is_killed", "one_rank_raises", "one_rank_is_stopped"),
         *("one_rank_waits_for_ever", "ranks_wait_in_backward"),
     },
-    "ranks make different numbers of steps": {"one_rank_makes_fewer_steps"},
+    "ranks make different numbers of steps": {
+        *("one_rank_makes_fewer_steps", "one_rank_leaves_a_step_out")
+    },
 }
 
 

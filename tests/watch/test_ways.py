@@ -228,7 +228,13 @@ def test_arguments_of_the_script_are_its_own(command: Any, tmp_path: Path) -> No
         (["SCRIPT", "--results", "FULL"], "--results: holds something"),
         (["--judge", "EMPTY"], "no rank left a record of a watched run"),
         (["SCRIPT", "--judge", "FULL"], "a script beside --judge"),
-        (["SCRIPT", "--epochs", "3"], "No such option: --epochs"),
+        (
+            ["SCRIPT", "--epochs", "3"],
+            "no option of shardproof watch (--epochs) - Options of the script stand after --:",
+        ),
+        (["SCRIPT", "--nprocs", "3"], "(--nprocs) - did you mean --nproc? Options of the script"),
+        (["SCRIPT", "--replicas", "foo"], "--replicas: 'foo' is no rank (foo) - write all, a"),
+        (["SCRIPT", "--replicas", "0,1/"], "--replicas: an empty set (0,1/) - write all, a"),
         (["--judge", "DAMAGED"], "rank0.json: damaged"),
     ],
 )
@@ -241,6 +247,21 @@ def test_bad_input_is_refused(command: Any, tmp_path: Path, words: list[str], sa
     given = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
     code, out, err = command("watch", *given)
     assert code == 2 and says in err, out + err
+
+
+def test_a_script_that_does_not_take_its_arguments_is_told(command: Any, tmp_path: Path) -> None:
+    """``argparse`` ends it: whose option it was, and what its parser said."""
+    parse = "    import argparse\n    argparse.ArgumentParser().parse_args()\n"
+    script = watched_script.write(
+        tmp_path, ("def main(steps=12):\n", f"def main(steps=12):\n{parse}")
+    )
+    results = str(tmp_path / "run")
+    code, out, err = command("watch", str(script), "--results", results, "--", "--lrr", "3")
+    says = (
+        "crash: rank 0 exited with code 2: the script did not take its arguments: "
+        "unrecognized arguments: --lrr 3"
+    )
+    assert code == 1 and says in out, out + err
 
 
 WAITS = (

@@ -329,7 +329,7 @@ class CommunicatesEveryMicroBatch(DDP):
         super().accumulate(is_last)
 
 
-@mutant("ddp_waits_after_each_launch", says="waited for before", killed_by=("overlap",))
+@mutant("ddp_waits_after_each_launch", says="waited for at once", killed_by=("overlap",))
 class WaitsAfterEachLaunch(DDP):
     """Each reduction is waited for as soon as it is launched."""
 
@@ -339,7 +339,7 @@ class WaitsAfterEachLaunch(DDP):
         return work
 
 
-@mutant("ddp_reduces_after_backward", says="issued after backward", killed_by=("overlap",))
+@mutant("ddp_reduces_after_backward", says="start after backward has ended", killed_by=("overlap",))
 class ReducesAfterBackward(DDP):
     """All buckets are launched only after backward has ended."""
 
@@ -349,7 +349,7 @@ class ReducesAfterBackward(DDP):
 
 @mutant(
     "ddp_unused_parameter_blocks_all",
-    says="issued after backward",
+    says="start after backward has ended",
     killed_by=("overlap",),
     workload=gpt("unused"),
 )

@@ -178,7 +178,7 @@ class RecordIsEmpty(Misjudged):
         leader.records_of = records_of
 
 
-@mutant("judge_keeps_no_digests", says="names did not survive|digest", killed_by=("active",))
+@mutant("judge_keeps_no_digests", says="make no whole tensor|digest", killed_by=("active",))
 class KeepsNoDigests(Misjudged):
     """Comparisons are made with the system's own numbers, and no digest of these is kept."""
 

@@ -262,7 +262,7 @@ class WaitsAfterEachGather(Zero3):
 
 @mutant(
     "fsdp_waits_after_each_reduction",
-    says="waited for before any further unit",
+    says="waited for at once",
     zoo=("F25",),
     killed_by=("overlap",),
 )
@@ -293,7 +293,7 @@ class PrefetchesWrongEnd(Zero3):
 
 
 @mutant(
-    "zero3_reduces_after_backward", says="issued after backward has ended", killed_by=("overlap",)
+    "zero3_reduces_after_backward", says="start after backward has ended", killed_by=("overlap",)
 )
 class ReducesAfterBackward(Zero3):
     """Gradients stay whole until backward has returned and are reduced only then."""

@@ -9,7 +9,7 @@ nothing fits.
 from collections.abc import Callable
 
 from shardproof.checks.causes.buffers import of_buffers
-from shardproof.checks.causes.gradients import of_clipping, of_gradients
+from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
 from shardproof.checks.causes.losses import of_evaluation, of_loss
 from shardproof.checks.causes.norms import of_norm
 from shardproof.checks.causes.reload import of_reload
@@ -19,6 +19,7 @@ from shardproof.checks.causes.where import of_full_state
 from shardproof.checks.causes.words import said
 
 __all__ = [
+    "beside_loss",
     "of_buffers",
     "of_clipping",
     "of_evaluation",

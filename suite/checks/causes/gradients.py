@@ -18,7 +18,7 @@ from torch import Tensor
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, multiple, some
 from shardproof.checks.causes.where import Moment, of_place
-from shardproof.checks.causes.words import close, said
+from shardproof.checks.causes.words import close, factor, said, same_of_loss
 from shardproof.evidence.assembled import Assembled, Evidence, part
 
 #: What another order of the same sums changes at most, relative to the largest element.
@@ -44,18 +44,13 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
         return f"not finite: {some(bad)}"
     if not held or any(c.shape != truth[n].shape for n in held for c in state.tensors[n].values()):
         return ""
-    reordered = _REORDERED.get(evidence.case.lowest_dtype, 0.0)
-    copies = {n: list(state.tensors[n].values()) for n in held}
-    wrong = [n for n in held if not all(_near(c, truth[n], reordered) for c in copies[n])]
+    wrong = _wrong(evidence, state, held, truth)
     if not wrong:
         exact = evidence.case.lane == "dyadic"
         return "" if exact else "no more is wrong than another order of sums explains"
     parts = fits.parts(evidence, step)
-    for scope in (list(held), wrong):
-        found = _explained(evidence, step, held, truth, parts, scope)
-        if found:
-            where = "" if len(scope) == len(held) else f"in {some(wrong)}: "
-            return where + found
+    if found := _of_sums(evidence, step, held, truth, parts, wrong):
+        return found
     rounded = _rounded(held, truth, wrong)
     if rounded:
         return rounded
@@ -67,6 +62,63 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
         or _moved(held, truth, wrong)
         or of_place(evidence, moment, truth, wrong)
     )
+
+
+def beside_loss(evidence: Evidence, step: int, loss: str, times: float) -> str:
+    """What is wrong with the sums of gradients where the loss is ``times`` the true one, too.
+
+    Empty where the same is so of the loss, of which ``loss`` is said, or gradients are no sums of
+    right ones: then the forward that made the loss wrong may have made them so.
+    """
+    if not evidence.has(step, "gradients_final") or evidence.truth.steps[step].skipped:
+        return ""
+    state, truth = evidence.observed(step, "gradients_final", "gradients"), evidence.truth
+    tensors = truth.steps[step].gradients
+    held = fits.first(state, tensors)
+    if not held or any(
+        c.shape != tensors[n].shape or not bool(c.isfinite().all())
+        for n in held
+        for c in state.tensors[n].values()
+    ):
+        return ""
+    wrong = _wrong(evidence, state, held, tensors)
+    if not wrong:
+        return ""
+    parts, moment = fits.parts(evidence, step), (step, "gradients_final", "gradients")
+    found = (
+        _of_sums(evidence, step, held, tensors, parts, wrong)
+        or _copies(state, tensors, wrong, fits.limit_of(evidence))
+        or _by_rank(evidence, moment, tensors, parts, wrong)
+    )
+    within = 10.0 ** (1 - fits.DIGITS[evidence.case.lowest_dtype])
+    alike = factor(times, fits.known(evidence, step), within)
+    return "" if found == alike or same_of_loss(loss, found) else found
+
+
+def _wrong(evidence: Evidence, state: Assembled, held: Tensors, truth: Tensors) -> list[str]:
+    """Names of which some copy is further off than another order of the same sums explains."""
+    within = _REORDERED.get(evidence.case.lowest_dtype, 0.0)
+    return [
+        name
+        for name in held
+        if not all(_near(copy, truth[name], within) for copy in state.tensors[name].values())
+    ]
+
+
+def _of_sums(
+    evidence: Evidence,
+    step: int,
+    held: Tensors,
+    truth: Tensors,
+    parts: Sequence[Sequence[Tensors]],
+    wrong: Sequence[str],
+) -> str:
+    """What the fit says of all gradients, or else of the wrong ones alone."""
+    for scope in (list(held), wrong):
+        if found := _explained(evidence, step, held, truth, parts, scope):
+            where = "" if len(scope) == len(held) else f"in {some(wrong)}: "
+            return where + found
+    return ""
 
 
 def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:

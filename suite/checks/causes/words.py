@@ -102,6 +102,17 @@ def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> 
     return f"every gradient is {size}{of}"
 
 
+def same_of_loss(loss: str, gradients: str) -> bool:
+    """Whether what is said of the ``loss`` says what is said of ``gradients``, too."""
+    by_weight = "counts the same" in loss or "window" in loss
+    if by_weight and "every gradient" not in gradients:
+        return True  # other weights of micro-batches: the fit tells how often each is counted
+    whole = [("the loss of", "the share of"), ("the gradient of", "the share of")]
+    for words, plain in (*whole, ("every gradient", "it"), ("the loss", "it")):
+        loss, gradients = loss.replace(words, plain), gradients.replace(words, plain)
+    return gradients.removesuffix(": it was not reduced") == loss
+
+
 def close(value: float, number: float, within: float = _CLOSE) -> bool:
     """Whether ``value`` is ``number`` but for noise."""
     return abs(value - number) <= within * max(abs(number), 0.1)

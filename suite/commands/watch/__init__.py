@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import difflib
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.console import make_console, print_line
 from shardproof.errors import Problem, SelectionError
+
+#: A command line that click does not understand.
+_NOT_UNDERSTOOD: Any = typer.BadParameter.__base__
+
+
+class ForAScript(TyperCommand):
+    """Says of an option that it does not know how the script gets it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As every command.
+
+        :raises SelectionError: an option that is none of this command.
+        """
+        given = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except _NOT_UNDERSTOOD as error:
+            option = getattr(error, "option_name", None)
+            if option is None:
+                raise
+            own = [name for param in self.params for name in param.opts]
+            near = difflib.get_close_matches(option, own, 1, 0.75)
+            script = next((word for word in given if word.endswith(".py")), "train.py")
+            what = "no option of shardproof watch"
+            remedy = (
+                f"{f'did you mean {near[0]}? ' if near else ''}Options of the script stand after "
+                f"--: shardproof watch {script} -- {option} ..."
+            )
+            raise SelectionError(Problem(what, remedy, option)) from None
 
 
 def watch(
@@ -87,11 +118,12 @@ def watch(
           ranks that die, stop or wait for ever, with the line of the script.
     Says: bytes by operation, memory by class, and what it could not see.
 
-    It compares replicas and has no oracle: what is equal on all ranks may still be wrong. K is
-    chosen so that comparing costs 2.5 % of a step at most. docs/watch.md has the details.
+    It compares replicas and has no oracle: what is equal on all ranks may still be wrong, such as
+    which samples a rank reads (DistributedSampler, set_epoch). K is chosen so that comparing costs
+    2.5 % of a step at most. docs/watch.md has the details.
 
     Exit codes: 0 all that was compared held, 1 a fault, a crash or a hang, 2 bad input,
-    3 nothing could be compared, 130 Ctrl-C.
+    3 nothing could be compared, or not the last steps of an optimizer that ended, 130 Ctrl-C.
     """
     if judge is not None:
         if script:
