@@ -19,7 +19,7 @@ from commands import here, python
 
 from shardproof import VERSION
 from shardproof.commands import main
-from shardproof.commands.init import BASELINE, PLACES, written
+from shardproof.commands.init import BASELINE, PLACES, _ignoring, written
 from shardproof.compare import policy
 
 pytestmark = pytest.mark.launches
@@ -58,7 +58,8 @@ def test_it_writes_what_it_says_and_nothing_else(repository: Path) -> None:
     files = {str(p.relative_to(repository)) for p in repository.rglob("*") if p.is_file()}
     files = {file for file in files if "__pycache__" not in file}
     test = "tests/test_shardproof.py"
-    assert files == {"mine.py", test, str(BASELINE), *map(str, PLACES.values())}
+    assert files == {"mine.py", test, str(BASELINE), ".gitignore", *map(str, PLACES.values())}
+    assert (repository / ".gitignore").read_text() == "/results/\n"
     read = policy.read(repository / PLACES["policy.yaml"]).policy
     assert read.level("fail") == "break" and read.level("skip") == "new"
     (repository / "tests" / "test_shardproof.py").write_text("changed\n")
@@ -67,6 +68,22 @@ def test_it_writes_what_it_says_and_nothing_else(repository: Path) -> None:
     assert test in again.stderr and str(BASELINE) in again.stderr, "what would be lost"
     texts = written("mine:Mine", ["shard"], ["in_memory"], "shardproof")
     (repository / test).write_text(texts[Path(test)])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("*.pyc", "*.pyc\n/results/\n"),
+        ("*.pyc\n\n", "*.pyc\n\n/results/\n"),
+        ("results/\n", ""),
+        ("# mine\n/results/", ""),
+    ],
+)
+def test_git_ignores_runs_and_whatever_it_ignored_before(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    (tmp_path / ".gitignore").write_text(before)
+    assert _ignoring(tmp_path / ".gitignore") == after
 
 
 def test_its_test_passes(repository: Path) -> None:

@@ -5,6 +5,7 @@ conformance/strategy.yaml          the cases of the gate
 conformance/policy.yaml            what breaks it
 conformance/baseline.json          what these cases gave here and now
 .github/workflows/shardproof.yaml  runs them for every pull request, and the gate
+.gitignore                         one more line: runs stay out of the repository
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ PLACES = {
     "workflow.yaml": Path(".github/workflows/shardproof.yaml"),
 }
 BASELINE = Path("conformance/baseline.json")
+IGNORES = Path(".gitignore")
+#: The line that it gets, and others that say the same.
+RESULTS = "/results/"
+_SAME = (RESULTS, "results/", "/results", "results", "**/results/")
 
 
 def init(
@@ -49,6 +54,8 @@ def init(
     jobs: options.Jobs = None,
 ) -> None:
     """Write a test, scenario, policy, baseline and workflow for a strategy of your own.
+
+    .gitignore gets one more line, so that runs (results/) stay out of the repository.
 
     Runs the scenario (8 cases, under a minute) for the baseline. Exit codes are those of `run`;
     after 2 and 130 (Ctrl-C) nothing is written. Where no case passes (1, or 3 where nothing was
@@ -71,18 +78,38 @@ def init(
         remedy = "--force replaces them, or name another repository by --into"
         problems = [Problem("is there already", remedy, file=str(into / path)) for path in there]
         raise SelectionError(problems)
-    with _all_or_none(into, (*texts, BASELINE)):
+    ignores = _ignoring(into / IGNORES)
+    with _all_or_none(into, (*texts, BASELINE, *([IGNORES] if ignores else []))):
         for path, text in texts.items():
             (into / path).parent.mkdir(parents=True, exist_ok=True)
             write_whole(into / path, text)
+        if ignores:
+            write_whole(into / IGNORES, ignores)
         code = _make_baseline(into, jobs)
     for path in (*texts, BASELINE):
         echo(f"wrote {into / path}")
+    if ignores:
+        echo(f"added {RESULTS} to {into / IGNORES}: runs stay out of the repository")
     if code:
         echo(
             "not all cases hold: the baseline says so, and the gate breaks until they do", err=True
         )
     raise typer.Exit(code)
+
+
+def _ignoring(path: Path) -> str:
+    """What ``path`` has to hold for git to ignore runs; empty: it does already.
+
+    :raises SelectionError: it is no text file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = f"make it a text file with the line {RESULTS}"
+        raise SelectionError(Problem(f"cannot be read: {error}", remedy, file=str(path))) from None
+    if {line.strip() for line in text.splitlines()} & {*_SAME}:
+        return ""
+    return text + "\n" * bool(text and not text.endswith("\n")) + f"{RESULTS}\n"
 
 
 def _differs(path: Path, text: str | None) -> bool:

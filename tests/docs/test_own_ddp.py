@@ -1,0 +1,52 @@
+"""The adapter around DDP in docs/add-an-implementation.md passes, and fails with a line changed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from commands import python
+
+pytestmark = pytest.mark.launches
+
+PAGE = (Path(__file__).parents[2] / "docs/add-an-implementation.md").read_text()
+SECTION = PAGE.partition("## In full: ")[2]
+ADAPTER, CALL = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+#: Most lines of the adapter without blank ones.
+MOST = 45
+SHOW = "print([(row.world, row.verdict, row.reason) for row in frame.itertuples()])\n"
+#: What is changed into what, and what is then said of it.
+FAULTS = {
+    "no schedule": ("self.spec.lr_at(batch.step)", "self.spec.lr", "differs from the oracle"),
+    "no decay": ('"weight_decay": optimizer.weight_decay, ', "", "differs from the oracle"),
+    "a mean": (" * self.comm.size", "", "every gradient is 3 times too small (3 = ranks)"),
+    "no reduction": ("if number < last else nullcontext()", "", "it was not reduced"),
+}
+
+
+def run(folder: Path, adapter: str, **arguments: object) -> str:
+    """What is printed of the verdicts."""
+    (folder / "my_ddp.py").write_text(adapter)
+    call = f"frame = prove('my_ddp:MyDDP', **{arguments!r})\n"
+    done = python("-c", f"from shardproof import prove\n{call}{SHOW}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_passes_as_it_stands(tmp_path: Path) -> None:
+    assert len([line for line in ADAPTER.splitlines() if line.strip()]) <= MOST
+    (tmp_path / "my_ddp.py").write_text(ADAPTER)
+    done = python("-c", CALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    more = {"worlds": (1, 2, 3), "optimizer": "adamw", "workload": "digits_cnn"}
+    told = run(tmp_path, ADAPTER, **more)
+    assert told.count("'pass'") == 3, told
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_it_fails_with_a_line_changed(tmp_path: Path, name: str) -> None:
+    old, new, says = FAULTS[name]
+    assert ADAPTER.count(old) == 1
+    told = run(tmp_path, ADAPTER.replace(old, new), worlds=(3,))
+    assert "'fail'" in told and says in told, told
