@@ -10,7 +10,7 @@ import io
 import os
 import signal
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,6 +22,7 @@ from shardproof.commands import (
     init,
     list,
     mutants,
+    options,
     report,
     run,
     scenario_files,
@@ -117,10 +118,6 @@ def _top(
     """Options before the command."""
 
 
-#: A command line that click does not understand; typer names only an heir of that error.
-_NOT_UNDERSTOOD: Any = typer.BadParameter.__base__
-
-
 def main() -> None:
     """Run the command line; faults of input become one line each and exit code 2."""
     if sys.argv[1:2] == ["list"]:
@@ -130,7 +127,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # file names may hold what is no text
     try:
         sys.exit(app(standalone_mode=False))
-    except _NOT_UNDERSTOOD as error:
+    except options.NOT_UNDERSTOOD as error:
         message = io.StringIO()
         error.show(message)  # it repeats words that may hold control characters
         echo(message.getvalue(), err=True, nl=False)

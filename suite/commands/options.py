@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from shardproof.scenarios.selection import Selection
 
 
+#: A command line that click does not understand; typer names only an heir of that error.
+NOT_UNDERSTOOD: Any = typer.BadParameter.__base__
+
 TierName = Literal["quick", "full"]
 Scenarios = Annotated[
     list[str] | None,

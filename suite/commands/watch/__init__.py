@@ -15,9 +15,6 @@ from shardproof.commands import options
 from shardproof.commands.console import make_console, print_line
 from shardproof.errors import Problem, SelectionError
 
-#: A command line that click does not understand.
-_NOT_UNDERSTOOD: Any = typer.BadParameter.__base__
-
 
 class ForAScript(TyperCommand):
     """Says of an option that it does not know how the script gets it."""
@@ -30,7 +27,7 @@ class ForAScript(TyperCommand):
         given = [*args]
         try:
             return super().parse_args(ctx, args)
-        except _NOT_UNDERSTOOD as error:
+        except options.NOT_UNDERSTOOD as error:
             option = getattr(error, "option_name", None)
             if option is None:
                 raise
