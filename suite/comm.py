@@ -7,17 +7,20 @@ sub-groups, without change.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 Op = Literal["sum", "avg", "min", "max", "product"]
@@ -174,6 +177,69 @@ class Comm:
         dist.barrier(group=self.group)
 
 
+class OutsideSubgroup(ValueError):
+    """A rank calls a communicator of which it is no member."""
+
+
+class Subgroup(Comm):
+    """The communicator of some ranks of a mesh (:meth:`Mesh.subgroup`).
+
+    Every rank of the mesh has one; those outside have ``size`` too, but ``rank`` is -1, and a
+    call there raises :class:`OutsideSubgroup`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, ranks: tuple[int, ...], axis: str, device: str
+    ) -> None:
+        #: Global ranks of the members, ascending.
+        self.ranks = ranks
+        if group is not None:
+            super().__init__(group, axis, device)
+        else:
+            self.axis, self.device, self.size, self.rank = axis, device, len(ranks), -1
+
+    def contains(self, rank: int) -> bool:
+        """Whether global ``rank`` is a member."""
+        return rank in self.ranks
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("group", "_tags"):
+            raise OutsideSubgroup(
+                f"rank {dist.get_rank()} is not in the sub-group {list(self.ranks)}: "
+                "ask contains(rank) before a call"
+            )
+        raise AttributeError(name)
+
+
+def _no_meeting(ranks: Sequence[int], own: int, place: str, text: str) -> None:
+    raise RuntimeError(f"{text}: this rank did not join by shardproof.backends.join")
+
+
+#: Waits until all global ``ranks`` say ``text`` at ``place``, or raises who will not; ``own`` is
+#: the caller's number.  Set by :mod:`shardproof.backends`, which knows what ranks do meanwhile.
+meet: Callable[[Sequence[int], int, str, str], None] = _no_meeting
+
+
+#: The name of the group that the calling rank makes; "": torch's own choice.
+_group_name: ContextVar[str] = ContextVar("group_name", default="")
+
+
+def _named_groups() -> None:
+    """Let :data:`_group_name` name groups.
+
+    torch numbers them, which fits only where all ranks of the default group make all groups.
+    """
+    chosen = c10d._process_group_name
+    if getattr(chosen, "by_shardproof", False):
+        return
+
+    def name(*given: Any, **named: Any) -> Any:
+        return _group_name.get() or chosen(*given, **named)
+
+    name.by_shardproof = True  # type: ignore[attr-defined]
+    c10d._process_group_name = name
+
+
 class Mesh:
     """Ranks on a grid of named axes, the last axis innermost (neighbouring ranks).
 
@@ -208,6 +274,7 @@ class Mesh:
         names = tuple(self.axes)
         self.device_mesh = DeviceMesh(device, self.grid.tolist(), mesh_dim_names=names)
         self._comms: dict[tuple[str, ...], Comm] = {}
+        self._subgroups: dict[tuple[int, ...], Subgroup] = {}
         if self.coordinate:
             for axis in self.axes:
                 self._comms[(axis,)] = Comm(self.device_mesh.get_group(axis), axis, device)
@@ -227,6 +294,58 @@ class Mesh:
         except KeyError:
             known = ", ".join("+".join(names) for names in self._comms)
             raise KeyError(f"no group along {'+'.join(axes)}; this mesh has: {known}") from None
+
+    def subgroup(self, ranks: Sequence[int]) -> Subgroup:
+        """The communicator of some ranks of this mesh, by their global numbers, ascending.
+
+        Every rank of the mesh calls it, members or not, and all in one order; it waits for them.
+        Asked again for the same ranks it gives the same one, and waits for nobody.  Ledgers count
+        its traffic along the axes on which its ranks differ.  It is freed with the mesh's groups.
+
+        :raises ValueError: the ranks are empty, unsorted, given twice, or not all on the mesh.
+        :raises RuntimeError: a rank of the mesh calls something else instead, or never comes.
+        """
+        members = self._members(ranks)
+        if members not in self._subgroups:
+            text, mine = f"Mesh.subgroup({list(members)})", None
+            mesh = f"{json.dumps(self.axes)}/{list(self.ranks)}".replace(" ", "")
+            # How often this rank was here: the same on all, who come in one order.
+            nth = c10d._get_default_store().add(f"subgroups/{mesh}/{self.rank}", 1)
+            place = f"subgroup/{mesh}/{nth}"
+            meet(self.ranks, self.rank, place, text)
+            axis = self._differing(members)
+            if self.rank in members:
+                _named_groups()
+                before = _group_name.set(place)
+                try:
+                    mine = dist.new_group(list(members), group_desc=f"mesh_{axis}")
+                finally:
+                    _group_name.reset(before)
+            self._subgroups[members] = Subgroup(mine, members, axis, self.device)
+        return self._subgroups[members]
+
+    def _members(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """``ranks``, which are those of a sub-group."""
+        given = f"Mesh.subgroup({list(ranks)})"
+        if not ranks:
+            raise ValueError(f"{given}: a sub-group needs at least one rank")
+        wrong = [rank for rank in ranks if type(rank) is not int or rank not in self.ranks]
+        if wrong:
+            there = ", ".join(map(str, self.ranks))
+            raise ValueError(f"{given}: {wrong[0]!r} is no rank of this mesh, which has {there}")
+        if twice := [rank for rank in set(ranks) if list(ranks).count(rank) > 1]:
+            raise ValueError(f"{given}: rank {min(twice)} is given twice")
+        if list(ranks) != sorted(ranks):
+            raise ValueError(f"{given}: ranks must ascend, write {sorted(ranks)}")
+        if self.rank not in self.ranks:
+            raise ValueError(f"{given}: rank {self.rank} is not on this mesh, and makes no groups")
+        return tuple(ranks)
+
+    def _differing(self, ranks: Sequence[int]) -> str:
+        """The axes on which ``ranks`` differ, joined by ``+``."""
+        places = numpy.argwhere(numpy.isin(self.grid, ranks))
+        named = zip(self.axes, places.T, strict=True)
+        return "+".join(axis for axis, along in named if len(set(along.tolist())) > 1)
 
     @contextmanager
     def environment(self, **more: str) -> Iterator[None]:

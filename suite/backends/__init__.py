@@ -8,8 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store
 
-from shardproof.backends import cuda, gloo, in_memory, mpi, nccl
-from shardproof.backends.base import listen
+from shardproof import comm
+from shardproof.backends import cuda, gloo, in_memory, meeting, mpi, nccl
+from shardproof.backends.base import Peer, listen
 from shardproof.backends.disturbances import Disturbances, disturbances_of
 from shardproof.backends.in_memory import Hub
 from shardproof.ledgers import program_order, traffic
@@ -18,6 +19,7 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "Hub",
+    "Peer",
     "join",
     "leave",
     "listen",
@@ -25,6 +27,8 @@ __all__ = [
     "Disturbances",
     "disturbances_of",
 ]
+
+comm.meet = meeting.meet
 
 
 @dataclass(frozen=True)

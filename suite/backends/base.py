@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -32,12 +33,42 @@ from shardproof.ledgers.program_order import inside_backward
 #: ends (False) to be blocked in a call; set by the launcher.
 _on_call: Callable[[str], None] | None = None
 _on_wait: Callable[[bool], object] = bool
+_peers: Callable[[], Sequence[Peer]] = list
 
 
-def listen(on_call: Callable[[str], None] | None, on_wait: Callable[[bool], object]) -> None:
-    """Tell the heartbeat about every call made in this process, in one line, and every wait."""
-    global _on_call, _on_wait
-    _on_call, _on_wait = on_call, on_wait
+@dataclass(frozen=True)
+class Peer:
+    """What a rank is seen to do; ``ended``: how, "" if it goes on; ``event`` changes with it."""
+
+    rank: int
+    ended: str
+    waits: bool
+    event: object
+    call: str
+
+
+def listen(
+    on_call: Callable[[str], None] | None,
+    on_wait: Callable[[bool], object],
+    peers: Callable[[], Sequence[Peer]] = list,
+) -> None:
+    """Tell the heartbeat about every call made in this process, in one line, and every wait.
+
+    ``peers`` says what all ranks do, as far as can be seen from here.
+    """
+    global _on_call, _on_wait, _peers
+    _on_call, _on_wait, _peers = on_call, on_wait, peers
+
+
+def tell(text: str) -> None:
+    """Note a call that goes through no process group."""
+    if _on_call is not None:
+        _on_call(text)
+
+
+def peers() -> Sequence[Peer]:
+    """What all ranks do; empty where nobody knows."""
+    return _peers()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ rank 2 raises ``ValueError``, the others raise :class:`RankFailed`, and the caus
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 def spans(ranks: Sequence[int]) -> str:
@@ -55,3 +56,16 @@ class RankEnded(RankFailed):
 
 class PeerTimeout(CommError):
     """A peer did not answer in time, though not everybody was waiting."""
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Why a rank will never come to where others wait outside of process groups."""
+
+    why: str
+    ended: bool = False
+
+    def error(self, rank: int, call: str) -> CommError:
+        """What those who wait in ``call`` raise."""
+        text = f"rank {rank} did not call {call}: {self.why}"
+        return RankEnded(text, rank) if self.ended else CollectiveMismatch(text)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -131,6 +131,12 @@ class Hub:
                 name = type(error).__name__
                 self._fail(errors.RankFailed(f"rank {rank} raised {name}: {error}", rank))
 
+    def give_up(self, error: errors.CommError) -> None:
+        """Raise ``error``, or what went wrong before, on every rank."""
+        with self._lock:
+            self._fail(error)
+            self._raise_failure()
+
     def rank_done(self, rank: int) -> None:
         """Rank ``rank`` returned; whoever waits for it never will be answered."""
         with self._lock:
@@ -138,6 +144,32 @@ class Hub:
             for waiter, pending in list(self._waiting.items()):
                 self._check_ended(waiter, pending)
             self._check_deadlock()
+
+    def never_coming(
+        self, there: Sequence[int], missing: Sequence[int]
+    ) -> dict[int, errors.Absence]:
+        """Those of ``missing`` who will never come to ``there``, who wait outside of any call.
+
+        They have ended, or wait for a rank that waits for them.
+        """
+        with self._lock:
+            self._raise_failure()
+            found = {
+                rank: errors.Absence("it has ended", ended=True)
+                for rank in missing
+                if rank in self._ended
+            }
+            if found:
+                return found
+            held = set(there)
+            while grown := {
+                rank: errors.Absence(f"it waits in {pending.call(rank)}")
+                for rank, pending in self._waiting.items()
+                if rank not in held and not pending.done and _held(pending, held)
+            }:
+                held |= set(grown)
+                found |= grown
+            return {rank: absence for rank, absence in found.items() if rank in missing}
 
     def unfinished(self) -> list[str]:
         """Calls that some rank made and that were never completed, in words."""
@@ -319,6 +351,12 @@ class Hub:
             f"no answer from {errors.name_ranks(missing)} in {limit:g} s: rank {rank} waits in "
             f"{pending.call(rank)}; {last}"
         )
+
+
+def _held(pending: Pending, held: set[int]) -> bool:
+    """Whether whoever waits for ``pending`` waits for ranks that are ``held``."""
+    from_any = pending.is_exchange and next(iter(pending.posts.values())).peer is None
+    return (all if from_any else any)(rank in held for rank in pending.missing())
 
 
 def _meets(rank: int, request: Request, other: Pending) -> bool:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardproof.backends import arithmetic, world
+from shardproof.backends import arithmetic, errors, world
 from shardproof.backends.base import GroupBase, Handle
 from shardproof.backends.disturbances import Disturbances, poison
 from shardproof.backends.futures import OwnHandle
@@ -136,6 +137,21 @@ def join(rank: int, hub: Hub, disturbances: Disturbances | None = None) -> None:
 
 def is_rank() -> bool:
     return getattr(_RANK, "hub", None) is not None
+
+
+def never_coming(there: Sequence[int], missing: Sequence[int]) -> dict[int, errors.Absence]:
+    """Those of ``missing`` who will never come to ``there``, who wait outside of any call.
+
+    :raises CommError: the world has failed.
+    """
+    hub: Hub = _RANK.hub
+    return hub.never_coming(there, missing)
+
+
+def give_up(error: errors.CommError) -> None:
+    """Raise ``error`` on every rank."""
+    hub: Hub = _RANK.hub
+    hub.give_up(error)
 
 
 def leave() -> None:

@@ -8,6 +8,7 @@ calls do is in ``mpi_messages.py`` and ``mpi_calls.py``; ``launch/mpi/mpirun.py`
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,6 +189,15 @@ def join(
 
 def is_rank() -> bool:
     return _world is not None
+
+
+def ended(ranks: Sequence[int]) -> list[int]:
+    """Those of ``ranks`` that make no more calls; lets the own calls go on, for they may wait.
+
+    :raises CommError: a rank has failed.
+    """
+    assert _world is not None
+    return _world.calls.ended(ranks)
 
 
 def tell_failure(error: BaseException) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,9 +194,24 @@ class Calls:
             text = f"rank {rank} raised {type(error).__name__}: {error}"
             self._store.compare_set(FAILED, "", json.dumps([rank, text]))
 
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` that have ended; what is under way goes on.
+
+        :raises CommError: a rank has failed, or a call under way.
+        """
+        self._raise_failure()
+        self.advance()
+        self._see_failure()
+        return [rank for rank in ranks if self._store.check([f"{ENDED}/{rank}"])]
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure.again()
+
+    def _see_failure(self) -> None:
+        if self._store.check([FAILED]):
+            rank, text = json.loads(self._store.get(FAILED))
+            self._fail(errors.RankFailed(text, rank))
 
     def _fail(self, error: errors.CommError) -> None:
         self._failure = error
@@ -203,9 +219,7 @@ class Calls:
 
     def _look(self, call: Call, waited: float) -> None:
         """Whether the store tells why this call will never be done."""
-        if self._store.check([FAILED]):
-            rank, text = json.loads(self._store.get(FAILED))
-            self._fail(errors.RankFailed(text, rank))
+        self._see_failure()
         if waited < PATIENCE_SECONDS:
             return
         if call.key:

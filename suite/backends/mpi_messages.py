@@ -53,6 +53,8 @@ class Message:
 
 
 Steps = Iterator[list[Message]]
+#: The largest tag that every MPI allows.
+LEAST_TAG_LIMIT = 32767
 
 
 class Mail:
@@ -61,7 +63,7 @@ class Mail:
     def __init__(self, comm: MPI.Comm) -> None:
         self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
         self.others = [rank for rank in range(self.size) if rank != self.rank]
-        self._most = int(comm.Get_attr(MPI.TAG_UB))
+        self._most = int(comm.Get_attr(MPI.TAG_UB) or LEAST_TAG_LIMIT)
         bits = (self._most + 1).bit_length() - 1
         self._digest = (1 << (bits - _NUMBER_BITS - 1)) - 1
 

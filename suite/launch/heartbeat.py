@@ -24,6 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardproof.backends import Peer
+
 NEW, RUNNING, RETURNED, DONE, FAILED = range(5)
 
 _SLOT = 2048
@@ -104,6 +106,10 @@ class Writer:
         if self._map[self._base + _NOTICE : self._base + _NOTICE + 2] == b"\0\0":
             self._text(_NOTICE, text, _RING - _NOTICE)
 
+    def all(self) -> bytes:
+        """The slots of all ranks."""
+        return self._map[:]
+
     def _text(self, offset: int, text: str, room: int) -> None:
         data = text.encode("utf-8", "replace")[: room - 2]
         start = self._base + offset
@@ -148,9 +154,32 @@ def wait(begins: bool) -> None:
         writer.wait(begins)
 
 
+#: How a rank in one of these states has ended.
+_ENDED = {RETURNED: "it has returned", DONE: "it has returned", FAILED: "it has failed"}
+
+
+def peers() -> list[Peer]:
+    """What all ranks of the calling rank's launch do; nothing outside ranks."""
+    if (writer := current()) is None:
+        return []
+    return [
+        Peer(
+            beat.rank,
+            _ENDED.get(beat.state, ""),
+            beat.waiting,
+            (beat.sequence, beat.waits, beat.state),
+            beat.last_call or "its first call",
+        )
+        for beat in _slots(writer.all())
+    ]
+
+
 def read(path: Path) -> list[Heartbeat]:
     """All slots, as they are now.  A note written at this very moment may read torn."""
-    data = path.read_bytes()
+    return _slots(path.read_bytes())
+
+
+def _slots(data: bytes) -> list[Heartbeat]:
     slots = (data[start : start + _SLOT] for start in range(0, len(data), _SLOT))
     return [Heartbeat(rank, *(*_HEAD.unpack_from(slot), slot)) for rank, slot in enumerate(slots)]
 

@@ -97,7 +97,7 @@ class _SuiteLink:
         return backends.Hub(world, timeout_s)
 
     def join(self, rank: int, launch: RankLaunch, hub: backends.Hub) -> None:
-        backends.listen(heartbeat.note, heartbeat.wait)
+        backends.listen(heartbeat.note, heartbeat.wait, heartbeat.peers)
         where = self.name, rank, launch.world, launch.rendezvous, launch.timeout_s
         backends.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
         if self.mpirun:
