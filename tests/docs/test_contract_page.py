@@ -1,4 +1,4 @@
-"""The example of docs/contract.md gives what it says on 2 x 4 ranks, along the axis that it says."""
+"""The example of docs/contract.md gives what it says, on 2 x 4 ranks, and is counted along data."""
 
 from __future__ import annotations
 
