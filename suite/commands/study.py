@@ -23,6 +23,7 @@ studies = typer.Typer(
     shardproof study overhead                   what the suite costs a training step
     shardproof study false-alarms --results R   how often `bench` errs here
     shardproof study model-check                does the model of step times hold here?
+    shardproof study backends                   equal bits and CPU seconds on gloo and mpi?
     """,
 )
 
@@ -133,3 +134,42 @@ def model_check(
     from shardproof.studies import model_check as study
 
     raise typer.Exit(study.run(implementation, backend, world, rounds, out, records))
+
+
+@studies.command(short_help="Equal bits, and CPU seconds, on several backends.")
+def backends(
+    scenario: options.Scenarios = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", metavar="B", help="the last one is judged [in_memory gloo mpi]"),
+    ] = None,
+    world: options.World = None,
+    expression: options.Expression = "",
+    count: Annotated[
+        int | None, typer.Option("--cells", metavar="N", min=1, help="so many, drawn [all]")
+    ] = None,
+    seed: options.Seed = None,
+) -> None:
+    """Run the same quick cells on each backend in turns, and on the last again in another order.
+
+    Exit codes: 0 all hold, have equal bits, and cost at most twice gloo's CPU at 4 ranks; 1 not so.
+    """
+    from shardproof.backends import BACKENDS
+    from shardproof.errors import Problem, SelectionError, nearest
+    from shardproof.scenarios.selection import Selection
+    from shardproof.scenarios.vocabulary import installed
+    from shardproof.studies import backends as study
+
+    chosen = list(dict.fromkeys(backend or ("in_memory", "gloo", "mpi")))
+    for name in chosen:
+        if name not in BACKENDS:
+            remedy = nearest(name, BACKENDS, "backends")
+            raise SelectionError(Problem("--backend: unknown backend", remedy, name))
+        if reason := BACKENDS[name].available():
+            raise SelectionError(Problem(f"--backend: {reason}", "leave it out", name))
+    selection = Selection(scenario or (), worlds=world or (), expression=expression)
+    cells = selection.cases(installed())
+    said, wrong = study.run(cells, chosen, count, seed or 0, lambda text: echo(text, err=True))
+    for line in [*said, *wrong]:
+        echo(line)
+    raise typer.Exit(verdicts.BROKEN if wrong else verdicts.HELD)
