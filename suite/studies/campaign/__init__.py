@@ -48,7 +48,8 @@ MOST_TRIES = 300
 #: Where it is declined, no rank may have fewer samples than micro-batches either.
 UNEQUAL = "unequal_micro_batches"
 STRIDED = "non_contiguous"
-BACKENDS = ("in_memory", "gloo")
+#: Where MPI is missing its cases are skipped.
+BACKENDS = ("in_memory", "gloo", "mpi")
 #: Mixed precision: what the model is built in, and the policy.
 POLICIES: Sequence[tuple[str, Policy]] = (
     ("float32", {}),

@@ -111,6 +111,17 @@ def reshards(setup: Setup) -> bool:
     return k is None or isinstance(k, bool) or setup.mesh["shard"] % k == 0
 
 
+def whole_nodes(setup: Setup) -> bool:
+    """Whether nodes of two ranks, where an algorithm asks for them, divide the replicas."""
+    inner = setup.options.get("data_options", {})
+    chosen = {**setup.options, **inner}.get("all_reduce")
+    return not isinstance(chosen, Mapping) or setup.size("replicate") % 2 == 0
+
+
+def of_fsdp(setup: Setup) -> bool:
+    return reshards(setup) and whole_nodes(setup)
+
+
 def as_fsdp1(setup: Setup, policy: Policy) -> bool:
     """What FSDP1 insists on: no batch norms, and micro-batches are added up in no narrower dtype
     than ranks.
@@ -155,7 +166,8 @@ def recomputes(setup: Setup) -> bool:
 
 def goes_together(setup: Setup) -> bool:
     """As pipelines; nothing but Transformers and the like can be split into layers."""
-    return recomputes(setup) and (setup.workload in LAYERED or setup.size("tensor") == 1)
+    layered = setup.workload in LAYERED or setup.size("tensor") == 1
+    return recomputes(setup) and layered and whole_nodes(setup)
 
 
 def reduces_each(setup: Setup) -> bool:
@@ -264,9 +276,19 @@ _UPSTREAM_GRIDS: Meshes = [
 _WRAP: Choices = {"wrap": ({}, {"module_class": ["Block"]}, {"minimum_parameters": 500})}
 _SILENT: Choices = {"accumulate_without_communication": (False, True)}
 _RECOMPUTE: Choices = {"recompute_every": (0, 0, 1, 2)}
+#: Sums of wholes, and of shards, over send and recv: about half of the time.
+_NODES = {"algorithm": "hierarchical", "ranks_per_node": 2}
+_SUMS: Choices = {
+    "all_reduce": (
+        *("backend",) * 5,
+        *("ring", "recursive_doubling", "rabenseifner"),
+        *("binomial_tree", "double_binary_tree", _NODES),
+    )
+}
+_RINGS: Choices = {"reduce_scatter": ("backend", "ring"), "all_gather": ("backend", "ring")}
 _STATE: Choices = {"offload": ("none", "none", "optimizer")}
 _EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
-_ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE}
+_ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE, **_RINGS}
 _PREFETCH: Choices = {"prefetch_forward": (0, 1, 2), "prefetch_backward": (0, 1, 2)}
 _PREFETCH_ONE: Choices = {"prefetch_forward": (0, 1), "prefetch_backward": (0, 1)}
 _FSDP: Choices = {**_WRAP, **_SILENT, **_RECOMPUTE, **_PREFETCH}
@@ -294,7 +316,7 @@ def _fsdp(strategy: str, meshes: Meshes, options: Choices) -> System:
         mixed=True,
         sums_ranks_first=communicates if "shard" in meshes[0] else never,
         flattens=always,
-        only=reshards,
+        only=of_fsdp,
     )
 
 
@@ -317,29 +339,39 @@ def _hybrid(data: str, meshes: Meshes, inner: Sequence[Options], more: Choices) 
 
 _RESHARD = "reshard_after_forward"
 _SMALL_BUCKETS = {"bucket_bytes": 4096}
+_IN_RINGS = {"reduce_scatter": "ring", "all_gather": "ring"}
 _WRAPPED = {"wrap": {"module_class": ["Block"]}}
 _REPLICATED = {"sharding_strategy": "HYBRID_SHARD"}
 #: What a campaign draws from.  Systems with several entries, and those that take long, have smaller
 #: chances, so that none takes up most of a campaign.
 SYSTEMS: Sequence[System] = (
     System("plain", [{"replicate": 1}]),
-    System("reference/ddp", _REPLICAS, {"bucket_bytes": (4096, 25 * 2**20), **_RECOMPUTE}),
-    System("reference/naive_ddp", _REPLICAS),
+    System(
+        "reference/ddp",
+        _REPLICAS,
+        {"bucket_bytes": (4096, 25 * 2**20), **_RECOMPUTE, **_SUMS},
+        only=whole_nodes,
+    ),
+    System("reference/naive_ddp", _REPLICAS, _SUMS, only=whole_nodes),
     System("pytorch/ddp", _REPLICAS, _UPSTREAM_DDP),
     System("reference/zero1", _SHARDS, _ZERO, mixed=True),
     System("reference/zero2", _SHARDS, _ZERO, mixed=True, sums_ranks_first=always),
     System(
         "reference/zero3",
         _SHARDS,
-        {**_WRAP, **_RECOMPUTE, **_EVERYTHING},
+        {**_WRAP, **_RECOMPUTE, **_EVERYTHING, **_RINGS},
         mixed=True,
         sums_ranks_first=always,
         flattens=always,
     ),
-    _fsdp("NO_SHARD", _REPLICAS, {}),
-    _fsdp("SHARD_GRAD_OP", _SHARDS, {**_EVERYTHING, _RESHARD: (None, False)}),
-    _fsdp("FULL_SHARD", _SHARDS, {**_EVERYTHING, _RESHARD: (None, True, 2)}),
-    _fsdp("HYBRID_SHARD", _HYBRID, {**_EVERYTHING, _RESHARD: (None, False, True, 2)}),
+    _fsdp("NO_SHARD", _REPLICAS, _SUMS),
+    _fsdp("SHARD_GRAD_OP", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, False)}),
+    _fsdp("FULL_SHARD", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, True, 2)}),
+    _fsdp(
+        "HYBRID_SHARD",
+        _HYBRID,
+        {**_EVERYTHING, **_RINGS, **_SUMS, _RESHARD: (None, False, True, 2)},
+    ),
     System(
         "pytorch/fsdp2",
         (*_SHARDS, *_HYBRID),
@@ -396,12 +428,15 @@ SYSTEMS: Sequence[System] = (
     _hybrid(
         "ddp",
         [*_GRIDS, *_without_ones(_GRIDS)],
-        [{}, _SMALL_BUCKETS, {"broadcast_buffers": False}],
+        [
+            *({}, _SMALL_BUCKETS, {"broadcast_buffers": False}),
+            *({"all_reduce": "recursive_doubling"}, {"all_reduce": _NODES}),
+        ],
         {},
     ),
-    _hybrid("zero1", _SHARDED_GRIDS, [{}, _SMALL_BUCKETS], _STATE),
-    _hybrid("zero2", _SHARDED_GRIDS, [{}, _SMALL_BUCKETS], _STATE),
-    _hybrid("zero3", _SHARDED_GRIDS, [{}, _WRAPPED], _EVERYTHING),
+    _hybrid("zero1", _SHARDED_GRIDS, [{}, _SMALL_BUCKETS, _IN_RINGS], _STATE),
+    _hybrid("zero2", _SHARDED_GRIDS, [{}, _SMALL_BUCKETS, _IN_RINGS], _STATE),
+    _hybrid("zero3", _SHARDED_GRIDS, [{}, _WRAPPED, _IN_RINGS], _EVERYTHING),
     _hybrid(
         "fsdp",
         _SHARDED_GRIDS,
