@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import torch
 
@@ -19,6 +20,13 @@ def available(world: int = 1, shared: bool = False) -> str | None:
     present = f"{count} GPU{'s' if count > 1 else ''}" if count else "no GPU"
     wanted = "at least one GPU" if shared else f"a GPU for each of {world} rank(s)"
     return f"needs {wanted}, this machine has {present}"
+
+
+def identity() -> str:
+    """The GPU of this process, as no other on any machine is called."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    number = torch.cuda.current_device()
+    return str(getattr(properties, "uuid", "") or f"{socket.gethostname()} GPU {number}")
 
 
 def gpu_of(rank: int, count: int) -> int:

@@ -8,12 +8,17 @@ Times of calls are not: a call returns when it is queued on a stream.
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.backends import cuda, logged
+from shardproof.backends import cuda, errors, logged
+from shardproof.backends.disturbances import Disturbances
+
+#: What to do where ranks outnumber GPUs.
+REMEDY = "take the backend gloo_cuda, whose ranks share GPUs, or as few ranks as there are GPUs"
 
 
 class LoggedNccl(logged.Logged):
@@ -33,10 +38,50 @@ class LoggedNccl(logged.Logged):
         timeout = getattr(options, "_timeout", timedelta(minutes=10))
         super().__init__(store, rank, size, timeout, native)
 
+    @classmethod
+    def join(
+        cls,
+        rank: int,
+        world: int,
+        rendezvous: Path | dist.Store,
+        timeout_s: float,
+        ledgers: bool,
+        disturbances: Disturbances | None = None,
+    ) -> None:
+        """As every backend.
+
+        :raises RuntimeError: two ranks are on one GPU; NCCL would say so of a PCI number, later.
+        """
+        store = rendezvous
+        if isinstance(store, Path):
+            store = dist.FileStore(str(store), world)
+        refuse_shared_gpus(dist.PrefixStore("gpus", store), rank, world)
+        super().join(rank, world, store, timeout_s, ledgers, disturbances)
+
+
+def refuse_shared_gpus(store: dist.Store, rank: int, world: int) -> None:
+    """Raise on every rank if two of the ``world`` ranks have taken one GPU.
+
+    :raises RuntimeError: names the ranks, their GPU, and what to do.
+    """
+    store.set(str(rank), cuda.identity())
+    ranks: dict[str, list[int]] = {}
+    for other in range(world):
+        ranks.setdefault(store.get(str(other)).decode(), []).append(other)
+    for gpu, sharing in ranks.items():
+        if len(sharing) > 1:
+            raise RuntimeError(
+                f"{errors.name_ranks(sharing)} compute on one GPU ({gpu}), which NCCL refuses: "
+                f"{REMEDY}"
+            )
+
 
 def available(world: int = 1) -> str | None:
     """Why ``world`` ranks cannot use NCCL here, ``None`` if they can."""
     if LoggedNccl.native_type is None or not dist.is_nccl_available():
         return "this torch is built without NCCL"
     reason = cuda.available(world)
-    return f"NCCL {reason}" if reason else None
+    if reason is None:
+        return None
+    shared = f": it refuses two ranks on one GPU; {REMEDY}" if cuda.available(1) is None else ""
+    return f"NCCL {reason}{shared}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-import torch
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof import backends, registry, workloads
+from shardproof.bench.clock import Clock, finish
 from shardproof.bench.launches import SideRun
 from shardproof.case import DATA_AXES, data_shares
 from shardproof.comm import Comm, Mesh
@@ -32,12 +30,6 @@ def mesh_of(axes: Mapping[str, int], device: str, ranks: Sequence[int] | None = 
 def everybody(backend: str, world: int) -> Comm:
     """A group of all ranks, for barriers and votes."""
     return mesh_of({"replicate": world}, backends.BACKENDS[backend].device).comm("replicate")
-
-
-def finish(device: str) -> None:
-    """Wait until ``device`` has done its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 class Arm:
@@ -88,19 +80,24 @@ class Arm:
 
     def step(self, observe: Observe = lambda point: None) -> StepResult:
         """The next optimizer step; over when the device has done it."""
-        batch = dataclasses.replace(self.batches[self.steps % BATCHES], step=self.steps)
-        self.steps += 1
-        result = self.implementation.step(batch, observe)
+        result = self._ask(observe)
         finish(self.device)
         return result
 
     def seconds(self, steps: int) -> list[float]:
-        """Seconds of each of ``steps`` steps, back to back."""
-        ends = [time.perf_counter()]
+        """Seconds of each of ``steps`` steps, back to back; all are over then."""
+        clock = Clock(self.device)
+        clock.mark()
         for _ in range(steps):
-            self.step()
-            ends.append(time.perf_counter())
-        return [after - before for before, after in itertools.pairwise(ends)]
+            self._ask()
+            clock.mark()
+        return clock.seconds()
+
+    def _ask(self, observe: Observe = lambda point: None) -> StepResult:
+        """The next optimizer step; the device may still be at it."""
+        batch = dataclasses.replace(self.batches[self.steps % BATCHES], step=self.steps)
+        self.steps += 1
+        return self.implementation.step(batch, observe)
 
     @property
     def targets(self) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shardproof.backends import BACKENDS
-from shardproof.bench.arm import finish
+from shardproof.bench.clock import Clock, finish
 from shardproof.bench.leader_tasks import LaunchFailed, on_ranks
 from shardproof.bench.model import alpha_beta
 from shardproof.comm import Comm, Mesh
@@ -201,11 +200,12 @@ def _seconds(call: Callable[[], object], comm: Comm, calls: int) -> float:
     """Mean seconds of a call, back to back from a common start."""
     finish(comm.device)
     comm.barrier()
-    began = time.perf_counter()
+    clock = Clock(comm.device)
+    clock.mark()
     for _ in range(calls):
         call()
-    finish(comm.device)
-    return (time.perf_counter() - began) / calls
+    clock.mark()
+    return clock.seconds()[0] / calls
 
 
 def _call(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof import workloads
-from shardproof.backends import BACKENDS, nccl
+from shardproof import backends, contract, workloads
+from shardproof.backends import BACKENDS, cuda, logged, nccl
+from shardproof.bench import clock, collectives
+from shardproof.bench.arm import Arm
+from shardproof.bench.clock import Clock
 from shardproof.case import WorkloadSpec
 from shardproof.cases import rank_program
 from shardproof.commands import prove
@@ -33,7 +39,171 @@ def test_one_gpu_is_too_few_for_two_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert nccl.available(1) is None
-    assert nccl.available(2) == "NCCL needs a GPU for each of 2 rank(s), this machine has 1 GPU"
+    assert nccl.available(2) == (
+        "NCCL needs a GPU for each of 2 rank(s), this machine has 1 GPU: it refuses two ranks on "
+        "one GPU; take the backend gloo_cuda, whose ranks share GPUs, or as few ranks as there are "
+        "GPUs"
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert nccl.available(2) == "NCCL needs a GPU for each of 2 rank(s), this machine has no GPU"
+
+
+def properties(**fields: str) -> Any:
+    return lambda gpu: SimpleNamespace(name=f"made up {gpu}", **fields)
+
+
+def test_a_gpu_is_called_by_its_own_number_or_its_machine_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties(uuid="77-a"))
+    assert cuda.identity() == "77-a"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties())
+    monkeypatch.setattr(cuda.socket, "gethostname", lambda: "node7")
+    assert cuda.identity() == "node7 GPU 3"
+
+
+def all_join(gpus: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """What each rank hears that joins with one of ``gpus``; torch itself is not asked."""
+    joined: list[int] = []
+    own = threading.local()
+    monkeypatch.setattr(cuda, "identity", lambda: gpus[own.rank])
+    monkeypatch.setattr(
+        logged.Logged, "join", classmethod(lambda cls, rank, *rest: joined.append(rank))
+    )
+    heard = ["joined"] * len(gpus)
+
+    def join(rank: int) -> None:
+        own.rank = rank
+        try:
+            nccl.LoggedNccl.join(rank, len(gpus), folder / "meeting", 20.0, True)
+        except RuntimeError as error:
+            heard[rank] = str(error)
+
+    ranks = [threading.Thread(target=join, args=(rank,)) for rank in range(len(gpus))]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert [rank for rank, said in enumerate(heard) if said == "joined"] == sorted(joined)
+    return heard
+
+
+def test_ranks_on_one_gpu_are_named_on_every_rank_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    says = "ranks 0,2 compute on one GPU (a), which NCCL refuses: take the backend gloo_cuda"
+    heard = all_join(["a", "b", "a"], monkeypatch, tmp_path)
+    assert all(said.startswith(says) for said in heard), heard
+
+
+def test_ranks_on_gpus_of_their_own_join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert all_join(["a", "b", "c"], monkeypatch, tmp_path) == ["joined"] * 3
+
+
+def test_a_rank_of_nccl_takes_its_gpu_and_settings_before_it_meets_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's own stays
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: done.append(f"GPU {gpu}"))
+    monkeypatch.setattr(torch.cuda, "init", lambda: done.append("init"))
+    monkeypatch.setattr(
+        nccl.LoggedNccl, "join", classmethod(lambda cls, rank, *_: done.append(f"join {rank}"))
+    )
+    backends.join("nccl", 5, 8, tmp_path / "meeting", 1.0, ledgers=False)
+    assert done == ["GPU 5", "init", "join 5"]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize("name", ["nccl", "logged_nccl"])
+def test_what_nccl_joined_nccl_leaves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: name)
+    for kind in (nccl.LoggedNccl, backends.gloo.LoggedGloo):
+        told = classmethod(lambda cls: left.append(cls.__name__))
+        monkeypatch.setattr(kind, "leave", told)
+    assert backends.leave() and left == ["LoggedNccl"]
+
+
+# ------------------------------------------------------------------------------------------ clocks
+
+
+class Gpu:
+    """A GPU whose clock runs apart from the host's: it passes an event when it is told to work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ms, self.queued, self.waits = 1000.0, list[Any](), 0
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.work)
+
+    def event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        event = SimpleNamespace(at=None)
+        event.record = lambda: self.queued.append(event)
+        event.synchronize = self.work
+        event.elapsed_time = lambda later: later.at - event.at
+        return event
+
+    def kernel(self, ms: float) -> None:
+        """Queue work, and return at once."""
+        self.queued.append(ms)
+
+    def work(self) -> None:
+        """Do all that is queued."""
+        self.waits += 1
+        for item in self.queued:
+            if isinstance(item, float):
+                self.now_ms += item
+            else:
+                item.at = self.now_ms
+        self.queued.clear()
+
+
+def test_a_gpu_is_timed_by_its_own_clock_without_a_wait_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, now = Gpu(monkeypatch), Clock("cuda")
+    for ms in (0.0, 3.0, 250.0):
+        gpu.kernel(ms)
+        now.mark()
+    assert gpu.waits == 0
+    assert now.seconds() == [0.003, 0.25]
+    assert gpu.waits == 1 and Clock("cuda").seconds() == []
+
+
+def test_a_collective_is_timed_from_a_common_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    comm: Any = SimpleNamespace(device="cuda", barrier=lambda: gpu.kernel(500.0))
+    gpu.kernel(9000.0)  # what came before is over when the clock starts
+    assert collectives._seconds(lambda: gpu.kernel(8.0), comm, 4) == pytest.approx(0.008)
+
+
+def test_steps_are_timed_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, lengths = Gpu(monkeypatch), iter([2.0, 4.0, 8.0, 16.0])
+    arm: Any = object.__new__(Arm)
+    arm.device, arm.steps, arm.batches = "cuda", 0, [contract.Batch(0, ())] * 8
+
+    def step(batch: contract.Batch, observe: contract.Observe) -> contract.StepResult:
+        assert batch.step == arm.steps - 1
+        gpu.kernel(next(lengths))
+        return contract.StepResult(loss=torch.zeros(()))
+
+    arm.implementation = SimpleNamespace(step=step)
+    assert arm.seconds(3) == [0.002, 0.004, 0.008] and gpu.waits == 1
+    arm.step()
+    assert gpu.waits == 2 and arm.steps == 4
+
+
+def test_on_a_cpu_the_host_s_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 1.5, 3.0])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
+    now = Clock("cpu")
+    for _ in range(3):
+        now.mark()
+    assert now.seconds() == [0.5, 1.5]
 
 
 @no_gpu

@@ -24,7 +24,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.backends import BACKENDS
-from shardproof.bench.arm import Arm, finish, mesh_of
+from shardproof.bench.arm import Arm, mesh_of
+from shardproof.bench.clock import Clock, finish
 from shardproof.bench.launches import SideRun
 from shardproof.bench.model import step_time
 from shardproof.bench.model.records import AloneSteps, ProbeRecord, WatchedStep
@@ -245,11 +246,12 @@ class Probes:
         count = 1
         while True:
             finish(self.device)
-            began = time.perf_counter()
+            clock = Clock(self.device)
+            clock.mark()
             for _ in range(count):
                 action()
-            finish(self.device)
-            seconds = time.perf_counter() - began
+            clock.mark()
+            (seconds,) = clock.seconds()
             if seconds >= RATE_SECONDS:
                 return seconds / count
             count *= 2
