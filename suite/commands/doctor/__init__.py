@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import os
 import shutil
 import socket
@@ -10,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
+from shardproof.commands.doctor import nccl
+from shardproof.commands.doctor.finding import Finding
 from shardproof.launch.process_control import cores
 
 #: Bytes of shared memory that the records of a few cases at once may take.
@@ -25,21 +26,10 @@ MEMORY_BYTES = 2 << 30
 DISK_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One look: ``good``, ``note`` (it works, but) or ``bad`` (do what ``remedy`` says first)."""
-
-    what: str
-    state: Literal["good", "note", "bad"]
-    found: str
-    remedy: str = ""
-
-
 def examine(results: Path) -> Iterator[Finding]:
     """All findings, quick ones first; ``results`` is where runs are to be written."""
     yield Finding("python", "good", sys.version.split()[0])
     yield _torch()
-    yield _gpus()
     yield _cores()
     yield _threads()
     yield _memory()
@@ -48,10 +38,44 @@ def examine(results: Path) -> Iterator[Finding]:
     yield _results(results)
     yield _clock()
     yield _name()
-    yield _interface()
-    yield _gloo()
-    yield from _mpi()
+    of_gloo, of_mpi = [_interface(), _gloo()], list(_mpi())
+    yield from (*of_gloo, *of_mpi)
+    yield from nccl.examine()
+    yield from _backends({"gloo": of_gloo, "gloo_cuda": of_gloo, "mpi": of_mpi})
     yield _engine()
+
+
+def _backends(tried: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+    """Whether cases of each backend can run here; ``tried``: what was found out by trying."""
+    from shardproof.backends import BACKENDS
+
+    for name, backend in BACKENDS.items():
+        what, failed = f"backend {name}", [f for f in tried.get(name, ()) if f.state == "bad"]
+        reason = backend.available()
+        if reason:
+            yield Finding(what, "note", reason, _REMEDIES.get(name, "see docs/install-extras.md"))
+        elif failed:
+            yield Finding(what, "bad", f"{failed[0].what}: {failed[0].found}", failed[0].remedy)
+        else:
+            yield Finding(what, "good", _reach(name))
+
+
+#: What to do for a backend that cannot run here; cases on it are skipped.
+_REMEDIES = {
+    "gloo": "install a build of torch with distributed and gloo",
+    "gloo_cuda": "run on a machine with a GPU, with a build of torch with CUDA; skipped until then",
+    "nccl": "run on a machine with a GPU for each rank, or on gloo_cuda, where ranks share GPUs",
+    "mpi": "pip install 'shardproof[mpi]', or your system's Open MPI or MPICH with mpi4py",
+}
+
+
+def _reach(name: str) -> str:
+    """How many ranks ``name`` takes here."""
+    if name != "nccl":
+        return "can run here, at any number of ranks"
+    import torch
+
+    return f"can run here, at up to {torch.cuda.device_count()} ranks: one a GPU"
 
 
 def _torch() -> Finding:
@@ -64,17 +88,6 @@ def _torch() -> Finding:
         remedy = "install a build of torch with distributed and gloo"
         return Finding("torch", "bad", f"{build}, without gloo", remedy)
     return Finding("torch", "good", build)
-
-
-def _gpus() -> Finding:
-    """The GPUs that torch can use, or why it can use none: no fault, cases there are skipped."""
-    from shardproof.backends import BACKENDS
-    from shardproof.runs.machine import gpus
-
-    reason = BACKENDS["gloo_cuda"].available()
-    if reason:
-        return Finding("GPUs", "note", reason, "cases on nccl and gloo_cuda are skipped here")
-    return Finding("GPUs", "good", ", ".join(gpu.name for gpu in gpus()) or "usable by torch")
 
 
 def _cores() -> Finding:
@@ -106,10 +119,13 @@ def _shared_memory() -> Finding:
     if not os.access(folder, os.W_OK):
         text = f"none; work folders go to {tempfile.gettempdir()}"
         return Finding("/dev/shm", "note", text, "mount a tmpfs there for faster runs")
-    free = shutil.disk_usage(folder).free
-    text = f"{free / 2**20:.0f} MiB free"
-    if free < SHARED_BYTES:
-        remedy = "in containers: --shm-size 1g; else remove what fills it"
+    size = shutil.disk_usage(folder)
+    text = f"{size.free / 2**20:.0f} of {size.total / 2**20:.0f} MiB free"
+    if size.total < SHARED_BYTES:
+        remedy = "it is too small; in containers: --shm-size 1g (their default is 64 MiB)"
+        return Finding("/dev/shm", "bad", text, remedy)
+    if size.free < SHARED_BYTES:
+        remedy = "remove what fills it, or make it larger (in containers: --shm-size 1g)"
         return Finding("/dev/shm", "bad", text, remedy)
     return Finding("/dev/shm", "good", text)
 
@@ -155,13 +171,22 @@ def _clock() -> Finding:
 
 
 def _name() -> Finding:
-    """torch's launchers hand out this machine's name; a name without an address is a trap."""
+    """torch's launchers hand out this machine's name: it must have an address, and between
+    machines one that others can reach.
+    """
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
         remedy = f"add `127.0.0.1 {name}` to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
         return Finding("host name", "note", f"{name} has no address", remedy)
+    if ipaddress.ip_address(address).is_loopback:
+        remedy = (
+            "nothing to do on one machine; for several correct /etc/hosts, or name the interface "
+            "that they share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        )
+        found = f"{name} is {address}, the loopback, which other machines cannot reach"
+        return Finding("host name", "note", found, remedy)
     return Finding("host name", "good", f"{name} is {address}")
 
 
