@@ -18,7 +18,8 @@ one that backward makes until the bucket has been reduced and scattered; then th
                                   [4] after a wait: the sums of b0 are added to its kept shard,
                                       its whole gradients are freed
              next micro-batch,    [5] buckets that the backward left unsent are sent: when the
-             or finish                next micro-batch begins (accumulate), else in finish
+             or finish                next micro-batch begins (accumulate), else in finish; in a
+                                      pipeline at once (backward_ended)
              finish               [6] rounds that other ranks still have, with zeros; wait
                                   [7] who used what (integers)
              clip, update         own shards only; the norm is a sum over ranks
@@ -93,6 +94,10 @@ class Zero2(ShardedUpdate):
         """A micro-batch begins: it is a round of its own."""
         self.close_round()
         self.begin_round(computing=True)
+
+    def backward_ended(self) -> None:
+        """Send what this backward left: others may wait for it in theirs."""
+        self.close_round()
 
     def begin_round(self, computing: bool) -> None:  # [2]
         """The next round, for which this rank has a micro-batch or not."""

@@ -16,6 +16,8 @@ from pieces import assembled, rows, whole_tensors
 
 from shardproof import workloads
 from shardproof.case import Case, WorkloadSpec
+from shardproof.cases.runner import run_cases
+from shardproof.checks.results import CaseResult
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, OptimizerSpec, Piece, Point, Refused
 from shardproof.costs import COST_MODELS, Bound, CostModel, NoCostModel
@@ -478,3 +480,27 @@ def test_models_without_positions_have_promises_where_no_layer_is_split() -> Non
 def test_sums_in_backward_are_promised_where_every_micro_batch_makes_them() -> None:
     with pytest.raises(NoCostModel, match="goes unused"):
         gathered("charnames_gpt", "conditional_by_rank", sequence_parallel=True)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_what_one_rank_does_not_use_holds_no_other_up(stages: int, schedule: str) -> None:
+    """A bucket that stays unsent until the next backward, and with it messages, is a deadlock."""
+    found: list[CaseResult] = []
+    case = made_case(
+        "reference/hybrid",
+        {"pipe": stages, "shard": 2},
+        options={"data": "zero2", "data_options": {"bucket_bytes": 1024}, "schedule": schedule},
+        workload=WorkloadSpec(
+            "charnames_gpt",
+            traits=("conditional_by_rank",),
+            global_batch=12,
+            micro_batches=4,
+            windows=2,
+            params={"layers": 3, "width": 16, "heads": 2, "seq": 8},
+        ),
+        steps=2,
+        checks=("equivalence", "traffic", "memory"),
+    )
+    run_cases([case], 1, found.append)
+    assert [(result.verdict, result.reason) for result in found] == [("pass", "")]

@@ -47,6 +47,13 @@ class Handle(ABC):
     def accumulate(self, is_last: bool) -> None:
         """Before the forward of each micro-batch; ``is_last``: gradients may leave during it."""
 
+    def backward_ended(self) -> None:
+        """After each backward of a pipeline's stage.
+
+        What it left for others to wait for must be done here: before the next backward this rank
+        waits for a neighbour, who may wait, through others, for those who wait for it.
+        """
+
     @abstractmethod
     def finish(self) -> None:
         """After the last backward (or none): on return gradients are final."""

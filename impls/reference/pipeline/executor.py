@@ -11,7 +11,8 @@ and in nothing else.  So an order is data (``schedules.py``), and one loop carri
 
 Only F, B and BW wait, each for its own message; sends are waited for at the end of the window.
 ``accumulate`` of a stage's handle is called right before the action that makes gradients of its
-weights, so that a strategy of the data axes can reduce during the last of them.
+weights, so that a strategy of the data axes can reduce during the last of them, and
+``backward_ended`` right after it, so that no rank of a data axis waits for the next message.
 
 Cost: an activation and a gradient for each micro-batch and boundary between ranks: 2 m b s h bytes
 of values (Narayanan et al., arXiv 2104.04473, section 2.2.2: interleaving sends as often as there
@@ -190,6 +191,8 @@ class Executor:
             entered = held.entered.grad
             entered = torch.zeros_like(held.entered) if entered is None else entered
             self.ready[Action("RB", stage - 1, micro)] = entered.detach()
+        if op == "BW":
+            self.stages[stage].handle.backward_ended()
         if op == "B":
             assert held.deferred is not None
             self.held[stage, micro] = held.deferred
@@ -212,6 +215,7 @@ class Executor:
         self.stages[stage].handle.accumulate(action in self.final)
         with self.trace(action):
             deferred.backward()
+        self.stages[stage].handle.backward_ended()
 
     # ------------------------------------------------------------------------------------- messages
 
