@@ -23,13 +23,14 @@ import torch
 
 from shardproof.checks import Outcome, first_problem
 from shardproof.checks.overlap import REDUCTIONS
-from shardproof.checks.traffic import step_calls
+from shardproof.checks.traffic import axis_of, step_calls
 from shardproof.contract import PROFILES
 from shardproof.costs import collectives
 from shardproof.costs.families import FAMILIES, Shown
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import SHOWN_AT, RankRecord
+from shardproof.ledgers.traffic import Call
 from shardproof.table import some
 
 #: Names in one sentence.
@@ -166,12 +167,14 @@ def _silent_accumulation(evidence: Figures) -> str:
     features = evidence.declaration.features
     if "accumulation_without_communication" not in features or evidence.case.world == 1:
         return ""
-    kinds = (*REDUCTIONS, "send") if _sums_by_sending(evidence) else REDUCTIONS
+
+    def reduces(call: Call) -> bool:
+        return call.operation in REDUCTIONS or _sums_by_sending(evidence, call)
 
     def wrong(record: RankRecord, step: int) -> str:
         events = record.events_of(step)
         starts = [n for n, kind, unit in events if (kind, unit) == ("forward", "")]
-        reduced = [call for call in step_calls(record, step) if call.operation in kinds]
+        reduced = [call for call in step_calls(record, step) if reduces(call)]
         early = sum(call.issued < starts[-1] for call in reduced) if len(starts) > 1 else 0
         text = "reductions before the last micro-batch: accumulation should not communicate"
         return f"{early} {text}" if early else ""
@@ -179,10 +182,22 @@ def _silent_accumulation(evidence: Figures) -> str:
     return first_problem(evidence, wrong)
 
 
-def _sums_by_sending(evidence: Figures) -> bool:
+def _over_send_recv(evidence: Figures) -> bool:
     """Whether gradients are summed by an algorithm over send and recv."""
     facts = evidence.model_facts
     return facts is not None and collectives.over_send_recv(facts, "all_reduce")
+
+
+def _sums_by_sending(evidence: Figures, call: Call) -> bool:
+    """Whether ``call`` is part of an algorithm over send and recv that sums gradients.
+
+    Along shards it may be a part of gathering parameters; that is not told apart.
+    """
+    facts = evidence.model_facts
+    if call.operation != "send" or facts is None or not _over_send_recv(evidence):
+        return False
+    gathers = collectives.over_send_recv(facts, "all_gather")
+    return not (gathers and "shard" in axis_of(call.group, evidence.case.mesh).split("+"))
 
 
 def _recomputation(evidence: Figures) -> str:
@@ -212,7 +227,7 @@ def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
     is_bucketed = evidence.declaration.strategy == "ddp" and evidence.depth == "layout"
     if not is_bucketed or evidence.case.world == 1:
         return ""
-    if _sums_by_sending(evidence):
+    if _over_send_recv(evidence):
         return ""  # rounds of several buckets are alike; ``traffic`` bounds their number
     last = evidence.steps[-1]
     counts = [

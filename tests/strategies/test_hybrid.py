@@ -504,3 +504,25 @@ def test_what_one_rank_does_not_use_holds_no_other_up(stages: int, schedule: str
     )
     run_cases([case], 1, found.append)
     assert [(result.verdict, result.reason) for result in found] == [("pass", "")]
+
+
+@pytest.mark.parametrize("sums", ["backend", "binomial_tree"])
+def test_parameters_gathered_by_sending_are_no_reduction(sums: str) -> None:
+    found: list[CaseResult] = []
+    options = {
+        "sharding_strategy": "HYBRID_SHARD",
+        "accumulate_without_communication": True,
+        "reduce_scatter": "ring",
+        "all_gather": "ring",
+        "all_reduce": sums,
+    }
+    case = made_case(
+        "reference/fsdp",
+        {"replicate": 2, "shard": 2},
+        options=options,
+        workload=WorkloadSpec("charnames_gpt", micro_batches=2, params={"layers": 1, "width": 16}),
+        steps=2,
+        checks=("active", "traffic"),
+    )
+    run_cases([case], 1, found.append)
+    assert [result.verdict for result in found] == ["pass"], found[0].reason
