@@ -51,7 +51,7 @@ from shardproof.checks.numbers import (
 )
 from shardproof.checks.one_update import MASTER, update_of
 from shardproof.costs.expression import evaluate
-from shardproof.costs.stages import schedule_name, stages_of
+from shardproof.costs.stages import DESCENDING, schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 
@@ -254,9 +254,11 @@ def _adds_up_first(evidence: Figures) -> bool:
 
 
 def _ascends(evidence: Figures) -> bool:
-    """Whether a pipeline is to take micro-batches in ascending order; the named schedules are."""
-    named = schedule_name(evidence.case.options) is not None
-    return named or all(schedule.ascends for schedule in evidence.schedules.values())
+    """Whether a pipeline is to take micro-batches in ascending order; most named schedules are."""
+    name = schedule_name(evidence.case.options)
+    if name is not None:
+        return name not in DESCENDING
+    return all(schedule.ascends for schedule in evidence.schedules.values())
 
 
 def _tied_over_stages(evidence: Figures) -> bool:

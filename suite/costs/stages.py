@@ -21,6 +21,8 @@ DEFAULT = "1f1b"
 V_SHAPED = ("zb_v", "dualpipe_v")
 #: Chunks that a rank has unless the option says otherwise; schedules that are not named have one.
 CHUNKS = dict.fromkeys(("interleaved", "interleaved_zb", "looped_bfs", *V_SHAPED), 2)
+#: Schedules that go backwards through the micro-batches, and so add them up in another order.
+DESCENDING = ("looped_bfs",)
 
 
 @dataclass(frozen=True)

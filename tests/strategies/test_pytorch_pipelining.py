@@ -271,6 +271,16 @@ def test_schedules_equal_the_oracle() -> None:
     assert all(compared(r) > 100 for r in results)
 
 
+def test_descending_micro_batches_promise_no_equal_bits_on_one_rank_either() -> None:
+    spec = WorkloadSpec("charnames_gpt", micro_batches=3, global_batch=12, params=SIZES)
+    made = case(
+        NAME, {"pipe": 1}, options={"schedule": "looped_bfs"}, workload=spec, lane="bitwise"
+    )
+    (result,) = judged([made])
+    assert result.verdict == "pass", told([result])
+    assert result.figures("equivalence")["judged_in"] == "fp64"
+
+
 def test_calls_outside_of_a_step() -> None:
     """Evaluation in mid-run, saved and resumed stage by stage, parameters forced."""
     cases = [case(NAME, {"pipe": 2}, options={"schedule": "1f1b"})]
