@@ -23,7 +23,7 @@ LOADERS = {"registry", "studies"}
 #: Strategies that combine others.
 COMPOSERS = {"hybrid"}
 #: What strategies share; none of these is a strategy.
-SHARED = {"collectives", "engine", "parts", "units"}
+SHARED = {"checkpoint", "collectives", "engine", "parts", "units"}
 MOST_ROOMS, MOST_FILES_IN_ROOT, MOST_FILES = 30, 13, 20
 
 

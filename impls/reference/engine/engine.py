@@ -15,7 +15,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ from shardproof.contract import (
     Piece,
     StepResult,
 )
+from shardproof.impls.reference.checkpoint.formats import FORMATS
+from shardproof.impls.reference.checkpoint.saver import Saver
+from shardproof.impls.reference.checkpoint.system import restore, state_of
 from shardproof.impls.reference.collectives import options as collectives
 from shardproof.impls.reference.collectives.reducer import ByAlgorithm
 from shardproof.impls.reference.engine.handle import Context, Handle
@@ -56,6 +60,9 @@ from shardproof.impls.reference.parts.reducers import Reducer
 class Engine(Implementation):
     """An implementation around one :class:`~shardproof.impls.reference.engine.handle.Handle`."""
 
+    #: The format of :meth:`save`: ``full``, ``sharded`` or ``asynchronous``.
+    checkpoint: ClassVar[str] = "sharded"
+    steps_done = 0
     call_type: type[Call] = Call  # what recomputation repeats
     scaler_type: type[LossScaler] = LossScaler
     masters_type: type[Masters] = Masters
@@ -77,6 +84,8 @@ class Engine(Implementation):
         if state is not None:
             load_state(module, state)
         self.build, self.spec, self.mesh, self.given = build, optimizer, mesh, options
+        self.savers: dict[Path, Saver] = {}
+        self.run: str | None = None
         self.groups = self.recompute(module, options)
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.check_norms(module)
@@ -143,6 +152,7 @@ class Engine(Implementation):
         self.handle.after_step()
         if self.masters:
             self.masters.after_step()
+        self.steps_done = batch.step + 1
         return StepResult(loss=loss, norm=norm, metrics=metrics)
 
     def unscale(self) -> dict[str, float]:
@@ -249,12 +259,38 @@ class Engine(Implementation):
             self.module.train()
         return torch.stack(shares).sum() if shares else torch.zeros(())
 
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
+        """Save into the root ``path``; wait for what is returned to know that it is committed.
+
+        ``extra`` is anything that JSON holds; progress in the data goes under ``"data"``.
+
+        :raises CheckpointError: nothing is committed.
+        """
+        saver = self.savers.get(path)
+        if saver is None:
+            saver = FORMATS[self.checkpoint](path, self.mesh, run=self.run)
+            self.savers[path] = saver
+        saver.save(state_of(self, extra))
+        self.run = saver.run
+        return saver
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        """Load what any reference strategy saved, in any world; the ``extra`` that was given.
+
+        :raises CheckpointError: the checkpoint is damaged, or is of another model.
+        """
+        loaded = restore(self, path)
+        self.run = loaded.run
+        return loaded.extra
+
     def drain(self) -> None:
         """Finish work in flight."""
         self.handle.drain()
 
     def close(self) -> None:
         """Leave the module with the hooks and forwards with which it was built."""
+        while self.savers:
+            self.savers.popitem()[1].wait()
         self.handle.close()
         while self.groups:
             self.groups.pop().close()

@@ -1,0 +1,168 @@
+"""Before a byte is written, all ranks agree on who writes what, by exchanging descriptions.
+
+    each rank    kind, name, place, replica, bytes of every piece that it holds, no elements
+    all ranks    the same table, hence the same choice:
+                   a name with copies (DDP's parameters, Adam's step) is written once, from the copy
+                   whose ranks have the least to write so far: files of about equal size
+                   buffers are written as often as there are copies, for these may differ
+    rank 0       makes the folder; its name travels with the table
+
+What is chosen covers every element once, or the save ends here: a rank that lost a piece is told
+before the last good checkpoint is touched.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardproof.contract import Piece
+from shardproof.impls.reference.checkpoint.commit import begin, new_run
+from shardproof.impls.reference.checkpoint.data_file import Held
+from shardproof.impls.reference.checkpoint.errors import CheckpointError
+from shardproof.impls.reference.checkpoint.manifest import About
+from shardproof.impls.reference.checkpoint.regions import Place, TooFine, hole_or_overlap
+from shardproof.impls.reference.checkpoint.saver import Saver
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank has to save: pieces by kind (``manifest.KINDS``), and what is true of all."""
+
+    pieces: Mapping[str, Sequence[Piece]]
+    about: About
+
+
+class Described(NamedTuple):
+    """A piece without its elements."""
+
+    rank: int
+    number: int
+    kind: str
+    name: str
+    place: Place
+    replica: int
+    incomplete: bool
+    dtype: torch.dtype
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The attempt that all ranks are about to make.
+
+    ``writes`` are the pieces of all ranks that are to be written, in one order.
+    """
+
+    folder: Path
+    writes: tuple[Described, ...]
+
+    @property
+    def id(self) -> str:
+        """What every file of the checkpoint carries."""
+        return self.folder.name
+
+
+def place_of(piece: Piece) -> Place:
+    """Where ``piece`` lies."""
+    shape = tuple(piece.global_shape)
+    if piece.flat_range is not None:
+        return Place(shape, None, piece.flat_range)
+    return Place(shape, tuple(piece.slices or ((0, size) for size in shape)), None)
+
+
+def describe(state: State, rank: int) -> list[Described]:
+    """The pieces of ``state``, without their elements."""
+    return [
+        Described(
+            *(rank, number, kind, p.name, place_of(p), p.replica, p.incomplete),
+            *(p.tensor.dtype, p.tensor.numel() * p.tensor.element_size()),
+        )
+        for kind, pieces in state.pieces.items()
+        for number, p in enumerate(pieces)
+    ]
+
+
+def agree(saver: Saver, state: State, from_rank0: bool = False) -> Agreed:
+    """The same on all ranks; a collective call.
+
+    ``from_rank0``: where rank 0 has a copy, that one is written.
+
+    :raises CheckpointError: an element is held nowhere or twice, or the root cannot be saved into.
+    """
+    tables = saver.everyone(describe(state, saver.rank))
+    writes = choose([one for table in tables for one in table], from_rank0, saver.root)
+
+    def make() -> tuple[str, str] | None:
+        if saver.rank:
+            return None
+        run = saver.run or new_run()
+        return str(begin(saver.layer, saver.root, run, state.about.step)), run
+
+    folder, run = saver.together(make)[0]
+    saver.run = run
+    return Agreed(Path(folder), writes)
+
+
+def choose(table: Sequence[Described], from_rank0: bool, root: Path) -> tuple[Described, ...]:
+    """Of all pieces those that are written.
+
+    :raises CheckpointError: those of a name do not cover it, or do so twice.
+    """
+    copies: dict[tuple[str, str], dict[int, list[Described]]] = {}
+    for one in table:
+        copies.setdefault((one.kind, one.name), {}).setdefault(one.replica, []).append(one)
+    load: dict[int, int] = defaultdict(int)
+    chosen: list[Described] = []
+    for (kind, name), by_replica in copies.items():
+        # A copy may leave out what others have; one that does not is always there.
+        whole = {r: c for r, c in by_replica.items() if not any(one.incomplete for one in c)}
+        if kind == "buffers":
+            taken = list(whole.values())
+        else:
+            taken = [min(whole.values(), key=lambda copy: _cost(copy, load, from_rank0))]
+        for copy in taken:
+            require_cover(kind, name, [one.place for one in copy], root)
+            for one in copy:
+                load[one.rank] += one.bytes
+            chosen += copy
+    return tuple(chosen)
+
+
+def _cost(copy: list[Described], load: Mapping[int, int], from_rank0: bool) -> tuple[int, ...]:
+    """What to compare copies by: bytes from other ranks, bytes of the busiest writer, number."""
+    far = sum(one.bytes for one in copy if one.rank) if from_rank0 else 0
+    return far, max(load[one.rank] + one.bytes for one in copy), copy[0].replica
+
+
+def require_cover(kind: str, name: str, places: list[Place], file: Path) -> None:
+    """:raises CheckpointError: ``places`` of a name leave out an element, or hold it twice."""
+    try:
+        problem = hole_or_overlap(places)
+    except TooFine as error:
+        problem = str(error)
+    if problem or len({place.shape for place in places}) > 1:
+        what = f"{kind} {name[:200]!r}: {problem or 'its parts tell different shapes'}"
+        raise CheckpointError(file, what, "every element must lie in one piece of each copy")
+
+
+def held(one: Described, tensor: torch.Tensor, key: str = "") -> Held:
+    """``one`` with its elements, under ``key`` or one that says kind, name, place and copy."""
+    copy = f"#{one.replica}" if one.replica else ""
+    where = "" if one.place.is_whole else str(one.place)
+    key = key or f"{one.kind}/{one.name}{where}{copy}"
+    return Held(key, one.kind, one.name, one.place, one.replica, one.rank, tensor)
+
+
+def own_writes(agreed: Agreed, state: State, rank: int) -> list[Held]:
+    """What this rank writes, where ranks write what they hold themselves."""
+    return [
+        held(one, state.pieces[one.kind][one.number].tensor)
+        for one in agreed.writes
+        if one.rank == rank
+    ]

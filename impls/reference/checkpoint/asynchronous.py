@@ -1,0 +1,180 @@
+"""Asynchronous sharded: training waits for a copy in memory; the disk works behind its back.
+
+    training   step | save: agree, copy | step | step | step | save: wait ...
+    writer                              \\- rank-00000 -- index -- (rank 0: all indexes? manifest)
+
+    copy       of what this rank writes, at once: the next step changes the tensors in place
+               (pytorch/pytorch#145408 handed the live ones to the writer)
+    write      as in sharded.py, by one thread a rank, which calls no collective: training does
+    manifest   rank 0's writer waits until every rank's index stands in the folder, under its name,
+               which is a writer's last operation; then it commits.  Nobody has to call for that
+    wait       the next save waits for this one: there is one copy, and it is in use
+
+Cost: training's stall is the agreement and one pass over memory; the next save pays for a disk that
+is slower than the time between two.  Memory: at most one copy of the local state, and less where
+copies share the writing; it is kept for the next save.
+Numbers: those of the moment of ``save``, whatever training does since; step, extra and scaler too.
+Errors: of any rank's writer are raised by ``wait`` (or the next ``save``) on all ranks.
+Left out: a process of its own for writing (5 to 20 s to start one, for a stall that is no shorter).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardproof.impls.reference.checkpoint.agreement import Agreed, State, agree, own_writes
+from shardproof.impls.reference.checkpoint.data_file import Held
+from shardproof.impls.reference.checkpoint.errors import CheckpointError
+from shardproof.impls.reference.checkpoint.manifest import INDEX, About, Listed
+from shardproof.impls.reference.checkpoint.safe_files import read_small
+from shardproof.impls.reference.checkpoint.saver import Saver, told
+from shardproof.impls.reference.checkpoint.writing import stem_of, write_pair
+
+#: Seconds without a byte more in the folder after which a writer is given up.
+PATIENCE = 600.0
+_LOOK = 0.02
+
+
+class AsynchronousSharded(Saver):
+    """Saves the checkpoints of one run behind the training's back, one at a time."""
+
+    kind = "sharded"
+    patience = PATIENCE
+
+    under_way: Writer | None = None
+
+    def save(self, state: State) -> Path:
+        """Start to save; a collective call, which first waits for the save before.
+
+        The folder of the checkpoint, which is committed when :meth:`wait` returns, or earlier.
+
+        :raises CheckpointError: on all ranks: the save before failed, or this one cannot start.
+        """
+        self.wait()
+        agreed = agree(self, state)
+        with self.abandoned_if_it_fails(agreed):
+            tensors = self.snapshot(own_writes(agreed, state, self.rank))
+        # By value: what the caller changes from now on is of a later step.
+        self.under_way = Writer(self, agreed, copy.deepcopy(state.about), tensors)
+        self.under_way.start()
+        return agreed.folder
+
+    _copies: Sequence[Tensor] = ()
+
+    @torch.no_grad()
+    def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
+        """Copies in host memory; the memory is that of the copies before, if it fits."""
+        kept = dict(enumerate(self._copies))
+        copies = []
+        for number, one in enumerate(tensors):
+            old, like = kept.pop(number, None), one.tensor
+            if old is None or old.shape != like.shape or old.dtype != like.dtype:
+                del old
+                old = torch.empty(like.shape, dtype=like.dtype)
+            copies.append(old.copy_(like))
+        self._copies = copies
+        return [replace(one, tensor=t) for one, t in zip(tensors, copies, strict=True)]
+
+    def wait(self) -> None:
+        """Return when what was saved last is committed; a collective call.
+
+        :raises CheckpointError: on all ranks, if a rank's writer failed or stands still.
+        """
+        writer, self.under_way = self.under_way, None
+        if writer is None:
+            return
+        with self.abandoned_if_it_fails(writer.agreed):
+            try:
+                self.all_or_none(None, writer.outcome(writer.has_written))
+            except BaseException:
+                writer.cancelled.set()  # rank 0's would wait for an index that never comes
+                writer.join(self.patience)
+                raise
+            self.all_or_none(None, writer.outcome(writer.has_ended))
+
+
+class Writer(threading.Thread):
+    """Writes one rank's pair; rank 0's commits when all pairs are there."""
+
+    def __init__(
+        self,
+        saver: AsynchronousSharded,
+        agreed: Agreed,
+        about: About,
+        tensors: Sequence[Held],
+    ) -> None:
+        # A rank that crashes must end, whatever its disk does.
+        super().__init__(name=f"writes {agreed.id}", daemon=True)
+        self.saver, self.agreed, self.about, self.tensors = saver, agreed, about, tensors
+        self.has_written, self.has_ended = threading.Event(), threading.Event()
+        self.cancelled = threading.Event()
+        self.failure: tuple[str, str, str] | None = None
+
+    def run(self) -> None:
+        """What the thread does."""
+        saver = self.saver
+        try:
+            write_pair(saver.layer, self.agreed, stem_of(saver.rank), self.tensors)
+            self.has_written.set()
+            if saver.rank == 0 and (listed := self.all_indexes()):
+                saver.commit(self.agreed, self.about, listed)
+        except (CheckpointError, OSError) as error:
+            self.failure = told(error)
+        finally:
+            self.has_written.set()
+            self.has_ended.set()
+
+    def all_indexes(self) -> list[Listed]:
+        """What every writing rank left, as soon as all of it is there; none if cancelled.
+
+        :raises CheckpointError: the folder no longer grows, and an index is missing.
+        """
+        ranks = sorted({one.rank for one in self.agreed.writes})
+        paths = [self.agreed.folder / (stem_of(rank) + INDEX) for rank in ranks]
+        grown = Growth(self.agreed.folder, self.saver.patience)
+        while not self.cancelled.wait(_LOOK):
+            missing = [path for path in paths if not path.exists()]
+            if not missing:
+                sums = [zlib.crc32(read_small(path)) for path in paths]
+                return [Listed(stem_of(r), crc) for r, crc in zip(ranks, sums, strict=True)]
+            if grown.stands_still():
+                what = f"did not appear, and nothing grew for {self.saver.patience:.0f} s"
+                raise CheckpointError(missing[0], what, "look at what ended that rank; save again")
+        return []
+
+    def outcome(self, event: threading.Event) -> tuple[str, str, str] | None:
+        """Wait for ``event``; what went wrong, if anything."""
+        grown = Growth(self.agreed.folder, self.saver.patience)
+        while not event.wait(1.0):
+            if grown.stands_still():
+                self.cancelled.set()
+                what = f"nothing was written into it for {self.saver.patience:.0f} s"
+                return str(self.agreed.folder), what, "look at the disk; save again"
+        return self.failure
+
+
+class Growth:
+    """Whether a folder's files still grow, asked again and again."""
+
+    def __init__(self, folder: Path, patience: float) -> None:
+        self.folder, self.patience = folder, patience
+        self.bytes, self.since = -1, time.monotonic()
+
+    def stands_still(self) -> bool:
+        """Nothing more since ``patience`` seconds."""
+        try:
+            found = sum(path.stat().st_size for path in self.folder.iterdir())
+        except OSError:  # a name that was just given up
+            return time.monotonic() - self.since > self.patience
+        if found != self.bytes:
+            self.bytes, self.since = found, time.monotonic()
+        return time.monotonic() - self.since > self.patience

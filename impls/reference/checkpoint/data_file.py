@@ -1,0 +1,264 @@
+"""Tensors in a file of the safetensors format, with a checksum of every page of them.
+
+The format (huggingface/safetensors, README "Format")::
+
+    8 bytes    n, the length of the header, little endian
+    n bytes    JSON: {key: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, then spaces
+    the rest   the tensors' elements, row-major, little endian, without gaps
+
+The upstream package writes a whole file at once, by itself: it can neither stream from tensors that
+must not be copied nor go through the file layer.  Its reader knows no checksums, and takes 100 MB
+of header.  So both are written here; tests read the files with the upstream package.
+
+Each tensor is cut into chunks of 4 KiB, a page, which is what a disk reads anyway; the CRC-32 of
+each goes into the file's index.  So who needs a part of a tensor reads and verifies little more.
+A flipped bit always shows, a chunk of noise but for one in 4 billion.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, CheckpointError
+from shardproof.impls.reference.checkpoint.files import FileLayer
+from shardproof.impls.reference.checkpoint.guarded_json import Fields, parse
+from shardproof.impls.reference.checkpoint.regions import Place
+
+#: Names of the format -> dtypes.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PAGE = 4096
+#: Checksums of one file; chunks grow in larger ones.
+MOST_SUMS = 1 << 18
+_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a data file: the ``place`` of ``name`` that it holds, and where it lies.
+
+    ``begin`` and ``end`` are bytes of the file; ``first_sum`` is the number of its first checksum.
+    ``replica`` and ``owner``: which copy of the name it is, and the rank that held it.
+    """
+
+    file: str
+    key: str
+    kind: str
+    name: str
+    dtype: str
+    place: Place
+    replica: int
+    owner: int
+    begin: int
+    end: int
+    first_sum: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor to write: what :class:`Entry` says of it."""
+
+    key: str
+    kind: str
+    name: str
+    place: Place
+    replica: int
+    owner: int
+    tensor: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """What is known of a data file: its tensors in order and the checksums of their chunks."""
+
+    name: str
+    bytes: int
+    header_bytes: int
+    header_sum: int
+    chunk: int
+    sums: array[int]
+    entries: tuple[Entry, ...]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements as they lie in a file; the tensor's own memory, if that is contiguous."""
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    if not plain.numel():
+        return memoryview(b"")
+    elements: Any = plain.view(torch.uint8).numpy()
+    return memoryview(elements)
+
+
+def chunk_for(sizes: Sequence[int]) -> int:
+    """Bytes of a chunk in a file of tensors of ``sizes`` bytes."""
+    chunk = PAGE
+    while sum(-(-size // chunk) for size in sizes) > MOST_SUMS + len(sizes):
+        chunk *= 2
+    return chunk
+
+
+class Streamed:
+    """A data file under way, whose tensors come one at a time, in the order of ``tensors``.
+
+    That order is by size of an element, the largest first, so that every tensor lies aligned.  What
+    is told at first may lie on the meta device; what is added has that shape and dtype.
+    """
+
+    def __init__(
+        self, layer: FileLayer, path: Path, tensors: Sequence[Held], identity: dict[str, str]
+    ) -> None:
+        assert sys.byteorder == "little"  # as the format; so is every machine that torch runs on
+        self.layer, self.path = layer, path
+        self.tensors = sorted(tensors, key=lambda held: -held.tensor.element_size())
+        self.head = _head(path, self.tensors, identity)
+        self.chunk = chunk_for([held.bytes for held in self.tensors])
+        self.sums = array("I")
+        self.entries: list[Entry] = []
+        self.at = len(self.head)
+
+    def __enter__(self) -> Streamed:
+        self.file = self.layer.create(self.path)
+        try:
+            self.layer.write(self.path, self.file, memoryview(self.head))
+        except BaseException:
+            self.layer.close(self.file)
+            raise
+        return self
+
+    def add(self, tensor: Tensor) -> None:
+        """Append the next of :attr:`tensors`."""
+        held, data = self.tensors[len(self.entries)], bytes_of(tensor)
+        assert len(data) == held.bytes, held.key
+        name, first = self.path.name, len(self.sums)
+        self.sums.extend(
+            zlib.crc32(data[start : start + self.chunk])
+            for start in range(0, len(data), self.chunk)
+        )
+        self.layer.write(self.path, self.file, data)
+        end = self.at + len(data)
+        dtype, owner = NAMES[held.tensor.dtype], held.owner
+        self.entries.append(
+            Entry(
+                *(name, held.key, held.kind, held.name, dtype, held.place),
+                *(held.replica, owner, self.at, end, first),
+            )
+        )
+        self.at = end
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                assert len(self.entries) == len(self.tensors)
+                self.layer.sync(self.path, self.file)
+        finally:
+            self.layer.close(self.file)
+
+    @property
+    def result(self) -> DataFile:
+        """What was written."""
+        head = self.head
+        crc = zlib.crc32(head)
+        return DataFile(
+            *(self.path.name, self.at, len(head), crc, self.chunk, self.sums),
+            tuple(self.entries),
+        )
+
+
+def _head(path: Path, tensors: Sequence[Held], identity: dict[str, str]) -> bytes:
+    """The length and the header, padded so that data begins at a multiple of 8."""
+    header: dict[str, object] = {"__metadata__": identity}
+    at = 0
+    for held in tensors:
+        dtype = held.tensor.dtype
+        if dtype not in NAMES:
+            what = f"{held.kind} {held.name!r} is of {dtype}, which the format cannot hold"
+            raise CheckpointError(path, what, f"keep one of {', '.join(map(str, NAMES))}")
+        if held.key in header:
+            what = f"two tensors are called {held.key!r}"
+            raise CheckpointError(path, what, "give each piece of a rank a place of its own")
+        shape = list(held.place.own_shape)
+        offsets = [at, at + held.bytes]
+        header[held.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": offsets}
+        at += held.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH)
+    return len(text).to_bytes(_LENGTH, "little") + text
+
+
+def read_head(
+    data: bytes, size: int, file: Path
+) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Key -> dtype, shape, begin and end in the file, of a header with its length before it.
+
+    ``size`` is that of the whole file.
+
+    :raises CheckpointError: the tensors are not what a file of that size can hold.
+    """
+    fields = parse(data[_LENGTH:], file)
+    fields.pop("__metadata__", None)
+    found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    for key, value in fields.items():
+        one = Fields(value, file, f"{key[:100]!r}: ")
+        dtype, shape, offsets = one.text("dtype"), one.numbers("shape"), one.numbers("data_offsets")
+        if dtype not in DTYPES:
+            raise one.wrong("dtype", f"one of {', '.join(DTYPES)}", dtype)
+        if len(offsets) != 2:
+            raise one.wrong("data_offsets", "two numbers", offsets)
+        if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype].itemsize:
+            raise one.wrong("data_offsets", f"as long as {dtype} of {list(shape)}", offsets)
+        found[key] = (dtype, shape, len(data) + offsets[0], len(data) + offsets[1])
+    at = len(data)
+    for key, (_, _, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
+        if begin != at:
+            what = f"{key[:100]!r} begins at byte {begin}, not at {at}, where the one before ends"
+            raise CheckpointError(file, what, TAKE_ANOTHER)
+        at = end
+    if at != size:
+        what = f"has {size} bytes, its header describes {at}"
+        raise CheckpointError(file, what, TAKE_ANOTHER)
+    return found
+
+
+def head_bytes(start: bytes, size: int, file: Path, most: int) -> int:
+    """Bytes of header and length, by the first bytes of the file.
+
+    :raises CheckpointError: no such file, or a header of over ``most`` bytes.
+    """
+    length = int.from_bytes(start, "little")
+    if len(start) < _LENGTH or length > min(size - _LENGTH, most):
+        what = f"has {size} bytes, of which a header would take {length} (at most {most})"
+        raise CheckpointError(file, what, TAKE_ANOTHER)
+    return _LENGTH + length
+
+
+def chunks(entry: Entry, chunk: int) -> Iterator[tuple[int, int, int]]:
+    """Begin and end in the file, and number of the checksum, of each chunk of a tensor."""
+    for number, begin in enumerate(range(entry.begin, entry.end, chunk), entry.first_sum):
+        yield begin, min(begin + chunk, entry.end), number

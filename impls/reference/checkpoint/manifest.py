@@ -1,0 +1,224 @@
+"""What a checkpoint says of itself: the manifest, and an index beside each data file.
+
+    manifest.json       about the training: strategy, mesh, optimizer, scaler, step, data progress;
+                        the names of all data files, with the CRC-32 of their indexes
+    rank-00000.json     about one data file: its bytes, the CRC-32 of its header and of each chunk;
+                        of each tensor kind, name, dtype, global shape, place, replica, owner
+
+Written by different ranks, each knows the checkpoint's id, so a file of another step or run shows.
+Everything is checked when it is read: kinds of values, sizes, places, sums.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardproof.impls.reference.checkpoint.data_file import DTYPES, MOST_SUMS, DataFile, Entry
+from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, CheckpointError
+from shardproof.impls.reference.checkpoint.guarded_json import Fields, seal, unseal
+from shardproof.impls.reference.checkpoint.regions import Place
+
+FORMAT, VERSION = "shardproof checkpoint", 1
+MANIFEST = "manifest.json"
+DATA, INDEX = ".safetensors", ".json"
+#: What is saved; ``rng`` and ``extra`` are tensors that belong to one rank or to nobody.
+KINDS = ("parameters", "buffers", "optimizer", "rng", "extra")
+#: Data files of a checkpoint; tensors, and bytes of checksums, over all of them.
+MOST_FILES, MOST_TENSORS, MOST_SUM_BYTES = 1 << 14, 50_000, 32 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint says of the training, beside tensors.
+
+    ``mesh`` maps axes to their sizes; ``optimizer`` are the fields of an ``OptimizerSpec``;
+    ``scaler`` is the state of loss scaling; ``data`` the progress in the data; ``extra`` whatever
+    else the caller wants back, as JSON.  ``step`` counts the optimizer steps that were made.
+    """
+
+    step: int
+    strategy: str
+    mesh: Mapping[str, int]
+    optimizer: Mapping[str, Any] | None = None
+    scaler: Mapping[str, Any] | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks that saved."""
+        return math.prod(self.mesh.values())
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A data file and its index, as the manifest lists them, without their endings."""
+
+    name: str
+    index_sum: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint; ``id`` is in every file of it."""
+
+    kind: str
+    id: str
+    run: str
+    about: About
+    files: tuple[Listed, ...]
+
+    def to_json(self) -> bytes:
+        """The file, with its checksum."""
+        files = [asdict(file) for file in self.files]
+        fields = {"format": FORMAT, "version": VERSION, "kind": self.kind, "id": self.id}
+        return seal(fields | {"run": self.run} | asdict(self.about) | {"files": files})
+
+
+def read_manifest(data: bytes, file: Path) -> Manifest:
+    """What :meth:`Manifest.to_json` wrote.
+
+    :raises CheckpointError: changed since, of another version, or not what a manifest says.
+    """
+    fields = Fields(unseal(data, file), file)
+    if fields.text("format") != FORMAT:
+        raise fields.wrong("format", repr(FORMAT), fields.text("format"))
+    if fields.number("version") != VERSION:
+        what = f"is of format version {fields.number('version')}, this reader knows {VERSION}"
+        raise CheckpointError(file, what, "read it with the version of the suite that wrote it")
+    mesh = fields.mapping("mesh")
+    if any(type(size) is not int or not 1 <= size <= 1 << 20 for size in mesh.values()):
+        raise fields.wrong("mesh", "axes and their sizes", mesh)
+    mappings = {name: fields.mapping(name) for name in ("data", "extra")}
+    optional = ("optimizer", "scaler")
+    mappings |= {n: fields.mapping(n) for n in optional if fields.data.get(n) is not None}
+    about = About(fields.number("step"), fields.text("strategy"), mesh, **mappings)
+    items = fields.items("files")
+    if not 1 <= len(items) <= MOST_FILES:
+        raise fields.wrong("files", f"a list of 1 to {MOST_FILES}", items)
+    listed = [Fields(item, file, f"files[{at}].") for at, item in enumerate(items)]
+    files = tuple(Listed(_safe(one), one.number("index_sum", 1 << 32)) for one in listed)
+    if len({one.name for one in files}) < len(files):
+        raise CheckpointError(file, "lists one data file twice", TAKE_ANOTHER)
+    return Manifest(fields.text("kind"), fields.text("id"), fields.text("run"), about, files)
+
+
+def _safe(fields: Fields) -> str:
+    """A name that cannot lead out of the folder."""
+    name = fields.text("name")
+    if not _NAME.fullmatch(name):
+        raise fields.wrong("name", "a plain file name inside the checkpoint's folder", name)
+    return name
+
+
+def index_to_json(data: DataFile, identity: str) -> bytes:
+    """The index of a data file, with its checksum."""
+    tensors = [
+        {
+            "key": e.key,
+            "kind": e.kind,
+            "name": e.name,
+            "dtype": e.dtype,
+            "shape": e.place.shape,
+            **({"slices": e.place.slices} if e.place.flat_range is None else {}),
+            **({"flat_range": e.place.flat_range} if e.place.flat_range is not None else {}),
+            "replica": e.replica,
+            "owner": e.owner,
+            "bytes": [e.begin, e.end],
+        }
+        for e in data.entries
+    ]
+    return seal(
+        {
+            "format": FORMAT,
+            "id": identity,
+            "file": data.name,
+            "bytes": data.bytes,
+            "header_bytes": data.header_bytes,
+            "header_sum": data.header_sum,
+            "chunk": data.chunk,
+            "sums": data.sums.tobytes().hex(),
+            "tensors": tensors,
+        }
+    )
+
+
+def read_index(data: bytes, file: Path, identity: str) -> DataFile:
+    """What :func:`index_to_json` wrote for the checkpoint ``identity``.
+
+    :raises CheckpointError: changed since, of another checkpoint, or not what an index says.
+    """
+    fields = Fields(unseal(data, file), file)
+    if fields.text("id") != identity:
+        what = f"belongs to the checkpoint {fields.text('id')[:80]!r}, its manifest to {identity!r}"
+        raise CheckpointError(file, what, "put the file of this step and run back")
+    name = file.name.removesuffix(INDEX) + DATA
+    if fields.text("file") != name:
+        raise fields.wrong("file", repr(name), fields.text("file"))
+    head, size = fields.number("header_bytes"), fields.number("bytes")
+    chunk = fields.number("chunk", 1 << 40)
+    if chunk < 1:
+        raise fields.wrong("chunk", "at least 1", chunk)
+    sums = _sums(fields)
+    entries, at, first = [], head, 0
+    for number, item in enumerate(fields.items("tensors")):
+        entry = _entry(Fields(item, file, f"tensors[{number}]."), name, first)
+        if entry.begin != at:
+            what = f"{entry.key[:100]!r} begins at byte {entry.begin}, not at {at}"
+            raise CheckpointError(file, what, TAKE_ANOTHER)
+        at, first = entry.end, first + -(-(entry.end - entry.begin) // chunk)
+        entries.append(entry)
+    if at != size or first != len(sums):
+        what = f"describes {at} bytes and {first} chunks, and says {size} and {len(sums)}"
+        raise CheckpointError(file, what, TAKE_ANOTHER)
+    header_sum = fields.number("header_sum", 1 << 32)
+    return DataFile(name, size, head, header_sum, chunk, sums, tuple(entries))
+
+
+def _sums(fields: Fields) -> array[int]:
+    text = fields.text("sums", 8 * (MOST_SUMS + MOST_TENSORS))
+    sums = array("I")
+    try:
+        sums.frombytes(bytes.fromhex(text))
+    except ValueError:
+        raise fields.wrong("sums", "checksums of 8 hexadecimal digits", text[:80]) from None
+    return sums
+
+
+def _entry(fields: Fields, file: str, first_sum: int) -> Entry:
+    kind, dtype, shape = fields.text("kind"), fields.text("dtype"), fields.numbers("shape")
+    if kind not in KINDS:
+        raise fields.wrong("kind", f"one of {', '.join(KINDS)}", kind)
+    if dtype not in DTYPES:
+        raise fields.wrong("dtype", f"one of {', '.join(DTYPES)}", dtype)
+    if math.prod(max(size, 1) for size in shape) > 1 << 58:
+        raise fields.wrong("shape", "a tensor of at most 2 ** 58 elements", list(shape))
+    place = Place(shape, None, None)
+    if "flat_range" in fields.data:
+        bounds = fields.numbers("flat_range")
+        if len(bounds) != 2:
+            raise fields.wrong("flat_range", "two numbers", bounds)
+        place = place._replace(flat_range=(bounds[0], bounds[1]))
+    else:
+        items = fields.items("slices")
+        if len(items) > 64 or any(
+            not isinstance(b, list) or len(b) != 2 or {type(b[0]), type(b[1])} != {int}
+            for b in items
+        ):
+            raise fields.wrong("slices", "a pair of numbers for each dim", items)
+        place = place._replace(slices=tuple((b[0], b[1]) for b in items))
+    if problem := place.problem():
+        raise CheckpointError(fields.file, fields.place + problem, TAKE_ANOTHER)
+    ends = fields.numbers("bytes")
+    if len(ends) != 2 or ends[1] - ends[0] != place.elements * DTYPES[dtype].itemsize:
+        raise fields.wrong("bytes", f"begin and end of {place.elements} elements of {dtype}", ends)
+    replica, owner = fields.number("replica"), fields.number("owner")
+    names = (fields.text("key", 1200), kind, fields.text("name"))
+    return Entry(file, *names, dtype, place, replica, owner, *ends, first_sum)

@@ -1,0 +1,286 @@
+"""A checkpoint opened: its metadata checked, its tensors read and verified chunk by chunk.
+
+Nothing that a file says is believed before it is checked: sizes before memory is taken, places and
+sums before anything is planned, bytes before they reach a tensor.  Reading never runs code.
+
+    open      manifest -> every index -> length and header of every data file
+              (each has a checksum in the one before it; cover: every name is there, once a copy)
+    read      the chunks that hold what is wanted, each against its checksum, then what is wanted of
+              it into the caller's tensor
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy
+import torch
+from torch import Tensor
+
+from shardproof.impls.reference.checkpoint import commit
+from shardproof.impls.reference.checkpoint.agreement import require_cover
+from shardproof.impls.reference.checkpoint.data_file import DataFile, Entry, head_bytes, read_head
+from shardproof.impls.reference.checkpoint.errors import (
+    TAKE_ANOTHER,
+    CheckpointError,
+    NotCommitted,
+)
+from shardproof.impls.reference.checkpoint.guarded_json import MOST_BYTES
+from shardproof.impls.reference.checkpoint.manifest import (
+    DATA,
+    INDEX,
+    MANIFEST,
+    MOST_SUM_BYTES,
+    MOST_TENSORS,
+    Manifest,
+    read_index,
+    read_manifest,
+)
+from shardproof.impls.reference.checkpoint.reshape import Read
+from shardproof.impls.reference.checkpoint.safe_files import exactly, open_regular, read_small
+
+#: Bytes that are read at once.
+_BLOCK = 4 << 20
+_MOST_OPEN = 64
+#: (kind, name)
+Name = tuple[str, str]
+
+
+@dataclass
+class Checkpoint:
+    """An open checkpoint; a context manager, because its data files stay open.
+
+    ``bytes_read`` counts data, ``metadata_bytes`` manifest, indexes and headers.
+    """
+
+    folder: Path
+    manifest: Manifest
+    files: dict[str, DataFile]
+    metadata_bytes: int
+    bytes_read: int = 0
+    _open: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The checkpoint in ``path``, or the newest of the root ``path``.
+
+        :raises NotCommitted: there is none.
+        :raises CheckpointError: it is damaged, hostile, or of another version.
+        """
+        folder = find(path)
+        place = folder / MANIFEST
+        data = read_small(place)
+        manifest = read_manifest(data, place)
+        one = cls(folder, manifest, {}, len(data))
+        try:
+            one._read_indexes()
+            one._require_whole()
+        except BaseException:
+            one.close()
+            raise
+        return one
+
+    def _read_indexes(self) -> None:
+        tensors = sums = 0
+        for listed in self.manifest.files:
+            path = self.folder / (listed.name + INDEX)
+            data = read_small(path)
+            self.metadata_bytes += len(data)
+            if zlib.crc32(data) != listed.index_sum:
+                what = "is not the index that the manifest lists: of another save, or changed"
+                raise CheckpointError(path, what, TAKE_ANOTHER)
+            index = read_index(data, path, self.manifest.id)
+            tensors, sums = tensors + len(index.entries), sums + 4 * len(index.sums)
+            if tensors > MOST_TENSORS or sums > MOST_SUM_BYTES:
+                what = f"lists over {MOST_TENSORS} tensors or {MOST_SUM_BYTES} bytes of checksums"
+                raise CheckpointError(self.folder / MANIFEST, what, "split the model over runs")
+            self.files[index.name] = index
+            self._check_head(index)
+
+    def _check_head(self, index: DataFile) -> None:
+        """The data file is as long as it should be, and its header the one that was written."""
+        path = self.folder / index.name
+        file = self._file(index.name)
+        size = os.fstat(file).st_size
+        if size != index.bytes:
+            what = f"has {size} bytes, {index.bytes} were written: cut off, or another file"
+            raise CheckpointError(path, what, TAKE_ANOTHER)
+        if not 8 <= index.header_bytes <= min(size, MOST_BYTES):
+            what = f"has a header of {index.header_bytes} bytes"
+            raise CheckpointError(path, what, TAKE_ANOTHER)
+        head = exactly(file, path, 0, index.header_bytes)
+        self.metadata_bytes += len(head)
+        if zlib.crc32(head) != index.header_sum:
+            raise CheckpointError(path, "its header was changed since it was written", TAKE_ANOTHER)
+
+    def _file(self, name: str) -> int:
+        """The data file, open; few are at once, for a process may have few."""
+        if name not in self._open:
+            while len(self._open) >= _MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[name] = open_regular(self.folder / name)
+        return self._open[name]
+
+    def _require_whole(self) -> None:
+        for (kind, name), copies in self.copies.items():
+            for entries in copies.values():
+                places = [entry.place for entry in entries]
+                require_cover(kind, name, places, self.folder / MANIFEST)
+            kinds = {(e.dtype, e.place.shape) for some in copies.values() for e in some}
+            if len(kinds) > 1:
+                what = f"{kind} {name[:200]!r} has parts of different dtypes or shapes"
+                raise CheckpointError(self.folder / MANIFEST, what, TAKE_ANOTHER)
+
+    @cached_property
+    def copies(self) -> dict[Name, dict[int, list[Entry]]]:
+        """Kind and name -> the entries of each copy, by the copy's number."""
+        found: dict[Name, dict[int, list[Entry]]] = {}
+        for file in self.files.values():
+            for entry in file.entries:
+                by_replica = found.setdefault((entry.kind, entry.name), {})
+                by_replica.setdefault(entry.replica, []).append(entry)
+        return found
+
+    def names(self, kind: str) -> list[str]:
+        """Names of ``kind``, sorted."""
+        return sorted(name for own, name in self.copies if own == kind)
+
+    @cached_property
+    def slots(self) -> dict[str, list[str]]:
+        """Parameter -> names of its slots, ``<parameter>.<slot>``."""
+        found: dict[str, list[str]] = {}
+        for name in self.names("optimizer"):
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
+
+    def entries(self, name: Name, replica: int = 0) -> list[Entry]:
+        """The entries of one copy: number ``replica``, or the first.  KeyError: no such name."""
+        copies = self.copies[name]
+        return copies.get(replica) or copies[min(copies)]
+
+    # --------------------------------------------------------------------------------- elements
+
+    def fill(self, target: Tensor, reads: Sequence[Read]) -> None:
+        """Put what ``reads`` name into ``target``, contiguous and of the stored dtype.
+
+        :raises CheckpointError: a chunk is not as it was written.
+        """
+        if not target.numel():
+            return
+        memory = target.view(-1).view(torch.uint8).numpy()
+        for read in reads:
+            self._scatter(memory, read)
+
+    def _scatter(self, memory: Any, read: Read) -> None:
+        chunk, entry = self.files[read.entry.file].chunk, read.entry
+        ends = read.sources + read.lengths
+        for low, high in _spans(read.sources // chunk, (ends - 1) // chunk, _BLOCK // chunk or 1):
+            block = numpy.frombuffer(self._chunks(entry, low, high), numpy.uint8)
+            begin, stop = low * chunk, low * chunk + len(block)
+            first = numpy.searchsorted(ends, begin, "right")
+            last = numpy.searchsorted(read.sources, stop, "left")
+            for run in range(int(first), int(last)):
+                source, target = int(read.sources[run]), int(read.targets[run])
+                left, right = max(source, begin), min(int(ends[run]), stop)
+                at = target + left - source
+                memory[at : at + right - left] = block[left - begin : right - begin]
+
+    def _chunks(self, entry: Entry, low: int, high: int) -> bytes:
+        """Chunks ``low`` to ``high - 1`` of a tensor, each as it was written."""
+        file = self.files[entry.file]
+        path = self.folder / entry.file
+        begin = entry.begin + low * file.chunk
+        end = min(entry.end, begin + (high - low) * file.chunk)
+        data = exactly(self._file(entry.file), path, begin, end)
+        self.bytes_read += len(data)
+        view = memoryview(data)
+        for number in range(low, high):
+            at = (number - low) * file.chunk
+            if zlib.crc32(view[at : at + file.chunk]) != file.sums[entry.first_sum + number]:
+                what = (
+                    f"{entry.kind} {entry.name[:200]!r} {entry.place}: bytes {begin + at} to "
+                    f"{begin + at + len(view[at : at + file.chunk])} were changed since they were "
+                    "written"
+                )
+                raise CheckpointError(path, what, TAKE_ANOTHER)
+        return data
+
+    def verify(self) -> Iterator[CheckpointError]:
+        """All that is wrong: every header against its index, every chunk against its checksum."""
+        for file in self.files.values():
+            try:
+                self._verify_head(file)
+            except CheckpointError as error:
+                yield error
+            for entry in file.entries:
+                step = max(1, _BLOCK // file.chunk)
+                count = -(-(entry.end - entry.begin) // file.chunk)
+                for low in range(0, count, step):
+                    try:
+                        self._chunks(entry, low, min(low + step, count))
+                    except CheckpointError as error:
+                        yield error
+
+    def _verify_head(self, file: DataFile) -> None:
+        path = self.folder / file.name
+        data = exactly(self._file(file.name), path, 0, file.header_bytes)
+        if head_bytes(data[:8], file.bytes, path, MOST_BYTES) != file.header_bytes:
+            raise CheckpointError(path, "its header is not as long as the index says", TAKE_ANOTHER)
+        found = read_head(data, file.bytes, path)
+        told = {e.key: (e.dtype, e.place.own_shape, e.begin, e.end) for e in file.entries}
+        for key in sorted(found.keys() | told.keys()):
+            if found.get(key) != told.get(key):
+                what = f"{key[:200]!r}: header {found.get(key)}, index {told.get(key)}"
+                raise CheckpointError(path, what, TAKE_ANOTHER)
+
+    def close(self) -> None:
+        """Close the data files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def find(path: Path) -> Path:
+    """The checkpoint ``path``, or the newest in it.
+
+    :raises NotCommitted: there is none.
+    """
+    if not path.is_dir():
+        raise NotCommitted(path, "is no folder", "name a checkpoint, or the folder of several")
+    if (path / MANIFEST).exists():
+        return path
+    try:
+        folder = commit.newest(path)
+        torn = [one.path.name for one in commit.folders(path)]
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        raise NotCommitted(path, what, "name a folder that you may read") from None
+    if folder is not None:
+        return folder
+    if torn or (path / commit.PART).exists() or any(path.glob("*" + DATA)):
+        what = f"has no {MANIFEST}: the save was cut short, so this is no checkpoint"
+        raise NotCommitted(path, what, "load one that was committed before, or save again")
+    raise NotCommitted(path, "holds no checkpoint", "name a folder that a save was given")
+
+
+def _spans(first: Any, last: Any, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges, at most ``most`` long, that cover the ascending ``first`` to ``last``, each once."""
+    if not len(first):
+        return
+    gaps = numpy.flatnonzero(first[1:] > last[:-1] + 1)
+    lows = first[numpy.concatenate([[0], gaps + 1])]
+    highs = last[numpy.concatenate([gaps, [len(last) - 1]])] + 1
+    for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
+        for begin in range(low, high, most):
+            yield begin, min(begin + most, high)

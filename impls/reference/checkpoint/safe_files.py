@@ -1,0 +1,75 @@
+"""Opening files that somebody else put there: regular ones, of a bounded size, never a link."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, CheckpointError
+from shardproof.impls.reference.checkpoint.guarded_json import MOST_BYTES
+
+
+def open_regular(path: Path) -> int:
+    """``path``, open for reading.
+
+    :raises CheckpointError: missing, a link, which may lead anywhere, or no regular file.
+    """
+    try:
+        # Not blocking: a named pipe would wait for its writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = os.open(path, flags)
+    except FileNotFoundError:
+        raise CheckpointError(path, "is missing", TAKE_ANOTHER) from None
+    except (OSError, ValueError) as error:  # a link is ELOOP
+        why = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(path, f"cannot be opened: {why}", TAKE_ANOTHER) from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise CheckpointError(path, "is no regular file", TAKE_ANOTHER)
+    return file
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file.
+
+    :raises CheckpointError: as :func:`open_regular`.
+    """
+    file = open_regular(path)
+    try:
+        return os.fstat(file).st_size
+    finally:
+        os.close(file)
+
+
+def read_small(path: Path) -> bytes:
+    """All of a file of JSON.
+
+    :raises CheckpointError: as :func:`open_regular`, or it is over :data:`MOST_BYTES`.
+    """
+    file = open_regular(path)
+    try:
+        if os.fstat(file).st_size > MOST_BYTES:
+            raise CheckpointError(path, f"has over {MOST_BYTES} bytes", TAKE_ANOTHER)
+        return exactly(file, path, 0, os.fstat(file).st_size)
+    finally:
+        os.close(file)
+
+
+def exactly(file: int, path: Path, begin: int, end: int) -> bytes:
+    """Bytes ``begin`` to ``end``.
+
+    :raises CheckpointError: the file ends before, or cannot be read.
+    """
+    parts, at = [], begin
+    while at < end:
+        try:
+            part = os.pread(file, end - at, at)
+        except OSError as error:
+            what = f"cannot be read at byte {at}: {error.strerror}"
+            raise CheckpointError(path, what, TAKE_ANOTHER) from None
+        if not part:
+            raise CheckpointError(path, f"ends at byte {at}, before {end}", TAKE_ANOTHER)
+        parts.append(part)
+        at += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

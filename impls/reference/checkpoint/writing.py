@@ -1,0 +1,48 @@
+"""A data file and its index: the pair that each writer leaves."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from shardproof.impls.reference.checkpoint.agreement import Agreed
+from shardproof.impls.reference.checkpoint.data_file import DataFile, Held, Streamed
+from shardproof.impls.reference.checkpoint.files import FileLayer
+from shardproof.impls.reference.checkpoint.manifest import DATA, INDEX, Listed, index_to_json
+
+#: The last operation of a rank: whoever sees the index under its name finds all of the pair.
+PART = ".part"
+
+
+def stem_of(rank: int) -> str:
+    """The name of a rank's pair."""
+    return f"rank-{rank:05}"
+
+
+def open_pair(layer: FileLayer, agreed: Agreed, stem: str, tensors: Sequence[Held]) -> Streamed:
+    """The data file of a pair, to be written tensor by tensor; then :func:`close_pair`."""
+    return Streamed(layer, agreed.folder / (stem + DATA), tensors, {"checkpoint": agreed.id})
+
+
+def close_pair(layer: FileLayer, agreed: Agreed, written: DataFile) -> Listed:
+    """Write the index of a data file that is written and synced; what the manifest says of both."""
+    stem = written.name.removesuffix(DATA)
+    index = index_to_json(written, agreed.id)
+    path = agreed.folder / (stem + INDEX)
+    layer.write_file(path.with_name(path.name + PART), [memoryview(index)])
+    layer.rename(path.with_name(path.name + PART), path)
+    # On a network's disk each machine answers for the names that it gave.
+    layer.sync_folder(agreed.folder)
+    return Listed(stem, zlib.crc32(index))
+
+
+def write_pair(
+    layer: FileLayer, agreed: Agreed, stem: str, tensors: Sequence[Held]
+) -> Listed | None:
+    """Both files, from tensors at hand; none at all where there is nothing to write."""
+    if not tensors:
+        return None
+    with open_pair(layer, agreed, stem, tensors) as file:
+        for held in file.tensors:
+            file.add(held.tensor)
+    return close_pair(layer, agreed, file.result)

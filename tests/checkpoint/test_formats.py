@@ -1,0 +1,272 @@
+"""What is loaded equals what was saved, and training goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from checkpoints import ADAMW, AXES, make, put_together, saved, train, workload
+from local_ranks import succeed
+from pieces import Rows
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shardproof.comm import Mesh
+from shardproof.contract import OptimizerSpec
+from shardproof.impls.reference.checkpoint import commit
+from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
+from shardproof.impls.reference.checkpoint.errors import CheckpointError
+from shardproof.impls.reference.checkpoint.formats import FORMATS
+from shardproof.impls.reference.checkpoint.reading import Checkpoint
+from shardproof.impls.reference.checkpoint.system import state_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def assert_equal(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]]) -> None:
+    for kind, tensors in one.items():
+        assert tensors.keys() == other[kind].keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, other[kind][name]), f"{kind} {name}"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("strategy", AXES)
+def test_training_goes_on_as_if_it_had_never_stopped(
+    strategy: str, form: str, tmp_path: Path
+) -> None:
+    work, mesh = workload(), {AXES[strategy]: 2}
+
+    def straight(rank: int, world: int) -> dict[str, Rows]:
+        system = make(strategy, work, mesh, rank)
+        train(system, work, 0, 4)
+        return checkpoints.held(system)
+
+    def resumed(rank: int, world: int) -> dict[str, Rows]:
+        system = make(strategy, work, mesh, rank)
+        extra = system.load(tmp_path)
+        assert extra == {"data": {"epoch": 1}, "note": ["x", None, 0.1]}
+        assert system.steps_done == 2
+        train(system, work, system.steps_done, 4)
+        return checkpoints.held(system)
+
+    saved(tmp_path, strategy, mesh, 2, form, work=work)
+    assert_equal(put_together(succeed(straight, 2)), put_together(succeed(resumed, 2)))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_each_element_is_written_once(form: str, tmp_path: Path) -> None:
+    """Parameters and moments of DDP, which every rank has, take no more room than one copy."""
+    whole = saved(tmp_path, "ddp", {"replicate": 4}, format_=form)
+    needed = sum(t.numel() * t.element_size() for kind in whole.values() for t in kind.values())
+    with Checkpoint.open(tmp_path) as checkpoint:
+        written = [
+            e.end - e.begin for f in checkpoint.files.values() for e in f.entries if e.kind != "rng"
+        ]
+        assert sum(written) == needed
+        sizes = [file.bytes for file in checkpoint.files.values()]
+        assert checkpoint.manifest.about.mesh == {"replicate": 4}
+        assert checkpoint.manifest.about.optimizer == json.loads(
+            json.dumps(checkpoint.manifest.about.optimizer)
+        )
+    if form != "full":
+        assert len(sizes) == 4 and max(sizes) < 2 * min(sizes)
+
+
+def test_full_has_the_names_of_the_module_for_the_package_safetensors(tmp_path: Path) -> None:
+    whole = saved(tmp_path, "zero3", {"shard": 3}, 2, "full")
+    folder = commit.newest(tmp_path)
+    assert folder is not None
+    model = load_file(folder / "model.safetensors")
+    assert_equal({"parameters": model}, {"parameters": whole["parameters"] | whole["buffers"]})
+    assert_equal(
+        {"optimizer": load_file(folder / "optimizer.safetensors")},
+        {"optimizer": whole["optimizer"]},
+    )
+
+
+def test_the_package_safetensors_reads_every_file_of_a_sharded_one(tmp_path: Path) -> None:
+    whole = saved(tmp_path, "zero2", {"shard": 2})
+    folder = commit.newest(tmp_path)
+    assert folder is not None
+    seen = 0
+    with Checkpoint.open(folder) as checkpoint:
+        for file in checkpoint.files.values():
+            tensors = load_file(folder / file.name)
+            for entry in file.entries:
+                if entry.kind not in whole:
+                    continue
+                full = whole[entry.kind][entry.name]
+                if entry.place.flat_range is None:
+                    part = full[tuple(slice(*bounds) for bounds in entry.place.slices or ())]
+                else:
+                    part = full.reshape(-1)[slice(*entry.place.flat_range)]
+                assert torch.equal(tensors[entry.key], part), entry.key
+                seen += 1
+    assert seen > 20
+
+
+def test_asynchronous_keeps_the_moment_of_the_save(tmp_path: Path) -> None:
+    """Training goes on in place while a slow disk writes; the step, too, is that of the save."""
+    work = workload()
+
+    def body(rank: int, world: int) -> dict[str, Rows]:
+        system = make("ddp", work, {"replicate": 2}, rank)
+        train(system, work, 0, 2)
+        found = checkpoints.held(system)
+        extra = {"history": [1]}
+        saver = AsynchronousSharded(tmp_path, system.mesh)
+        saver.save(state_of(system, extra))
+        extra["history"].append(2)
+        train(system, work, 2, 4)
+        saver.wait()
+        return found
+
+    before = put_together(succeed(body, 2))
+
+    def loaded(rank: int, world: int) -> dict[str, Rows]:
+        system = make("ddp", work, {"replicate": 2}, rank)
+        assert system.load(tmp_path) == {"history": [1]}
+        assert system.steps_done == 2
+        return checkpoints.held(system)
+
+    assert_equal(before, put_together(succeed(loaded, 2)))
+
+
+def test_one_snapshot_at_a_time_and_its_memory_is_kept(tmp_path: Path) -> None:
+    work = workload()
+
+    def body(rank: int, world: int) -> list[int]:
+        system = make("zero1", work, {"shard": 2}, rank)
+        saver = AsynchronousSharded(tmp_path, system.mesh, keep=9)
+        held = []
+        for step in range(3):
+            train(system, work, step, step + 1)
+            saver.save(state_of(system, {}))
+            held.append({copy.data_ptr() for copy in saver._copies if copy.numel()})
+        saver.wait()
+        assert held[1] == held[2] and held[0] <= held[1]
+        own = sum(
+            p.tensor.numel() * p.tensor.element_size()
+            for kind in checkpoints.COMPARED
+            for p in system.local_state(kind)  # type: ignore[arg-type]
+        )
+        copied = sum(c.numel() * c.element_size() for c in saver._copies) - 5056
+        assert copied <= own
+        return [one.step for one in commit.folders(tmp_path) if one.is_committed]
+
+    assert succeed(body, 2)[0] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_newest_stay_and_the_last_good_one_always(form: str, tmp_path: Path) -> None:
+    work = workload()
+
+    def body(rank: int, world: int) -> list[tuple[list[int], list[int]]]:
+        system = make("zero1", work, {"shard": 2}, rank)
+        saver = FORMATS[form](tmp_path, system.mesh, keep=2)
+        seen = []
+        for step in range(5):
+            train(system, work, step, step + 1)
+            saver.save(state_of(system, {}))
+            saver.wait()
+            if rank == 0:
+                if step == 2:  # of steps 2 and 3, the newer one breaks
+                    newest = commit.newest(tmp_path)
+                    assert newest is not None
+                    data = sorted(newest.glob("*.safetensors"))[0]
+                    data.write_bytes(data.read_bytes()[:-1])
+                found = commit.folders(tmp_path)
+                seen.append(
+                    ([one.step for one in found], [commit.seems_whole(o.path) for o in found])
+                )
+            saver.everyone(None)
+        return seen
+
+    seen = succeed(body, 2)[0]
+    assert [steps for steps, _ in seen[:3]] == [[1], [2, 1], [3, 2]]
+    # The damaged one of step 3 does not count: step 2 stays until two newer ones are whole.
+    assert [steps for steps, _ in seen[3:]] == [[4, 3, 2], [5, 4]]
+    assert all(any(whole) for _, whole in seen)
+
+
+def test_another_run_does_not_save_into_the_same_folder(tmp_path: Path) -> None:
+    saved(tmp_path, "ddp", {"replicate": 2})
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError, match="is a checkpoint of another run") as error:
+        saved(tmp_path, "ddp", {"replicate": 2}, steps=3)
+    assert "(rank 0)" in str(error.value)
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_who_loads_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    work = workload()
+    saved(tmp_path, "ddp", {"replicate": 2}, work=work)
+
+    def body(rank: int, world: int) -> None:
+        system = make("zero3", work, {"shard": 3}, rank)
+        system.load(tmp_path)
+        with pytest.raises(CheckpointError, match="holds step 2 of this run already"):
+            system.save(tmp_path, {})
+        train(system, work, 2, 3)
+        system.save(tmp_path, {}).wait()
+
+    succeed(body, 3)
+    assert [one.step for one in commit.folders(tmp_path)] == [3, 2]
+
+
+def test_another_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    work = workload()
+    saved(tmp_path, "ddp", {"replicate": 2}, work=work)
+
+    def body(rank: int, world: int) -> None:
+        system = make("ddp", work, {"replicate": 2}, rank, OptimizerSpec("sgd"))
+        with pytest.raises(CheckpointError, match="saved under 'adamw', this system trains with"):
+            system.load(tmp_path)
+
+    succeed(body, 2)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_generator_of_each_rank_comes_back(form: str, tmp_path: Path) -> None:
+    work = workload()
+
+    def save(rank: int, world: int) -> None:
+        system = make("naive_ddp", work, {"replicate": 1}, rank, ADAMW)
+        torch.manual_seed(5)
+        torch.rand(3)
+        saver = FORMATS[form](tmp_path, system.mesh)
+        saver.save(state_of(system, {}))
+        saver.wait()
+
+    succeed(save, 1)
+    drawn = torch.rand(4)
+
+    def load(rank: int, world: int) -> Tensor:
+        torch.manual_seed(6)
+        system = make("naive_ddp", work, {"replicate": 1}, rank, ADAMW)
+        system.load(tmp_path)
+        return torch.rand(4)
+
+    assert torch.equal(succeed(load, 1)[0], drawn)
+
+
+def test_a_lost_piece_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    work = workload()
+
+    def body(rank: int, world: int) -> str:
+        system = make("zero3", work, {"shard": 2}, rank)
+        train(system, work, 0, 1)
+        state = state_of(system, {})
+        if rank:
+            del state.pieces["optimizer"][2]  # type: ignore[attr-defined]
+        saver = FORMATS["sharded"](tmp_path, Mesh({"shard": 2}))
+        with pytest.raises(CheckpointError) as error:
+            saver.save(state)
+        return str(error.value)
+
+    assert "lies in no part" in succeed(body, 2)[1]
+    assert not any(tmp_path.iterdir())
