@@ -17,6 +17,7 @@ import typer
 from shardproof import VERSION, verdicts
 from shardproof.commands import (
     bench,
+    checkpoint,
     compare,
     evidence,
     init,
@@ -58,6 +59,7 @@ app = typer.Typer(
     shardproof compare RUN RUN                                 what differs between runs
     shardproof gate RUN --against BASELINE                     fail CI on regressions
     shardproof watch train.py --nproc 4                        watch a training script
+    shardproof checkpoint verify PATH                          is a checkpoint whole?
     shardproof study NAME                                      measure the suite itself
 
     \b
@@ -85,6 +87,11 @@ app.command(short_help="Judge a run beside a baseline, by a policy.")(compare.ga
 app.command(short_help="Time pairs of implementations, or what more ranks gain.")(bench.bench)
 app.command(cls=watch.ForAScript, short_help="Run a training script and say where its ranks part.")(
     watch.watch
+)
+app.add_typer(
+    checkpoint.checkpoints,
+    name="checkpoint",
+    short_help="Inspect, verify, diff, convert checkpoints.",
 )
 app.add_typer(study.studies, name="study", short_help="Measure the suite itself.")
 app.command("calibrate", hidden=True)(study.calibrate_by_its_old_name)

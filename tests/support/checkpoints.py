@@ -23,8 +23,14 @@ ADAMW = OptimizerSpec("adamw", lr=1e-2, weight_decay=0.1, clip_norm=1.0, warmup_
 COMPARED = ("parameters", "optimizer", "buffers")
 #: Strategy -> the axis that it takes.
 AXES = {
-    "naive_ddp": "replicate", "ddp": "replicate", "zero1": "shard", "zero2": "shard",
-    "zero3": "shard", "fsdp": "shard", "tensor": "tensor", "pipeline": "pipe",
+    "naive_ddp": "replicate",
+    "ddp": "replicate",
+    "zero1": "shard",
+    "zero2": "shard",
+    "zero3": "shard",
+    "fsdp": "shard",
+    "tensor": "tensor",
+    "pipeline": "pipe",
 }
 
 

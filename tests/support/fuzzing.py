@@ -195,14 +195,14 @@ def draw(place: Path, number: int) -> Input:
             )
         )
         return Input(
-            "baseline", "in.json", _json(source, (place / "base.json").read_bytes()), words
+            "baseline", "in.json", changed_json(source, (place / "base.json").read_bytes()), words
         )
     if kind == "bundle":
         content = (place / "run.tar.gz").read_bytes()
         if source.random() < 0.7:
-            content = gzip.compress(_bytes(source, gzip.decompress(content)), 1, mtime=0)
+            content = gzip.compress(changed_bytes(source, gzip.decompress(content)), 1, mtime=0)
         else:
-            content = _bytes(source, content)
+            content = changed_bytes(source, content)
         words = source.choice((("verify", "FILE"), ("report", "FILE"), ("compare", "FILE", "real")))
         return Input("bundle", "in.tar.gz", content, words)
     base = source.choice(("real", "made"))
@@ -379,7 +379,7 @@ def _text(source: random.Random, text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _bytes(source: random.Random, content: bytes) -> bytes:
+def changed_bytes(source: random.Random, content: bytes) -> bytes:
     data = bytearray(content)
     for _ in range(source.randint(1, 6)):
         if not data:
@@ -397,14 +397,14 @@ def _bytes(source: random.Random, content: bytes) -> bytes:
     return bytes(data)
 
 
-def _json(source: random.Random, content: bytes) -> bytes:
+def changed_json(source: random.Random, content: bytes) -> bytes:
     """A document with some of its nodes changed; sometimes no document any more."""
     if source.random() < 0.15:
-        return _bytes(source, content)
+        return changed_bytes(source, content)
     try:
         document = json.loads(content)
     except ValueError:  # what was changed before
-        return _bytes(source, content)
+        return changed_bytes(source, content)
     for _ in range(source.randint(1, 3)):
         document = _changed(source, document)
     return json.dumps(document).encode()
@@ -439,13 +439,13 @@ def _changed(source: random.Random, document: Any) -> Any:
 def _file(source: random.Random, path: Path) -> bytes:
     content = path.read_bytes()
     if path.suffix == ".parquet":
-        return _parquet(source, path) if source.random() < 0.8 else _bytes(source, content)
+        return _parquet(source, path) if source.random() < 0.8 else changed_bytes(source, content)
     if path.suffix == ".json":
-        return _json(source, content)
+        return changed_json(source, content)
     lines = content.splitlines()
     for _ in range(source.randint(1, 2)):
         place = source.randrange(len(lines))
-        lines[place] = _json(source, lines[place])
+        lines[place] = changed_json(source, lines[place])
     return b"\n".join(lines) + b"\n"
 
 
@@ -454,7 +454,7 @@ def _parquet(source: random.Random, path: Path) -> bytes:
     table = pq.read_table(path)
     metadata = {**(table.schema.metadata or {})}
     if b"shardproof" in metadata and source.random() < 0.6:
-        metadata[b"shardproof"] = _json(source, metadata[b"shardproof"])
+        metadata[b"shardproof"] = changed_json(source, metadata[b"shardproof"])
     else:
         number = source.randrange(table.num_columns)
         how = source.randrange(3)

@@ -25,7 +25,8 @@ from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, Checkpoin
 #: At most so many bytes and values are parsed: under 150 MiB of memory, whatever they are.
 MOST_BYTES = 8 << 20
 MOST_VALUES = 250_000
-_SEAL = b',\n"crc32": '
+#: What stands between a file's fields and their checksum.
+SEAL = b',\n"crc32": '
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
@@ -35,7 +36,7 @@ def seal(fields: Mapping[str, Any]) -> bytes:
     """
     lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
     body = ("{" + ",\n".join(lines)).encode()
-    return body + _SEAL + str(zlib.crc32(body)).encode() + b"}\n"
+    return body + SEAL + str(zlib.crc32(body)).encode() + b"}\n"
 
 
 def unseal(data: bytes, file: Path) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def unseal(data: bytes, file: Path) -> dict[str, Any]:
 
     :raises CheckpointError: changed since, or no such file.
     """
-    body, mark, rest = data.rpartition(_SEAL)
+    body, mark, rest = data.rpartition(SEAL)
     if not mark or rest != str(zlib.crc32(body)).encode() + b"}\n":
         what = "has not the checksum that it ends with: cut off, or changed since it was written"
         raise CheckpointError(file, what, TAKE_ANOTHER)

@@ -1,0 +1,115 @@
+"""Another format of a checkpoint, made in one process from its files alone.
+
+    full       whole tensors under their own names: one tensor in memory at a time
+    sharded    ``ranks`` data files; parameters and slots are cut into equal ranges of elements
+
+Only where elements lie changes.  Strategy and mesh stay those of the training that saved, for state
+that belongs to one rank (generators) means that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from shardproof.impls.reference.checkpoint.agreement import Agreed
+from shardproof.impls.reference.checkpoint.commit import abandon, begin, commit
+from shardproof.impls.reference.checkpoint.data_file import DTYPES, Held
+from shardproof.impls.reference.checkpoint.files import FileLayer
+from shardproof.impls.reference.checkpoint.full import FILES
+from shardproof.impls.reference.checkpoint.manifest import Listed, Manifest
+from shardproof.impls.reference.checkpoint.reading import Checkpoint
+from shardproof.impls.reference.checkpoint.regions import Place
+from shardproof.impls.reference.checkpoint.reshape import plan
+from shardproof.impls.reference.checkpoint.writing import close_pair, open_pair, stem_of
+
+#: What is cut; the rest is small, and belongs to somebody.
+CUT = ("parameters", "optimizer")
+#: More than anybody has: nothing is retired beside a copy.
+_ALL = 1 << 30
+
+
+def convert(
+    source: Checkpoint, root: Path, kind: str, ranks: int, layer: FileLayer | None = None
+) -> Path:
+    """Write ``source`` into ``root`` as ``kind``; the new checkpoint's folder.
+
+    :raises CheckpointError: ``source`` is damaged, or ``root`` holds that step or another run.
+    """
+    layer = layer or FileLayer()
+    manifest = source.manifest
+    agreed = Agreed(begin(layer, root, manifest.run, manifest.about.step), ())
+    files = whole(source) if kind == "full" else cut(source, ranks)
+    try:
+        listed = [write(source, layer, agreed, stem, held) for stem, held in files.items() if held]
+        made = Manifest(kind, agreed.id, manifest.run, manifest.about, tuple(listed))
+        commit(layer, agreed.folder, made, keep=_ALL)
+    except BaseException:
+        abandon(layer, agreed.folder)
+        raise
+    return agreed.folder
+
+
+def write(
+    source: Checkpoint, layer: FileLayer, agreed: Agreed, stem: str, tensors: Sequence[Held]
+) -> Listed:
+    """One pair, tensor by tensor."""
+    with open_pair(layer, agreed, stem, tensors) as file:
+        for held in file.tensors:
+            target = torch.empty(held.tensor.shape, dtype=held.tensor.dtype)
+            entries = source.copies[held.kind, held.name][held.replica]
+            source.fill(target, plan(held.place, entries))
+            file.add(target)
+    return close_pair(layer, agreed, file.result)
+
+
+def names(source: Checkpoint) -> Iterator[tuple[str, str, int, torch.dtype, tuple[int, ...]]]:
+    """Kind, name, number of the copy, dtype and shape of all that is there, sorted."""
+    for (kind, name), copies in sorted(source.copies.items()):
+        for replica, entries in sorted(copies.items()):
+            first = entries[0]
+            yield kind, name, replica, DTYPES[first.dtype], first.place.shape
+
+
+def stand_in(
+    kind: str, name: str, replica: int, dtype: torch.dtype, place: Place, rank: int, key: str
+) -> Held:
+    """What is to be written, without elements."""
+    return Held(
+        *(key, kind, name, place, replica, rank),
+        torch.empty(place.own_shape, dtype=dtype, device="meta"),
+    )
+
+
+def whole(source: Checkpoint) -> Mapping[str, list[Held]]:
+    """File -> whole tensors, as ``full.py`` has them."""
+    files: dict[str, list[Held]] = {stem: [] for stem in FILES}
+    stems = {kind: stem for stem, kinds in FILES.items() for kind in kinds}
+    seen: set[tuple[str, str]] = set()
+    for kind, name, replica, dtype, shape in names(source):
+        place = Place(shape, tuple((0, size) for size in shape), None)
+        key = f"{name}#{replica}" if (kind, name) in seen else name
+        seen.add((kind, name))
+        files[stems[kind]].append(stand_in(kind, name, replica, dtype, place, 0, key))
+    return files
+
+
+def cut(source: Checkpoint, ranks: int) -> Mapping[str, list[Held]]:
+    """File -> equal ranges of parameters and slots; all else in the first."""
+    files: dict[str, list[Held]] = {stem_of(rank): [] for rank in range(ranks)}
+    for kind, name, replica, dtype, shape in names(source):
+        numel, copy = math.prod(shape), f"#{replica}" if replica else ""
+        if kind not in CUT or numel < ranks:
+            place = Place(shape, tuple((0, size) for size in shape), None)
+            held = stand_in(kind, name, replica, dtype, place, 0, f"{kind}/{name}{copy}")
+            files[stem_of(0)].append(held)
+            continue
+        for rank in range(ranks):
+            bounds = (rank * numel // ranks, (rank + 1) * numel // ranks)
+            place = Place(shape, None, bounds)
+            key = f"{kind}/{name}{place}{copy}"
+            files[stem_of(rank)].append(stand_in(kind, name, replica, dtype, place, rank, key))
+    return files

@@ -1,0 +1,137 @@
+"""``shardproof checkpoint``: what is in one, is it whole, how do two differ, another format.
+
+Nothing of a checkpoint is ever executed, and at most a block of one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from shardproof import verdicts
+from shardproof.commands.console import echo
+
+checkpoints = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="""Look into checkpoints of reference strategies: docs/checkpoints.md.
+
+    \b
+    shardproof checkpoint inspect PATH          what is in it, and who saved it
+    shardproof checkpoint verify PATH           is every byte as it was written?
+    shardproof checkpoint diff PATH OTHER       how do two differ?
+    shardproof checkpoint convert PATH FOLDER --to full
+
+    PATH is a checkpoint, or the folder of several: the newest of them.
+    """,
+)
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder of several (the newest)")
+]
+
+
+@checkpoints.command(short_help="Say what is in a checkpoint, and who saved it.")
+def inspect(
+    path: PathArgument,
+    names: Annotated[bool, typer.Option("--names", help="a row for each tensor")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="all of it, for programs")] = False,
+) -> None:
+    """Say what is in a checkpoint: strategy, mesh, step, tensors. Reads no tensor.
+
+    Exit code 2 if there is none, or its manifest, an index or a header is damaged.
+
+    \b
+    shardproof checkpoint inspect checkpoints
+    shardproof checkpoint inspect checkpoints/step-00000012-3fa94c11-7be2 --names
+    """
+    from shardproof.commands.checkpoint import contents
+    from shardproof.commands.console import make_console
+    from shardproof.registry.checkpoints import opened
+
+    with opened(path) as checkpoint:
+        if as_json:
+            echo(contents.as_json(checkpoint))
+            return
+        for line in contents.sentences(checkpoint):
+            echo(line)
+        make_console().print(contents.tensors(checkpoint) if names else contents.kinds(checkpoint))
+
+
+@checkpoints.command(short_help="Read all of a checkpoint; is every byte as written?")
+def verify(path: PathArgument) -> None:
+    """Read every byte and compare it with the checksums; then give a SHA-256 of the contents.
+
+    The SHA-256 is that of names, dtypes, shapes and elements, in whatever files they lie: two
+    formats of one checkpoint have the same. Exit code 2 and a line for each damaged place if any.
+
+    \b
+    shardproof checkpoint verify checkpoints
+    """
+    from shardproof.commands.checkpoint import contents
+    from shardproof.registry.checkpoints import as_problem, opened
+
+    with opened(path) as checkpoint:
+        problems = list(checkpoint.verify())
+        for problem in problems:
+            echo(str(as_problem(problem)), err=True)
+        if problems:
+            raise typer.Exit(verdicts.BAD_INPUT)
+        echo(f"{checkpoint.folder}: whole, {contents.size(checkpoint)}")
+        echo(f"SHA-256 {contents.digest(checkpoint)}")
+
+
+@checkpoints.command(short_help="Say how two checkpoints differ.")
+def diff(
+    path: PathArgument,
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="what it is compared with")],
+) -> None:
+    """Compare two checkpoints bit for bit, tensor by tensor, whatever their formats and layouts.
+
+    Names what only one has; for each tensor that differs its norms and the first element. Exit
+    codes: 0 no difference, 1 some, 2 one cannot be read.
+
+    \b
+    shardproof checkpoint diff checkpoints/step-00000012-3fa94c11-7be2 checkpoints
+    """
+    from shardproof.commands.checkpoint import differences
+    from shardproof.commands.console import make_console
+    from shardproof.registry.checkpoints import opened
+
+    with opened(path) as one, opened(other) as two:
+        said = differences.of_metadata(one, two)
+        table = differences.of_tensors(one, two)
+    for line in said:
+        echo(line)
+    if table.rows:
+        make_console().print(table)
+    if said or table.rows:
+        raise typer.Exit(verdicts.BROKEN)
+    echo("no difference")
+
+
+@checkpoints.command(short_help="Write a checkpoint in another format.")
+def convert(
+    path: PathArgument,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="the folder that the new one goes into")
+    ],
+    to: Annotated[Literal["full", "sharded"], typer.Option("--to", help="the format")],
+    ranks: Annotated[
+        int, typer.Option("--ranks", metavar="N", min=1, max=16384, help="files of sharded")
+    ] = 1,
+) -> None:
+    """Write a checkpoint in another format, verified on the way; the old one stays.
+
+    `full` is for other tools: model.safetensors has the names of the module. `sharded` has equal
+    parts for N ranks; loading needs none, since every layout is read by every other.
+
+    \b
+    shardproof checkpoint convert checkpoints whole --to full
+    shardproof checkpoint convert whole parts --to sharded --ranks 8
+    """
+    from shardproof.registry import checkpoints as own
+
+    with own.opened(path) as source:
+        echo(str(own.convert(source, folder, to, ranks)))

@@ -1,0 +1,80 @@
+"""The suite's own checkpoints (``impls/reference/checkpoint/``), for commands, which may not import
+implementations themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardproof.errors import Problem, SelectionError
+from shardproof.impls.reference.checkpoint.convert import convert as convert_checkpoint
+from shardproof.impls.reference.checkpoint.errors import CheckpointError
+from shardproof.impls.reference.checkpoint.reading import Checkpoint
+from shardproof.impls.reference.checkpoint.regions import Place
+from shardproof.impls.reference.checkpoint.reshape import plan
+from shardproof.impls.reference.checkpoint.saver import told as why_not_saved
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Elements that are read at once.
+BLOCK = 1 << 20
+FORMS = ("full", "sharded")
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """A checkpoint that cannot be read or written is bad input.
+
+    :raises SelectionError: in place of the checkpoint's own error.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise SelectionError(as_problem(error)) from None
+
+
+def as_problem(error: CheckpointError) -> Problem:
+    """One line for people."""
+    return Problem(error.what, error.remedy, file=error.file)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Checkpoint]:
+    """The checkpoint ``path``, or the newest in it.
+
+    :raises SelectionError: there is none, or what is read of it is damaged.
+    """
+    with told(), Checkpoint.open(path) as checkpoint:
+        yield checkpoint
+
+
+def blocks(checkpoint: Checkpoint, kind: str, name: str, copy: int) -> Iterator[tuple[int, Tensor]]:
+    """First element and elements of copy number ``copy``, in the order of the flattened tensor."""
+    import torch
+
+    from shardproof.impls.reference.checkpoint.data_file import DTYPES
+
+    entries = checkpoint.copies[kind, name][copy]
+    shape, dtype = entries[0].place.shape, DTYPES[entries[0].dtype]
+    numel = torch.Size(shape).numel()
+    for begin in range(0, numel, BLOCK):
+        end = min(begin + BLOCK, numel)
+        target = torch.empty(end - begin, dtype=dtype)
+        checkpoint.fill(target, plan(Place(shape, None, (begin, end)), entries))
+        yield begin, target
+
+
+def convert(source: Checkpoint, root: Path, form: str, ranks: int) -> Path:
+    """Write ``source`` into ``root`` in another format; the new checkpoint's folder.
+
+    :raises SelectionError: it is damaged, or ``root`` holds that step or another run.
+    """
+    with told():
+        try:
+            return convert_checkpoint(source, root, form, ranks)
+        except OSError as error:
+            raise CheckpointError(*why_not_saved(error)) from None
