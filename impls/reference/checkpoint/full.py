@@ -14,7 +14,8 @@
 
 Cost: what other ranks hold travels to rank 0 once, as objects over the mesh's own groups, which
 hand it to all ranks on the way; rank 0 alone writes.  So it serves small models, and sharded.py the
-rest.  Memory: every rank holds one whole tensor beside its state, never two.
+rest.  Memory: of one tensor at a time every rank holds the parts of all ranks and their messages,
+rank 0 the whole besides; nothing where rank 0 has the tensor already.
 Numbers: bits are kept as they are.
 Left out: any one rank's failing disk but rank 0's: the others write nothing.
 """

@@ -15,7 +15,7 @@ from shardproof.registry.checkpoints import blocks
 from shardproof.table import Table
 
 if TYPE_CHECKING:
-    from shardproof.impls.reference.checkpoint.reading import Checkpoint
+    from shardproof.registry.checkpoints import Checkpoint
 
 
 def size(checkpoint: Checkpoint) -> str:

@@ -16,7 +16,7 @@ from shardproof.table import Table
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shardproof.impls.reference.checkpoint.reading import Checkpoint
+    from shardproof.registry.checkpoints import Checkpoint
 
 #: Of the training; who saved it in which files is no difference.
 _COMPARED = ("step", "optimizer", "scaler", "data", "extra")
