@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import checkpoints
@@ -19,6 +21,7 @@ from shardproof.contract import OptimizerSpec
 from shardproof.impls.reference.checkpoint import commit
 from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
+from shardproof.impls.reference.checkpoint.files import FileLayer
 from shardproof.impls.reference.checkpoint.formats import FORMATS
 from shardproof.impls.reference.checkpoint.reading import Checkpoint
 from shardproof.impls.reference.checkpoint.system import state_of
@@ -270,3 +273,67 @@ def test_a_lost_piece_is_told_before_anything_is_written(tmp_path: Path) -> None
 
     assert "lies in no part" in succeed(body, 2)[1]
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"when": object()}, "has no form in JSON"),
+        ({"long": "x" * 9_000_000}, "bytes of JSON"),
+        ({"many": [0] * 600_000}, "values of JSON"),
+    ],
+    ids=["object", "long", "many"],
+)
+def test_what_could_not_be_read_is_not_written(
+    form: str, extra: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    work = workload(layers=1)
+
+    def body(rank: int, world: int) -> None:
+        system = make("ddp", work, {"replicate": 2}, rank)
+        state = state_of(system, extra if rank == 0 else {})
+        with pytest.raises(CheckpointError, match=words):
+            FORMATS[form](tmp_path, system.mesh).save(state)
+
+    succeed(body, 2)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_disk_that_fills_on_one_rank_fails_all_and_leaves_the_last_one(
+    form: str, tmp_path: Path
+) -> None:
+    """The attempt is removed, so that its room is there again."""
+    work = workload(layers=1)
+
+    class Fills(FileLayer):
+        left = 10_000
+
+        def write(self, path: Path, file: int, data: memoryview) -> None:
+            self.left -= len(data)
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            super().write(path, file, data)
+
+    def body(rank: int, world: int) -> str:
+        system = make("zero3", work, {"shard": 2}, rank)
+        train(system, work, 0, 1)
+        saver = FORMATS[form](tmp_path, system.mesh)
+        saver.save(state_of(system, {}))
+        saver.wait()
+        train(system, work, 1, 2)
+        if rank == world - 1 or form == "full":
+            saver.layer = Fills()
+        with pytest.raises(CheckpointError) as error:
+            saver.save(state_of(system, {}))
+            saver.wait()
+        saver.everyone(None)
+        return str(error.value)
+
+    said = succeed(body, 2)
+    assert said[0] == said[1] and "No space left on device" in said[0]
+    assert "the last committed checkpoint is untouched" in said[0]
+    assert [one.step for one in commit.folders(tmp_path)] == [1]
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert not list(checkpoint.verify())

@@ -13,6 +13,8 @@ before the last good checkpoint is touched.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ from shardproof.contract import Piece
 from shardproof.impls.reference.checkpoint.commit import begin, new_run
 from shardproof.impls.reference.checkpoint.data_file import Held
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
-from shardproof.impls.reference.checkpoint.manifest import About
+from shardproof.impls.reference.checkpoint.guarded_json import require_bounds
+from shardproof.impls.reference.checkpoint.manifest import MOST_TENSORS, About
 from shardproof.impls.reference.checkpoint.regions import Place, TooFine, hole_or_overlap
 from shardproof.impls.reference.checkpoint.saver import Saver
 
@@ -99,6 +102,7 @@ def agree(saver: Saver, state: State, from_rank0: bool = False) -> Agreed:
     writes = choose([one for table in tables for one in table], from_rank0, saver.root)
 
     def make() -> tuple[str, str] | None:
+        require_writable(state.about, len(writes), saver.root)
         if saver.rank:
             return None
         run = saver.run or new_run()
@@ -107,6 +111,20 @@ def agree(saver: Saver, state: State, from_rank0: bool = False) -> Agreed:
     folder, run = saver.together(make)[0]
     saver.run = run
     return Agreed(Path(folder), writes)
+
+
+def require_writable(about: About, tensors: int, root: Path) -> None:
+    """:raises CheckpointError: what readers would refuse, asked before anything is written."""
+    if tensors > MOST_TENSORS:
+        what = f"would have {tensors} tensors, readers take {MOST_TENSORS}"
+        raise CheckpointError(root, what, "save with fewer ranks or names")
+    try:
+        require_bounds(json.dumps(dataclasses.asdict(about)).encode(), root)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"what is said beside tensors has no form in JSON: {error}"
+        raise CheckpointError(root, what, "give numbers, texts, lists and mappings") from None
 
 
 def choose(table: Sequence[Described], from_rank0: bool, root: Path) -> tuple[Described, ...]:

@@ -51,10 +51,10 @@ def unseal(data: bytes, file: Path) -> dict[str, Any]:
     return parse(body + b"}", file)
 
 
-def parse(data: bytes, file: Path) -> dict[str, Any]:
-    """The mapping that ``data`` is.
+def require_bounds(data: bytes, file: Path) -> None:
+    """What is over them is not parsed, hence not written either.
 
-    :raises CheckpointError: too much of it, nested too deeply, a name twice, or no mapping.
+    :raises CheckpointError: too many bytes or values.
     """
     if len(data) > MOST_BYTES:
         what = f"has {len(data)} bytes of JSON, over {MOST_BYTES}"
@@ -62,6 +62,14 @@ def parse(data: bytes, file: Path) -> dict[str, Any]:
     if sum(map(data.count, (b",", b"[", b"{", b":"))) > 2 * MOST_VALUES:
         what = f"has over {MOST_VALUES} values of JSON"
         raise CheckpointError(file, what, "save with more ranks or fewer names; " + TAKE_ANOTHER)
+
+
+def parse(data: bytes, file: Path) -> dict[str, Any]:
+    """The mapping that ``data`` is.
+
+    :raises CheckpointError: too much of it, nested too deeply, a name twice, or no mapping.
+    """
+    require_bounds(data, file)
     try:
         found = json.loads(data, object_pairs_hook=_unique)
     except RecursionError:

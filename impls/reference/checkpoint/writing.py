@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from shardproof.impls.reference.checkpoint.agreement import Agreed
 from shardproof.impls.reference.checkpoint.data_file import DataFile, Held, Streamed
 from shardproof.impls.reference.checkpoint.files import FileLayer
+from shardproof.impls.reference.checkpoint.guarded_json import require_bounds
 from shardproof.impls.reference.checkpoint.manifest import DATA, INDEX, Listed, index_to_json
 
 #: The last operation of a rank: whoever sees the index under its name finds all of the pair.
@@ -29,6 +30,7 @@ def close_pair(layer: FileLayer, agreed: Agreed, written: DataFile) -> Listed:
     stem = written.name.removesuffix(DATA)
     index = index_to_json(written, agreed.id)
     path = agreed.folder / (stem + INDEX)
+    require_bounds(index, path)
     layer.write_file(path.with_name(path.name + PART), [memoryview(index)])
     layer.rename(path.with_name(path.name + PART), path)
     # On a network's disk each machine answers for the names that it gave.
