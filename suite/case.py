@@ -71,6 +71,30 @@ def split(total: int, parts: int) -> list[int]:
     return [small + 1] * larger + [small] * (parts - larger)
 
 
+FaultKind = Literal["kill", "stop", "raise", "exit", "delay", "corrupt", "drop", "swap", "shape"]
+FaultPhase = Literal["setup", "forward", "backward", "update"]
+
+
+@dataclass(frozen=True)
+class Fault(Stored):
+    """A fault that the suite makes in ``rank`` on purpose, and what must come of it.
+
+    It happens where the rank comes to ``phase`` of ``step`` (``setup``: before all steps), ``call``
+    calls later; ``seconds`` are those of a ``delay``.  ``verdicts``: any of them will do;
+    ``blames``: the rank that the sentence must name as the reason; ``says``: texts in it.
+    """
+
+    kind: FaultKind
+    rank: int
+    step: int
+    phase: FaultPhase
+    verdicts: tuple[str, ...]
+    call: int = 0
+    seconds: float = 1.0
+    blames: int | None = None
+    says: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Case(Stored):
     """One (implementation, backend, mesh, workload, optimizer, clip on/off, lane)."""
@@ -110,6 +134,8 @@ class Case(Stored):
     shares: tuple[int, ...] = ()
     loss_scale: float = 1.0
     reload_at: int | None = None
+    #: What the suite does to a rank, and what must come of it.
+    fault: Fault | None = None
     xfail: str | None = None
     #: Texts, all of which the failure that ``xfail`` expects must contain; empty: any will do.
     xfail_says: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from shardproof import comm
-from shardproof.backends import cuda, gloo, in_memory, meeting, mpi, nccl
+from shardproof.backends import base, cuda, faults, gloo, in_memory, meeting, mpi, nccl
 from shardproof.backends.base import Peer, listen
 from shardproof.backends.disturbances import Disturbances, disturbances_of
 from shardproof.backends.in_memory import Hub
@@ -93,6 +93,11 @@ def join(
     if chosen.threads and (hub is None or hub.world != world):
         raise ValueError(f"{chosen.name} needs the hub that its {world} ranks share")
     log, is_process = program_order.RankLog() if ledgers else None, not chosen.threads
+    fault = disturbances.fault if disturbances is not None else None
+    injection = faults.Injection(fault) if fault and log and fault.rank == rank else None
+    base.INJECTION.set(injection, process=is_process)
+    if log and injection:
+        log.listener = injection.event
     program_order.install(log, process=is_process)
     traffic.install(traffic.TrafficLedger(log) if log else None, process=is_process)
     if chosen.threads and hub is not None:

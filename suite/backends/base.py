@@ -13,27 +13,22 @@ the reducer's own, which is queued later.
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.backends.errors import name_ranks
+from shardproof.backends.errors import CollectiveMismatch, differing_calls, name_ranks
 from shardproof.backends.request import Request, chunks, listed, reduction, root_of, rows
-from shardproof.ledgers import memory, traffic
+from shardproof.ledgers import memory, program_order, traffic
 from shardproof.ledgers.program_order import inside_backward
-
-#: Called with one line of text per call of this process's ranks, and when one begins (True) or
-#: ends (False) to be blocked in a call; set by the launcher.
-_on_call: Callable[[str], None] | None = None
-_on_wait: Callable[[bool], object] = bool
-_peers: Callable[[], Sequence[Peer]] = list
 
 
 @dataclass(frozen=True)
@@ -47,38 +42,72 @@ class Peer:
     call: str
 
 
-def listen(
-    on_call: Callable[[str], None] | None,
-    on_wait: Callable[[bool], object],
-    peers: Callable[[], Sequence[Peer]] = list,
-) -> None:
-    """Tell the heartbeat about every call made in this process, in one line, and every wait.
+class Listener(Protocol):
+    """Who is told what the ranks of this process call: the heartbeat."""
 
-    ``peers`` says what all ranks do, as far as can be seen from here.
-    """
-    global _on_call, _on_wait, _peers
-    _on_call, _on_wait, _peers = on_call, on_wait, peers
+    def group(self, name: str) -> int:
+        """What stands for the group ``name``, which the calling rank makes calls to now."""
+
+    def note(self, text: str, group: int, number: int, digest: int, step: int) -> int:
+        """The calling rank issues ``text``; the number of that call.
+
+        ``number`` in the group is 0 for a message between two ranks; ``digest`` stands for what
+        all members must agree on.
+        """
+
+    def wait(self, begins: bool, call: int) -> object:
+        """The calling rank begins or ends to be blocked in its call of that number (0: none)."""
+
+    def inject(self) -> None:
+        """A fault plan is carried out on the calling rank now."""
+
+    def differing(
+        self, ranks: Sequence[int], group: int, number: int, digest: int
+    ) -> Mapping[int, str]:
+        """What others of ``ranks`` call in place of the calling rank's call; empty: the same."""
+
+    def peers(self) -> Sequence[Peer]:
+        """What all ranks do, as far as can be seen from here."""
+
+
+_listener: Listener | None = None
+
+
+def listen(listener: Listener | None) -> None:
+    """Tell ``listener`` about every call made in this process, and every wait."""
+    global _listener
+    _listener = listener
+
+
+def tell_fault() -> None:
+    """A fault plan is carried out on the calling rank now."""
+    if _listener is not None:
+        _listener.inject()
 
 
 def tell(text: str) -> None:
     """Note a call that goes through no process group."""
-    if _on_call is not None:
-        _on_call(text)
+    if _listener is not None:
+        log = program_order.current()
+        _listener.note(text, 0, 0, 0, log.number if log else -1)
 
 
 def peers() -> Sequence[Peer]:
     """What all ranks do; empty where nobody knows."""
-    return _peers()
+    return [] if _listener is None else _listener.peers()
 
 
 @contextmanager
-def blocked() -> Iterator[None]:
+def blocked(call: int = 0) -> Iterator[None]:
     """The calling rank waits for others inside: whatever it burns there is no work."""
-    _on_wait(True)
+    if _listener is None:
+        yield
+        return
+    _listener.wait(True, call)
     try:
         yield
     finally:
-        _on_wait(False)
+        _listener.wait(False, call)
 
 
 class Handle(dist.Work):
@@ -89,6 +118,8 @@ class Handle(dist.Work):
         self.request = request
         self._ledger: traffic.TrafficLedger | None = None
         self._calls: list[traffic.Call] = []
+        #: The number under which the listener knows this call.
+        self.noted = 0
 
     def attach(self, ledger: traffic.TrafficLedger, calls: list[traffic.Call]) -> None:
         self._ledger, self._calls = ledger, calls
@@ -117,7 +148,7 @@ class Handle(dist.Work):
         return True
 
     def _block(self, timeout: float | None) -> None:
-        with blocked():
+        with blocked(self.noted):
             self._settle(timeout)
 
     def synchronize(self) -> None:
@@ -149,6 +180,17 @@ class Handle(dist.Work):
         return None
 
 
+class Injected(Protocol):
+    """A fault plan of the calling rank."""
+
+    def call(self, request: Request, group: object, issue: Callable[[Request], Handle]) -> Handle:
+        """Issue ``request`` by ``issue``, or what the fault makes of it."""
+
+
+#: The fault plan of the calling rank, if it has one (``faults.py``).
+INJECTION: program_order.PerRank[Injected] = program_order.PerRank()
+
+
 class GroupBase(dist.ProcessGroup):
     """A Python process group: normalises, records and hands on.
 
@@ -157,6 +199,9 @@ class GroupBase(dist.ProcessGroup):
     """
 
     backend_name = ""
+    #: Whether calls that cannot match are told by what ranks say of them, before the backend gets
+    #: them: one that does not see it by itself.
+    compares = False
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -164,6 +209,8 @@ class GroupBase(dist.ProcessGroup):
         self._timeout = timeout
         self._name = self._description = ""
         self.transform: Callable[[Request], Request] | None = None
+        #: What stands for the group where calls are noted, and how many collective ones it made.
+        self._group_number = self._collectives = 0
 
     # ------------------------------------------------------------------- identity, asked by torch
 
@@ -222,10 +269,15 @@ class GroupBase(dist.ProcessGroup):
         """Begin ``request`` without waiting for anybody."""
 
     def _issue(self, request: Request) -> Handle:
+        injection = INJECTION.get()
+        if injection is not None:
+            return injection.call(request, self, self._issue_as_it_is)
+        return self._issue_as_it_is(request)
+
+    def _issue_as_it_is(self, request: Request) -> Handle:
         if self.transform is not None:
             request = self.transform(request)
-        if _on_call is not None:
-            _on_call(f"{request.text()} on {name_ranks(self.global_ranks)}")
+        noted = self._note(request) if _listener is not None else 0
         ledger = traffic.current()
         calls = None
         memory.communicated(t for item in (*request.inputs, *request.outputs) for t in item)
@@ -233,9 +285,35 @@ class GroupBase(dist.ProcessGroup):
             loads = request.loads(self._size, self._rank)
             calls = ledger.record(request.operation, self.global_ranks, self.axis, loads)
         handle = self._start(request)
+        handle.noted = noted
         if ledger is not None and calls is not None:
             handle.attach(ledger, calls)
         return handle
+
+    def _note(self, request: Request) -> int:
+        """Tell the listener; its number of the call.
+
+        :raises CollectiveMismatch: another rank's call of this number differs from ``request``.
+        """
+        assert _listener is not None
+        ranks = self.global_ranks
+        group = self._group_number
+        if not group:
+            group = self._group_number = _listener.group(f"{self._name}/{ranks}")
+        number = digest = 0
+        if request.operation not in ("send", "recv"):
+            number = self._collectives = self._collectives + 1
+            digest = zlib.crc32(request.agreed().encode())
+        log, text = program_order.current(), request.text()
+        step = log.number if log else -1
+        noted = _listener.note(f"{text} on {name_ranks(ranks)}", group, number, digest, step)
+        if self.compares and number:
+            others = _listener.differing(ranks, group, number, digest)
+            if others:
+                calls = {rank: told.rpartition(" on ")[0] for rank, told in others.items()}
+                calls[ranks[self._rank]] = text
+                raise CollectiveMismatch(differing_calls(number - 1, ranks, calls))
+        return noted
 
     # ---------------------------------------------------------------- collectives, as torch calls
 

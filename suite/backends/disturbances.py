@@ -15,6 +15,7 @@ import torch
 
 from shardproof.backends import arithmetic
 from shardproof.backends.request import Request
+from shardproof.case import Fault
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class Disturbances:
     ``delay``: results appear only where the program waits for them (``in_memory``).  ``poison``:
     receive buffers hold NaN until then; also in place on ``in_memory``, where inputs are kept
     aside.  ``skew_s``: each rank sleeps up to this long before some of its calls, drawn from
-    ``seed`` and rank.
+    ``seed`` and rank.  ``fault``: what is done to one rank on purpose (``faults.py``).
     """
 
     delay: bool = False
     poison: bool = False
     skew_s: float = 0.0
     seed: int = 0
+    fault: Fault | None = None
 
     def skew(self, rank: int) -> Callable[[Request], Request] | None:
         """The ``transform`` of global ``rank`` that sleeps; ``None`` without skew."""
@@ -54,15 +56,16 @@ TRAITS: dict[str, Disturbances] = {
 }
 
 
-def disturbances_of(traits: Iterable[str]) -> Disturbances | None:
-    """The disturbances that ``traits`` ask for together; ``None`` if none of them does."""
+def disturbances_of(traits: Iterable[str], fault: Fault | None = None) -> Disturbances | None:
+    """The disturbances that ``traits`` and a fault plan ask for together; ``None``: nothing."""
     asked = [TRAITS[name] for name in traits if name in TRAITS]
-    if not asked:
+    if not asked and fault is None:
         return None
     return Disturbances(
         delay=any(w.delay for w in asked),
         poison=any(w.poison for w in asked),
-        skew_s=max(w.skew_s for w in asked),
+        skew_s=max((w.skew_s for w in asked), default=0.0),
+        fault=fault,
     )
 
 

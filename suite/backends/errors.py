@@ -7,12 +7,14 @@ rank 2 raises ``ValueError``, the others raise :class:`RankFailed`, and the caus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
 def spans(ranks: Sequence[int]) -> str:
     """``0-3,7`` for ascending ranks 0, 1, 2, 3 and 7: a message of many ranks stays short."""
+    if not ranks:
+        return "of nobody"
     starts = [i for i, rank in enumerate(ranks) if i == 0 or rank != ranks[i - 1] + 1]
     ends = [*(i - 1 for i in starts[1:]), len(ranks) - 1]
     parts = [(ranks[i], ranks[j]) for i, j in zip(starts, ends, strict=True)]
@@ -22,6 +24,34 @@ def spans(ranks: Sequence[int]) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-3,7``."""
     return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+
+
+def members_of(group: str) -> list[int]:
+    """The ranks that ``ranks 0-2,5``, ``rank 3`` or ``0-2,5`` names; what is in brackets behind
+    it is left out.
+    """
+    members: list[int] = []
+    listed = group.partition(" (")[0].removeprefix("ranks ").removeprefix("rank ")
+    for part in listed.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            members += range(int(first), int(last or first) + 1)
+    return members
+
+
+def differing_calls(number: int, group: Sequence[int], calls: Mapping[int, str]) -> str:
+    """That ``calls``, by global rank, do not match, and who has not come to that call yet."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in sorted(calls.items()):
+        alike.setdefault(text, []).append(rank)
+    lines = [
+        f"{name_ranks(ranks)} {'call' if len(ranks) > 1 else 'calls'} {text}"
+        for text, ranks in alike.items()
+    ]
+    if missing := [rank for rank in group if rank not in calls]:
+        have = "have" if len(missing) > 1 else "has"
+        lines.append(f"{name_ranks(missing)} {have} not come yet")
+    return f"call {number} of group {spans(group)} does not match: {'; '.join(lines)}"
 
 
 class CommError(RuntimeError):

@@ -368,17 +368,6 @@ def _meets(rank: int, request: Request, other: Pending) -> bool:
 
 
 def _mismatch(pending: Pending) -> str:
-    alike: dict[str, list[int]] = {}
-    for i, request in sorted(pending.posts.items()):
-        alike.setdefault(request.text(), []).append(pending.group.ranks[i])
-    lines = [
-        f"{errors.name_ranks(ranks)} {'call' if len(ranks) > 1 else 'calls'} {text}"
-        for text, ranks in alike.items()
-    ]
-    if missing := pending.missing():
-        have = "have" if len(missing) > 1 else "has"
-        lines.append(f"{errors.name_ranks(missing)} {have} not come yet")
-    return (
-        f"call {pending.number} of group {errors.spans(pending.group.ranks)} does not match: "
-        + ("; ".join(lines))
-    )
+    ranks = pending.group.ranks
+    calls = {ranks[i]: request.text() for i, request in pending.posts.items()}
+    return errors.differing_calls(pending.number, ranks, calls)

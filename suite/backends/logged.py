@@ -57,6 +57,7 @@ class Logged(GroupBase):
     kind: ClassVar[Any]
     native_type: ClassVar[Any]
     disturbances: ClassVar[Disturbances | None] = None
+    compares = True
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, backend: Any) -> None:
         super().__init__(rank, size, timeout)

@@ -71,6 +71,8 @@ class MpiGroup(GroupBase):
     """This rank's side of a group; ``ranks`` are global ones, in group order."""
 
     backend_name = NAME
+    #: Ranks of one machine; what others wait in tells the store (``mpi_calls.py``).
+    compares = True
 
     def __init__(self, world: _World, ranks: tuple[int, ...], name: str, timeout: timedelta):
         from shardproof.backends.mpi_messages import MPI, Mail
@@ -102,7 +104,7 @@ class MpiGroup(GroupBase):
         if request.operation in ("send", "recv"):
             tag, key = self._mail.own_tag(request.tag), ""
         else:
-            tag, key = self._mail.tag(self._count, request.signature()), ""
+            tag, key = self._mail.tag(self._count, request.agreed()), ""
             key = f"call/{self._name}/{self._count}"
             self._count += 1
         call = world.calls.begin(request, self._mail, self._members, tag, key)

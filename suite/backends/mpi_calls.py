@@ -247,7 +247,7 @@ class Calls:
     def _compare(self, call: Call) -> None:
         """Fail if a rank that waits in the same call of the group calls something else."""
         own: list[Any] = [call.request.text()]
-        own.append(zlib.crc32(repr(call.request.signature()).encode()))
+        own.append(zlib.crc32(call.request.agreed().encode()))
         if not call.told:
             call.told = True
             self._store.set(f"{call.key}/{call.rank}", json.dumps(own))
@@ -257,20 +257,9 @@ class Calls:
                 calls[rank] = json.loads(self._store.get(f"{call.key}/{rank}"))
         if len({digest for _, digest in calls.values()}) < 2:
             return
-        alike: dict[str, list[int]] = {}
-        for rank, (text, _) in sorted(calls.items()):
-            alike.setdefault(text, []).append(rank)
-        lines = [
-            f"{errors.name_ranks(ranks)} {'call' if len(ranks) > 1 else 'calls'} {text}"
-            for text, ranks in alike.items()
-        ]
-        number = call.key.rpartition("/")[2]
-        self._fail(
-            errors.CollectiveMismatch(
-                f"call {number} of group {errors.spans(call.ranks)} does not match: "
-                + "; ".join(lines)
-            )
-        )
+        texts = {rank: text for rank, (text, _) in calls.items()}
+        number = int(call.key.rpartition("/")[2])
+        self._fail(errors.CollectiveMismatch(errors.differing_calls(number, call.ranks, texts)))
 
 
 #: Calls that ended ranks left unfinished: MPI may still write into their tensors.

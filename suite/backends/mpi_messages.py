@@ -11,8 +11,8 @@ the number of ranks:
     barrier         in round k, rank r tells rank r + 2^k
     the others      each tensor straight to where it belongs
 
-Messages of collectives carry the call's number and a digest of its signature in their tag.  Calls
-that do not match never meet, so they corrupt nothing.
+Messages of collectives carry in their tag the call's number and a digest of what all ranks must
+agree on.  Calls that do not match never meet, so they corrupt nothing.
 
 Imported by ranks only, after ``mpi.start``: importing it needs mpi4py.
 """
@@ -67,9 +67,9 @@ class Mail:
         bits = (self._most + 1).bit_length() - 1
         self._digest = (1 << (bits - _NUMBER_BITS - 1)) - 1
 
-    def tag(self, number: int, signature: object) -> int:
+    def tag(self, number: int, agreed: str) -> int:
         """The tag of the collective call ``number``: odd, those of users are even."""
-        digest = zlib.crc32(repr(signature).encode()) & self._digest
+        digest = zlib.crc32(agreed.encode()) & self._digest
         number &= (1 << _NUMBER_BITS) - 1
         return (digest << _NUMBER_BITS | number) << 1 | 1
 

@@ -26,6 +26,10 @@ _REDUCE_NAMES: dict[Any, str] = {
 }
 
 
+#: Operations to which each rank gives sizes of its own.
+_UNEQUAL = frozenset({"all_to_all", "gather", "scatter"})
+
+
 @dataclass
 class Request:
     """A call in plain form: per item, the tensors that this rank gives and those that it receives.
@@ -74,6 +78,15 @@ class Request:
         )
         outputs = 0 if one_sided else len(self.outputs)
         return self.operation, self.reduce, self.root, shapes, outputs
+
+    def agreed(self) -> str:
+        """What must be equal in the calls of all ranks, sizes included, in words."""
+        if self.operation in _UNEQUAL:
+            return f"{self.operation} {self.reduce} {self.root}"
+        if self.operation == "all_gather":  # ranks may give tensors of different sizes in a list
+            received = "+".join(str(t.numel()) for item in self.outputs for t in item)
+            return f"all_gather {received}"
+        return self.text()
 
     def loads(self, size: int, rank: int) -> list[tuple[str, bool, int, Fraction]]:
         """``(dtype, floating, payload bytes, share sent)`` for each dtype in the call."""

@@ -145,7 +145,7 @@ def _run_and_collect(
         return None
     began = time.monotonic()
     limits: dict[str, Any] = {"memory_bytes": int(case.memory_gib * 2**30)}
-    if kept is not None and _has_no_globals(declaration):
+    if kept is not None and _has_no_globals(declaration) and case.fault is None:
         limits["kept"] = kept
     outcomes = _train(case, workload, workdir, run, **limits)
     account.timings["ranks"] = time.monotonic() - began
@@ -202,7 +202,7 @@ def _train(
         folder,
         case.deadline,
         case.ledgers,
-        disturbances=backends.disturbances_of(case.workload.traits),
+        disturbances=backends.disturbances_of(case.workload.traits, case.fault),
         **limits,
     )
 

@@ -17,7 +17,7 @@ from shardproof import checks
 from shardproof.backends.errors import CollectiveMismatch, name_ranks
 from shardproof.case import AXES, Case
 from shardproof.cases.audit import audited
-from shardproof.checks import Outcome, announced_schedule
+from shardproof.checks import Outcome, announced_schedule, faults
 from shardproof.checks.refusals import judge_errors
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
 from shardproof.costs.expression import FormulaError, parse
@@ -88,6 +88,8 @@ def _decided(account: Account) -> CaseResult:
         outcome = announced_schedule.not_run(account.unsound_schedules)
         return _apply_xfail(case, *verdict_of([outcome]), [outcome])
     cause = root_cause(rank_outcomes)
+    if case.fault is not None:
+        return _under_fault(case, account, cause)
     if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):
         return _apply_xfail(case, "refused", cause.message)
     if cause is not None:
@@ -98,6 +100,24 @@ def _decided(account: Account) -> CaseResult:
     assert figures is not None
     outcomes = [audited(_run_check(name, figures), figures) for name in case.checks]
     return _apply_xfail(case, *verdict_of(outcomes), outcomes)
+
+
+def _under_fault(case: Case, account: Account, cause: RankOutcome | None) -> CaseResult:
+    """The result where the suite made a fault: it must have come to what its plan expects."""
+    assert case.fault is not None
+    blamed = None
+    if cause is not None:
+        verdict, reason = _broken(cause, account.outcomes)
+        blamed = cause.culprit if cause.autopsy else cause.rank
+    elif account.no_oracle_because:
+        verdict, reason = "precondition", account.no_oracle_because
+    else:
+        figures = account.figures
+        assert figures is not None
+        others = [name for name in case.checks if name != "faults"]
+        verdict, reason = verdict_of([audited(_run_check(n, figures), figures) for n in others])
+    outcome = faults.judge_end(case.fault, verdict, reason, blamed, account.outcomes)
+    return _apply_xfail(case, outcome.status, outcome.message, [outcome])
 
 
 def problem_of(declaration: Declaration) -> str:
@@ -185,6 +205,8 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
     if cause.status == "raised" and cause.error_type in CONTRACT_ERRORS:
         return "fail", f"rank {cause.rank}: {cause.error_type}: {cause.message}"
     if cause.status == "hung" or cause.error_type in ("Deadlock", "PeerTimeout"):
+        if cause.autopsy:
+            return "hang", cause.autopsy
         who = "" if cause.error_type else f"rank {cause.rank} "
         calls = "" if cause.error_type == CollectiveMismatch.__name__ else _last_calls(outcomes)
         return "hang", f"{who}{cause.message}{calls}"
@@ -193,7 +215,7 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
     message, newline, more = cause.message.partition("\n")
     message += f"{_where(cause)}{newline}{more}"
     if cause.error_type == CollectiveMismatch.__name__:
-        return "crash", message  # it names the calls
+        return "crash", cause.autopsy or f"desync: {message}"  # it names the calls
     text = f"rank {cause.rank} {cause.status}"
     if cause.error_type:
         text += f" {cause.error_type}"

@@ -29,8 +29,8 @@ GENERAL = (
     *("equivalence", "replicas", "norm", "loss_scale"),
     *("traffic", "memory", "overlap", "active", "schedule"),
 )
-#: Checks of something that the scenario names under ``expect``.
-EXPECTED = ("refusals", "relations")
+#: Checks of something that the scenario names under ``expect``, or of faults that it plans.
+EXPECTED = ("refusals", "relations", "faults")
 #: Every check and the module that holds it.
 CHECKS: dict[str, str] = {name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED)}
 

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shardproof.launch import heartbeat, process_control, stacks
-from shardproof.launch.outcome import RankOutcome
+from shardproof.backends.errors import CollectiveMismatch
+from shardproof.launch import autopsy, heartbeat, process_control, stacks
+from shardproof.launch.autopsy import Standing
+from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.rank_process import RankLaunch
 
 _TAIL = 4000
 #: Why we end ranks that did not end themselves.
-OVERDUE = ("standstill", "budget", "grace", "last resort")
+OVERDUE = ("standstill", "desync", "budget", "grace", "last resort")
 #: What the C++ runtime prints of an exception that nobody caught.
 _WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 
@@ -47,14 +49,36 @@ class RankProcess:
 
 
 def diagnose(launch: RankLaunch, processes: Sequence[RankProcess]) -> list[RankOutcome]:
-    """The outcome of every rank, by rank.  All processes have ended."""
+    """The outcome of every rank, by rank, causes told from consequences.
+
+    All processes have ended.  Where ranks waited for one another, the one to look at first has the
+    autopsy.
+    """
     heartbeats = heartbeat.read(launch.heartbeat)
     outcomes: list[RankOutcome] = []
+    dead: dict[int, tuple[_Dead, heartbeat.Heartbeat]] = {}
     for process in processes:
         own = [process.hung.get(rank, heartbeats[rank]) for rank in process.ranks]
-        dead = _Dead(launch, process, own)
-        outcomes += [dead.outcome(last) for last in dead.heartbeats]
-    return sorted(outcomes, key=lambda outcome: outcome.rank)
+        one = _Dead(launch, process, own)
+        dead |= {last.rank: (one, last) for last in own}
+        outcomes += [one.outcome(last) for last in own]
+    settled = mark_consequences(sorted(outcomes, key=lambda outcome: outcome.rank))
+    root = root_cause(settled)
+    if root is None or not _waited(root):
+        return settled
+    standings = [dead[o.rank][0].standing(dead[o.rank][1], o) for o in settled]
+    # What a backend says of calls that do not match it may have said before all had come.
+    said = root.error_type == CollectiveMismatch.__name__
+    found = autopsy.find_mismatch(standings) if said else autopsy.find(standings)
+    if found is None:
+        return settled
+    told = replace(root, autopsy=found.sentence, cause=found.cause, culprit=found.rank)
+    return [told if outcome is root else outcome for outcome in settled]
+
+
+def _waited(root: RankOutcome) -> bool:
+    """Whether ranks waited for one another, and none of them failed by itself."""
+    return root.status in ("hung", "early") or (root.status == "raised" and root.is_comm_error)
 
 
 class _Dead:
@@ -79,7 +103,30 @@ class _Dead:
             calls=last.sequence,
             record=self.launch.record(last.rank) if outcome.status == "ok" else None,
             output=self._tail(self.launch.output(last.rank)),
+            injected=last.injected - self.launch.began if last.injected else None,
         )
+
+    def standing(self, last: heartbeat.Heartbeat, outcome: RankOutcome) -> Standing:
+        """How the rank stood, for the autopsy; ``outcome`` is its own."""
+        stack = self._stacks.get(last.thread)
+        place = stack.place if stack and stack.frames else ""
+        if not place and outcome.place:
+            file, _, function = outcome.place.rpartition(" in ")
+            place = f"in {function} ({file})"
+        how: autopsy.How = "stands"
+        if outcome.status in ("ok", "early"):
+            how = "ended"
+        elif outcome.status == "hung" and self.process.stopped and not outcome.consequence:
+            how = "stopped"
+        elif outcome.is_comm_error or last.waiting:
+            joins = last.waiting and not last.waited and (not stack or not stack.waits)
+            how = "joins" if joins or (stack is not None and stack.joins) else "waits"
+        elif outcome.status == "over budget":
+            how = "computes"
+        elif outcome.status != "hung":
+            how = "gone"
+        words = outcome.sentence().removeprefix(f"rank {last.rank} ")
+        return Standing(last.rank, how, words, last.noted, last.awaited, place, last.order)
 
     def _as_reported(self, rank: int) -> RankOutcome | None:
         process = self.process
@@ -144,13 +191,14 @@ class _Dead:
             how = f"{what} {stack.place}" if stack and stack.frames else "still running"
         when = {
             "standstill": "when no rank computed, entered or left a call any more",
+            "desync": "when calls of other ranks no longer matched its own",
             "budget": f"after {process.spent[last.rank]:.1f} s of CPU, its budget",
             "grace": "after another rank failed",
             "last resort": f"after {process.ended:.0f} s",
         }[process.reason]
         if not last.sequence:
             return f"{how} {when}; it made no call"
-        ago = self.launch.began + process.ended - last.noted
+        ago = self.launch.began + process.ended - last.at
         return f"{how} {when}; its last call, {ago:.1f} s before: {last.last_call}"
 
     def _circumstances(self, last: heartbeat.Heartbeat, stack: stacks.Stack | None) -> str:

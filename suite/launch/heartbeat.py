@@ -3,7 +3,7 @@
 Written by the ranks with plain stores (no lock, no system call), and readable by anyone who has the
 file, also when the rank is stopped, looping without the interpreter lock's leave, or dead.
 
-One slot of 2048 bytes per rank::
+One slot of 13824 bytes per rank::
 
     0     sequence number   8   calls noted so far
     8     time              8   time.monotonic() of the last note
@@ -11,8 +11,12 @@ One slot of 2048 bytes per rank::
     24    state             4   NEW, RUNNING, RETURNED, DONE, FAILED
     28    native thread     4   the kernel's number of the rank's thread (to find its CPU time)
     32    waits             4   odd while the rank's thread is blocked inside a call
-    40    exit notice       2 + 214   what the rank did to end its process, if caught
-    256   ring              8 entries of 2 + 222 bytes: text of call n at entry n % 8
+    36    waited            4   the call that it waits for, or waited for last; 0: it is not known
+    40    injected          8   time.monotonic() at which the suite made a fault here; 0: none
+    48    exit notice       2 + 206   what the rank did to end its process, if caught
+    256   ring              48 entries of 240 bytes, call n at entry n % 48:
+                            group 4, number in it 4, digest 4, 4 unused, text 2 + 222
+    11776 order             256 entries of 8 bytes, call n at entry n % 256: step 4, text's digest 4
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ import mmap
 import struct
 import threading
 import time
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +35,31 @@ from shardproof.backends import Peer
 
 NEW, RUNNING, RETURNED, DONE, FAILED = range(5)
 
-_SLOT = 2048
-_HEAD = struct.Struct("<QdQIII")
-_THREAD, _STATE, _NATIVE, _WAITS, _NOTICE, _RING = 16, 24, 28, 32, 40, 256
-_ENTRIES, _ENTRY = 8, 224
+_SLOT = 13824
+_HEAD = struct.Struct("<QdQIIIId")
+_THREAD, _STATE, _NATIVE, _WAITS, _INJECTED, _NOTICE, _RING = 16, 24, 28, 32, 40, 48, 256
+_ENTRIES, _ENTRY, _ORDER = 48, 240, 11776
+#: Calls whose order is kept.
+ORDERED = 256
+_CALL, _TEXT = struct.Struct("<III"), 16
+_PLACED = struct.Struct("<iI")
+#: Entries that can be read while the rank writes the next one.
+_WHOLE = _ENTRIES - 1
+
+
+@dataclass(frozen=True)
+class Noted:
+    """One call of a rank: its number among all of them, from 1, and what it was.
+
+    ``group`` stands for the group, ``number`` is the call's number in it, from 1 (0: a message
+    between two ranks), ``digest`` stands for what all members must agree on.
+    """
+
+    sequence: int
+    group: int
+    number: int
+    digest: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -40,11 +68,13 @@ class Heartbeat:
 
     rank: int
     sequence: int
-    noted: float
+    at: float
     thread: int
     state: int
     native: int
     waits: int
+    waited: int
+    injected: float
     slot: bytes
 
     @property
@@ -53,10 +83,21 @@ class Heartbeat:
         return _read_text(self.slot, _NOTICE)
 
     @property
-    def calls(self) -> tuple[str, ...]:
+    def noted(self) -> tuple[Noted, ...]:
         """The last calls, oldest first."""
         last = range(max(0, self.sequence - _ENTRIES), self.sequence)
-        return tuple(_read_text(self.slot, _RING + n % _ENTRIES * _ENTRY) for n in last)
+        return tuple(_noted(self.slot, 0, n) for n in last)
+
+    @property
+    def awaited(self) -> Noted | None:
+        """The call that it waits for, or that it waited for since it made the last one."""
+        return next((call for call in self.noted if call.sequence == self.waited), None)
+
+    @property
+    def order(self) -> tuple[tuple[int, int], ...]:
+        """Step (-1: none) and digest of the text of the last calls, oldest first."""
+        last = range(max(0, self.sequence - ORDERED), self.sequence)
+        return tuple(_PLACED.unpack_from(self.slot, _ORDER + n % ORDERED * 8) for n in last)
 
     @property
     def waiting(self) -> bool:
@@ -66,7 +107,7 @@ class Heartbeat:
     @property
     def last_call(self) -> str:
         """The most recent call, "" if there was none."""
-        return self.calls[-1] if self.sequence else ""
+        return self.noted[-1].text if self.sequence else ""
 
 
 class Writer:
@@ -76,27 +117,65 @@ class Writer:
         self.rank = rank
         self._base = rank * _SLOT
         self._count = self._waits = 0
+        self._groups: Counter[str] = Counter()
         self._thread = threading.get_ident()
         struct.pack_into("<Q", self._map, self._base + _THREAD, self._thread)
         struct.pack_into("<I", self._map, self._base + _NATIVE, threading.get_native_id())
         self.state(RUNNING)
 
-    def note(self, text: str) -> None:
-        """Record one call.  Texts over 222 bytes are cut."""
+    def group(self, name: str) -> int:
+        """What stands for the group ``name`` that the rank makes: another one each time."""
+        self._groups[name] += 1
+        return zlib.crc32(f"{name}/{self._groups[name]}".encode())
+
+    def note(
+        self, text: str, group: int = 0, number: int = 0, digest: int = 0, step: int = -1
+    ) -> int:
+        """Record one call; its number among all.  Texts over 222 bytes are cut."""
         count = self._count
-        self._text(_RING + count % _ENTRIES * _ENTRY, text, _ENTRY)
+        entry = self._base + _RING + count % _ENTRIES * _ENTRY
+        _CALL.pack_into(self._map, entry, group, number, digest)
+        self._text(entry - self._base + _TEXT, text, _ENTRY - _TEXT)
+        placed = self._base + _ORDER + count % ORDERED * _PLACED.size
+        _PLACED.pack_into(self._map, placed, step, zlib.crc32(text.encode("utf-8", "replace")))
+        struct.pack_into("<I", self._map, self._base + _WAITS + 4, 0)
         self._count = count + 1
         # Last, so that a reader never sees a count whose text is missing.
         struct.pack_into("<Qd", self._map, self._base, count + 1, time.monotonic())
+        return self._count
 
-    def wait(self, begins: bool) -> None:
+    def wait(self, begins: bool, call: int = 0) -> None:
         """The calling thread begins or ends to be blocked; of others than the rank's own: nothing.
 
         What a rank's helper thread waits for keeps the rank from nothing.
         """
         if threading.get_ident() == self._thread and begins != self._waits % 2:
             self._waits += 1
-            struct.pack_into("<I", self._map, self._base + _WAITS, self._waits)
+            if begins:
+                struct.pack_into("<II", self._map, self._base + _WAITS, self._waits, call)
+            else:
+                struct.pack_into("<I", self._map, self._base + _WAITS, self._waits)
+
+    def calls_of(self, ranks: Iterable[int], group: int, number: int) -> dict[int, Noted]:
+        """The call ``number`` of a group as those of ``ranks`` made it that have come to it."""
+        found = {}
+        for rank in ranks:
+            base = rank * _SLOT
+            if base >= len(self._map):
+                continue  # on another machine
+            (count,) = struct.unpack_from("<Q", self._map, base)
+            for n in range(count - 1, max(-1, count - 1 - _WHOLE), -1):
+                entry = base + _RING + n % _ENTRIES * _ENTRY
+                its, at, _ = _CALL.unpack_from(self._map, entry)
+                if its == group and 0 < at <= number:
+                    if at == number:
+                        found[rank] = _noted(self._map, base, n)
+                    break
+        return found
+
+    def inject(self) -> None:
+        """Record that the suite makes a fault here, now."""
+        struct.pack_into("<d", self._map, self._base + _INJECTED, time.monotonic())
 
     def state(self, state: int) -> None:
         struct.pack_into("<I", self._map, self._base + _STATE, state)
@@ -142,16 +221,48 @@ def current() -> Writer | None:
     return writer or _process
 
 
-def note(text: str) -> None:
-    """Record that the calling rank issued ``text``; nothing outside ranks.  About 1 microsecond."""
-    if (writer := current()) is not None:
-        writer.note(text)
+def group(name: str) -> int:
+    """What stands for a group that the calling rank makes; 0 outside ranks."""
+    writer = current()
+    return 0 if writer is None else writer.group(name)
 
 
-def wait(begins: bool) -> None:
+def note(text: str, group: int = 0, number: int = 0, digest: int = 0, step: int = -1) -> int:
+    """Record that the calling rank issued ``text``; its number.  Nothing, and 0, outside ranks."""
+    writer = current()
+    return 0 if writer is None else writer.note(text, group, number, digest, step)
+
+
+def wait(begins: bool, call: int = 0) -> None:
     """Record that the calling rank begins or ends to be blocked inside a call."""
     if (writer := current()) is not None:
-        writer.wait(begins)
+        writer.wait(begins, call)
+
+
+def differing(ranks: Sequence[int], group: int, number: int, digest: int) -> dict[int, str]:
+    """What the members of a group call in place of the calling rank's call, all that have come.
+
+    Empty where none of them differs.  What seems to differ is read once more: it may be written
+    at this very moment.
+    """
+    writer = current()
+    if writer is None:
+        return {}
+    others = [rank for rank in ranks if rank != writer.rank]
+    made = writer.calls_of(others, group, number)
+    if all(call.digest == digest for call in made.values()):
+        return {}
+    time.sleep(0.001)
+    made = writer.calls_of(others, group, number)
+    if all(call.digest == digest for call in made.values()):
+        return {}
+    return {rank: call.text for rank, call in made.items()}
+
+
+def inject() -> None:
+    """Record that the suite makes a fault in the calling rank."""
+    if (writer := current()) is not None:
+        writer.inject()
 
 
 #: How a rank in one of these states has ended.
@@ -184,6 +295,12 @@ def _slots(data: bytes) -> list[Heartbeat]:
     return [Heartbeat(rank, *(*_HEAD.unpack_from(slot), slot)) for rank, slot in enumerate(slots)]
 
 
-def _read_text(data: bytes, start: int) -> str:
+def _noted(data: bytes | mmap.mmap, base: int, n: int) -> Noted:
+    entry = base + _RING + n % _ENTRIES * _ENTRY
+    group, number, digest = _CALL.unpack_from(data, entry)
+    return Noted(n + 1, group, number, digest, _read_text(data, entry + _TEXT))
+
+
+def _read_text(data: bytes | mmap.mmap, start: int) -> str:
     (length,) = struct.unpack_from("<H", data, start)
     return data[start + 2 : start + 2 + length].decode("utf-8", "replace")

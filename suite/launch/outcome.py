@@ -49,7 +49,9 @@ class RankOutcome:
     ``blames`` is the rank that a communication error names.  ``error_type`` is the exception's
     name, but ``PeerTimeout`` for whatever a native group raises when a peer is late.
     ``method`` is that of the contract which ran, ``place`` the implementation's innermost frame as
-    ``file:line in function``.
+    ``file:line in function``.  ``autopsy``, of the rank to look at first: why ranks wait for ever,
+    its ``cause`` in a word, and the rank that did not come (``culprit``).  ``injected``: when the
+    suite made a fault here on purpose, in seconds after the start.
     """
 
     rank: int
@@ -69,6 +71,10 @@ class RankOutcome:
     blames: int | None = None
     method: str = ""
     place: str = ""
+    autopsy: str = ""
+    cause: str = ""
+    culprit: int | None = None
+    injected: float | None = None
 
     def sentence(self) -> str:
         """One line: ``rank 2 raised ValueError: ...``."""

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import backends
-from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.launch import autopsy, heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
 from shardproof.launch.mpi.lease import Lease, WorldGone
 from shardproof.launch.mpi.mpirun import Mpirun, unlink_segments
 from shardproof.launch.mpi.world_keeper import WorldTask
-from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
+from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
 
@@ -34,6 +34,8 @@ __all__ = ["RankOutcome", "root_cause", "run_ranks"]
 LAST_RESORT = 20.0
 #: Seconds that ranks have to end after the first one failed: of standing still, or of CPU.
 GRACE_SECONDS = 3.0
+#: Looks (a second) at ranks that wait, after which what they have noted is compared.
+DESYNC_LOOKS = 20
 #: Bytes that a rank may print.
 OUTPUT_LIMIT = 64 << 20
 
@@ -74,7 +76,7 @@ def run_ranks(
         disturbances=disturbances,
         began=time.monotonic(),
     )
-    return mark_consequences(_Watch(launch, budget_s, memory_bytes, kept).outcomes())
+    return _Watch(launch, budget_s, memory_bytes, kept).outcomes()
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class _SuiteLink:
         return backends.Hub(world, timeout_s)
 
     def join(self, rank: int, launch: RankLaunch, hub: backends.Hub) -> None:
-        backends.listen(heartbeat.note, heartbeat.wait, heartbeat.peers)
+        backends.listen(heartbeat)
         where = self.name, rank, launch.world, launch.rendezvous, launch.timeout_s
         backends.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
         if self.mpirun:
@@ -245,11 +247,20 @@ class _Watch:
                 self._end(alive, "grace")
         elif self._stand_still(self._budget_s):
             self._end(alive, "standstill")
+        elif self._differ():
+            self._end(alive, "desync")
         elif time.monotonic() > self._launch.began + self._budget_s * LAST_RESORT:
             self._end(alive, "last resort")
 
     def _stand_still(self, asleep_s: float) -> bool:
         return self._watchdog.stand_still(max(1, int(asleep_s / TICK_SECONDS)))
+
+    def _differ(self) -> bool:
+        """Whether the calls that ranks have noted cannot match, and nobody goes on."""
+        if self._watchdog.silence < DESYNC_LOOKS or not self._watchdog.idle:
+            return False
+        beats = heartbeat.read(self._launch.heartbeat)
+        return autopsy.mismatch({beat.rank: beat.noted for beat in beats}) is not None
 
     def _failed(self) -> None:
         if self._spent_at_failure is None:
@@ -284,7 +295,7 @@ class _Watch:
             stacks.ask({p.pid: self._launch.stacks(p.ranks[0]) for p in doomed})
         for process in doomed:
             process_control.kill(process.pid)
-        if reason not in ("grace", "standstill"):
+        if reason not in ("grace", "standstill", "desync"):
             self._failed()
 
 

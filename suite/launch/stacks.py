@@ -31,6 +31,10 @@ _LAUNCH = str(Path(__file__).parent)
 
 #: Where a rank's Python code stands while it waits for other ranks.
 _WAITING = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+#: Functions that make a group together with its other members.
+_JOINING = frozenset(
+    ("init_process_group", "new_group", "_new_process_group_helper", "init_device_mesh")
+)
 _STANDARD = ("/threading.py", "/queue.py", "/selectors.py", "/contextlib.py")
 _WAITING_FOLDER = str(Path(__file__).parent.parent / "backends")
 
@@ -46,6 +50,11 @@ class Stack:
         """Whether the thread is inside a communication call."""
         outside = [file for file, _, _ in self.frames if not file.endswith(_STANDARD)]
         return bool(outside) and _communicates(outside[-1])
+
+    @property
+    def joins(self) -> bool:
+        """Whether the thread waits for a group to be made."""
+        return self.waits and any(function in _JOINING for _, _, function in self.frames)
 
     @property
     def in_backward(self) -> bool:

@@ -98,6 +98,13 @@ class RankLog:
         self._step = -1
         #: Forwards of the step by stage and micro-batch.
         self._seen: Counter[tuple[int, int]] = Counter()
+        #: Called when a phase may have begun.
+        self.listener: Callable[[], None] | None = None
+
+    @property
+    def number(self) -> int:
+        """The optimizer step under way, or the last one; -1 before the first."""
+        return self._step
 
     @property
     def now(self) -> int:
@@ -122,6 +129,11 @@ class RankLog:
         self.units += 1
         if self._stage != "update":
             self._stage = "backward" if recompute else kind
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.listener is not None:
+            self.listener()
 
     @property
     def phase(self) -> Phase:
@@ -141,6 +153,7 @@ class RankLog:
         self._in_step, self._stage, self._step = True, "forward", number
         self._seen.clear()
         try:
+            self._tell()
             yield
         finally:
             self._in_step = False
@@ -175,6 +188,7 @@ class RankLog:
             self._observing -= 1
             if point == "gradients_final":
                 self._stage = "update"
+        self._tell()
 
 
 #: The log of the calling rank (``None`` with ledgers off); ``install`` sets it for the calling

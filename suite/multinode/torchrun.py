@@ -214,7 +214,7 @@ class _Guard:
         beats = Path(self._beats.name) / "heartbeat"
         heartbeat.create(beats, 1)
         heartbeat.attach(beats, 0, thread=False)
-        backends.listen(heartbeat.note, heartbeat.wait)
+        backends.listen(heartbeat)
         # A connection of its own: the rank's is busy while the rank waits in the store.
         self._store = self._place.store(serves=False)
         self._watchdog = Watchdog(beats, 1, backends.BACKENDS[self._case.backend])

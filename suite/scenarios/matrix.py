@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from shardproof.backends import BACKENDS
-from shardproof.case import Case, WorkloadSpec
+from shardproof.case import Case, Fault, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.files import from_plain
@@ -48,7 +48,7 @@ _DTYPES = {
 #: The outermost first: the order of the cases.
 _AXES = (
     *("workload", "implementation", "backend", "mesh"),
-    *("optimizer", "clip", "lane", "precision"),
+    *("optimizer", "clip", "lane", "precision", "fault"),
 )
 
 
@@ -62,6 +62,7 @@ class Cell:
     lane: str
     precision: schema.PrecisionChoice | None
     workload: schema.WorkloadChoice | None
+    fault: schema.FaultPlan | None = None
     tier: str | None = None
 
     @property
@@ -73,6 +74,7 @@ class Cell:
     def key(self) -> tuple[str, ...]:
         """What distinguishes cells; the middle of the id."""
         variant = f"[{self.workload.label}]" if self.workload else ""
+        variant += f"[{self.fault.name}]" if self.fault else ""
         optimizer = self.optimizer.label or self.optimizer.name
         clip = "noclip" if self.clip is None else f"clip{self.clip:g}"
         return (
@@ -111,6 +113,7 @@ class _Expansion:
         self._stop_if_faulty()
         cells = self._cells()
         self._check_cells(cells)
+        self._check_ranks_of_faults(cells)
         skips, xfails, quick = (self._marks(cells, key) for key in ("skip", "xfail", "quick"))
         says = self._marks(cells, "xfail", "says")
         self._stop_if_faulty()
@@ -156,6 +159,7 @@ class _Expansion:
             if isinstance(other, schema.SameAs) and other.same_as.implementation is not None:
                 place = [*path, "relation", "same_as", "implementation"]
                 self._check_name(place, "implementation", other.same_as.implementation)
+        self._check_faults()
         refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
         refuses = any(e.refuses for e in (scenario.expect, *refusing))
         if refuses != ("refusals" in scenario.checks):
@@ -165,6 +169,36 @@ class _Expansion:
                 "give both or neither",
                 ", ".join(scenario.checks),
             )
+
+    def _check_faults(self) -> None:
+        """Whether fault plans and the check `faults` go together, and each has its own name."""
+        plans = self.scenario.faults
+        if bool(plans) != ("faults" in self.scenario.checks):
+            what = "fault plans and the check `faults` belong together"
+            self._add(["checks"], what, "give both or neither", ", ".join(self.scenario.checks))
+        names = [plan.name for plan in plans]
+        for index, plan in enumerate(plans):
+            at: Keys = ["faults", index]
+            if plan.name in names[:index]:
+                self._add(at, "fault plan named twice", "give it a label", plan.name)
+            last = 0 if plan.phase == "setup" else self.scenario.steps - 1
+            if plan.step > last:
+                what = f"fault plan {plan.name}: no step that has a phase {plan.phase}"
+                self._add([*at, "step"], what, f"valid: 0 to {last}", str(plan.step))
+
+    def _check_ranks_of_faults(self, cells: Sequence[Cell]) -> None:
+        """Whether every fault plan names ranks that all of its cells have."""
+        for index, plan in enumerate(self.scenario.faults):
+            own = [cell for cell in cells if cell.fault is plan]
+            if not own:
+                continue
+            cell = min(own, key=lambda one: math.prod(size for _, size in one.mesh))
+            world = math.prod(size for _, size in cell.mesh)
+            remedy = f"valid: 0 to {world - 1}, or exclude {{mesh: {mesh_name(cell.mesh)}}}"
+            for keys, rank in ((["rank"], plan.rank), (["expect", "rank"], plan.expect.rank)):
+                if rank is not None and rank >= world:
+                    what = f"fault plan {plan.name}: no such rank in {mesh_name(cell.mesh)}"
+                    self._add(["faults", index, *keys], what, remedy, str(rank))
 
     def _check_axes(self, path: Keys, axes: schema.Matrix | schema.Include) -> None:
         for index, choice in enumerate(axes.implementation):
@@ -251,7 +285,8 @@ class _Expansion:
             own: list[Any] = getattr(include, name) if include is not None else []
             return own or getattr(matrix, name) or [None]
 
-        axes = {name: axis(name) for name in _AXES}
+        axes = {name: axis(name) for name in _AXES if name != "fault"}
+        axes["fault"] = [*self.scenario.faults] or [None]
         meshes = sum(math.prod(map(len, choice.values())) for choice in axes["mesh"])
         count = meshes * math.prod(len(axes[name]) for name in _AXES if name != "mesh")
         if count > MAX_CELLS:
@@ -411,6 +446,7 @@ class _Expansion:
             xfail=xfail,
             xfail_says=tuple(xfail_says),
             source=self._source(choice),
+            fault=_fault(cell.fault) if cell.fault else None,
         )
 
     def _source(self, choice: schema.ImplementationChoice) -> str:
@@ -420,6 +456,16 @@ class _Expansion:
                     line = self.file.node.locate([*path, "implementation", index])
                     return f"{_portable(self.file.file)}:{line}"
         raise AssertionError("no cell has an implementation from outside of the file")
+
+
+def _fault(plan: schema.FaultPlan) -> Fault:
+    expect = plan.expect
+    return Fault(
+        **plan.model_dump(exclude={"label", "expect"}),
+        verdicts=tuple(expect.verdict),
+        blames=expect.rank,
+        says=tuple(expect.says),
+    )
 
 
 @cache
@@ -447,6 +493,7 @@ def matches(rule: schema.Match, cell: Cell) -> bool:
         "optimizer": (cell.optimizer.label or cell.optimizer.name,),
         "lane": (cell.lane,),
         "precision": (cell.precision.label if cell.precision else "",),
+        "fault": (cell.fault.name if cell.fault else "",),
     }
     for key, names in words.items():
         patterns = getattr(rule, key)

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from shardproof.case import Axis
+from shardproof.case import Axis, FaultKind, FaultPhase
 from shardproof.costs import expression
 
 Tier = Literal["quick", "full"]
@@ -258,6 +258,39 @@ class Matrix(Model):
     workload: Workloads = Field([], description="variants of the scenario's workload")
 
 
+class FaultExpect(Model):
+    """What must come of a fault."""
+
+    verdict: Many[Literal["pass", "fail", "crash", "hang"]] = Field(
+        description="any of these: kill, exit, raise: crash; stop, drop: hang; swap, shape: crash "
+        "or hang; corrupt: fail; delay: pass"
+    )
+    rank: int | None = Field(
+        None, ge=0, description="the rank that the sentence must blame; null: any, or none"
+    )
+    says: Words = Field([], description="texts, all of which the sentence must contain")
+
+
+class FaultPlan(Model):
+    """A fault that the suite makes in one rank; every plan gives each cell once more."""
+
+    kind: FaultKind = Field(
+        description="kill, stop, raise, exit, delay (the rank); corrupt (one bit of a payload), "
+        "drop (a call is not made), swap (two calls exchanged), shape (one element more)"
+    )
+    rank: int = Field(ge=0, description="the rank in which it happens")
+    step: int = Field(0, ge=0, description="optimizer step, from 0; of setup: 0")
+    phase: FaultPhase = Field(description="setup, forward, backward or update")
+    call: int = Field(0, ge=0, description="calls of the phase to let pass")
+    seconds: float = Field(1.0, gt=0, le=60, description="of a delay")
+    label: Label | None = Field(None, description="name of the plan in ids; default: its kind")
+    expect: FaultExpect = Field(description="{verdict, rank, says}: what must come of it")
+
+    @property
+    def name(self) -> str:
+        return self.label or self.kind
+
+
 class Match(Model):
     """Cells for which every given key holds; a list means any of its values.
 
@@ -274,6 +307,7 @@ class Match(Model):
     clip: Clips = Field([], description="null matches cells without clipping")
     lane: Lanes = Field([], description="way of comparing numbers")
     precision: Words = Field([], description="glob on the label of the precision policy")
+    fault: Words = Field([], description="glob on the label of the fault plan")
 
 
 class Rule(Match):
@@ -318,6 +352,9 @@ class Scenario(Model):
     checks: Words = Field(description="what is judged; `shardproof list checks` shows all")
     expect: Expect = Field(
         default_factory=lambda: Expect.model_validate({}), description="costs and refusals"
+    )
+    faults: list[FaultPlan] = Field(
+        default_factory=list, description="faults to make; the check `faults` judges each"
     )
     include: list[Include] = Field(default_factory=list, description="cells to add")
     exclude: list[Rule] = Field(default_factory=list, description="cells to remove")

@@ -36,9 +36,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardproof.backends.errors import members_of
 from shardproof.backends.request import Request
 from shardproof.files import Stored
-from shardproof.launch import heartbeat
 from shardproof.launch.frames import is_of_script, is_shown
 from shardproof.ledgers.program_order import inside_backward
 
@@ -50,8 +50,6 @@ _ENTRY = struct.Struct("<QQI")
 ENTRIES, _SIZE, _START = 2048, 256, 64
 #: Offset and room of each text of an entry.
 _TEXT, _PLACE, _GROUP = (20, 112), (132, 68), (200, 56)
-#: Their sizes are each rank's own.
-_UNEQUAL = frozenset({"all_to_all", "gather", "scatter"})
 _BETWEEN_TWO = frozenset({"send", "recv"})
 #: Texts and loads of so many different calls are kept.
 _KNOWN = 4096
@@ -146,7 +144,6 @@ class Calls:
             total.calls += 1
             total.payload_bytes += payload
             total.logical_bytes += share
-        heartbeat.note(f"{form.text} on {group}")
 
     def on(self, group: str) -> int:
         """How many collectives were made on ``group`` so far."""
@@ -164,20 +161,10 @@ class Calls:
         form = self._forms.get(key)
         if form is None:
             loads = tuple((dt, n, share) for dt, _, n, share in request.loads(size, rank))
-            form = _Form(request.text(), _same(request), loads)
+            form = _Form(request.text(), request.agreed(), loads)
             if len(self._forms) < _KNOWN:
                 self._forms[key] = form
         return form
-
-
-def _same(request: Request) -> str:
-    """What must be equal on all ranks of the group."""
-    if request.operation in _UNEQUAL:
-        return f"{request.operation} {request.reduce} {request.root}"
-    if request.operation == "all_gather":  # ranks may give tensors of different sizes in a list
-        received = "+".join(str(t.numel()) for item in request.outputs for t in item)
-        return f"all_gather {received}"
-    return request.text()
 
 
 def _place(frame: FrameType | None) -> str:
@@ -295,14 +282,3 @@ def _by_group(ranks: Mapping[int, list[Call]]) -> dict[str, dict[int, dict[int, 
                 members.setdefault(rank, {})[call.in_group] = call
     known = {name: {r: m[r] for r in m if r in ranks} for name, m in groups.items()}
     return {name: members for name, members in known.items() if len(members) > 1}
-
-
-def members_of(group: str) -> list[int]:
-    """The ranks that ``ranks 0-2,5`` or ``ranks 0-2,5 (group 3)`` names."""
-    members: list[int] = []
-    listed = group.partition(" (")[0].removeprefix("ranks ").removeprefix("rank ")
-    for part in listed.split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            members += range(int(first), int(last or first) + 1)
-    return members

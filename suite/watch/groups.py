@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -48,9 +48,13 @@ class _Watched(logged.Logged):
 class WatchedGloo(_Watched, gloo.LoggedGloo):
     """Constructed by torch in place of ``ProcessGroupGloo``."""
 
+    compares = False
+
 
 class WatchedNccl(_Watched, nccl.LoggedNccl):
     """Constructed by torch in place of ``ProcessGroupNCCL``."""
+
+    compares = False
 
 
 _WATCHED = (WatchedGloo, WatchedNccl)
@@ -62,15 +66,28 @@ def send_to(calls: Calls | None) -> None:
     _calls = calls
 
 
-def _wait(begins: bool) -> None:
-    heartbeat.wait(begins)
-    if _calls is not None:
-        _calls.wait(begins)
+class _Listener:
+    """The heartbeat, and the file of calls."""
+
+    group = staticmethod(heartbeat.group)
+    note = staticmethod(heartbeat.note)
+    inject = staticmethod(heartbeat.inject)
+
+    def wait(self, begins: bool, call: int) -> None:
+        heartbeat.wait(begins, call)
+        if _calls is not None:
+            _calls.wait(begins)
+
+    def differing(
+        self, ranks: Sequence[int], group: int, number: int, digest: int
+    ) -> dict[int, str]:
+        """Nothing is done to a script: what differs is told when its ranks stand still."""
+        return {}
 
 
 def install() -> None:
     """Watch every group that this process makes from now on."""
-    base.listen(None, _wait)
+    base.listen(_Listener())
     make = c10d._new_process_group_helper
     signature = inspect.signature(make)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from shardproof.backends.errors import name_ranks
+from shardproof.backends.errors import members_of, name_ranks
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.process_control import signal_name
@@ -286,7 +286,7 @@ def _standstill(
 ) -> str:
     """Who stands where, the one that the others wait for first."""
     missing = calls.behind(dict(logs))
-    late = {*calls.members_of(missing.group)} - {*missing.calls} if missing else set()
+    late = {*members_of(missing.group)} - {*missing.calls} if missing else set()
     words = []
     for outcome in sorted(outcomes, key=lambda o: (o.rank not in late, o.rank)):
         end = ends.get(outcome.rank)
@@ -324,7 +324,7 @@ def _seems_cut(records: Mapping[int, RankRecord]) -> str:
         return "ranks send to one another, as stages of a pipeline do"
     world = max(one.world for one in records.values())
     for total in totals:
-        size = len(calls.members_of(total.group))
+        size = len(members_of(total.group))
         if total.operation in _SUMS and "float" in total.dtype and 1 < size < world:
             return f"sums are made over {total.group} only, as ranks that hold parts do"
     return ""

@@ -415,14 +415,15 @@ def test_heartbeat(tmp_path: Path) -> None:
     path = tmp_path / "heartbeat"
     heartbeat.create(path, 3)
     writer = heartbeat.attach(path, 1, thread=True)
-    for i in range(20):
+    for i in range(60):
         heartbeat.note(f"call {i}")
     writer.announce_exit("first")
     writer.announce_exit("second")
     zero, one, two = heartbeat.read(path)
-    assert zero.state == heartbeat.NEW and not zero.calls and two.sequence == 0
-    assert one.sequence == 20 and one.calls == tuple(f"call {i}" for i in range(12, 20))
-    assert one.last_call == "call 19" and one.exit_notice == "first"
+    assert zero.state == heartbeat.NEW and not zero.noted and two.sequence == 0
+    assert one.sequence == 60
+    assert [call.text for call in one.noted] == [f"call {i}" for i in range(12, 60)]
+    assert one.last_call == "call 59" and one.exit_notice == "first"
     assert one.thread == threading.get_ident() and one.state == heartbeat.RUNNING
     heartbeat.note("ä" * 500)
     assert heartbeat.read(path)[1].last_call == "ä" * 111

@@ -525,7 +525,9 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
     own = ("pipeline", "deepspeed-pipeline", "tensor", "hybrid")
     assert sum(case.scenario.startswith(own) for case in quick) <= 45  # a minute on two cores
     assert {case.backend for case in quick} == {"in_memory", "gloo", "mpi"}
-    assert {case.scenario for case in shipped if case.backend == "mpi"} == {"mpi"}
+    assert {case.scenario for case in shipped if case.backend == "mpi"} == {
+        *("mpi", "faults-data", "faults-pipeline")
+    }
     ddp = [case for case in quick if case.implementation in ("reference/ddp", "pytorch/ddp")]
     assert {case.world for case in ddp} == {1, 2, 3, 4, 5}
     assert {case.world for case in shipped if case.implementation == "plain"} <= {1, 2}
@@ -536,7 +538,7 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
 OPTIONAL = {name for name, b in BACKENDS.items() if b.device == "cuda" or b.mpirun}
 #: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
 OTHERS = (
-    *("mpi", "ddp-", "collectives", "plain", "relations", "nccl", "gloo-cuda"),
+    *("mpi", "ddp-", "faults-", "collectives", "plain", "relations", "nccl", "gloo-cuda"),
     *("memory-ratios", "bubble", "wide"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),

@@ -1,0 +1,55 @@
+"""A fault that the suite made on purpose came to what its plan expects, in the right sentence.
+
+The scenario's ``faults`` say what is done to which rank, and ``expect`` the verdict, the rank that
+the sentence must blame and texts in it.  The case passes if its verdict without this check is that
+one.  A fault that never happened is a ``precondition``.
+
+*Cannot see* what a rank did that was killed before it could write it down, nor faults that no plan
+makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardproof.case import Fault
+from shardproof.checks import Outcome
+from shardproof.launch.outcome import RankOutcome
+
+
+def judge_end(
+    fault: Fault,
+    verdict: str,
+    reason: str,
+    blamed: int | None,
+    outcomes: Sequence[RankOutcome],
+) -> Outcome:
+    """Whether ``verdict`` and ``reason``, without this check, are what the plan expects.
+
+    ``blamed``: the rank that they name.
+    """
+    where = f"rank {fault.rank}, step {fault.step}, {fault.phase}"
+    injected = next((o.injected for o in outcomes if o.rank == fault.rank), None)
+    if injected is None:
+        what = f"no call there that can be spoilt by {fault.kind}, or the rank never came there"
+        message = f"the fault never happened ({where}): {what}: choose another place"
+        return Outcome("faults", "precondition", f"{message} [{verdict}: {reason}]")
+    figures = {"ended_s_after_the_fault": max(o.ended for o in outcomes) - injected}
+    told = f"{fault.kind} ({where}) gives {verdict}: {reason}".rstrip(": ")
+    wrong = ""
+    if verdict not in fault.verdicts:
+        wrong = f"expected was {' or '.join(fault.verdicts)}"
+    elif fault.blames is not None and blamed != fault.blames:
+        named = "no rank" if blamed is None else f"rank {blamed}"
+        wrong = f"expected was rank {fault.blames} as the reason, not {named}"
+    elif unsaid := [words for words in fault.says if words not in reason]:
+        wrong = f"expected was a sentence that says {unsaid[0]!r}"
+    if wrong:
+        return Outcome("faults", "fail", f"{wrong}: {told}", figures=figures)
+    return Outcome("faults", "pass", f"as expected, {told}", figures=figures)
+
+
+def decide(evidence: Any) -> Outcome:
+    """Without a fault plan there is nothing to judge; with one the verdict is (``judge_end``)."""
+    return Outcome("faults", "skip", "the scenario plans no fault")

@@ -1,0 +1,197 @@
+"""Faults that a scenario plans: bad plans end with one line each, good ones come to their verdict.
+
+Every plan of ``scenarios/faults/`` is one of the suite's cases; here are the judge of them, some
+plans on the backends that are cheap, and random ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardproof.backends import mpi
+from shardproof.case import Case, Fault
+from shardproof.cases.runner import run_cases
+from shardproof.checks import faults
+from shardproof.checks.results import CaseResult
+from shardproof.launch.outcome import RankOutcome
+from shardproof.runs import run_folder
+from shardproof.scenarios.load import SHIPPED, find
+from shardproof.scenarios.matrix import expand
+from shardproof.scenarios.vocabulary import installed
+from shardproof.studies import autopsies
+from tests.support.commands import here
+
+PLAN = """\
+name: planned
+about: a fault in one rank
+sees: [nothing]
+workload: {name: charnames_gpt, global_batch: 6, micro_batches: 1, params: {layers: 1, width: 16}}
+matrix:
+  implementation: reference/naive_ddp
+  backend: gloo
+  mesh: {replicate: [2, 3]}
+  optimizer: sgd
+checks: [equivalence, faults]
+steps: 2
+faults:
+  - {kind: raise, rank: 1, step: 1, phase: backward, expect: {verdict: crash, rank: 1}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "says"),
+    [
+        ("rank: 1, step", "rank: 2, step", 13, "no such rank in replicate2 (2) - valid: 0 to 1"),
+        ("rank: 1}}", "rank: 3}}", 13, "no such rank in replicate2 (3) - valid: 0 to 1"),
+        ("kind: raise", "kind: rise", 13, "unknown value (rise) - "),
+        ("phase: backward", "phase: forwards", 13, "unknown value (forwards) - did you mean"),
+        ("step: 1", "step: 2", 13, "no step that has a phase backward (2) - valid: 0 to 1"),
+        (", expect: {verdict: crash, rank: 1}", "", 13, "missing key faults[0].expect - add"),
+        ("verdict: crash, ", "", 13, "missing key faults[0].expect.verdict - add"),
+        ("verdict: crash", "verdict: broken", 13, "unknown value (broken)"),
+        (", faults]", "]", 10, "fault plans and the check `faults` belong together"),
+        (
+            "rank: 1}}\n",
+            "rank: 1}}\n  - {kind: raise, rank: 0, phase: update, expect: {verdict: crash}}\n",
+            14,
+            "fault plan named twice (raise) - give it a label",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line_and_exit_code_2(
+    tmp_path: Path, old: str, new: str, line: int, says: str
+) -> None:
+    assert old in PLAN
+    file = tmp_path / "planned.yaml"
+    file.write_text(PLAN.replace(old, new, 1))
+    done = here("run", str(file), "--dry-run")
+    assert done.returncode == 2, done.stdout + done.stderr
+    told = done.stdout + done.stderr
+    assert f"{file}:{line}: " in told and says in told, told
+
+
+def test_plans_are_in_ids_and_rules_match_them(tmp_path: Path) -> None:
+    file = tmp_path / "planned.yaml"
+    file.write_text(f"{PLAN}quick:\n  - {{fault: raise, world: 3}}\ntier: full\n")
+    cells = {case.world: case for case in expand(find([str(file)])[0], installed())}
+    assert [cells[2].tier, cells[3].tier] == ["full", "quick"]
+    assert cells[3].id.startswith("planned[raise]::reference/naive_ddp::gloo::replicate3::")
+    assert Case.from_dict(cells[3].to_dict()) == cells[3]
+
+
+def test_the_suite_plans_every_kind_on_every_backend() -> None:
+    cases = [c for file in find([str(SHIPPED / "faults")]) for c in expand(file, installed())]
+    kinds = {(c.fault.kind, c.backend) for c in cases if c.fault is not None}
+    every = ("kill", "stop", "raise", "exit", "delay", "corrupt", "drop", "swap", "shape")
+    assert kinds == {(kind, b) for kind in every for b in ("in_memory", "gloo", "mpi")}
+    assert len(cases) >= 24
+
+
+FAULT = Fault("drop", 1, 1, "backward", ("hang",), blames=1, says=("desync",))
+
+
+def outcomes(injected: float | None = 1.0) -> list[RankOutcome]:
+    return [RankOutcome(0, "hung", ended=4.0), RankOutcome(1, "hung", ended=3.5, injected=injected)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "says"),
+    [
+        ({}, "pass", "as expected, drop (rank 1, step 1, backward) gives hang: desync: it"),
+        ({"verdict": "crash"}, "fail", "expected was hang: drop"),
+        ({"verdict": "pass"}, "fail", "expected was hang: drop"),
+        ({"blamed": 0}, "fail", "expected was rank 1 as the reason, not rank 0: drop"),
+        ({"blamed": None}, "fail", "expected was rank 1 as the reason, not no rank: drop"),
+        ({"reason": "dead peer: it"}, "fail", "expected was a sentence that says 'desync': drop"),
+        ({"outcomes": outcomes(None)}, "precondition", "the fault never happened (rank 1, step 1"),
+    ],
+)
+def test_a_plan_is_judged_by_verdict_rank_and_words(
+    changes: dict[str, object], status: str, says: str
+) -> None:
+    given = {"verdict": "hang", "reason": "desync: it", "blamed": 1, "outcomes": outcomes()}
+    outcome = faults.judge_end(FAULT, **(given | changes))  # type: ignore[arg-type]
+    assert (outcome.status, outcome.message[: len(says)]) == (status, says)
+    if status != "precondition":
+        assert outcome.figures["ended_s_after_the_fault"] == 3.0
+
+
+def judged(cases: list[Case]) -> dict[str, CaseResult]:
+    found: list[CaseResult] = []
+    run_cases(cases, 2, found.append)
+    return {result.id: result for result in found}
+
+
+def shipped(expression: Callable[[Case], bool]) -> list[Case]:
+    files = find([str(SHIPPED / "faults")])
+    return [c for file in files for c in expand(file, installed()) if expression(c)]
+
+
+@pytest.mark.launches
+def test_quick_plans_come_to_what_they_expect_and_leave_nothing() -> None:
+    found = judged(shipped(lambda case: case.tier == "quick"))
+    assert {r.id: r.reason for r in found.values() if r.verdict != "pass"} == {}
+    kept = [c for c in psutil.Process().children() if "fork_server_main" in " ".join(c.cmdline())]
+    assert not [child for server in kept for child in server.children(recursive=True)]
+
+
+@pytest.mark.launches
+def test_a_plan_that_expects_something_else_fails() -> None:
+    """In place, in kind and in blame."""
+    (case,) = shipped(lambda c: "data[shape]" in c.id and c.backend == "gloo")
+    assert case.fault is not None
+    changes = {
+        "verdict": {"verdicts": ("pass",)},
+        "rank": {"blames": 0},
+        "words": {"says": ("a fish",)},
+        "never": {"call": 99},
+    }
+    cases = [
+        dataclasses.replace(case, id=name, fault=dataclasses.replace(case.fault, **change))  # type: ignore[arg-type]
+        for name, change in changes.items()
+    ]
+    found = judged(cases)
+    ends = {name: result.verdict for name, result in found.items()}
+    assert ends == {"verdict": "fail", "rank": "fail", "words": "fail", "never": "precondition"}
+    assert "the fault never happened (rank 1, step 1, backward)" in found["never"].reason
+
+
+@pytest.mark.launches
+def test_earlier_results_of_a_run_are_kept_and_verify_agrees(tmp_path: Path) -> None:
+    (tmp_path / "planned.yaml").write_text(PLAN.replace("gloo", "in_memory"))
+    run = tmp_path / "run"
+    sound = "reference/naive_ddp and ddp-gpt and in_memory and replicate2 and sgd and fp64-"
+    here("run", "ddp-gpt", "--tier", "full", "-k", sound.removesuffix("-"), "--results", str(run))
+    before = [line.id for line in run_folder.read(run).cases]
+    assert before
+    done = here("run", str(tmp_path / "planned.yaml"), "-j", "1", "--results", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = run_folder.read(run).cases
+    assert [line.id for line in cases][: len(before)] == before and len(cases) == len(before) + 2
+    assert here("verify", str(run)).returncode == 0
+
+
+@pytest.mark.launches
+@pytest.mark.timeout(600)
+def test_autopsies_of_random_plans_are_right() -> None:
+    """Twenty of a seed, on every backend that is here, with ranks that are not let run."""
+    cases = autopsies.planned(20, seed=15)
+    wanted = {"in_memory", "gloo", *(["mpi"] if mpi.available() is None else [])}
+    assert {case.backend for case in cases} == wanted
+    with autopsies.busy_cores():
+        found = judged(cases)
+    assert {r.id: r.reason for r in found.values() if r.verdict != "pass"} == {}
+
+
+@pytest.mark.launches
+@pytest.mark.timeout(600)
+def test_clean_cases_have_no_autopsy_while_every_core_is_busy() -> None:
+    with autopsies.busy_cores():
+        found = judged(autopsies.clean(12, seed=15))
+    broken = {r.id: r.reason for r in found.values() if r.verdict in ("hang", "crash", "fail")}
+    assert broken == {} and len(found) == 12
