@@ -24,6 +24,7 @@ studies = typer.Typer(
     shardproof study false-alarms --results R   how often `bench` errs here
     shardproof study model-check                does the model of step times hold here?
     shardproof study backends                   equal bits and CPU seconds on gloo and mpi?
+    shardproof study autopsies                  are hangs told right, and only where there are some?
     """,
 )
 
@@ -173,3 +174,34 @@ def backends(
     for line in [*said, *wrong]:
         echo(line)
     raise typer.Exit(verdicts.BROKEN if wrong else verdicts.HELD)
+
+
+@studies.command(short_help="Random fault plans and clean cases while every core is busy.")
+def autopsies(
+    plans: Annotated[
+        int, typer.Option("--plans", metavar="N", min=0, max=100_000, help="faults to make")
+    ] = 20,
+    clean: Annotated[
+        int, typer.Option("--clean", metavar="N", min=0, max=100_000, help="clean cases")
+    ] = 100,
+    seed: options.Seed = None,
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: options.Results = None,
+) -> None:
+    """Make random faults in random systems, then judge clean ones, on a machine that is busy.
+
+    A fault whose verdict, rank or sentence is not what its kind must give fails; so does a clean
+    case that is said to hang. Every core is kept busy by a process that only burns it.
+
+    \b
+    shardproof study autopsies --plans 100 --clean 500 --seed 15
+    """
+    from shardproof.errors import Problem, SelectionError
+    from shardproof.studies import autopsies as study
+
+    cases = [*study.planned(plans, seed or 0), *study.clean(clean, seed or 0)]
+    if not cases:
+        raise SelectionError(Problem("nothing to run", "give --plans or --clean", "0"))
+    with study.busy_cores():
+        run.run_and_exit(cases, budget, jobs, results)

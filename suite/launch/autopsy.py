@@ -121,7 +121,7 @@ def find(standings: Sequence[Standing]) -> Autopsy | None:
     if not lacks:
         return _stopped(ranks)
     late = Counter(rank for missing in lacks.values() for rank in missing)
-    free = [rank for rank in late if rank not in waits]
+    free = [rank for rank in late if rank not in lacks]
     if (stopped := _stopped(ranks)) and stopped.rank not in late:
         return stopped  # ranks of its process were stopped with it, in the midst of anything
     if free:
@@ -130,9 +130,11 @@ def find(standings: Sequence[Standing]) -> Autopsy | None:
         cause: Cause = "dead peer" if dead else "desync"
         return Autopsy(cause, f"{cause}: {_told(culprit, ranks, waits, lacks)}", culprit)
     most = [rank for rank in late if late[rank] == max(late.values())]
+    # A collective has more members to be right than a message has ends.
+    of_groups = {rank for one, missing in lacks.items() if waits[one].number for rank in missing}
     alone = _strayed(ranks, late)
-    if alone is None and len(most) == 1:
-        alone = most[0]
+    if alone is None:
+        alone = next((min(those) for those in (most, of_groups) if len(those) == 1), None)
     if alone is not None:
         return Autopsy("desync", f"desync: {_told(alone, ranks, waits, lacks)}", alone)
     return Autopsy("desync", f"desync: {_ring(ranks, waits, lacks)}", None)
@@ -223,10 +225,11 @@ def _told(
     direct = [rank for rank, missing in lacks.items() if culprit in missing]
     first = waits[direct[0]]
     same = [rank for rank in direct if _key(waits[rank]) == _key(first)]
-    others = [rank for rank in waits if rank not in (*same, culprit)]
+    others = [rank for rank in lacks if rank not in (*same, culprit)]
     head = f"{name_ranks(same)} {'wait' if len(same) > 1 else 'waits'} in {_named(first)}"
     head += f"{_at(ranks[same[0]])}; rank {culprit} never came: "
-    told = head + _instead(ranks[culprit], waits.get(culprit))
+    blocked = culprit in lacks or ranks[culprit].awaited is not None
+    told = head + _instead(ranks[culprit], waits.get(culprit) if blocked else None)
     if others:
         told += f"; {name_ranks(others)} {'wait' if len(others) > 1 else 'waits'} in turn"
     return told

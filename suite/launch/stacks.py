@@ -93,6 +93,18 @@ def arm(path: Path) -> int:
     return descriptor
 
 
+def answer(path: Path) -> None:
+    """Make this process, which others have started, write its stacks to ``path`` when asked to.
+
+    Nothing is done where it has a handler of its own for the signal, and it may set one.
+    """
+    if signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    faulthandler.register(DUMP_SIGNAL, descriptor, all_threads=True, chain=False)
+    give_way(path)
+
+
 def give_way(path: Path) -> None:
     """Let what this process is about to run have the signal: who takes it is not asked any more.
 

@@ -9,10 +9,12 @@ from typing import Final
 
 from shardproof.backends.errors import members_of, name_ranks
 from shardproof.errors import Problem, SelectionError
+from shardproof.launch import autopsy
+from shardproof.launch.autopsy import Standing
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.process_control import signal_name
 from shardproof.verdicts import Verdict
-from shardproof.watch import calls, record
+from shardproof.watch import calls, flight_recorder, record, standing
 from shardproof.watch.record import End, Finding, RankRecord
 
 #: Gravest cause first: what comes later may follow from it.
@@ -48,10 +50,30 @@ def judge(folder: Path) -> Judged:
     except ValueError as error:
         remedy = "watch again; damaged records cannot be repaired"
         raise SelectionError(Problem(str(error), remedy)) from None
+    if not records and flight_recorder.files(folder):
+        return _of_dumps(folder)
     if not records:
         remedy = "name the folder that `shardproof watch` or `import shardproof.watch` wrote"
         raise SelectionError(Problem("no rank left a record of a watched run", remedy, str(folder)))
-    return decide(records, ends, logs)
+    running = None if ends else standing.of_running(folder, records, logs)
+    return decide(records, ends, logs, running)
+
+
+def _of_dumps(folder: Path) -> Judged:
+    """What dumps of the Flight Recorder tell, of a job that was not watched.
+
+    :raises SelectionError: a file is no dump.
+    """
+    try:
+        found = autopsy.find(flight_recorder.standings(folder))
+    except ValueError as error:
+        remedy = "leave it out: only plain values are read, and nothing in it is carried out"
+        raise SelectionError(Problem(str(error), remedy)) from None
+    if found is None:
+        why = "no call in the Flight Recorder's dumps lacks a rank: all made the same calls"
+        return Judged("undecidable", why, [Finding("not compared", why, broken=False)], {})
+    finding = Finding("rank", found.sentence)
+    return Judged("hang", found.sentence, [finding], {})
 
 
 def _logged(folder: Path, records: Mapping[int, RankRecord]) -> list[int]:
@@ -62,11 +84,15 @@ def decide(
     records: Mapping[int, RankRecord],
     ends: Sequence[End],
     logs: Mapping[int, list[calls.Call]],
+    running: Sequence[Standing] | None = None,
 ) -> Judged:
+    """``running``: how the ranks of a script stand that goes on here, where they make no calls."""
     steps = _of_steps(records, ends)
     findings = [*_of_records(records, bool(steps)), *steps]
     findings += _of_collectives(logs)
     hung, broke = _of_ranks(records, ends, logs)
+    if running and not (hung or (broke and broke[0].broken)):
+        hung = _of_running(running)
     findings += [*hung, *broke]
     findings = [_assumed(finding, records) for finding in findings]
     order = _order(findings, records)
@@ -187,6 +213,10 @@ def _of_ranks(
         return [], [*_without_end(records, ends), *_without_record(records)]
     missing = _without_record(records)
     by_rank = {end.rank: end for end in ends}
+    if cause.error_type == "PeerTimeout" and cause.is_comm_error:
+        found = autopsy.find(standing.of_outcomes(outcomes, by_rank, logs))
+        if found is not None:
+            return [Finding("rank", f"{cause.sentence()}: {found.sentence}")], missing
     if cause.status == "hung":
         return [Finding("rank", _standstill(outcomes, by_rank, logs))], missing
     if cause.status == "early":
@@ -201,6 +231,17 @@ def _of_ranks(
     if others:
         sentence += f"; {name_ranks([o.rank for o in others])} could not go on without it"
     return [], [Finding("rank", sentence), *missing]
+
+
+def _of_running(running: Sequence[Standing]) -> list[Finding]:
+    """Why ranks that run wait; one that computes is late, and that is no fault."""
+    found = autopsy.find(running)
+    if found is None:
+        return []
+    if [one.how for one in running if one.rank == found.rank] == ["computes"]:
+        words = found.sentence.removeprefix("desync: ")
+        return [Finding("rank", f"slow rank, no hang: {words}", broken=False)]
+    return [Finding("rank", f"the ranks stand still: {found.sentence}")]
 
 
 def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[Finding]:
@@ -285,6 +326,9 @@ def _standstill(
     logs: Mapping[int, list[calls.Call]],
 ) -> str:
     """Who stands where, the one that the others wait for first."""
+    found = autopsy.find(standing.of_outcomes(outcomes, ends, logs))
+    if found is not None:
+        return f"the ranks stand still: {found.sentence}"
     missing = calls.behind(dict(logs))
     late = {*members_of(missing.group)} - {*missing.calls} if missing else set()
     words = []

@@ -456,6 +456,9 @@ def activate() -> Watch:
             answers = settings.folder / f"rank{rank}.stacks"
             stacks.arm(answers)
             stacks.give_way(answers)
+        else:
+            settings.folder.mkdir(parents=True, exist_ok=True)
+            stacks.answer(settings.folder / f"rank{rank}.stacks")
         _watch = Watch(settings, rank, world, restarts)
         _watch.install()
     return _watch

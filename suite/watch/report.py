@@ -177,6 +177,8 @@ def _state(report: Report) -> str:
 
 
 def _script(report: Report) -> str:
+    if not report.judged.records:
+        return "dumps of the Flight Recorder"
     one = next(iter(report.judged.records.values()))
     return f"{Path(one.script).name} on {one.world} rank{'s' * (one.world > 1)}"
 
@@ -184,8 +186,8 @@ def _script(report: Report) -> str:
 def _optimizers(judged: Judged) -> Table:
     """What was compared of each optimizer, and what that cost."""
     rows = []
-    first = next(iter(judged.records.values()))
-    for number, seen in enumerate(first.optimizers):
+    first = next(iter(judged.records.values()), None)
+    for number, seen in enumerate(first.optimizers if first else ()):
         rows.append(
             (
                 f"{number}: {seen.name}" + (f" ({seen.made:,} made)" if seen.made > 1 else ""),
@@ -200,7 +202,7 @@ def _optimizers(judged: Judged) -> Table:
         )
     headings = ("optimizer", "steps", "compared at", "parameters", "bytes")
     times = ("ms a comparison", "ms a step", "steps between comparisons")
-    note = f"as rank {first.rank} saw it; steps between comparisons: as chosen last"
+    note = f"as rank {first.rank if first else 0} saw it; steps between comparisons: as chosen last"
     return Table("Replicas", (*headings, *times), rows, notes=[note], align="lrlrrrrr")
 
 

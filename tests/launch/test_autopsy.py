@@ -92,6 +92,16 @@ def test_a_ring_of_which_nothing_is_known_blames_nobody() -> None:
     assert one.rank is None and "each waits for another" in one.sentence
 
 
+def test_of_one_in_a_message_and_one_in_a_collective_the_first_is_late() -> None:
+    one = found(
+        waiting(0, collective(2, ranks="ranks 0-1")),
+        waiting(1, message("recv(from 0, float64[1])", ranks="ranks 0-1")),
+    )
+    assert one.rank == 1 and "rank 1 never came: it waits in recv(from 0, float64[1])" in (
+        one.sentence
+    )
+
+
 def test_who_waits_for_one_that_waits_is_told_last() -> None:
     chain = [
         waiting(0, message("recv(from 1, float64[4])")),

@@ -167,8 +167,8 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ],
         CLEAN,
         "rank",
-        r"the ranks stand still: rank 1 never came to call \d+ on ranks 0-1, all_reduce.*; "
-        r"the process of rank 1 was stopped; rank 0 waits in main \(.*train\.py:\d+\)",
+        r"the ranks stand still: dead peer: rank 0 waits in all_reduce.*, call \d+ of group 0-1 "
+        r"in main \(.*train\.py:\d+\); rank 1 never came: its process was stopped.*last call: ",
     ),
     "a_gradient_is_not_finite": (
         [
@@ -192,8 +192,8 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ],
         CLEAN,
         "rank",
-        r"the ranks stand still: rank 1 never came to call \d+ on ranks 0-1, all_reduce.*; "
-        r"rank 1 stands in main \(.*train\.py:LINE\)",
+        r"the ranks stand still: desync: rank 0 waits in all_reduce.*, call \d+ of group 0-1 .*; "
+        r"rank 1 never came: it stands in main \(.*train\.py:LINE\), its last call: ",
     ),
     "ranks_wait_in_backward": (
         [
@@ -205,8 +205,9 @@ FAULTS: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
         ],
         CLEAN,
         "rank",
-        r"the ranks stand still: rank 1 never came to call \d+ on ranks 0-1, all_reduce.*; "
-        r"rank 1 waits in main \(.*train\.py:LINE\).*; rank 0 waits in main \(.*train\.py:\d+\)",
+        r"the ranks stand still: desync: rank 0 waits in all_reduce.*, call \d+ of group 0-1 "
+        r"in main \(.*train\.py:\d+\); rank 1 never came: it waits in recv\(from 0, float32\[1\]"
+        r"\), group 0-1 in main \(.*train\.py:LINE\)",
     ),
     "one_rank_has_another_learning_rate": (
         [("lr=0.05", "lr=0.05 * (1 + rank)")],

@@ -1,0 +1,219 @@
+"""Autopsies of jobs that the suite did not start: Flight Recorder dumps, and scripts that run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support import watched_script
+from tests.support.commands import here
+
+
+def entry(number: int, sequence: int, name: str = "all_reduce", **changes: Any) -> dict[str, Any]:
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": sequence,
+        "p2p_seq_id": 0,
+        "profiling_name": f"nccl:{name}",
+        "input_sizes": [[4, 8]],
+        "input_dtypes": ["Float"],
+        "state": "completed",
+        "is_p2p": False,
+        "retired": True,
+        "frames": [
+            {"name": name, "filename": "/x/torch/distributed/distributed_c10d.py", "line": 9},
+            {"name": "step", "filename": "/home/me/train.py", "line": 30 + number},
+        ],
+    } | changes
+
+
+def dump(folder: Path, rank: int, *entries: dict[str, Any], as_json: bool = False) -> None:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    whole = {"version": "2.10", "entries": [*entries], "pg_config": config, "pg_status": {}}
+    data = json.dumps(whole).encode() if as_json else pickle.dumps(whole, protocol=2)
+    (folder / f"nccl_trace_rank_{rank}").write_bytes(data)
+
+
+WAITS = {"state": "started", "retired": False}
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["pickle", "JSON"])
+def test_dumps_tell_who_never_came(tmp_path: Path, as_json: bool) -> None:
+    for rank in (0, 2):
+        dump(tmp_path, rank, entry(0, 1), entry(1, 2, **WAITS), as_json=as_json)
+    dump(tmp_path, 1, entry(0, 1), as_json=as_json)
+    done = here("watch", "--judge", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        "hang: desync: ranks 0,2 wait in all_reduce(float[4x8]), call 2 of group 0-2 "
+        "in step (/home/me/train.py:31); rank 1 never came: it stands in step "
+        "(/home/me/train.py:30), its last call: all_reduce(float[4x8]), call 1 of group 0-2"
+    ) in done.stdout
+
+
+def test_a_rank_without_a_dump_is_gone(tmp_path: Path) -> None:
+    for rank in (0, 2):
+        dump(tmp_path, rank, entry(0, 1), entry(1, 2, **WAITS))
+    done = here("watch", "--judge", str(tmp_path))
+    assert "hang: dead peer: ranks 0,2 wait in" in done.stdout, done.stdout
+    assert "rank 1 never came: it left no dump, it made no call" in done.stdout
+
+
+def test_calls_that_differ_in_dumps(tmp_path: Path) -> None:
+    for rank in (0, 2):
+        dump(tmp_path, rank, entry(0, 1), entry(1, 2, **WAITS))
+    dump(tmp_path, 1, entry(0, 1), entry(1, 2, "broadcast", **WAITS))
+    done = here("watch", "--judge", str(tmp_path))
+    assert (
+        "desync: call 2 of group 0-2 does not match: ranks 0,2 call all_reduce(float[4x8]); "
+        "rank 1 calls broadcast(float[4x8])"
+    ) in done.stdout
+
+
+def test_dumps_of_ranks_that_agree_decide_nothing(tmp_path: Path) -> None:
+    for rank in range(3):
+        dump(tmp_path, rank, entry(0, 1))
+    done = here("watch", "--judge", str(tmp_path))
+    assert done.returncode == 3 and "all made the same calls" in done.stdout
+
+
+class Harmful:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("kind", ["harmful", "cut", "other", "not a dump"])
+def test_a_dump_that_is_none_is_refused_and_carries_nothing_out(tmp_path: Path, kind: str) -> None:
+    marker, whole = tmp_path / "carried out", {"entries": [entry(0, 1)], "pg_config": {}}
+    data = {
+        "harmful": pickle.dumps({**whole, "extra": Harmful(marker)}),
+        "cut": pickle.dumps(whole)[:-40],
+        "other": pickle.dumps({"entries": [{"a": 1}]}),
+        "not a dump": b"\x00\x01 nothing",
+    }[kind]
+    dump(tmp_path, 0, entry(0, 1))
+    (tmp_path / "nccl_trace_rank_1").write_bytes(data)
+    done = here("watch", "--judge", str(tmp_path))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"{tmp_path}/nccl_trace_rank_1: no Flight Recorder dump: " in done.stderr + done.stdout
+    assert not marker.exists()
+
+
+RECORDED = """\
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+import torch._C._distributed_c10d as c10d
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+store = f"file://{folder}/store"
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+dist.all_reduce(torch.ones(4))
+if rank == 0:
+    work = dist.all_reduce(torch.ones(6), async_op=True)
+(folder / f"nccl_trace_rank_{rank}").write_bytes(c10d._dump_fr_trace())
+(folder / f"done{rank}").touch()
+while not all((folder / f"done{r}").exists() for r in (0, 1)):
+    pass
+import os; os._exit(0)
+"""
+
+
+@pytest.mark.launches
+def test_a_dump_that_torch_wrote(tmp_path: Path) -> None:
+    """Of gloo, whose entries never say that a call is over."""
+    (tmp_path / "recorded.py").write_text(RECORDED)
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "recorded.py"), str(tmp_path), str(rank)],
+            env=environment,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    done = here("watch", "--judge", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "desync: rank 0 waits in all_reduce(float[6]), call 2 of group 0-1" in done.stdout
+    assert "rank 1 never came: it stands at " in done.stdout and "recorded.py:8)" not in done.stdout
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *words, "-m", "shardproof.watch", "train.py"],
+                cwd=tmp_path,
+                env={**os.environ, "SHARDPROOF_WATCH_RESULTS": "found", "OMP_NUM_THREADS": "1"},
+                stderr=subprocess.DEVNULL,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            one.kill()
+        process.wait()
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("how", ["stopped", "sleeps", "computes"])
+def test_a_job_under_torchrun_is_asked_while_it_hangs(
+    tmp_path: Path, torchrun: Callable[[], Any], how: str
+) -> None:
+    does = {
+        "stopped": "os.kill(os.getpid(), 19)",
+        "sleeps": "__import__('time').sleep(1000)",
+        "computes": "exec('while True: pass')",
+    }[how]
+    step = "        optimizer.step()\n"
+    late = f"        if rank == 1 and step == 5:\n            {does}\n"
+    watched_script.write(tmp_path, (step, late + step))
+    torchrun()
+    folder, until = tmp_path / "found", time.monotonic() + 120
+    from shardproof.watch import calls
+
+    while time.monotonic() < until:
+        logs = [folder / f"rank{rank}.calls" for rank in (0, 1)]
+        if all(log.exists() for log in logs):
+            first = [len(calls.read(log)) for log in logs]
+            time.sleep(1.5)
+            if first[0] > first[1] > 3 and first == [len(calls.read(log)) for log in logs]:
+                break
+        time.sleep(0.2)
+    done = here("watch", "--judge", str(folder))
+    says = {
+        "stopped": (
+            "the ranks stand still: dead peer: rank 0 waits in ",
+            "its process was stopped",
+        ),
+        "sleeps": ("the ranks stand still: desync: rank 0 waits in ", "it stands in main ("),
+        "computes": ("slow rank, no hang: rank 0 waits in ", "it computes in main ("),
+    }[how]
+    for words in (*says, "; rank 1 never came: ", "train.py:"):
+        assert words in done.stdout, done.stdout + done.stderr
+    assert done.returncode == (3 if how == "computes" else 1)
