@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import gc
 import json
@@ -335,6 +336,13 @@ def _agree(store: dist.Store, place: Place, ids: Sequence[str]) -> None:
         raise SelectionError(Problem(what, remedy, odd[0]))
 
 
+def _without_fault(case: Case) -> Case:
+    """Skipped if it plans a fault: who looks at ranks from outside has started them."""
+    if case.fault is None or case.skip:
+        return case
+    return dataclasses.replace(case, skip="a fault plan needs ranks that the suite starts")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shardproof.multinode.torchrun", description=(__doc__ or "").split("\n\n")[0]
@@ -381,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             expression=options.expression,
             tier=options.tier,
         )
-        cases = selection.cases(vocabulary.installed())
+        cases = [_without_fault(case) for case in selection.cases(vocabulary.installed())]
         code = work(place, cases, options.records, whole=not options.digests_only)
         if place.rank == 0 and not (options.no_judge or options.digests_only):
             code = _judge(options)

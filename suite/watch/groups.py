@@ -2,9 +2,9 @@
 
 They are the delegating groups of :mod:`shardproof.backends.logged`, so calls of DDP's reducer and
 of functional collectives are seen too, and results, order and failures stay the backend's own.
-gloo and NCCL are watched.  Groups of other backends, of several backends at once
-(``cpu:gloo,cuda:nccl``) and those that a group splits off itself stay torch's own, and are named as
-not seen.
+gloo, NCCL and the suite's own group over MPI are watched.  Groups of other backends, of several at
+once (``cpu:gloo,cuda:nccl``) and those that a group splits off itself stay torch's own, and are
+named as not seen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.backends import base, gloo, logged, nccl
+from shardproof.backends import base, gloo, mpi, nccl
 from shardproof.backends.errors import name_ranks
 from shardproof.backends.request import Request
 from shardproof.launch import heartbeat
@@ -28,7 +28,8 @@ _calls: Calls | None = None
 unseen: list[str] = []
 
 
-class _Watched(logged.Logged):
+class _Watched(base.GroupBase):
+    compares = False
     _label = ""
 
     def _issue(self, request: Request) -> base.Handle:
@@ -48,13 +49,13 @@ class _Watched(logged.Logged):
 class WatchedGloo(_Watched, gloo.LoggedGloo):
     """Constructed by torch in place of ``ProcessGroupGloo``."""
 
-    compares = False
-
 
 class WatchedNccl(_Watched, nccl.LoggedNccl):
     """Constructed by torch in place of ``ProcessGroupNCCL``."""
 
-    compares = False
+
+class WatchedMpi(_Watched, mpi.MpiGroup):
+    """Made in place of the suite's own group over MPI."""
 
 
 _WATCHED = (WatchedGloo, WatchedNccl)
@@ -101,7 +102,7 @@ def install() -> None:
         finally:
             _put(True)
             name = backend.rpartition(":")[2]
-            if several or name not in ("gloo", "nccl", "undefined", "none", ""):
+            if several or name not in ("gloo", "nccl", mpi.NAME, "undefined", "none", ""):
                 unseen.append(f"a group of the backend {backend}")
 
     c10d._new_process_group_helper = watched
@@ -114,6 +115,7 @@ def install() -> None:
             return split(*given, **named)
 
         c10d.split_group = told
+    setattr(mpi, "MpiGroup", WatchedMpi)  # noqa: B010 - mypy takes it for a type
     _put(True)
 
 

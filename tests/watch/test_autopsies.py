@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from shardproof.backends import mpi
+from shardproof.watch import calls
 from tests.support import watched_script
 from tests.support.commands import here
 
@@ -157,6 +159,32 @@ def test_a_dump_that_torch_wrote(tmp_path: Path) -> None:
     assert "rank 1 never came: it stands at " in done.stdout and "recorded.py:8)" not in done.stdout
 
 
+OVER_MPI = """\
+import shardproof.watch
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from shardproof.backends import mpi
+mpi.join(0, 1, Path(sys.argv[1]), 60.0)
+dist.all_reduce(torch.ones(3))
+mpi.leave()
+mpi.stop()
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
+def test_calls_over_mpi_are_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "over_mpi.py").write_text(OVER_MPI)
+    given = {"RANK": "0", "WORLD_SIZE": "1", "SHARDPROOF_WATCH_RESULTS": str(tmp_path / "found")}
+    words = [sys.executable, str(tmp_path / "over_mpi.py"), str(tmp_path / "store")]
+    done = subprocess.run(words, env={**os.environ, **given}, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    logged = [call.text for call in calls.read(tmp_path / "found" / "rank0.calls")]
+    assert "all_reduce(sum, float32[3])" in logged
+    assert b"a group of the backend" not in done.stderr
+
+
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
@@ -195,8 +223,6 @@ def test_a_job_under_torchrun_is_asked_while_it_hangs(
     watched_script.write(tmp_path, (step, late + step))
     torchrun()
     folder, until = tmp_path / "found", time.monotonic() + 120
-    from shardproof.watch import calls
-
     while time.monotonic() < until:
         logs = [folder / f"rank{rank}.calls" for rank in (0, 1)]
         if all(log.exists() for log in logs):
