@@ -118,7 +118,7 @@ class _Dead:
             how = "ended"
         elif outcome.status == "hung" and self.process.stopped and not outcome.consequence:
             how = "stopped"
-        elif outcome.is_comm_error or last.waiting:
+        elif outcome.is_comm_error or last.waiting or self._in_backward(outcome, stack):
             joins = last.waiting and not last.waited and (not stack or not stack.waits)
             how = "joins" if joins or (stack is not None and stack.joins) else "waits"
         elif outcome.status == "over budget":
@@ -127,6 +127,10 @@ class _Dead:
             how = "gone"
         words = outcome.sentence().removeprefix(f"rank {last.rank} ")
         return Standing(last.rank, how, words, last.noted, last.awaited, place, last.order)
+
+    def _in_backward(self, outcome: RankOutcome, stack: stacks.Stack | None) -> bool:
+        """Whether it hung inside a backward, where DDP waits in C++."""
+        return outcome.status == "hung" and stack is not None and stack.in_backward
 
     def _as_reported(self, rank: int) -> RankOutcome | None:
         process = self.process

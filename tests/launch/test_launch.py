@@ -408,6 +408,17 @@ def test_long_tracebacks_are_cut() -> None:
     assert len(trace.splitlines()) < 60 and "more frames" in trace
 
 
+def test_a_rank_that_never_comes_to_a_group_is_named(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    found = attempt(fork_server, tmp_path, "gloo", "absent", budget=3.0)
+    (told,) = [outcome for outcome in found["outcomes"] if outcome["autopsy"]]
+    assert (told["cause"], told["culprit"]) == ("rendezvous", 1)
+    text = told["autopsy"]
+    assert text.startswith("rendezvous: ranks 0,2 wait for a group to be made in absent (")
+    assert "rank 1 never came: it stands in absent (" in text and "launch_programs.py:" in text
+
+
 # ------------------------------------------------------------------------------------ heartbeat
 
 

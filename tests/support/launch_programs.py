@@ -163,6 +163,14 @@ def meeting(rank: int, world: int) -> dict[str, Any]:
     return {}
 
 
+def absent(rank: int, world: int) -> dict[str, Any]:
+    """Rank 1 does not come to the making of a group."""
+    if rank == 1:
+        time.sleep(1000)
+    dist.new_group([*range(world)])
+    return {}
+
+
 def kernels(rank: int, world: int) -> dict[str, Any]:
     """What this rank computes with."""
     print(torch.backends.cpu.get_cpu_capability(), os.environ.get("MKL_CBWR"))
@@ -174,7 +182,7 @@ def trial(payload: dict[str, Any]) -> None:
     workdir = Path(payload["workdir"])
     backend: Any = payload["backend"]
     fault = payload["fault"]
-    programs = {"mismatch": mismatched, "meeting": meeting, "kernels": kernels}
+    programs = {"mismatch": mismatched, "meeting": meeting, "kernels": kernels, "absent": absent}
     chosen = programs.get(fault)
     began = time.monotonic()
     outcomes = run_ranks(
