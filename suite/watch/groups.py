@@ -73,6 +73,7 @@ class _Listener:
     group = staticmethod(heartbeat.group)
     note = staticmethod(heartbeat.note)
     inject = staticmethod(heartbeat.inject)
+    peers = staticmethod(heartbeat.peers)
 
     def wait(self, begins: bool, call: int) -> None:
         heartbeat.wait(begins, call)
