@@ -309,6 +309,26 @@ def test_dyadic_numbers_agree_bit_for_bit(is_sequence: bool) -> None:
         assert worst(told, truth) == 0.0
 
 
+def test_a_split_sequence_is_rounded_no_more_than_a_whole_one() -> None:
+    """In bfloat16 a strided input of a linear layer would cost it one rounding more."""
+    work = workloads.make(WorkloadSpec("charnames_gpt"), "bfloat16")
+    ((micro, *_), *_) = work.batch(0, 1)[0].windows
+
+    def body(rank: int, size: int) -> list[Tensor]:
+        outputs = []
+        for is_sequence in (False, True):
+            module = work.build_for(rank)()
+            work.load(module)
+            options = tensor.Options(sequence_parallel=is_sequence, loss_parallel=False)
+            handle = tensor.apply(module, {"tensor": comm_of(size)}, options)
+            outputs.append(module(micro.inputs).detach())
+            handle.close()
+        return outputs
+
+    for whole, split in succeed(body, 2):
+        assert torch.equal(whole, split)
+
+
 def test_each_rank_holds_its_part_under_the_same_names() -> None:
     work = workload(kv_heads=2, vocab=97)
 

@@ -95,7 +95,8 @@ class _G(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Comm) -> Tensor:
         ctx.comm = comm
-        return all_gather(tensor, comm, dim=1)
+        # A linear layer rounds twice where its input is strided: product and bias by themselves.
+        return all_gather(tensor, comm, dim=1).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
