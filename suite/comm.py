@@ -71,6 +71,29 @@ class Recv(_Half):
     """``tensor`` is filled from ``peer``."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective operation, in plain form; the check ``collectives`` makes them.
+
+    ``inputs`` and ``outputs``: one tensor, or one per rank of the group in the form ``list``, or
+    several calls' in the form ``coalesced``; operations in place have ``outputs`` only.  ``root``
+    is a group rank; lists that only the root has are empty elsewhere.  ``splits``: rows for each
+    rank that go out and come in (``None``: equal).  ``transfers``: of messages between two ranks,
+    in an order in which blocking calls cannot wait for each other.
+    """
+
+    operation: str
+    form: str
+    group: dist.ProcessGroup
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    reduce: str = "sum"
+    root: int = 0
+    splits: tuple[list[int], list[int]] | None = None
+    transfers: Sequence[Send | Recv] = ()
+    asynchronous: bool = False
+
+
 class Comm:
     """One process group.  Ranks are *group* ranks throughout.
 

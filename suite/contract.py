@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from shardproof.comm import Mesh
+    from shardproof.comm import Call, Mesh
     from shardproof.schedules import Action, Schedule
 
 #: Version of this contract.  It grows when an implementation written for the one before could be
@@ -547,3 +547,60 @@ class Implementation(ABC):
 
         The last call on a rank that ``setup`` or ``step`` left with an exception.
         """
+
+
+class Collectives(Implementation):
+    """A backend's operations, or algorithms over them: judged call by call, never trained.
+
+    The check ``collectives`` makes the calls, in cases whose workload is ``calls``.
+    """
+
+    strategy = "collectives"
+
+    @classmethod
+    def offers(
+        cls, options: Options, backend: str, world: int
+    ) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        """Operation -> what it takes of each factor (``suite/workloads/calls.py``), by its name.
+
+        A factor that is not named is taken whole, an operation that is not named is not offered.
+        ``options`` are those of :meth:`capabilities`.
+        """
+        raise Refused(f"{cls.__name__} offers no collective")
+
+    def choose(self, options: Options) -> None:
+        """Take ``options``; the first call on a rank."""
+
+    @abstractmethod
+    def perform(self, call: Call) -> Sequence[Any]:
+        """Make ``call``; the handles to wait for, none where the result is there on return.
+
+        ``call.group`` is what :meth:`group` gave.
+        """
+
+    def group(self, group: Any, ranks: Sequence[int]) -> Any:
+        """What calls on the members ``ranks`` of ``group`` are made on; asked once a group."""
+        return group
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Options,
+    ) -> None:
+        """Nothing is trained."""
+        raise Refused(NOT_TRAINED)
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """Nothing is trained."""
+        raise Refused(NOT_TRAINED)
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """Nothing is held."""
+        raise Refused(NOT_TRAINED)
+
+
+#: Why a system of collectives has no training.
+NOT_TRAINED = "offers collectives and trains no model: judge it by a scenario of workload calls"

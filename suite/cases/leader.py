@@ -17,11 +17,12 @@ from typing import Any
 from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
 from shardproof.cases import answers
+from shardproof.cases.calls import CallsProgram
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.cases.verdict import decide_case, measure_case, problem_of
 from shardproof.checks import announced_schedule, relations
 from shardproof.checks.results import CaseResult
-from shardproof.contract import Implementation, Refused
+from shardproof.contract import Collectives, Implementation, Refused
 from shardproof.costs import own, tensor
 from shardproof.costs.expression import CaseFacts, facts_of
 from shardproof.costs.model import CostModel, NoCostModel
@@ -29,14 +30,14 @@ from shardproof.costs.own import OwnCosts
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
-from shardproof.evidence.records import RankRecord
+from shardproof.evidence.records import RankRecord, WorkloadFacts
 from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
-from shardproof.workloads import Workload
+from shardproof.workloads import Workload, calls
 
 Run = Callable[..., list[RankOutcome]]
 
@@ -117,6 +118,8 @@ def _run_and_collect(
     account.missing = declaration.missing_here(case.backend, case.world)
     if problem_of(declaration) or declaration.excludes_case(case, account.missing):
         return None
+    if calls.is_calls(case.workload):
+        return _make_calls(account, implementation, workdir, run, kept)
     try:
         schedules = _announced_schedules(case, implementation)
     except announced_schedule.NoSchedule as error:
@@ -167,6 +170,40 @@ def _run_and_collect(
         _run_derived_case(evidence, workdir, run)
         account.timings["ranks"] += time.monotonic() - began
     return evidence
+
+
+def _make_calls(
+    account: Account,
+    implementation: type[Implementation],
+    workdir: Path,
+    run: Run,
+    kept: WorldTask | None,
+) -> Evidence | None:
+    """As :func:`_run_and_collect`, of a case that trains nothing."""
+    case = account.case
+    assert issubclass(implementation, Collectives)
+    cells = calls.sub_matrix(case, implementation.offers(case.options, case.backend, case.world))
+    if not cells:
+        operation = calls.resolve(case.workload)["operation"]
+        account.cannot_fit = f"{case.system} offers no {operation} of these layouts"
+        return None
+    began = time.monotonic()
+    account.outcomes = run(
+        case.backend,
+        case.world,
+        CallsProgram(case, cells),
+        workdir,
+        case.deadline,
+        case.ledgers,
+        memory_bytes=int(case.memory_gib * 2**30),
+        **({} if kept is None else {"kept": kept}),
+    )
+    account.timings["ranks"] = time.monotonic() - began
+    if root_cause(account.outcomes) is not None:
+        return None
+    return Evidence(
+        case, records_of(account.outcomes), Truth(), WorkloadFacts({}, (), (), False, ()), {}
+    )
 
 
 def _own_costs(implementation: type[Implementation], evidence: Evidence) -> OwnCosts | None:

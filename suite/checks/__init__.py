@@ -31,8 +31,12 @@ GENERAL = (
 )
 #: Checks of something that the scenario names under ``expect``, or of faults that it plans.
 EXPECTED = ("refusals", "relations", "faults")
+#: The check of workload ``calls``, which trains nothing: no other check applies there.
+OF_CALLS = ("collectives",)
 #: Every check and the module that holds it.
-CHECKS: dict[str, str] = {name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED)}
+CHECKS: dict[str, str] = {
+    name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED, *OF_CALLS)
+}
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class RankRecord(Stored):
     last step, of systems that are judged by a replay.  ``history``: its updates, of systems without
     a common step.  ``unmatched``: pieces that lie in no storage of the rank.  ``full_state``:
     parameters as the system gathers them; ``None``, like ``evaluation``: refused, or not asked.
+    ``calls``: the calls that it judged, of workload ``calls``; the account leaves them out.
     """
 
     rank: int
@@ -123,6 +124,7 @@ class RankRecord(Stored):
     unmatched: list[str] = field(default_factory=list)
     evaluation: Evaluation | None = None
     full_state: Mapping[str, TensorDigest] | None = None
+    calls: list[ComparisonRow] = field(default_factory=list)
 
     def calls_of(self, step: int) -> list[Call]:
         """The calls that the rank made in ``step``."""
@@ -144,7 +146,7 @@ class RankRecord(Stored):
         steps = [
             replace(step, observed={point: {} for point in step.observed}) for step in self.steps
         ]
-        return replace(self, initial={}, final={}, steps=steps)
+        return replace(self, initial={}, final={}, steps=steps, calls=[])
 
     def to_dict(self) -> dict[str, Any]:
         """The stored form, in which the declaration is called ``capabilities``."""

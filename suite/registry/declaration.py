@@ -21,6 +21,7 @@ from shardproof.contract import Capabilities, Depth, Implementation, Options, Re
 from shardproof.errors import nearest
 from shardproof.files import Stored
 from shardproof.workloads.base import DTYPES
+from shardproof.workloads.calls import is_calls
 from shardproof.workloads.traits import TRAITS
 
 #: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
@@ -146,6 +147,9 @@ class Declaration(Capabilities, Stored):
         reason = self.excludes(case.backend, case.dtype, case.world, case.mesh, missing)
         if reason:
             return reason
+        called, calls_only = is_calls(case.workload), self.strategy == "collectives"
+        if called != calls_only:
+            return "trains models and offers no collectives" if called else contract.NOT_TRAINED
         if case.mesh.get("pipe", 1) > 1 and not BACKENDS[case.backend].sends:
             return f"has stages, and {case.backend} sends nothing from one rank to one other"
         if _sums_by_sending(case.options) and not BACKENDS[case.backend].sends:

@@ -29,6 +29,7 @@ from shardproof.files import from_plain
 from shardproof.scenarios import schema
 from shardproof.scenarios.load import SHIPPED, ScenarioFile
 from shardproof.scenarios.vocabulary import Vocabulary
+from shardproof.workloads.calls import is_calls
 
 #: Keys and numbers that lead to a part of a file.
 Keys = list[str | int]
@@ -57,7 +58,7 @@ class Cell:
     implementation: schema.ImplementationChoice
     backend: str
     mesh: tuple[tuple[str, int], ...]
-    optimizer: schema.OptimizerChoice
+    optimizer: schema.OptimizerChoice | None
     clip: float | None
     lane: str
     precision: schema.PrecisionChoice | None
@@ -75,7 +76,9 @@ class Cell:
         """What distinguishes cells; the middle of the id."""
         variant = f"[{self.workload.label}]" if self.workload else ""
         variant += f"[{self.fault.name}]" if self.fault else ""
-        optimizer = self.optimizer.label or self.optimizer.name
+        optimizer = "none"
+        if self.optimizer is not None:
+            optimizer = self.optimizer.label or self.optimizer.name
         clip = "noclip" if self.clip is None else f"clip{self.clip:g}"
         return (
             variant,
@@ -305,7 +308,32 @@ class _Expansion:
 
     def _faults(self, cell: Cell) -> Iterator[tuple[Keys, str, str]]:
         workload = self._workload(cell.workload)
-        if OVERFLOW in workload.traits and cell.optimizer.scaler is None:
+        called = is_calls(workload)
+        if called != (cell.optimizer is None):
+            yield (
+                ["matrix", "optimizer"],
+                "workload calls trains nothing" if called else "no optimizer",
+                "leave the optimizer out" if called else "name one, e.g. sgd",
+            )
+        if called != ("collectives" in self.scenario.checks) or (
+            called and len(self.scenario.checks) > 1
+        ):
+            yield (
+                ["checks"],
+                "workload calls and the check `collectives` belong together",
+                "give both, and no other check, or neither",
+            )
+        if called and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
+            yield (
+                ["matrix", "lane"],
+                "calls are compared bit for bit, and have no clip and no precision",
+                "write lane: bitwise",
+            )
+        if (
+            OVERFLOW in workload.traits
+            and cell.optimizer is not None
+            and cell.optimizer.scaler is None
+        ):
             yield (
                 ["matrix", "optimizer"],
                 f"trait {OVERFLOW} needs a loss scaler, which skips its infinite gradients",
@@ -395,8 +423,10 @@ class _Expansion:
         return expect
 
     def _optimizer(
-        self, choice: schema.OptimizerChoice, clip: float | None, traits: Iterable[str]
+        self, choice: schema.OptimizerChoice | None, clip: float | None, traits: Iterable[str]
     ) -> OptimizerSpec:
+        if choice is None:
+            return OptimizerSpec()
         fields = choice.model_dump(exclude={"label"}) | {"clip_norm": clip}
         if choice.lr is None:
             fields["lr"] = _DEFAULT_LR[choice.name]
@@ -437,7 +467,7 @@ class _Expansion:
             checks=tuple(scenario.checks),
             dtype=built,
             precision=policy,
-            steps=scenario.steps,
+            steps=0 if is_calls(workload) else scenario.steps,
             tier=tier,  # type: ignore[arg-type]
             expect=self._expect(cell),
             deadline=scenario.deadline,
@@ -490,7 +520,7 @@ def matches(rule: schema.Match, cell: Cell) -> bool:
         "backend": (cell.backend,),
         "mesh": (mesh_name(cell.mesh),),
         "workload": (cell.workload.label if cell.workload else "",),
-        "optimizer": (cell.optimizer.label or cell.optimizer.name,),
+        "optimizer": (cell.key[4],),
         "lane": (cell.lane,),
         "precision": (cell.precision.label if cell.precision else "",),
         "fault": (cell.fault.name if cell.fault else "",),
@@ -519,6 +549,8 @@ def substitute(
     both where it has a smaller size there.
     """
     substituted: dict[str, Case] = {}
+    trained = [case for case in cases if not is_calls(case.workload)]
+    cases = trained or cases  # who trains models offers no collectives, as a rule
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
         if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
             continue

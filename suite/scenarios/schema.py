@@ -251,7 +251,9 @@ class Matrix(Model):
     implementation: Implementations = Field(description="systems under test")
     backend: Words = Field(description="communication backend")
     mesh: Meshes = Field(description="axes and sizes; a list of sizes gives one mesh each")
-    optimizer: Optimizers = Field(description="sgd, adamw or a mapping")
+    optimizer: Optimizers = Field(
+        [], description="sgd, adamw or a mapping; none where the workload is `calls`"
+    )
     clip: Clips = Field([None], description="largest global gradient norm; null: no clipping")
     lane: Lanes = Field(["fp64"], description="way of comparing numbers")
     precision: Precisions = Field([], description="mixed-precision policies; none: the built dtype")

@@ -44,7 +44,7 @@ def installed() -> Vocabulary:
     return Vocabulary(
         implementations=tuple(registry.names()),
         backends=tuple(BACKENDS),
-        workloads=tuple(workloads.WORKLOADS),
+        workloads=(*workloads.WORKLOADS, workloads.calls.NAME),
         traits=tuple(workloads.TRAITS),
         checks=tuple(CHECKS),
         groups=workloads.suggested_groups,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardproof.case import Case, Lane, WorkloadSpec
-from shardproof.workloads import own
+from shardproof.workloads import calls, own
 from shardproof.workloads.base import Family, Workload, resolve
 from shardproof.workloads.cnn import DigitsCNN
 from shardproof.workloads.dyadic import DyadicMLP
@@ -46,6 +46,9 @@ def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
 
     A user's own is not imported here (``registry.preflight`` does, in another process).
     """
+    if calls.is_calls(spec):
+        calls.resolve(spec)
+        return
     if ":" in spec.name:
         own.check_name(spec.name, spec.traits)
         return

@@ -1,0 +1,117 @@
+"""The algorithms of ``impls/reference/collectives/`` as collectives, called one by one.
+
+Options choose them (docs/options.md); what is left to the backend is not offered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardproof.comm import Call, Comm, Op
+from shardproof.contract import Capabilities, Collectives, Options
+from shardproof.impls.reference.collectives.algorithms import ALGORITHMS, all_reduce
+from shardproof.impls.reference.collectives.executor import Running
+from shardproof.impls.reference.collectives.options import Collectives as Chosen
+from shardproof.impls.reference.collectives.options import Hierarchical, chosen
+from shardproof.impls.reference.collectives.schedule import Schedule
+
+#: Executors take contiguous tensors and do what ``COMBINE`` names; nothing moves before ``wait``.
+_TAKEN: Mapping[str, tuple[str, ...]] = {
+    "form": ("tensor",),
+    "layout": ("contiguous", "offset", "one", "zero_dim", "empty", "long"),
+    "reduce": ("sum", "product", "min", "max"),
+    "dtype": ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8"),
+    "completion": ("sync", "async"),
+}
+
+
+class Algorithms(Collectives):
+    """All-reduce, reduce-scatter and all-gather over send and recv; broadcast is binomial."""
+
+    depth = "layout"
+    running_type: type[Running] = Running
+
+    @classmethod
+    def capabilities(cls, options: Options) -> Capabilities:
+        chosen(options)
+        return Capabilities(backends=("in_memory", "gloo", "mpi", "nccl"))
+
+    @classmethod
+    def offers(
+        cls, options: Options, backend: str, world: int
+    ) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+        option = chosen(options)
+        taken = dict(_TAKEN)
+        if isinstance(option.all_reduce, Hierarchical):
+            taken["group"] = ("world",)
+        offered = {"broadcast": dict(_TAKEN)}
+        for name in ("all_reduce", "reduce_scatter", "all_gather"):
+            if getattr(option, name) != "backend":
+                offered[name] = taken if name == "all_reduce" else dict(_TAKEN)
+        return offered
+
+    def __init__(self) -> None:
+        self.option = Chosen()
+
+    def choose(self, options: Options) -> None:
+        """Take the algorithms that ``options`` choose."""
+        self.option = chosen(options)
+
+    def perform(self, call: Call) -> Sequence[Any]:
+        comm = Comm(call.group, "world")
+        work = self._started(call, comm)
+        if call.asynchronous:
+            return [work]
+        work.wait()
+        return []
+
+    def _started(self, call: Call, comm: Comm) -> Running:
+        output = call.outputs[0]
+        if call.operation == "broadcast":
+            rounds = ALGORITHMS["broadcast"]["binomial"]
+            with_root = cast("Callable[..., Any]", rounds)
+            made = with_root(comm.rank, comm.size, output.numel(), call.root)
+            return self.running_type(made, output, comm)
+        if call.operation == "all_reduce":
+            schedule = all_reduce(self.option.all_reduce)
+            return self._over(schedule, output, comm, call)
+        if call.operation == "all_gather":
+            own = _part(output, comm, call.inputs[0])
+            _put(call.inputs[0], own)
+            schedule = ALGORITHMS["all_gather"][self.option.all_gather]
+            return self._over(schedule, output, comm, call)
+        # The schedule leaves the other chunks of what it works on undefined: a copy is given.
+        full = call.inputs[0].detach().clone()
+        own = _part(full, comm, output)
+        schedule = ALGORITHMS["reduce_scatter"][self.option.reduce_scatter]
+        return self._over(schedule, full, comm, call, then=lambda: _put(own, output))
+
+    def _over(
+        self,
+        schedule: Schedule | None,
+        data: Tensor,
+        comm: Comm,
+        call: Call,
+        then: Callable[[], object] | None = None,
+    ) -> Running:
+        assert schedule is not None
+        rounds = schedule(comm.rank, comm.size, data.numel())
+        return self.running_type(rounds, data, comm, cast("Op", call.reduce), then)
+
+
+def _part(full: Tensor, comm: Comm, shard: Tensor) -> Tensor:
+    count = shard.numel()
+    return full.detach().view(-1)[comm.rank * count : (comm.rank + 1) * count]
+
+
+@torch.no_grad()
+def _put(source: Tensor, target: Tensor) -> None:
+    if source.data_ptr() != target.data_ptr():
+        target.detach().view(-1).copy_(source.detach().view(-1))
+
+
+IMPLEMENTATION = Algorithms

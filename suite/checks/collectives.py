@@ -1,0 +1,59 @@
+"""Every call of a collective operation gives the exact answer, and touches nothing else.
+
+Judged in cases of workload ``calls``: ranks make the calls of a sub-matrix that covers every
+combination of a few factors (``suite/workloads/calls.py``).  Values are small integers and powers
+of two, so the answer is exact in any order of adding: tolerance 0.  Results are poisoned first;
+inputs and the memory around every tensor are compared afterwards, on every rank.  A work that says
+it is done before it can be, or whose result comes after the wait, is told as such.
+
+*Cannot see* a fault that takes a combination of more factors than the case covers, larger messages,
+or another moment; nor what a call costs (``traffic``).
+"""
+
+from __future__ import annotations
+
+from shardproof.checks import Outcome, Worst
+from shardproof.evidence.assembled import Evidence, Figures
+from shardproof.evidence.records import ComparisonRow
+
+
+def measure(evidence: Evidence) -> list[ComparisonRow]:
+    """A row per call: what the ranks agree on, or what the first of them that differs says."""
+    by_call: dict[int, list[ComparisonRow]] = {}
+    for record in evidence.records:
+        for row in record.calls:
+            by_call.setdefault(row.step, []).append(row)
+    return [min(by_call[step], key=_gravity) for step in sorted(by_call)]
+
+
+#: What a rank raises because another one has ended.
+_CONSEQUENCES = ("RankEnded", "Connection closed", "Connection reset", "TimeoutError")
+
+
+def _gravity(row: ComparisonRow) -> tuple[bool, bool, bool]:
+    """A wrong number comes before an error, and the first error before those that it caused."""
+    caused = any(word in row.problem for word in _CONSEQUENCES)
+    return not row.problem, caused, row.error is None
+
+
+def decide(figures: Figures) -> Outcome:
+    """By the rows alone."""
+    rows = figures.compared.get("collectives", [])
+    if not rows:
+        return Outcome("collectives", "skip", "no call was made: it judges workload calls only")
+    wrong = [row for row in rows if row.problem]
+    numbers = {"calls": len(rows), "wrong": len(wrong)}
+    if not wrong:
+        made = [row for row in rows if row.error is not None]
+        if len(made) < len(rows):
+            return Outcome("collectives", "judge error", "a call has no result", figures=numbers)
+        return Outcome("collectives", "pass", f"{len(rows)} calls", figures=numbers)
+    first = wrong[0]
+    message = first.problem
+    if len(wrong) > 1:
+        message += f" (and {len(wrong) - 1} more of {len(rows)} calls)"
+    worst = None
+    if first.error is not None and first.bound is not None:
+        place = first.step, first.phase, first.owner
+        worst = Worst(first.name, *place, first.error, first.bound)
+    return Outcome("collectives", "fail", message, worst, numbers)

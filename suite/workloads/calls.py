@@ -1,0 +1,179 @@
+"""The workload ``calls``: no model, but calls of one collective operation, judged one by one.
+
+A case is one operation; the calls of its *sub-matrix* run one after the other in the same ranks.
+The sub-matrix covers every combination of ``strength`` factors' values:
+
+    form        tensor, list, coalesced; uneven: an all-to-all of unequal parts
+    dtype       that of all tensors
+    layout      of every tensor that the program gives: see ``LAYOUTS``
+    reduce      the reduce operation
+    root        first, middle or last rank of the group
+    place       apart, or inside: the rank's own part of the larger tensor is the smaller one
+    completion  sync; async; reversed: three calls under way, waited for in reverse order;
+                late: one rank calls only after the others have asked whether theirs is done
+    group       world; part: all but rank 0; overlapping: two groups that share ranks, calls under
+                way in both; single: this rank alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardproof.case import Case, WorkloadSpec
+from shardproof.workloads import covering
+from shardproof.workloads.knobs import Knob, Params, WorkloadError, lookup
+
+NAME = "calls"
+Cell = Mapping[str, str]
+
+DENSE = ("contiguous", "offset", "one", "zero_dim", "empty", "long")
+#: Elements that do not lie side by side in order.
+SPREAD = ("strided", "transposed")
+LAYOUTS = (*DENSE, *SPREAD)
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+INTEGERS = ("int64", "int32", "uint8")
+DTYPES = (*FLOATS, *INTEGERS, "bool", "complex64", "complex128")
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+ROOTS = ("first", "middle", "last")
+COMPLETIONS = ("sync", "async", "reversed", "late")
+GROUPS = ("world", "part", "overlapping", "single")
+PLACES = ("apart", "inside")
+
+_MOVES: Mapping[str, Sequence[str]] = {
+    "dtype": DTYPES,
+    "layout": LAYOUTS,
+    "completion": COMPLETIONS,
+    "group": GROUPS,
+}
+#: Operation -> factor -> values.
+OPERATIONS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "all_reduce": {"form": ("tensor", "coalesced"), "reduce": REDUCTIONS, **_MOVES},
+    "reduce": {"form": ("tensor",), "reduce": REDUCTIONS, "root": ROOTS, **_MOVES},
+    "broadcast": {"form": ("tensor", "coalesced"), "root": ROOTS, **_MOVES},
+    "all_gather": {"form": ("tensor", "list", "coalesced"), "place": PLACES, **_MOVES},
+    "reduce_scatter": {
+        "form": ("tensor", "list"),
+        "reduce": REDUCTIONS,
+        "place": PLACES,
+        **_MOVES,
+    },
+    "gather": {"form": ("list",), "root": ROOTS, **_MOVES},
+    "scatter": {"form": ("list",), "root": ROOTS, **_MOVES},
+    "all_to_all": {"form": ("tensor", "uneven", "list"), **_MOVES},
+    "send_recv": {"form": ("tensor", "tagged"), **_MOVES},
+    "batch": {"form": ("tensor", "tagged"), **_MOVES},
+    "barrier": {"form": ("none",), "completion": COMPLETIONS, "group": GROUPS},
+}
+#: Knob -> what it may be.
+KNOBS: Mapping[str, Knob] = {
+    "operation": Knob("all_reduce", choices=tuple(OPERATIONS)),
+    "strength": Knob(2),
+    "layouts": Knob("all", choices=("all", "dense", "spread")),
+    # Whether a reduce must leave the tensors of all ranks but the root as they are.
+    "others": Knob("kept", choices=("kept", "undefined")),
+}
+_CHUNKED = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+def resolve(spec: WorkloadSpec) -> Params:
+    """All knobs.
+
+    :raises WorkloadError: an unknown knob, or a value that does not fit.
+    """
+    params = {name: knob.default for name, knob in KNOBS.items()}
+    for name, value in spec.params.items():
+        lookup(name, KNOBS, f"parameter of {NAME}").check(f"{NAME}: {name}", value)
+        params[name] = value
+    if spec.traits:
+        raise WorkloadError(f"{NAME} has no traits: they are of models and batches")
+    return params
+
+
+def sub_matrix(case: Case, offered: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Cell]:
+    """The calls that ``case`` makes of what its system offers; empty: it offers none."""
+    params = resolve(case.workload)
+    operation = params["operation"]
+    if operation not in offered:
+        return []
+    factors = factors_of(operation, case.world, params["layouts"], offered[operation])
+    if not all(factors.values()):
+        return []
+    seed = f"{case.workload.seed}/{operation}"
+    return [
+        {"operation": operation, **row}
+        for row in covering.covering(factors, params["strength"], fits_for(operation), seed)
+    ]
+
+
+def factors_of(
+    operation: str, world: int, layouts: str, taken: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Factor -> the values that a world has and the system takes."""
+    chosen = {"all": LAYOUTS, "dense": DENSE, "spread": SPREAD}[layouts]
+    groups = [g for g in GROUPS if world > 1 or g not in ("part", "overlapping")]
+    factors = {}
+    for name, values in OPERATIONS[operation].items():
+        kept = [v for v in values if v in taken.get(name, values)]
+        if name == "layout":
+            kept = [v for v in kept if v in chosen]
+        if name == "group":
+            kept = [v for v in kept if v in groups]
+        factors[name] = kept
+    return factors
+
+
+def fits_for(operation: str) -> covering.Fits:
+    """Which values may stand together in a call of ``operation``."""
+
+    def fits(row: Mapping[str, str]) -> bool:
+        dtype, reduce = row.get("dtype"), row.get("reduce")
+        form, layout, completion = row.get("form"), row.get("layout"), row.get("completion")
+        if dtype and reduce and not reducible(dtype, reduce):
+            return False
+        if completion == "late" and row.get("group") == "single":
+            return False  # nobody else is there to be late
+        if completion == "late" and (layout == "empty" or form == "coalesced"):
+            return False  # nothing to wait for; futures, which cannot be asked
+        if operation == "broadcast" and form == "coalesced" and completion not in (None, "sync"):
+            return False  # it has no asynchronous form
+        if operation in _CHUNKED and layout == "zero_dim" and form in ("tensor", "uneven"):
+            return False  # a number has no parts
+        if row.get("place") == "inside" and form in ("list", "coalesced"):
+            return False
+        if row.get("place") == "inside" and layout in SPREAD:
+            return False  # a part of it is no tensor of that layout
+        if layout == "transposed" and form == "uneven":
+            return False
+        messages = operation in ("send_recv", "batch")
+        if messages and row.get("group") == "single":
+            return False  # nobody to send to
+        if operation == "batch" and completion == "sync":
+            return False  # it is asynchronous
+        # Blocking messages of two tags would wait for each other.
+        return not (form == "tagged" and completion == "sync")
+
+    return fits
+
+
+def reducible(dtype: str, reduce: str) -> bool:
+    """Whether ``reduce`` means something for ``dtype``, and has an exact answer in any order."""
+    if reduce in ("band", "bor", "bxor"):
+        return dtype in INTEGERS
+    if reduce == "avg":
+        return dtype in FLOATS
+    if dtype == "bool":
+        return reduce in ("min", "max")
+    return not (dtype.startswith("complex") and reduce != "sum")
+
+
+def described(cell: Cell) -> str:
+    """``all_reduce (tensor), float32, strided, sum, async, group part``."""
+    rest = [f"{k} {v}" if k in ("group", "root") else v for k, v in cell.items()]
+    operation, form, *others = rest
+    return ", ".join([f"{operation} ({form})", *others])
+
+
+def is_calls(spec: Any) -> bool:
+    """Whether a workload is made of calls, and trains no model."""
+    return bool(spec.name == NAME)
