@@ -1,0 +1,1 @@
+"""Faults of a backend: a faulty process group around a sound one."""

@@ -1,0 +1,142 @@
+"""The check of collectives: clean backends pass, a wrong call is named in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof import registry
+from shardproof.case import Case, WorkloadSpec
+from shardproof.cases import call_buffers
+from shardproof.cases.kills import pair
+from shardproof.cases.runner import run_cases
+from shardproof.checks import collectives
+from shardproof.contract import OptimizerSpec
+from shardproof.evidence.records import ComparisonRow
+from shardproof.verdicts import JUDGE_ERROR
+from shardproof.workloads import calls
+
+
+def case(operation: str, backend: str, world: int, **knobs: Any) -> Case:
+    layouts = {} if operation == "barrier" else {"layouts": "dense"}
+    return Case(
+        id=f"calls[{operation}]::{backend}{world}",
+        scenario="calls",
+        implementation="pytorch/collectives",
+        backend=backend,
+        mesh={"replicate": world},
+        workload=WorkloadSpec("calls", params={"operation": operation, **layouts, **knobs}),
+        optimizer=OptimizerSpec(),
+        lane="bitwise",
+        checks=("collectives",),
+        steps=0,
+    )
+
+
+def test_sound_backends_pass_at_every_world() -> None:
+    operations = list(calls.OPERATIONS)
+    asked = [
+        case(operations[(world + 5 * turn) % len(operations)], backend, world, strength=1)
+        for backend in ("in_memory", "gloo")
+        for world in range(1, 6)
+        for turn in range(2)
+    ]
+    asked = [
+        c
+        for c in asked
+        if c.world > 1 or c.workload.params["operation"] not in ("send_recv", "batch")
+    ]
+    others = {"others": "undefined"}
+    asked = [
+        replace(c, workload=replace(c.workload, params={**c.workload.params, **others}))
+        if c.workload.params["operation"] == "reduce"
+        else c
+        for c in asked
+    ]
+    results, _ = run_cases(asked, 2, lambda result: None)
+    assert {r.id: r.verdict for r in results if r.verdict != "pass"} == {}
+    assert {r.reason for r in results} == {"judged: collectives"}
+
+
+def decide(*rows: ComparisonRow) -> Any:
+    return collectives.decide(SimpleNamespace(compared={"collectives": list(rows)}))  # type: ignore[arg-type]
+
+
+def test_a_failure_names_the_first_wrong_call_and_counts_the_others() -> None:
+    right = ComparisonRow(0, "gather", "gather", "rank 0", 0.0, 0.0)
+    wrong = ComparisonRow(1, "gather", "gather, int32", "rank 1", 4.0, 0.0, problem="it is wrong")
+    again = replace(wrong, step=2, problem="and again")
+    outcome = decide(right, wrong, again)
+    assert (outcome.status, outcome.message) == ("fail", "it is wrong (and 1 more of 3 calls)")
+    assert outcome.worst is not None and outcome.worst.error == 4.0
+    assert decide(right).status == "pass"
+    assert decide().status == "skip"
+    assert decide(right, ComparisonRow(1)).status == JUDGE_ERROR
+
+
+def test_the_first_cause_is_told_and_not_what_follows_from_it() -> None:
+    follows = ComparisonRow(3, problem="rank 0 raises RankEnded: rank 1 ended")
+    cause = ComparisonRow(3, problem="rank 1 raises ValueError: no")
+    records = [SimpleNamespace(calls=[follows]), SimpleNamespace(calls=[cause])]
+    assert collectives.measure(SimpleNamespace(records=records)) == [cause]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", calls.LAYOUTS)
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+def test_what_is_written_beyond_a_tensor_and_what_is_wrong_in_it_shows(
+    layout: str, dtype: str
+) -> None:
+    kind = call_buffers.dtype_of(dtype)
+    shape = call_buffers.shape_of(layout)
+    buffer = call_buffers.made("the result", kind, layout, shape)
+    values = call_buffers.operand(kind, shape, 1, 0, None, 3)
+    buffer.fill(None)
+    buffer.expect(values)
+    if values.numel():
+        assert buffer.problem()[0]  # poison is no result
+        buffer.view.copy_(values)
+    assert buffer.problem() == (0, "")
+    buffer.base[-1] = call_buffers.operand(kind, (1,), 2, 9, None, 3)[0]
+    changed = bool((buffer.base[-1] != buffer.before[-1]).item())
+    assert ("memory beyond the result" in buffer.problem()[1]) == changed
+    buffer.base[-1] = buffer.before[-1]
+    if values.numel():
+        buffer.view.copy_(~values if kind == torch.bool else values + 1)
+        assert buffer.problem()[1].startswith("the result")
+
+
+@pytest.mark.parametrize("dtype", calls.DTYPES)
+@pytest.mark.parametrize("size", range(1, 6))
+def test_answers_are_exact_in_any_order(dtype: str, size: int) -> None:
+    kind = call_buffers.dtype_of(dtype)
+    for reduce in calls.REDUCTIONS:
+        if not calls.reducible(dtype, reduce):
+            continue
+        values = [call_buffers.operand(kind, (40,), m, 0, reduce, size) for m in range(size)]
+        expected = call_buffers.reduced(reduce, values)
+        for order in (values, values[::-1]):
+            total = order[0].clone()
+            for value in order[1:]:
+                total = {
+                    "product": torch.mul,
+                    "min": torch.minimum,
+                    "max": torch.maximum,
+                    "band": torch.bitwise_and,
+                    "bor": torch.bitwise_or,
+                    "bxor": torch.bitwise_xor,
+                }.get(reduce, torch.add)(total, value)
+            total = total / size if reduce == "avg" else total
+            assert torch.equal(total.to(kind), expected), (reduce, dtype)
+
+
+def test_each_fault_of_a_backend_is_declared_for_this_check() -> None:
+    faults = [registry.load_mutant(name) for name in registry.mutant_names()]
+    planted = [fault for fault in faults if fault.parent == "pytorch/collectives"]
+    assert len(planted) >= 16
+    for fault in planted:
+        assert fault.killed_by == ("collectives",)
+        assert pair(fault).case.checks == ("collectives",)

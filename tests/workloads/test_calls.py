@@ -1,0 +1,64 @@
+"""A sub-matrix covers what it claims, and a scenario of calls is checked as any other."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shardproof.case import WorkloadSpec
+from shardproof.workloads import WorkloadError, calls, check, covering
+
+
+@pytest.mark.parametrize("operation", calls.OPERATIONS)
+@pytest.mark.parametrize(("world", "layouts"), [(1, "all"), (3, "dense"), (4, "spread")])
+def test_every_combination_that_some_call_can_have_is_covered(
+    operation: str, world: int, layouts: str
+) -> None:
+    factors = calls.factors_of(operation, world, layouts, {})
+    fits = calls.fits_for(operation)
+    whole = [
+        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
+    ]
+    possible = [row for row in whole if fits(row)]
+    rows = covering.covering(factors, 2, fits, "0")
+    assert all(row in possible for row in rows)
+    assert _held(rows, 2) == _held(possible, 2)
+    assert len(rows) <= max(len(possible), 1)
+
+
+def _held(rows: list[dict[str, str]], strength: int) -> set[covering.Combination]:
+    return {held for row in rows for held in itertools.combinations(row.items(), strength)}
+
+
+def test_three_wise_holds_every_triple() -> None:
+    factors = calls.factors_of("scatter", 4, "dense", {"dtype": ("float32", "uint8", "bool")})
+    fits = calls.fits_for("scatter")
+    whole = [
+        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
+    ]
+    possible = [row for row in whole if fits(row)]
+    rows = covering.covering(factors, 3, fits, "0")
+    assert _held(rows, 3) == _held(possible, 3)
+    assert len(rows) < len(possible)
+    assert rows == covering.covering(factors, 3, fits, "0")
+
+
+def test_fewer_factors_than_the_strength_give_every_row_and_none_that_cannot_be() -> None:
+    rows = covering.covering(
+        {"a": ["1", "2"], "b": ["x", "y"]}, 3, lambda row: row != {"a": "1", "b": "y"}, ""
+    )
+    assert sorted(map(tuple, (row.values() for row in rows))) == [
+        ("1", "x"),
+        ("2", "x"),
+        ("2", "y"),
+    ]
+
+
+def test_unknown_knobs_and_values_are_refused() -> None:
+    with pytest.raises(WorkloadError, match="did you mean 'strength'"):
+        check(WorkloadSpec("calls", params={"strenght": 2}))
+    with pytest.raises(WorkloadError, match="must be one of 'all_reduce'"):
+        check(WorkloadSpec("calls", params={"operation": "allreduce"}))
+    with pytest.raises(WorkloadError, match="no traits"):
+        check(WorkloadSpec("calls", traits=("tied",)))
