@@ -36,6 +36,7 @@ CLASSES = {
     "update": "Optimizer, precision, accumulation and clipping",
     "checkpoint": "Checkpoints and weight layouts",
     "collective": "Hangs and mismatched collectives",
+    "backend": "Operations of a backend",
 }
 KINDS = ("silent", "loud", "hang", "memory", "performance")
 EVIDENCE = {

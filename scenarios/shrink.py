@@ -36,6 +36,7 @@ from shardproof.scenarios.load import ScenarioFile, find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
 from shardproof.table import Table
+from shardproof.workloads.calls import is_calls
 
 FOLDER = Path(__file__).resolve().parent / "conformance"
 PAGE, SEEN = FOLDER / "quick.md", FOLDER / "quick.json"
@@ -59,11 +60,15 @@ def sizes(file: ScenarioFile) -> Iterator[dict[str, Any]]:
 
 
 def _steps(file: ScenarioFile, size: dict[str, Any]) -> list[dict[str, Any]]:
-    return [size] if "steps" in file.scenario.model_fields_set else [{**size, "steps": 2}, size]
+    fixed = "steps" in file.scenario.model_fields_set or is_calls(file.scenario.workload)
+    return [size] if fixed else [{**size, "steps": 2}, size]
 
 
 def _models(file: ScenarioFile) -> Iterator[dict[str, Any]]:
     own = file.scenario.workload
+    if is_calls(own):
+        yield from ({"params": {"strength": strength}} for strength in (1, 2))
+        return
     fewer = {"global_batch": 12} if own.global_batch > 12 else {}
     if own.name != "charnames_gpt":
         yield fewer
@@ -91,6 +96,7 @@ def fits(fault: Mutant, case: Case) -> bool:
     checks = set(fault.killed_by) - set(VERDICT_KILLERS)
     return (
         fault.parent == case.implementation
+        and fault.workload.params.get("operation") == case.workload.params.get("operation")
         and all(options.get(name) == value for name, value in fault.options.items())
         and set(fault.traits) <= set(case.workload.traits)
         and _axes(fault.mesh) == _axes(case.mesh)

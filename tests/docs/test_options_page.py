@@ -30,6 +30,7 @@ from shardproof.impls.pytorch import (
 )
 from shardproof.impls.reference import ddp, naive_ddp, pipeline, tensor, zero1, zero2, zero3
 from shardproof.impls.reference import hybrid as reference_hybrid
+from shardproof.impls.reference.collectives import options as collective_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.fsdp import schedule
 from shardproof.impls.reference.pipeline import schedule_option
@@ -47,6 +48,7 @@ TAKEN: dict[str, Any] = {
     "reference/tensor": tensor.Options,
     "reference/pipeline": pipeline.Options,
     "reference/hybrid": reference_hybrid.Options,
+    "reference/algorithms": collective_options.Collectives,
     "pytorch/ddp": pytorch_ddp.Options,
     "pytorch/zero_redundancy_optimizer": zero_redundancy_optimizer.Options,
     "pytorch/fsdp1": fsdp1.Options,
@@ -61,7 +63,7 @@ TAKEN: dict[str, Any] = {
     "deepspeed/pipeline": deepspeed_pipeline.Options,
     "ecosystem/fairscale_sharded_ddp": fairscale_sharded_ddp.Options,
 }
-WITHOUT = {"plain"}
+WITHOUT = {"plain", "pytorch/collectives"}
 WITHOUT |= {name for name in registry.names() if name.startswith("ecosystem/")} - {*TAKEN}
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.comm import Call
+from shardproof.comm import Call, Recv, Send
 from shardproof.impls.pytorch.collectives import TorchCollectives
 
 
@@ -104,19 +104,23 @@ class Faulty(TorchCollectives):
         return self.group_kind(group, ranks)
 
     def perform(self, call: Call) -> Sequence[Any]:
-        if call.operation == "batch":  # torch asks the group for what only registered ones have
-            works = [self._one(call, transfer) for transfer in call.transfers]
-            return [work for work in works if work is not None]
+        if call.operation in ("send_recv", "batch"):  # torch wants a registered group for these
+            works = [self._message(call.group, transfer) for transfer in call.transfers]
+            if call.asynchronous:
+                return works
+            for work in works:
+                work.wait()
+            return []
         if call.operation == "broadcast" and call.form == "coalesced":
             for tensor in call.outputs:
                 dist.broadcast(tensor, group=call.group, group_src=call.root)
             return []
         return super().perform(call)
 
-    def _one(self, call: Call, transfer: Any) -> Any:
-        return self._send_recv(
-            Call("send_recv", call.form, call.group, transfers=[transfer], asynchronous=True)
-        )[0]
+    @staticmethod
+    def _message(group: Any, one: Send | Recv) -> Any:
+        post = group.send if isinstance(one, Send) else group.recv
+        return post([one.tensor], one.peer, one.tag)
 
 
 class Then:

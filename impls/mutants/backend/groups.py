@@ -43,7 +43,11 @@ class _FirstRoot(FaultyGroup):
         return self.sound.broadcast(tensors, options)
 
 
-@mutant("backend_root_is_always_first", says="the value of rank 0|own value", **of("broadcast"))
+@mutant(
+    "backend_root_is_always_first",
+    says="root (middle|last), .*nothing was written",
+    **of("broadcast"),
+)
 class RootIsAlwaysFirst(Faulty):
     """A broadcast takes the first rank's tensor, whatever the root."""
 
@@ -87,7 +91,7 @@ class _Dense(FaultyGroup):
 
 @mutant(
     "backend_strides_are_ignored",
-    says="memory beyond the result was written",
+    says="strided, .*(a part was not written|memory beyond)",
     zoo=("B01",),
     **of("broadcast", layouts="spread"),
 )
@@ -106,7 +110,7 @@ class _NoOffset(FaultyGroup):
 
 @mutant(
     "backend_offset_is_ignored",
-    says="memory beyond the result was written",
+    says="own value|memory beyond the result was written",
     zoo=("B16",),
     **of("all_reduce", layouts="dense"),
 )
@@ -209,7 +213,7 @@ class _HalfPrecision(FaultyGroup):
         return Then(self.sound.allreduce([small], *args), lambda: own.copy_(small))
 
 
-@mutant("backend_sums_in_less_precision", says="float32.* expected", **of("all_reduce"))
+@mutant("backend_sums_in_less_precision", says="the result.* expected", **of("all_reduce"))
 class SumsInLessPrecision(Faulty):
     """What is sent is rounded to a few bits."""
 
