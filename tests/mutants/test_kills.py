@@ -25,7 +25,7 @@ from shardproof.cases.kills import (
     pair,
     run_mutants,
 )
-from shardproof.checks import GENERAL, Outcome, Worst
+from shardproof.checks import GENERAL, OF_CALLS, Outcome, Worst
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.commands.mutants import execute_mutants
 from shardproof.commands.verify import verify
