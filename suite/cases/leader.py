@@ -7,6 +7,7 @@ does.
 
 from __future__ import annotations
 
+import functools
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,10 @@ from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
 from shardproof.evidence.records import RankRecord, WorkloadFacts
+from shardproof.launch import kept_ranks
+from shardproof.launch.mpi.lease import Lease
 from shardproof.launch.mpi.world_keeper import WorldTask
-from shardproof.launch.ranks import RankOutcome, root_cause, run_ranks
+from shardproof.launch.ranks import Kept, RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
@@ -46,13 +49,22 @@ Run = Callable[..., list[RankOutcome]]
 class CaseTask:
     """What a leader is given: ``workdir`` is made for this case, ``oracles`` are shared by all.
 
-    ``kept``: a world whose ranks live on after this case.
+    ``world``: a kept one of MPI, whose ranks live on after this case; ``keeps_ranks``: so do the
+    leader's own.
     """
 
     case: Case
     workdir: Path
     oracles: Path
-    kept: WorldTask | None = None
+    world: WorldTask | None = None
+    keeps_ranks: bool = False
+
+    @property
+    def kept(self) -> Kept | None:
+        """Where the ranks come from, if they are not started for this case."""
+        if self.world is not None:
+            return functools.partial(Lease, self.world)
+        return kept_ranks.OF_THIS_PROCESS if self.keeps_ranks else None
 
 
 def run_case(task: CaseTask) -> dict[str, Any]:
@@ -67,7 +79,7 @@ def judge_case(
     workdir: Path,
     cache: Path,
     run: Run = run_ranks,
-    kept: WorldTask | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Account, CaseResult]:
     """Run one case: its account, and the result that ``cases.verdict.decide_case`` makes of it.
 
@@ -100,7 +112,7 @@ def judge_case(
 
 
 def _run_and_collect(
-    account: Account, workdir: Path, cache: Path, run: Run, kept: WorldTask | None
+    account: Account, workdir: Path, cache: Path, run: Run, kept: Kept | None
 ) -> Evidence | None:
     """Fill ``account`` as far as the case gets; evidence, if every rank did its work."""
     case = account.case
@@ -177,7 +189,7 @@ def _make_calls(
     implementation: type[Implementation],
     workdir: Path,
     run: Run,
-    kept: WorldTask | None,
+    kept: Kept | None,
 ) -> Evidence | None:
     """As :func:`_run_and_collect`, of a case that trains nothing."""
     case = account.case
@@ -266,7 +278,9 @@ class RankProgram:
 
 
 def _for_case(case: Case) -> RankProgram:
-    return RankProgram(case, workloads.for_case(case))
+    workload = workloads.for_case(case)
+    workload.prepare(case.steps, case.data_coordinates)  # once, where ranks are threads
+    return RankProgram(case, workload)
 
 
 def _announced_schedules(case: Case, implementation: type[Implementation]) -> dict[int, Schedule]:

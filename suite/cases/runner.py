@@ -11,6 +11,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from shardproof import registry
@@ -88,13 +90,7 @@ class Session:
                 self._made += 1
                 workdir = self._pool.folder / f"case{self._made}"
                 seconds = 2 * LAST_RESORT * case.deadline + JUDGING_SECONDS
-                kept = None
-                backend = BACKENDS[case.backend]
-                planted = case.implementation.startswith(registry.MUTANTS)
-                usable = backend.mpirun and backend.available() is None
-                if usable and not case.skip and not planted:
-                    kept = self._worlds.take(case.world)
-                yield case.id, CaseTask(case, workdir, self._oracles, kept), seconds
+                yield case.id, self._task(case, workdir), seconds
 
         # The pool calls run_case(task) (cases/leader.py) in another process.  What that
         # returned is end.value; an end without a value is a case that broke its judge.
@@ -104,8 +100,8 @@ class Session:
                 for end in ends:
                     shutil.rmtree(end.payload.workdir, ignore_errors=True)
                     result, account = _result_of(end)
-                    if end.payload.kept is not None:
-                        self._worlds.give_back(end.payload.kept, result.verdict in _HELD)
+                    if end.payload.world is not None:
+                        self._worlds.give_back(end.payload.world, result.verdict in _HELD)
                     if these is not again and (account["leader"] or account["fault"]):
                         again.append(end.payload.case)
                         continue
@@ -114,6 +110,17 @@ class Session:
                         on_account(result, account)
                     on_result(result)
         return results, [case for case in cases if case.id not in started]
+
+    def _task(self, case: Case, workdir: Path) -> CaseTask:
+        """What its leader is given.  A planted fault has ranks that nobody uses again."""
+        task, backend = CaseTask(case, workdir, self._oracles), BACKENDS[case.backend]
+        if case.skip or case.implementation.startswith(registry.MUTANTS):
+            return task
+        if backend.mpirun:
+            usable = backend.available() is None
+            return replace(task, world=self._worlds.take(case.world)) if usable else task
+        keeps = case.implementation.startswith("reference/") and _leaves_no_trace(task)
+        return replace(task, keeps_ranks=keeps)
 
     def check(self, implementation: str, options: Options) -> None:
         """Raise :class:`SelectionError` if a user's own implementation cannot be loaded, or refuses

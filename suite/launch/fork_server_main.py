@@ -307,9 +307,11 @@ def _do_task(order: fork_server.Fork) -> None:
 
 
 def _is_clean(largest: int) -> bool:
-    """Whether another task finds this process as it was: alone, not grown, able to fork."""
+    """Whether another task finds this process as it was: alone but for the ranks that it keeps,
+    not grown, able to fork.
+    """
     return (
-        not process_control.children()
+        process_control.children() <= process_control.STAYING
         and process_control.thread_count() == 1
         and process_control.resident_bytes(os.getpid()) < largest
     )

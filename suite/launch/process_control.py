@@ -20,6 +20,9 @@ _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
 _GET_CHILD_SUBREAPER = 37
 
+#: Children of this process that are to outlive what it does now.
+STAYING: set[int] = set()
+
 # Loaded before any fork, so that a child need not call dlopen between fork and prctl.
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -77,6 +80,14 @@ def kill_group(group: int) -> None:
     """SIGKILL to every process of the group, if there is any."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+
+
+def handle_of(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; ``None`` where there is none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def reap(pid: int) -> bool:

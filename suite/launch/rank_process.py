@@ -7,6 +7,7 @@ slot of the heartbeat.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -125,7 +126,7 @@ def run_process(launch: RankLaunch, ranks: Sequence[int], parent: int) -> NoRetu
     try:
         output = launch.shared_output if threads else launch.output(ranks[0])
         prepare_process(parent, output, launch.stacks(ranks[0]))
-        code = _run_threads(launch) if threads else run_rank(launch, ranks[0], None)[0]
+        code, _ = run_threads(launch) if threads else run_rank(launch, ranks[0], None)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:  # noqa: BLE001 - last stop before the process's end
@@ -134,26 +135,35 @@ def run_process(launch: RankLaunch, ranks: Sequence[int], parent: int) -> NoRetu
         exit_process(code)
 
 
-def _run_threads(launch: RankLaunch) -> int:
-    files = [launch.output(rank).open("w", buffering=1) for rank in range(launch.world)]
-    sys.stdout = _PerRank(files, sys.stdout)
-    sys.stderr = _PerRank(files, sys.stderr)
-    hub = launch.link.hub(launch.world, launch.timeout_s)
+def run_threads(launch: RankLaunch) -> tuple[int, bool]:
+    """The lives of all ranks, each a thread; as :func:`run_rank`, of all."""
     # A fork leaves torch's thread pool and its autograd engine to be made anew by their first
     # users, and ranks would race for them. The engine's is whoever saves a tensor for backward.
     torch.set_num_threads(1)
     torch.ones((), requires_grad=True).exp()
+    hub = launch.link.hub(launch.world, launch.timeout_s)
+    ends: dict[int, tuple[int, bool]] = {}
+
+    def live(rank: int) -> None:
+        ends[rank] = run_rank(launch, rank, hub)
+
     threads = [
-        threading.Thread(target=run_rank, args=(launch, rank, hub), name=f"rank{rank}", daemon=True)
+        threading.Thread(target=live, args=(rank,), name=f"rank{rank}", daemon=True)
         for rank in range(launch.world)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for file in files:
-        file.flush()
-    return 0
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(launch.output(rank).open("w", buffering=1))
+            for rank in range(launch.world)
+        ]
+        stack.enter_context(contextlib.redirect_stdout(_PerRank(files, sys.stdout)))
+        stack.enter_context(contextlib.redirect_stderr(_PerRank(files, sys.stderr)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    # How a rank ended is in its file: only what ends the process itself has an exit code.
+    return 0, all(finished for _, finished in ends.values())
 
 
 def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]:

@@ -12,17 +12,15 @@ import contextlib
 import os
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardproof import backends
 from shardproof.launch import autopsy, heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
-from shardproof.launch.mpi.lease import Lease, WorldGone
 from shardproof.launch.mpi.mpirun import Mpirun, unlink_segments
-from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
@@ -42,6 +40,33 @@ OUTPUT_LIMIT = 64 << 20
 _POLL_SECONDS = 0.005
 
 
+class RanksGone(RuntimeError):
+    """The processes that were kept have ended: their last case left something in them."""
+
+
+class Ranks(Protocol):
+    """The processes of a launch, started for it or kept."""
+
+    def processes(self) -> list[RankProcess]:
+        """Start them."""
+
+    def descriptors(self, alive: Sequence[RankProcess]) -> list[int]:
+        """What becomes readable when one of them ends; empty where the system has no such thing."""
+
+    def status(self, process: RankProcess) -> int | None:
+        """Its wait status, once it has ended, or is done and kept; ``None``: not yet."""
+
+    def close(self, alive: Sequence[RankProcess]) -> None:
+        """End what still runs, on an error of ours or Ctrl-C."""
+
+    def stay(self) -> Collection[int]:
+        """Children of this process that live on."""
+
+
+#: Gives the processes of a launch.  :raises RanksGone: there are none any more.
+Kept = Callable[[RankLaunch], Ranks]
+
+
 def run_ranks(
     backend: str | Link,
     world: int,
@@ -52,7 +77,7 @@ def run_ranks(
     *,
     disturbances: Any = None,
     memory_bytes: int | None = None,
-    kept: WorldTask | None = None,
+    kept: Kept | None = None,
 ) -> list[RankOutcome]:
     """Run ``program(rank, world)`` on every rank of a fresh default group; one outcome per rank.
 
@@ -61,8 +86,8 @@ def run_ranks(
     ``record`` of its outcome.  ``budget_s``: CPU seconds of each rank, and the seconds after which
     ranks that sleep outside of calls, with no event on any, stand still.  ``memory_bytes`` limits
     the resident bytes of each rank process (some 300 MB of torch included).  Whatever a rank does,
-    this returns, and no process of the ranks is left.  ``kept``: a world of as many ranks that goes
-    on to live if all ends well; the program is pickled for it.
+    this returns, and no process of the ranks is left.  ``kept`` has processes that go on to live if
+    all ends well; the program is pickled for them.
     """
     if world < 1 or budget_s <= 0:
         raise ValueError(f"world {world} and budget {budget_s} s must be positive")
@@ -121,7 +146,6 @@ class _Forked:
         self._handles: dict[int, int | None] = {}
 
     def processes(self) -> list[RankProcess]:
-        """Start them."""
         launch, parent = self._launch, os.getpid()
         mpirun = None
         if launch.link.mpirun:
@@ -141,22 +165,19 @@ class _Forked:
                 # In the new process: joins the process group, calls launch.program(rank, world),
                 # stores what it returns.  A case goes on in cases/rank_program.py: run_rank.
                 run_process(launch, ranks, parent)
-            self._handles[pid] = _handle_of(pid)
+            self._handles[pid] = process_control.handle_of(pid)
             processes.append(RankProcess(pid, ranks))
         return processes
 
     def descriptors(self, alive: Sequence[RankProcess]) -> list[int]:
-        """What becomes readable when one of them ends; empty where the system has no such thing."""
         handles = [self._handles[process.pid] for process in alive]
         return [] if None in handles else [handle for handle in handles if handle is not None]
 
     def status(self, process: RankProcess) -> int | None:
-        """Its wait status, once it has ended."""
         pid, status = os.waitpid(process.pid, os.WNOHANG)
         return status if pid else None
 
     def close(self, alive: Sequence[RankProcess]) -> None:
-        """End what still runs, on an error of ours or Ctrl-C."""
         for process in alive:
             process_control.kill(process.pid)
             os.waitpid(process.pid, 0)
@@ -164,6 +185,9 @@ class _Forked:
             if handle is not None:
                 os.close(handle)
         self._place.close()
+
+    def stay(self) -> Collection[int]:
+        return ()
 
 
 class _Watch:
@@ -174,7 +198,7 @@ class _Watch:
         launch: RankLaunch,
         budget_s: float,
         memory_bytes: int | None,
-        kept: WorldTask | None,
+        kept: Kept | None,
     ) -> None:
         self._launch = launch
         self._budget_s = budget_s
@@ -203,14 +227,14 @@ class _Watch:
         finally:
             ranks.close(self._alive())
             if process_control.is_subreaper():
-                process_control.end_adopted(strangers_before)
+                process_control.end_adopted({*strangers_before, *ranks.stay()})
         # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
         return diagnose(self._launch, self._processes)
 
-    def _ranks(self) -> _Forked | Lease:
+    def _ranks(self) -> Ranks:
         if self._kept is not None:
-            with contextlib.suppress(WorldGone):  # what its last case left, it ended with
-                return Lease(self._kept, self._launch)
+            with contextlib.suppress(RanksGone):
+                return self._kept(self._launch)
         return _Forked(self._launch)
 
     def _alive(self) -> list[RankProcess]:
@@ -315,11 +339,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _handle_of(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; ``None`` where there is none."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None

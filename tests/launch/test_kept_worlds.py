@@ -20,7 +20,7 @@ from made_case import made_case
 from shardproof.backends import mpi
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import Session
-from shardproof.launch.mpi import rank_service
+from shardproof.launch import rank_service
 from shardproof.launch.mpi.kept_worlds import KeptWorlds
 
 HERE = str(Path(__file__).parents[1] / "support")

@@ -7,22 +7,19 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.mpi.mpirun import START_SECONDS
 from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.rank_process import RankLaunch
-
-
-class WorldGone(RuntimeError):
-    """The world has ended, or never came: its last case left something in it."""
+from shardproof.launch.ranks import RanksGone
 
 
 class Lease:
     """The ranks of ``world``, which run ``launch``.
 
-    :raises WorldGone: there is no such world any more.
+    :raises RanksGone: there is no such world any more.
     """
 
     def __init__(self, world: WorldTask, launch: RankLaunch) -> None:
@@ -52,7 +49,7 @@ class Lease:
                     return [int(pid) for pid in json.loads(greeting)]
                 break
         self._connection.close()
-        raise WorldGone(f"a world of {world.size} ranks is gone")
+        raise RanksGone(f"a world of {world.size} ranks is gone")
 
     def processes(self) -> list[RankProcess]:
         """The ranks."""
@@ -82,3 +79,7 @@ class Lease:
     def close(self, alive: Sequence[RankProcess]) -> None:
         """Nothing more is ordered; ranks that are not done end with their keeper."""
         self._connection.close()
+
+    def stay(self) -> Collection[int]:
+        """None: the ranks are children of their keeper."""
+        return ()

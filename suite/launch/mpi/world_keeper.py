@@ -1,9 +1,9 @@
 """Keeps the ranks of one ``mpirun`` for many cases.
 
 A process of its own, forked from the fork server: it starts ``mpirun`` (``mpirun.py``), forks the
-ranks (``rank_service.py``) and hands what one leader at a time orders on to them.  It ends, and all
-with it, as soon as a rank ends or says that something is left in it, when a leader goes before its
-ranks are done, and with whoever forked it.
+ranks (``launch/rank_service.py``) and hands what one leader at a time orders on to them.  It ends,
+and all with it, as soon as a rank ends or says that something is left in it, when a leader goes
+before its ranks are done, and with whoever forked it.
 
 On the leader's socket come file names of pickled launches; back go pids first, then for each rank
 ``[rank, wait status]`` as it is done.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardproof.launch.mpi.mpirun import Mpirun
-from shardproof.launch.mpi.rank_service import Done, serve
+from shardproof.launch.rank_service import Done, serve
 
 #: Cases after which ranks are replaced: whatever a case leaks is bounded.
 MOST_CASES = 100
@@ -80,7 +80,7 @@ class _Keeper:
                 for other in (*self._orders, ours):
                     other.close()
                 mpirun.become(rank)
-                serve(rank, theirs, parent, task.folder / f"rank{rank}.log")
+                serve((rank,), theirs, parent, task.folder / f"rank{rank}.log")
             theirs.close()
             self._orders.append(ours)
             self._pids.append(pid)

@@ -1,7 +1,8 @@
 """A rank process that outlives its case: runs programs one after the other, each as if first.
 
-Whatever a program changed in the process is put back, as far as it is known here; a process in
-which something stays (a group, a thread, an unfinished call) says so, and is not used again.
+It is one rank, or holds all ranks of a program as threads.  Whatever a program changed in the
+process is put back, as far as it is known here; a process in which something stays (a group, a
+thread, an unfinished call, memory) says so, and is not used again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,14 +27,23 @@ import torch
 import torch.distributed as dist
 
 from shardproof.launch import process_control, stacks
-from shardproof.launch.rank_process import RankLaunch, exit_process, prepare_process, run_rank
+from shardproof.launch.rank_process import (
+    RankLaunch,
+    exit_process,
+    prepare_process,
+    run_rank,
+    run_threads,
+)
+
+#: Bytes by which a process may grow: of its memory limit a case must have most left.
+MOST_GROWTH = 512 << 20
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a rank says after a program: the exit code that its process would have had.
+    """What a process says after a program: the exit code that it would have had.
 
-    ``clean``: nothing of the program is left in the process.
+    ``rank``: the first of its ranks.  ``clean``: nothing of the program is left in the process.
     """
 
     rank: int
@@ -47,18 +58,21 @@ class Done:
         return cls(*json.loads(message))
 
 
-def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
-    """Body of the process: for each file named by ``orders``, run the launch pickled in it."""
+def serve(ranks: Sequence[int], orders: socket.socket, parent: int, log: Path) -> NoReturn:
+    """Body of the process: for each file named by ``orders``, run the launch pickled in it.
+
+    ``ranks``: which one it is; where they are threads, it runs all that a launch has.
+    """
     code = 1
     try:
         prepare_process(parent, log, log.with_suffix(".stacks"))
         before = _State.now()
         while name := orders.recv(4096):
-            done = _one(rank, Path(os.fsdecode(name)), log)
+            done = _one(ranks[0], Path(os.fsdecode(name)), log)
             left = before.restore()
             if left:
                 print(f"not used again: {left}", file=sys.stderr)
-            orders.send(Done(rank, done.code, done.clean and not left).message())
+            orders.send(Done(ranks[0], done.code, done.clean and not left).message())
         code = 0
     except BaseException:  # noqa: BLE001 - last stop before the process's end
         traceback.print_exc()
@@ -68,10 +82,11 @@ def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
 
 def _one(rank: int, file: Path, log: Path) -> Done:
     launch: RankLaunch = pickle.loads(file.read_bytes())
-    _print_to(launch.output(rank))
+    threads = launch.link.threads
+    _print_to(launch.shared_output if threads else launch.output(rank))
     armed = stacks.arm(launch.stacks(rank))
     try:
-        code, finished = run_rank(launch, rank, None)
+        code, finished = run_threads(launch) if threads else run_rank(launch, rank, None)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -100,12 +115,16 @@ class _State:
     draws: tuple[Any, Any, Any]
     dtype: torch.dtype
     threads: int
+    resident: int
 
     @classmethod
     def now(cls) -> _State:
         draws = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
         dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-        return cls(dict(os.environ), str(Path.cwd()), list(sys.path), draws, dtype, threads)
+        resident = process_control.resident_bytes(os.getpid())
+        return cls(
+            dict(os.environ), str(Path.cwd()), list(sys.path), draws, dtype, threads, resident
+        )
 
     def restore(self) -> str:
         """Put it back; what is left nevertheless, in words."""
@@ -126,4 +145,7 @@ class _State:
             with contextlib.suppress(RuntimeError):
                 return f"the process group {dist.get_backend()}"
         others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-        return f"threads {', '.join(others)}" if others else ""
+        if others:
+            return f"threads {', '.join(others)}"
+        grown = process_control.resident_bytes(os.getpid()) - self.resident
+        return f"{grown >> 20} MiB" if grown > MOST_GROWTH else ""
