@@ -44,7 +44,7 @@ END_SECONDS = 2.5
 #: Exit code of a leader whose task raised.
 TASK_RAISED = 70
 #: Tasks of a leader that is kept, and bytes that it may have grown by.
-MOST_TASKS = 12
+MOST_TASKS = 60
 MOST_GROWTH = 256 << 20
 
 _TAIL = 4000
