@@ -64,13 +64,15 @@ CAPABILITIES: dict[str, str] = {
     "late-results": "results that come late, buffers poisoned until then, slow ranks",
     "elastic": "ranks join and leave",
     "refusals": "what cannot be done is refused by a sentence that says so",
+    "collectives": "every call of a backend gives the right elements, and touches no others",
+    "faults": "a rank that dies, hangs or errs is named",
 }
 
 #: Capabilities that take the outcome of checks; the worst of them counts.
 BY_CHECK: dict[str, tuple[str, ...]] = {
     "numbers": ("equivalence", "replicas", "norm", "relations"),
     **{name: (name,) for name in ("traffic", "memory", "active", "overlap", "schedule")},
-    "refusals": ("refusals",),
+    **{name: (name,) for name in ("refusals", "collectives", "faults")},
 }
 
 #: Capabilities that a case trains with if its workload has one of these traits.
