@@ -542,6 +542,7 @@ OTHERS = (
     *("memory-ratios", "bubble", "wide"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
+    *("backends", "algorithms"),
 )
 
 
