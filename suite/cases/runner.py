@@ -119,7 +119,9 @@ class Session:
         if backend.mpirun:
             usable = backend.available() is None
             return replace(task, world=self._worlds.take(case.world)) if usable else task
-        keeps = case.implementation.startswith(("reference/", "pytorch/")) and _leaves_no_trace(task)
+        keeps = case.implementation.startswith(("reference/", "pytorch/")) and _leaves_no_trace(
+            task
+        )
         return replace(task, keeps_ranks=keeps)
 
     def check(self, implementation: str, options: Options) -> None:

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardproof import tensor_bytes
 from shardproof.backends.errors import RankFailed
-from shardproof.launch import heartbeat, process_control
+from shardproof.launch import heartbeat, process_control, rank_service
 from shardproof.launch.fork_server_main import MOST_GROWTH
+from shardproof.launch.kept_ranks import KeptRanks
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import root_cause, run_ranks
 
@@ -205,6 +207,45 @@ def trial(payload: dict[str, Any]) -> None:
         "children": len(process_control.children()),
     }
     (workdir / "result.json").write_text(json.dumps(result))
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """A rank program that another process can be sent: two sums, and what it saw and left."""
+
+    leave: str
+
+    def __call__(self, rank: int, world: int) -> dict[str, Any]:
+        """``seen`` is what an earlier program may have left."""
+        print(f"hello from rank {rank}")
+        seen = [os.environ.get("LEFT", ""), str(torch.get_default_dtype()), torch.rand(()).item()]
+        total = torch.tensor([float(rank + 1)], dtype=torch.float64)
+        dist.all_reduce(total)
+        if rank == 0:
+            {**FAULTS, **LEFT}.get(self.leave, int)()
+        dist.all_reduce(total)
+        return {"pid": os.getpid(), "seen": seen, "total": total.item()}
+
+
+#: What a program leaves in its process: what is put back, and what cannot be.
+LEFT: dict[str, Callable[[], Any]] = {
+    "state": lambda: (os.environ.update(LEFT="1"), torch.set_default_dtype(torch.float64)),
+    "thread": lambda: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(),
+    "memory": lambda: HELD.append(torch.ones(rank_service.MOST_GROWTH // 4)),
+}
+HELD: list[torch.Tensor] = []
+
+
+def in_kept_ranks(payload: dict[str, Any]) -> list[Any]:
+    """Leader's task: for each ``(backend, world, leave)`` what ranks told that are kept between."""
+    kept, told = KeptRanks(), []
+    for number, (backend, world, leave) in enumerate(payload["launches"]):
+        folder = Path(payload["folder"]) / str(number)
+        folder.mkdir()
+        outcomes = run_ranks(backend, world, Told(leave), folder, 20.0, kept=kept)
+        told.append([[o.status, o.record and tensor_bytes.load(o.record)] for o in outcomes])
+        (folder / "children").write_text(str(len(process_control.children())))
+    return told
 
 
 def threads(payload: dict[str, Any]) -> None:
