@@ -21,8 +21,9 @@ from shardproof.cases import answers
 from shardproof.cases.calls import CallsProgram
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.cases.verdict import decide_case, measure_case, problem_of
-from shardproof.checks import announced_schedule, relations
+from shardproof.checks import relations
 from shardproof.checks.results import CaseResult
+from shardproof.checks.schedule import announced
 from shardproof.contract import Collectives, Implementation, Refused
 from shardproof.costs import own, tensor
 from shardproof.costs.expression import CaseFacts, facts_of
@@ -134,7 +135,7 @@ def _run_and_collect(
         return _make_calls(account, implementation, workdir, run, kept)
     try:
         schedules = _announced_schedules(case, implementation)
-    except announced_schedule.NoSchedule as error:
+    except announced.NoSchedule as error:
         account.broken = str(error)
         return None
     except BrokenContract as error:
@@ -153,7 +154,7 @@ def _run_and_collect(
         return None
     facts = facts_of(case, workload)
     account.cannot_fit = _why_it_cannot_fit(case, schedules, facts, workload)
-    account.unsound_schedules = announced_schedule.unsound_schedules(
+    account.unsound_schedules = announced.unsound_schedules(
         case, implementation.strategy, schedules
     )
     if account.cannot_fit or account.unsound_schedules:
@@ -290,11 +291,9 @@ def _announced_schedules(case: Case, implementation: type[Implementation]) -> di
     cut = case.workload.cut(case.data_coordinates)
     schedules = {}
     for size in sorted({len(window) for share in cut for window in share}):
-        announced = announced_schedule.claimed(
-            implementation, case.options, case.mesh["pipe"], size
-        )
-        if announced is not None:
-            schedules[size] = announced
+        claimed = announced.claimed(implementation, case.options, case.mesh["pipe"], size)
+        if claimed is not None:
+            schedules[size] = claimed
     return schedules
 
 

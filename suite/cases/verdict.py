@@ -17,9 +17,10 @@ from shardproof import checks
 from shardproof.backends.errors import CollectiveMismatch, name_ranks
 from shardproof.case import AXES, Case
 from shardproof.cases.audit import audited
-from shardproof.checks import Outcome, announced_schedule, faults
+from shardproof.checks import Outcome, faults
 from shardproof.checks.refusals import judge_errors
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
+from shardproof.checks.schedule import announced
 from shardproof.costs.expression import FormulaError, parse
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
@@ -85,7 +86,7 @@ def _decided(account: Account) -> CaseResult:
     if "refuses" in case.expect:
         return _refused(case, rank_outcomes)
     if account.unsound_schedules:
-        outcome = announced_schedule.not_run(account.unsound_schedules)
+        outcome = announced.not_run(account.unsound_schedules)
         return _apply_xfail(case, *verdict_of([outcome]), [outcome])
     cause = root_cause(rank_outcomes)
     if case.fault is not None:

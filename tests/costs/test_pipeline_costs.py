@@ -170,7 +170,7 @@ def test_without_a_pipe_axis_nothing_of_it_is_asked() -> None:
 def test_stages_measured_in_one_process() -> None:
     """Against what autograd saves of a stage, counted by hooks."""
     from shardproof import workloads
-    from shardproof.checks.stage_bytes import stage_bytes
+    from shardproof.checks.schedule.stage_bytes import stage_bytes
 
     small = WorkloadSpec(
         "charnames_gpt", global_batch=2, micro_batches=1, params={"layers": 2, "width": 8}

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from shardproof.checks.announced_schedule import bubbles
+from shardproof.checks.schedule.announced import bubbles
 from shardproof.contract import Refused
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.impls.reference.pipeline.schedules import (

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof.case import Case
 from shardproof.checks import Outcome, Worst, first_problem
-from shardproof.checks.announced_schedule import (
+from shardproof.checks.schedule.announced import (
     OWN,
     BubbleRatios,
     WindowFigures,
@@ -330,7 +330,7 @@ def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
     """
     if "pipe" not in evidence.case.mesh or why_not_measured(evidence):
         return
-    from shardproof.checks.stage_bytes import stage_bytes
+    from shardproof.checks.schedule.stage_bytes import stage_bytes
 
     schedule = next(iter(evidence.schedules.values()))
     facts = evidence.model_facts
