@@ -26,6 +26,8 @@ _TAKEN: Mapping[str, tuple[str, ...]] = {
     "reduce": ("sum", "product", "min", "max"),
     "dtype": ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8"),
     "completion": ("sync", "async"),
+    # Messages alone pass between the ranks: nobody compares what they call.
+    "differs": (),
 }
 
 
@@ -62,7 +64,12 @@ class Algorithms(Collectives):
         self.option = chosen(options)
 
     def perform(self, call: Call) -> Sequence[Any]:
+        """As the base class.
+
+        :raises ValueError: a root, reduce operation, size or dtype that no algorithm can take.
+        """
         comm = Comm(call.group, "world")
+        _check(call, comm.size)
         work = self._started(call, comm)
         if call.asynchronous:
             return [work]
@@ -101,6 +108,26 @@ class Algorithms(Collectives):
         assert schedule is not None
         rounds = schedule(comm.rank, comm.size, data.numel())
         return self.running_type(rounds, data, comm, cast("Op", call.reduce), then)
+
+
+def _check(call: Call, size: int) -> None:
+    if not 0 <= call.root < size:
+        raise ValueError(f"{call.operation}: root {call.root} is no rank of a group of {size}")
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in (*call.inputs, *call.outputs)}
+    if len(dtypes) > 1:
+        raise ValueError(f"{call.operation}: {' and '.join(sorted(dtypes))} in one call")
+    if call.operation in ("all_reduce", "reduce_scatter"):
+        if call.reduce not in _TAKEN["reduce"]:
+            raise ValueError(f"{call.operation}: no algorithm combines by {call.reduce!r}")
+        if call.outputs[0].is_complex() and call.reduce in ("min", "max"):
+            raise ValueError(f"{call.operation}: complex numbers have no {call.reduce}")
+    if call.inputs:
+        whole, part = call.outputs[0].numel(), call.inputs[0].numel()
+        if call.operation == "reduce_scatter":
+            whole, part = part, whole
+        if whole != part * size:
+            sizes = f"{whole} elements are not {size} parts of {part}"
+            raise ValueError(f"{call.operation}: {sizes}")
 
 
 def _part(full: Tensor, comm: Comm, shard: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from shardproof.backends.base import GroupBase, Handle
 from shardproof.backends.disturbances import Disturbances, poison
 from shardproof.backends.futures import OwnHandle
 from shardproof.backends.hub import Hub, Pending
-from shardproof.backends.request import Request
+from shardproof.backends.request import Request, check
 
 __all__ = ["Hub", "join", "leave"]
 
@@ -85,6 +85,7 @@ class InMemoryGroup(GroupBase):
         return self._members
 
     def _start(self, request: Request) -> Handle:
+        check(request, self._size, self._rank)
         if self._hub.poison:
             poison(request, self._rank, keep_inputs=True)
         exchange = request.operation in ("send", "recv")

@@ -20,7 +20,7 @@ from shardproof.backends import mpi_found
 from shardproof.backends.base import GroupBase, Handle, blocked
 from shardproof.backends.disturbances import Disturbances, poison
 from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
-from shardproof.backends.request import Request
+from shardproof.backends.request import Request, check
 
 if TYPE_CHECKING:
     from shardproof.backends.mpi_calls import Call, Calls
@@ -98,6 +98,7 @@ class MpiGroup(GroupBase):
         return self._members
 
     def _start(self, request: Request) -> Handle:
+        check(request, self._size, self._rank)
         world = self._world
         if world.disturbances is not None and world.disturbances.poison:
             poison(request, self._rank, keep_inputs=False)

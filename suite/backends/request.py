@@ -26,6 +26,8 @@ _REDUCE_NAMES: dict[Any, str] = {
 }
 
 
+#: Reduce operations that integers alone have.
+_BITS = ("band", "bor", "bxor")
 #: Operations to which each rank gives sizes of its own.
 _UNEQUAL = frozenset({"all_to_all", "gather", "scatter"})
 
@@ -82,10 +84,12 @@ class Request:
     def agreed(self) -> str:
         """What must be equal in the calls of all ranks, sizes included, in words."""
         if self.operation in _UNEQUAL:
-            return f"{self.operation} {self.reduce} {self.root}"
+            every = self.outputs if self.operation == "scatter" else self.inputs
+            dtypes = {_name(t.dtype) for item in every for t in item}
+            return f"{self.operation} {self.reduce} {self.root} {sorted(dtypes)}"
         if self.operation == "all_gather":  # ranks may give tensors of different sizes in a list
             received = "+".join(str(t.numel()) for item in self.outputs for t in item)
-            return f"all_gather {received}"
+            return f"all_gather {received} {[_name(item[0].dtype) for item in self.inputs]}"
         return self.text()
 
     def loads(self, size: int, rank: int) -> list[tuple[str, bool, int, Fraction]]:
@@ -174,3 +178,56 @@ def root_of(args: tuple[Any, ...]) -> int:
         if isinstance(arg, int):
             return arg
     return 0
+
+
+def check(request: Request, size: int, rank: int) -> None:
+    """Whether member ``rank`` of ``size`` may make ``request``, as far as it can see by itself.
+
+    For backends of our own: torch's look by themselves.
+
+    :raises ValueError: a root or peer that is no member, a reduce operation that the dtype does not
+        have, or tensors of a wrong number, size or dtype.
+    """
+    operation, root, peer = request.operation, request.root, request.peer
+    if root is not None and not 0 <= root < size:
+        raise ValueError(f"{request.text()}: root {root} is no rank of a group of {size}")
+    if peer is not None and not 0 <= peer < size:
+        raise ValueError(f"{request.text()}: {peer} is no rank of a group of {size}")
+    if peer == rank:
+        raise ValueError(f"{request.text()}: rank {rank} of the group sends to itself")
+    _check_reduce(request)
+    gives, takes = request.inputs, request.outputs
+    if operation in ("all_gather", "gather") and (operation == "all_gather" or rank == root):
+        _check_parts(request, takes, [item[0] for item in gives], size, rank)
+    elif operation in ("reduce_scatter", "scatter") and (
+        operation == "reduce_scatter" or rank == root
+    ):
+        _check_parts(request, gives, [item[0] for item in takes], size, rank)
+    elif operation == "all_to_all":
+        _check_parts(request, takes, [gives[0][rank]] if len(gives[0]) == size else [], size, rank)
+        _check_parts(request, gives, [takes[0][rank]], size, rank)
+
+
+def _check_reduce(request: Request) -> None:
+    for dtype in {t.dtype for item in request.inputs for t in item if request.reduce}:
+        numbers = dtype.is_floating_point or dtype.is_complex
+        unordered = dtype.is_complex and request.reduce in ("min", "max")
+        if unordered or (numbers and request.reduce in _BITS):
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"{request.text()}: {name} has no {request.reduce}")
+
+
+def _check_parts(
+    request: Request, lists: Sequence[Sequence[Tensor]], own: Sequence[Tensor], size: int, rank: int
+) -> None:
+    """``lists`` have a part for each rank, and the caller's is as ``own``."""
+    if len(lists) != len(own) or any(len(parts) != size for parts in lists):
+        counts = ", ".join(str(len(parts)) for parts in lists) or "none"
+        raise ValueError(f"{request.text()}: {counts} tensors for a group of {size}")
+    for parts, one in zip(lists, own, strict=True):
+        dtypes = {str(t.dtype).removeprefix("torch.") for t in (*parts, one)}
+        if len(dtypes) > 1:
+            raise ValueError(f"{request.text()}: {' and '.join(sorted(dtypes))} in one call")
+        if parts[rank].numel() != one.numel():
+            sizes = f"{one.numel()} elements of this rank in a part of {parts[rank].numel()}"
+            raise ValueError(f"{request.text()}: {sizes}")

@@ -7,6 +7,7 @@ is compared, so a wrong element and one that is written beyond the result show a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,8 +41,14 @@ def shape_of(layout: str, parts: int | None = None, rows: int | None = None) -> 
     return count * (1 if parts is None else parts), LONG if layout == "long" else COLUMNS
 
 
-def pattern(dtype: torch.dtype, shape: Sequence[int], member: int, salt: int, limit: int) -> Tensor:
-    """What ``member`` gives: integers in 0..limit-1 that differ by element, member and salt."""
+@functools.lru_cache(maxsize=1 << 10)
+def pattern(
+    dtype: torch.dtype, shape: tuple[int, ...], member: int, salt: int, limit: int
+) -> Tensor:
+    """What ``member`` gives: integers in 0..limit-1 that differ by element, member and salt.
+
+    One tensor for all who ask: to be read only.
+    """
     count = math.prod(shape)
     at = torch.arange(count, dtype=torch.int64) + 1
     mixed = (at * 2654435761 + (member + 1) * 40503 * 97 + (salt + 1) * 69069 * 31) & 0xFFFFFFFF
@@ -68,7 +75,7 @@ def operand(
     dtype: torch.dtype, shape: Sequence[int], member: int, salt: int, reduce: str | None, size: int
 ) -> Tensor:
     """What ``member`` of ``size`` gives to a call."""
-    values = pattern(dtype, shape, member, salt, limit_for(dtype, reduce, size))
+    values = pattern(dtype, tuple(shape), member, salt, limit_for(dtype, reduce, size))
     if reduce == "avg":
         return values * size
     return values + 1 if reduce == "product" else values
@@ -204,7 +211,7 @@ def made(role: str, dtype: torch.dtype, layout: str, shape: tuple[int, ...]) -> 
         start = 0 if layout == "contiguous" else GUARD
         base = torch.empty(start + count + GUARD, dtype=dtype)
         view = base[start : start + count].view(shape)
-    base.copy_(pattern(dtype, base.shape, 11, 5, limit_for(dtype, None, 1)))
+    base.copy_(pattern(dtype, tuple(base.shape), 11, 5, limit_for(dtype, None, 1)))
     return Buffer(role, base, view)
 
 

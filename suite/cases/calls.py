@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardproof import registry
 from shardproof.case import Case
+from shardproof.cases import wrong_calls
 from shardproof.cases.call_buffers import (
     Buffer,
     dtype_of,
@@ -27,6 +28,7 @@ from shardproof.cases.call_buffers import (
     reduced,
     shape_of,
 )
+from shardproof.checks.collectives import DIFFERS, RAISED
 from shardproof.comm import Call, Recv, Send
 from shardproof.contract import Collectives
 from shardproof.evidence.records import ComparisonRow, RankRecord
@@ -35,8 +37,6 @@ from shardproof.registry.declaration import Declaration
 from shardproof.workloads import calls
 from shardproof.workloads.calls import Cell
 
-#: Phase of a call that raised.
-RAISED = "raised"
 #: Seconds that a rank waits for what others tell it in the store.
 DEADLINE = 30.0
 #: Seconds in which a result may still appear behind a wait that said it was there.
@@ -103,7 +103,8 @@ class _Caller:
         record = RankRecord(self.rank, cores(), self.declaration)
         groups = self._groups()
         for index, cell in enumerate(cells):
-            row, goes_on = self._judged(index, cell, groups[cell["group"]])
+            judged = self._refused if calls.is_wrong(cell) else self._judged
+            row, goes_on = judged(index, cell, groups[cell["group"]])
             record.calls.append(row)
             if not goes_on:
                 break
@@ -138,12 +139,32 @@ class _Caller:
             with torch.no_grad():
                 wrong, sentence = self._made(index, cell, groups)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises is what is judged
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            problem = f"{name}: {owner} raises {text}"
+            problem = f"{name}: {owner} raises {_told(error)}"
             return ComparisonRow(index, RAISED, name, owner, problem=problem), False
         problem = f"{name}: {owner} {sentence}" if sentence else ""
         size = float(wrong), 0.0
         return ComparisonRow(index, cell["operation"], name, owner, *size, problem=problem), True
+
+    def _refused(
+        self, index: int, cell: Cell, groups: Sequence[Group]
+    ) -> tuple[ComparisonRow, bool]:
+        """A call that must raise, and whether the next one can be judged."""
+        owner, name, (group,) = f"rank {self.rank}", calls.described(cell), groups
+        phase = DIFFERS if "differs" in cell else cell["operation"]
+        if "differs" in cell:  # whoever is behind would be told of it in a call that is right
+            self.store.add(f"{self.case.id}/{index}/came", 1)
+            self._until(f"{self.case.id}/{index}/came", self.world)
+        given = wrong_calls.arguments(cell, group.rank, group.size)
+        call = Call(cell["operation"], cell["form"], group.group, **given)
+        try:
+            with torch.no_grad():
+                for work in self.system.perform(call):
+                    if work is not None:
+                        work.wait()
+        except Exception:  # noqa: BLE001 - any error will do
+            return ComparisonRow(index, phase, name, owner, 0.0, 0.0), True
+        problem = f"{name}: {owner} makes this call, which is wrong, and nothing is raised"
+        return ComparisonRow(index, phase, name, owner, 1.0, 0.0, problem=problem), True
 
     def _made(self, index: int, cell: Cell, groups: Sequence[Group]) -> tuple[int, str]:
         """How many elements are wrong, and the first problem in words."""
@@ -492,6 +513,10 @@ class _Tensors:
         return {"transfers": transfers}
 
     _batch = _send_recv
+
+
+def _told(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

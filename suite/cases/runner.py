@@ -28,6 +28,7 @@ from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.launch.ranks import LAST_RESORT
 from shardproof.registry import declaration, preflight
 from shardproof.verdicts import WORKING_PRECISION_ONLY
+from shardproof.workloads import calls
 
 #: Called with each result and its account (:class:`shardproof.evidence.account.Account` as JSON).
 OnAccount = Callable[[CaseResult, dict[str, Any]], None]
@@ -101,7 +102,9 @@ class Session:
                     shutil.rmtree(end.payload.workdir, ignore_errors=True)
                     result, account = _result_of(end)
                     if end.payload.world is not None:
-                        self._worlds.give_back(end.payload.world, result.verdict in _HELD)
+                        case = end.payload.case
+                        held = result.verdict in _HELD and not calls.ends_in_a_mismatch(case)
+                        self._worlds.give_back(end.payload.world, held)
                     if these is not again and (account["leader"] or account["fault"]):
                         again.append(end.payload.case)
                         continue

@@ -26,6 +26,12 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     return [min(by_call[step], key=_gravity) for step in sorted(by_call)]
 
 
+#: Phase of a call that raised though it is right.
+RAISED = "raised"
+#: Phase of a call in which a rank differs: one rank at least must say so.
+DIFFERS = "differs"
+
+
 #: What a rank raises because another one has ended.
 _CONSEQUENCES = ("RankEnded", "Connection closed", "Connection reset", "TimeoutError")
 
@@ -33,6 +39,8 @@ _CONSEQUENCES = ("RankEnded", "Connection closed", "Connection reset", "TimeoutE
 def _gravity(row: ComparisonRow) -> tuple[bool, bool, bool]:
     """A wrong number comes before an error, and the first error before those that it caused."""
     caused = any(word in row.problem for word in _CONSEQUENCES)
+    if row.phase == DIFFERS:
+        return bool(row.problem), caused, False
     return not row.problem, caused, row.error is None
 
 

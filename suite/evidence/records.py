@@ -189,7 +189,7 @@ class ComparisonRow(Stored):
 
     ``tested`` is ``False`` where a spoilt copy passed.  Alone in a row stand ``problem`` (nothing
     could be compared, as a sentence), ``skip`` (there is nothing to compare, and why) and ``broke``
-    (the check raised an error).
+    (the check raised an error); but a judged call's problem has its place beside it.
     """
 
     step: int = 0
@@ -205,10 +205,13 @@ class ComparisonRow(Stored):
 
     def to_dict(self) -> dict[str, Any]:
         """The stored form: what is not set is left out."""
+        place = {"step": self.step, "phase": self.phase, "name": self.name}
+        if self.problem and self.owner:
+            place |= {"owner": self.owner, "error": self.error, "bound": self.bound}
+            return place | {"problem": self.problem}
         for name in ("problem", "skip", "broke"):
             if getattr(self, name):
                 return {name: getattr(self, name)}
-        place = {"step": self.step, "phase": self.phase, "name": self.name}
         if not self.tested:
             return place | {"tested": False}
         return place | {"owner": self.owner, "error": self.error, "bound": self.bound}

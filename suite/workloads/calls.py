@@ -13,6 +13,9 @@ The sub-matrix covers every combination of ``strength`` factors' values:
                 late: one rank calls only after the others have asked whether theirs is done
     group       world; part: all but rank 0; overlapping: two groups that share ranks, calls under
                 way in both; single: this rank alone
+
+Calls that must raise come after them, then the first call once more, which must still be right
+(``wrong_calls.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.workloads import covering
+from shardproof.workloads import covering, wrong_calls
 from shardproof.workloads.knobs import Knob, Params, WorkloadError, lookup
 
 NAME = "calls"
@@ -72,6 +75,8 @@ KNOBS: Mapping[str, Knob] = {
     "layouts": Knob("all", choices=("all", "dense", "spread")),
     # Whether a reduce must leave the tensors of all ranks but the root as they are.
     "others": Knob("kept", choices=("kept", "undefined")),
+    "mistakes": Knob("all", choices=wrong_calls.MISTAKES),
+    "differs": Knob("one", choices=wrong_calls.DIFFERS),
 }
 _CHUNKED = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -100,10 +105,14 @@ def sub_matrix(case: Case, offered: Mapping[str, Mapping[str, Sequence[str]]]) -
     if not all(factors.values()):
         return []
     seed = f"{case.workload.seed}/{operation}"
-    return [
+    rows: list[Cell] = [
         {"operation": operation, **row}
         for row in covering.covering(factors, params["strength"], fits_for(operation), seed)
     ]
+    taken = offered[operation]
+    wrong = list(wrong_calls.mistakes(operation, params["mistakes"], taken))
+    last = wrong_calls.differing(operation, case.world, params["differs"], taken)
+    return [*rows, *wrong, *(rows[:1] if wrong else []), *last]
 
 
 def factors_of(
@@ -169,9 +178,21 @@ def reducible(dtype: str, reduce: str) -> bool:
 
 def described(cell: Cell) -> str:
     """``all_reduce (tensor), float32, strided, sum, async, group part``."""
-    rest = [f"{k} {v}" if k in ("group", "root") else v for k, v in cell.items()]
+    named = ("group", "root", "mistake", "differs")
+    rest = [f"{k} {v}" if k in named else v for k, v in cell.items()]
     operation, form, *others = rest
     return ", ".join([f"{operation} ({form})", *others])
+
+
+def is_wrong(cell: Cell) -> bool:
+    """Whether a call must raise."""
+    return "mistake" in cell or "differs" in cell
+
+
+def ends_in_a_mismatch(case: Case) -> bool:
+    """Whether the ranks of ``case`` part on purpose: nothing else can be run in them."""
+    spec = case.workload
+    return is_calls(spec) and case.world > 1 and resolve(spec)["differs"] != "none"
 
 
 def is_calls(spec: Any) -> bool:
