@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardproof import registry
 from shardproof.case import Case
-from shardproof.cases import wrong_calls
+from shardproof.cases import large_call, wrong_calls
 from shardproof.cases.call_buffers import (
     Buffer,
     dtype_of,
@@ -168,6 +168,9 @@ class _Caller:
 
     def _made(self, index: int, cell: Cell, groups: Sequence[Group]) -> tuple[int, str]:
         """How many elements are wrong, and the first problem in words."""
+        if cell.get("layout") == calls.LARGE:
+            (group,) = groups
+            return large_call.broadcast(self.system, group.group, group.rank, group.size - 1)
         count = 3 if cell["completion"] == "reversed" else 1
         flights = [
             self._flight(cell, group, 8 * number, f"{self.case.id}/{index}/{number}/{group.name}")

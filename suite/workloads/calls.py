@@ -34,6 +34,8 @@ DENSE = ("contiguous", "offset", "one", "zero_dim", "empty", "long")
 #: Elements that do not lie side by side in order.
 SPREAD = ("strided", "transposed")
 LAYOUTS = (*DENSE, *SPREAD)
+#: More than 2 GiB; a case of its own.
+LARGE = "large"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool", "complex64", "complex128")
@@ -75,6 +77,8 @@ KNOBS: Mapping[str, Knob] = {
     "layouts": Knob("all", choices=("all", "dense", "spread")),
     # Whether a reduce must leave the tensors of all ranks but the root as they are.
     "others": Knob("kept", choices=("kept", "undefined")),
+    # ``large``: one broadcast of more than 2 GiB, and nothing else.
+    "size": Knob("usual", choices=("usual", LARGE)),
     "mistakes": Knob("all", choices=wrong_calls.MISTAKES),
     "differs": Knob("one", choices=wrong_calls.DIFFERS),
 }
@@ -90,6 +94,8 @@ def resolve(spec: WorkloadSpec) -> Params:
     for name, value in spec.params.items():
         lookup(name, KNOBS, f"parameter of {NAME}").check(f"{NAME}: {name}", value)
         params[name] = value
+    if params["size"] == LARGE and params["operation"] != "broadcast":
+        raise WorkloadError(f"{NAME}: size = {LARGE!r} is of operation: broadcast alone")
     if spec.traits:
         raise WorkloadError(f"{NAME} has no traits: they are of models and batches")
     return params
@@ -104,6 +110,18 @@ def sub_matrix(case: Case, offered: Mapping[str, Mapping[str, Sequence[str]]]) -
     factors = factors_of(operation, case.world, params["layouts"], offered[operation])
     if not all(factors.values()):
         return []
+    if params["size"] == LARGE:
+        return [
+            {
+                "operation": operation,
+                "form": "tensor",
+                "dtype": "uint8",
+                "layout": LARGE,
+                "root": "last",
+                "completion": "sync",
+                "group": "world",
+            }
+        ]
     seed = f"{case.workload.seed}/{operation}"
     rows: list[Cell] = [
         {"operation": operation, **row}
@@ -192,7 +210,10 @@ def is_wrong(cell: Cell) -> bool:
 def ends_in_a_mismatch(case: Case) -> bool:
     """Whether the ranks of ``case`` part on purpose: nothing else can be run in them."""
     spec = case.workload
-    return is_calls(spec) and case.world > 1 and resolve(spec)["differs"] != "none"
+    if not is_calls(spec) or case.world == 1:
+        return False
+    params = resolve(spec)
+    return params["differs"] != "none" and params["size"] != LARGE
 
 
 def is_calls(spec: Any) -> bool:

@@ -11,10 +11,11 @@ import torch
 
 from shardproof import registry
 from shardproof.case import Case, WorkloadSpec
-from shardproof.cases import call_buffers
+from shardproof.cases import call_buffers, large_call
 from shardproof.cases.kills import pair
 from shardproof.cases.runner import run_cases
 from shardproof.checks import collectives
+from shardproof.comm import Call
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence.records import ComparisonRow
 from shardproof.verdicts import JUDGE_ERROR
@@ -94,6 +95,26 @@ def test_ranks_that_differ_are_told_of_by_one_of_them_at_least() -> None:
     assert collectives.measure(SimpleNamespace(records=records)) == [told]  # type: ignore[arg-type]
     assert collectives.measure(SimpleNamespace(records=records[:1])) == [silent]  # type: ignore[arg-type]
     assert ComparisonRow.from_dict(silent.to_dict()) == silent
+
+
+def test_a_large_broadcast_shows_an_end_that_does_not_come_and_what_comes_shifted() -> None:
+    count = large_call.BLOCK + 100
+    right = large_call._block().repeat(2)[:count]
+
+    def judged(fill: Any) -> tuple[int, str]:
+        def perform(call: Call) -> list[Any]:
+            fill(call.outputs[0])
+            return []
+
+        system = SimpleNamespace(perform=perform)
+        return large_call.broadcast(system, None, rank=0, root=1, count=count)
+
+    assert judged(lambda view: view.copy_(right)) == (0, "")
+    wrong, sentence = judged(lambda view: view[:-9].copy_(right[:-9]))
+    assert wrong == 9 and f"the result[{count - 9}]" in sentence and "is 254" in sentence
+    assert judged(lambda view: view.copy_(right.roll(1 << 20)))[0]
+    beyond = judged(lambda view: view.as_strided((count + 1,), (1,)).fill_(0))
+    assert "memory beyond" in beyond[1]
 
 
 @pytest.mark.parametrize("layout", calls.LAYOUTS)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from shardproof.case import WorkloadSpec
-from shardproof.workloads import WorkloadError, calls, check, covering
+from shardproof.cases import wrong_calls as tensors
+from shardproof.comm import Send
+from shardproof.workloads import WorkloadError, calls, check, covering, wrong_calls
 
 
 @pytest.mark.parametrize("operation", calls.OPERATIONS)
@@ -60,5 +63,44 @@ def test_unknown_knobs_and_values_are_refused() -> None:
         check(WorkloadSpec("calls", params={"strenght": 2}))
     with pytest.raises(WorkloadError, match="must be one of 'all_reduce'"):
         check(WorkloadSpec("calls", params={"operation": "allreduce"}))
+    with pytest.raises(WorkloadError, match="size = 'large' is of operation: broadcast alone"):
+        check(WorkloadSpec("calls", params={"operation": "gather", "size": "large"}))
     with pytest.raises(WorkloadError, match="no traits"):
         check(WorkloadSpec("calls", traits=("tied",)))
+
+
+def test_each_operation_but_a_barrier_has_wrong_calls_and_each_way_to_differ_has_a_world() -> None:
+    for operation in calls.OPERATIONS:
+        forms = set(calls.OPERATIONS[operation]["form"])
+        found = list(wrong_calls.mistakes(operation, "all", {}))
+        ways = {
+            cell["differs"]
+            for world in range(2, 6)
+            for cell in wrong_calls.differing(operation, world, "one", {})
+        }
+        assert {cell["form"] for cell in found} <= forms
+        assert bool(found) == bool(ways) == (operation != "barrier")
+        assert ways == set(wrong_calls._DIFFERS[operation])
+        assert not list(wrong_calls.differing(operation, 1, "one", {}))
+
+
+@pytest.mark.parametrize("operation", [name for name in calls.OPERATIONS if name != "barrier"])
+def test_one_rank_differs_from_the_others_and_only_it(operation: str) -> None:
+    for world in range(2, 6):
+        (cell,) = wrong_calls.differing(operation, world, "one", {})
+        given = [tensors.arguments(cell, rank, world) for rank in range(world)]
+        shown = [_shown(one, operation in ("gather", "scatter")) for one in given]
+        assert len({*shown[1:-1]}) <= 1
+        assert shown[-1] not in shown[1:-1]
+        assert shown[0] != shown[-1]
+
+
+def _shown(given: dict[str, Any], one_sided: bool) -> str:
+    """Arguments without what every rank has of its own: peers, and lists that only a root has."""
+    if "transfers" in given:
+        sent = [one for one in given["transfers"] if isinstance(one, Send)]
+        return str([(one.tensor.shape, one.tensor.dtype) for one in sent])
+    held = [*given["inputs"][:1], *given["outputs"][:1]]
+    dtypes, sizes = {t.dtype for t in held}, [t.numel() for t in held]
+    words = [dtypes, given.get("reduce"), given.get("root")]
+    return str(words if one_sided else [*words, sizes])
