@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof import registry
+from shardproof.backends.errors import RankEnded
 from shardproof.case import Case
 from shardproof.cases import large_call, wrong_calls
 from shardproof.cases.call_buffers import (
@@ -139,6 +140,7 @@ class _Caller:
             with torch.no_grad():
                 wrong, sentence = self._made(index, cell, groups)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises is what is judged
+            self.store.add(f"{self.case.id}/raised", 1)
             problem = f"{name}: {owner} raises {_told(error)}"
             return ComparisonRow(index, RAISED, name, owner, problem=problem), False
         problem = f"{name}: {owner} {sentence}" if sentence else ""
@@ -219,9 +221,15 @@ class _Caller:
             self.store.add(f"{flight.key}/asked", 1)
 
     def _until(self, key: str, count: int) -> None:
-        """Return when ``count`` ranks have told the store."""
-        deadline = time.monotonic() + DEADLINE
+        """Return when ``count`` ranks have told the store.
+
+        :raises RankEnded: one has raised in a call that is right, and tells nothing more.
+        """
+        deadline, looks = time.monotonic() + DEADLINE, 0
         while self.store.add(key, 0) < count:
+            looks += 1
+            if looks % 20 == 0 and self.store.add(f"{self.case.id}/raised", 0):
+                raise RankEnded(f"fewer than {count} ranks came to {key!r}: another has raised")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"fewer than {count} ranks came to {key!r}")
             time.sleep(LATE / 4)
