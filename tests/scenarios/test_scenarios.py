@@ -539,7 +539,7 @@ OPTIONAL = {name for name, b in BACKENDS.items() if b.device == "cuda" or b.mpir
 #: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
 OTHERS = (
     *("mpi", "ddp-", "faults-", "collectives", "plain", "relations", "nccl", "gloo-cuda"),
-    *("memory-ratios", "bubble", "wide"),
+    *("backends", "algorithms", "large", "memory-ratios", "bubble", "wide"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
     *("backends", "algorithms"),
