@@ -122,8 +122,11 @@ def test_uneven_parts() -> None:
         parts = [torch.ones(2 + (rank == 1)) for _ in range(world)]
         dist.reduce_scatter(torch.empty(2 + (rank == 1)), parts)
 
-    for body in (gather, scatter):
-        _all_say(_fail(body), errors.CollectiveMismatch, "rank 1")
+    found = _fail(gather)  # rank 1 sees by itself that what it gives has no room
+    own = found.pop(1)
+    assert isinstance(own, ValueError) and "3 elements of this rank in a part of 2" in str(own)
+    _all_say(found, errors.RankFailed, f"rank 1 raised ValueError: {own}")
+    _all_say(_fail(scatter), errors.CollectiveMismatch, "rank 1")
 
 
 def test_message_of_another_size() -> None:
