@@ -7,6 +7,7 @@ the last one outside of all that is installed.
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,6 +21,8 @@ from shardproof.contract import Implementation
 Frame = tuple[str, int, str]
 
 _SUITE = str(Path(__file__).parent.parent)
+#: The same without links: another process may have imported it by another path.
+_REAL = os.path.realpath(_SUITE)
 _IMPLS = str(Path(__file__).parent.parent / "impls")
 _CONTRACT = str(Path(__file__).parent.parent / "contract.py")
 _TORCH = str(Path(torch.__file__).parent)
@@ -67,7 +70,8 @@ def innermost(frames: Sequence[Frame]) -> Frame | None:
 @lru_cache(4096)
 def is_shown(file: str) -> bool:
     """Whether ``file`` may be shown as where a script stood: it is not torch's, nor the suite's."""
-    return not (file.startswith(("<", _SUITE)) or "/torch/" in file)
+    is_ours = file.startswith(_SUITE) or os.path.realpath(file).startswith(_REAL)
+    return not (is_ours or file.startswith("<") or "/torch/" in file)
 
 
 @lru_cache(4096)
