@@ -49,7 +49,7 @@ def report(
 
 def _report(run: Run, form: Format, into: Path | None) -> None:
     from shardproof import report as reports
-    from shardproof.bench import collectives, lines, peers, tables
+    from shardproof.bench import collective_times, lines, peers, tables
     from shardproof.bench.scaling import tables as scaling_tables
     from shardproof.commands import bench_run
     from shardproof.commands.console import make_console, print_line
@@ -76,7 +76,7 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
         timed = [
             *([tables.table(lines.pairs(run)).markdown()] if run.benches else []),
             *([scaling_tables.markdown(lines.cells(run))] if run.scalings else []),
-            *([collectives.summary(bandwidth.of(run)).markdown()] if run.collectives else []),
+            *([collective_times.summary(bandwidth.of(run)).markdown()] if run.collectives else []),
         ]
         judged = [reports.markdown(run)] if run.cases or not timed else []
         echo("\n".join([*judged, *timed]), nl=False)
@@ -91,6 +91,6 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
         bench_run.show_pairs(lines.pairs(run), console)
         bench_run.show_cells(lines.cells(run), console)
         if run.collectives:
-            console.print(collectives.summary(bandwidth.of(run)))
+            console.print(collective_times.summary(bandwidth.of(run)))
         if run.cases or not (run.benches or run.scalings or run.collectives):
             print_line(console, reports.closing(run))

@@ -16,8 +16,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from shardproof import verdicts
-from shardproof.bench import collectives as collective_times
-from shardproof.bench import lines
+from shardproof.bench import collective_times, lines
 from shardproof.bench import tables as times
 from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.case import Case

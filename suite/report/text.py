@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardproof.bench import collectives
+from shardproof.bench import collective_times
 from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
 from shardproof.bench.scaling.tables import remarks_by_system
@@ -114,8 +114,8 @@ def _scaling(run: Run) -> Iterator[str]:
 def _collectives(run: Run) -> Iterator[str]:
     timed = bandwidth.of(run)
     if timed:
-        yield collectives.summary(timed).section(2)
-        yield _folded(collectives.by_size(timed))
+        yield collective_times.summary(timed).section(2)
+        yield _folded(collective_times.by_size(timed))
 
 
 def _killed(run: Run) -> Iterator[str]:

@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 
 from shardproof import report
-from shardproof.bench.collectives import (
-    BACKEND,
-    OPERATIONS,
-    SIZES,
-    Request,
-    Timed,
-    by_size,
-    over_backend,
-    summary,
-)
+from shardproof.bench.collective_times import BACKEND, Timed, by_size, over_backend, summary
+from shardproof.bench.collectives import OPERATIONS, SIZES, Request
 from shardproof.commands.bench.collectives import parse_sizes
 from shardproof.errors import SelectionError
 from shardproof.registry import collectives as own

@@ -10,7 +10,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.backends import BACKENDS
-from shardproof.bench import collectives, sides
+from shardproof.bench import collective_times, collectives, sides
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.commands import supervision
 from shardproof.commands.console import echo, make_console, print_line
@@ -84,7 +84,7 @@ def run(request: collectives.Request, results: Path | None, dry_run: bool) -> in
             with interrupts.held():
                 for line in lines:
                     folder.add(line.to_dict(), "collective")
-            console.print(collectives.summary(lines))
+            console.print(collective_times.summary(lines))
             print_line(console, "every size, and a drawing: report.html")
             return verdicts.HELD
 

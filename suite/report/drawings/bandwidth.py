@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
-from shardproof.bench.collectives import Timed, text
+from shardproof.bench.collective_times import Timed, text
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import DAMAGE
 from shardproof.report.drawings import svg
