@@ -18,8 +18,9 @@ from torch import Tensor
 from shardproof import tensor_bytes
 from shardproof.contract import Piece
 
-#: Equal contents so far, and their parts by shapes: see :meth:`Held.share`.
-Shared = dict[bytes, tuple[Tensor, dict[str, list[Tensor]]]]
+#: Contents so far, and their parts by shapes, under what is cheap to tell of them: dtype, elements
+#: and the first few bytes.  See :meth:`Held.share`.
+Shared = dict[tuple[str, int, bytes], list[tuple[Tensor, dict[str, list[Tensor]]]]]
 
 
 class Held:
@@ -76,10 +77,8 @@ class Held:
 
     def equals(self, other: Held) -> bool:
         """Whether the other holds the same names, places and bits."""
-        # Bytes, not values: a NaN equals itself, and 0 is not -0.
         return self.layout == other.layout and all(
-            tensor_bytes.raw(flat) == tensor_bytes.raw(other.flats[dtype])
-            for dtype, flat in self.flats.items()
+            _same_bits(flat, other.flats[dtype]) for dtype, flat in self.flats.items()
         )
 
     def share(self, known: Shared) -> None:
@@ -89,7 +88,10 @@ class Held:
         """
         rows, self._parts = _rows(self.layout), {}
         for dtype, own in self.flats.items():
-            flat, cuts = known.setdefault(dtype.encode() + tensor_bytes.raw(own), (own, {}))
+            alike = known.setdefault((dtype, own.numel(), tensor_bytes.raw(own[:16])), [])
+            flat, cuts = next((one for one in alike if _same_bits(one[0], own)), (own, {}))
+            if flat is own:
+                alike.append((own, cuts))
             shapes = str([row[-1] for row in rows if row[6] == dtype])
             if shapes not in cuts:
                 cuts[shapes] = _parts(rows, {dtype: flat})[dtype]
@@ -103,6 +105,11 @@ class Held:
     def from_dict(cls, data: dict[str, Any]) -> Held:
         """What :meth:`to_dict` described."""
         return cls(**data)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    # Not values: a NaN equals itself, and 0 is not -0.
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @cache

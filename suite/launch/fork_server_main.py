@@ -200,8 +200,6 @@ class _Server:
             for other in self._leaders.values():
                 other.line.close()
             faulthandler.enable()
-            # It does not live long; what it makes is looked through for nothing.
-            gc.disable()
             _do_tasks(order, line)
             code = 0
         except BaseException:  # noqa: BLE001 - last stop before the process's end
@@ -246,6 +244,8 @@ class _Server:
 
 
 def _import_all() -> None:
+    # Neither imports nor a leader, which does not live long, leave much: it is looked for in vain.
+    gc.disable()
     import torch
 
     torch.set_num_threads(1)
