@@ -3,6 +3,9 @@
 Used: ``launch``, ``setup_module`` (torch's DDP over the default group), ``setup_optimizers``,
 ``no_backward_sync``, ``backward``, ``clip_gradients``.
 
+The environment of the processes is named: left to itself Fabric asks every installed launcher, and an
+mpi4py without its MPI beside it ends that search.
+
 One compensation: DDP divides by the ranks, so the loss is multiplied by them.  Cost: as
 ``pytorch/ddp``.  Tried with lightning-fabric 2.6.6.
 """
@@ -21,6 +24,7 @@ from shardproof.impls.pytorch.adapter import Adapter
 
 if importlib.util.find_spec("lightning_fabric") is not None:
     import lightning_fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
 
 
 class Fabricated(Adapter):
@@ -30,7 +34,10 @@ class Fabricated(Adapter):
         """A Fabric over all ranks, in which this process takes its place."""
         with self.mesh.environment(OMP_NUM_THREADS="1"):
             self.fabric = lightning_fabric.Fabric(
-                accelerator="cpu", strategy=strategy, devices=self.mesh.world
+                accelerator="cpu",
+                strategy=strategy,
+                devices=self.mesh.world,
+                plugins=[LightningEnvironment()],
             )
             self.fabric.launch()
         return self.fabric
