@@ -3,8 +3,8 @@
 Used: ``launch``, ``setup_module`` (torch's DDP over the default group), ``setup_optimizers``,
 ``no_backward_sync``, ``backward``, ``clip_gradients``.
 
-The environment of the processes is named: left to itself Fabric asks every installed launcher, and an
-mpi4py without its MPI beside it ends that search.
+The launcher is named: left to itself Fabric asks every installed one, and an mpi4py without its MPI
+beside it ends that search.
 
 One compensation: DDP divides by the ranks, so the loss is multiplied by them.  Cost: as
 ``pytorch/ddp``.  Tried with lightning-fabric 2.6.6.
