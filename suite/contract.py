@@ -383,6 +383,9 @@ class Capabilities:
     divides by: a formula of a case's facts (``"world"``, ``"rounds"``, ``"2 * world"``).
     :attr:`StepResult.loss` is then the system's own loss, that many times the true one.
 
+    ``checkpoints`` are the formats that :meth:`Implementation.save` offers, by the names that the
+    option ``checkpoint: {format: ...}`` takes; none: nothing is saved.
+
     ``packages`` are modules that the machine may lack: then cases become ``skip``, while options
     are still refused, so :meth:`Implementation.capabilities` must do without them.
     """
@@ -402,6 +405,7 @@ class Capabilities:
     balance: float = 2.0
     overhead: float = 2.0
     loss_factor: str = "1"
+    checkpoints: tuple[str, ...] = ()
 
 
 _UNTRACED = nullcontext()
@@ -512,11 +516,23 @@ class Implementation(ABC):
         raise Refused(f"{type(self).__name__} has no evaluate")
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Any:
-        """Write a checkpoint under ``path`` (a folder shared by all ranks)."""
+        """Save into ``path``, a root folder that all ranks share; a collective call, between steps.
+
+        The root may hold several checkpoints of one run, and need not exist.  ``extra`` is the
+        caller's, the same on all ranks, of what JSON holds.  Saving changes nothing in the run.
+
+        What is returned has a method ``wait``, collective as well: on return the checkpoint is
+        committed, on all ranks, and what went wrong on any is raised on all.  Until then training
+        may go on, and what it changes is not saved.  ``None``: it is committed already.
+        """
         raise Refused(f"{type(self).__name__} has no save")
 
     def load(self, path: Path) -> Mapping[str, Any]:
-        """Read the checkpoint under ``path`` back; returns the ``extra`` given to ``save``."""
+        """Load from ``path``, a root (its newest checkpoint) or one checkpoint in it; collective.
+
+        Called on a system that is set up and has no save under way.  All ranks load the same one,
+        or all raise and are as before.  Returns the ``extra`` that was given to :meth:`save`.
+        """
         raise Refused(f"{type(self).__name__} has no load")
 
     def drain(self) -> None:

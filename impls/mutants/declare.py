@@ -89,9 +89,11 @@ def _planted(fault: type, owner: type) -> Any:
     """``owner`` with the ``*_type`` that ``fault`` comes from replaced by it, however deep."""
     if issubclass(fault, owner):
         return fault
-    for attribute in (name for name in dir(owner) if name.endswith("_type")):
-        made = _planted(fault, getattr(owner, attribute))
-        if made is not None:
-            body = {attribute: made, "__module__": fault.__module__, "__doc__": fault.__doc__}
-            return type(fault.__name__, (owner,), body)
-    return None
+    parts = {name: getattr(owner, name) for name in dir(owner) if name.endswith("_type")}
+    made = {name: _planted(fault, part) for name, part in parts.items()}
+    # In all of them: what formats of checkpoints share is a part of each.
+    body = {name: part for name, part in made.items() if part is not None}
+    if not body:
+        return None
+    body |= {"__module__": fault.__module__, "__doc__": fault.__doc__}
+    return type(fault.__name__, (owner,), body)

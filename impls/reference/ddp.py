@@ -54,14 +54,20 @@ from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.collectives.options import OfWholes
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
-from shardproof.impls.reference.engine.options import at_least, declared, parse_options
+from shardproof.impls.reference.engine.options import (
+    FORMATS,
+    Saved,
+    at_least,
+    declared,
+    parse_options,
+)
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
 from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 
 @dataclass(frozen=True)
-class Options(OfWholes):
+class Options(OfWholes, Saved):
     """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to leave;
     ``recompute_every`` is the engine's (engine/recompute.py)."""
 
@@ -275,7 +281,7 @@ class ReferenceDDP(Engine):
         features, buffers = ["accumulation_without_communication", "overlap"], "per_rank"
         if chosen.broadcast_buffers:
             features, buffers = [*features, "buffer_broadcast"], "rank0"
-        return declared(*features, buffers=buffers)
+        return declared(*features, buffers=buffers, checkpoints=FORMATS)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""

@@ -58,7 +58,7 @@ from shardproof.impls.reference import ddp, fsdp, tensor, zero1, zero2, zero3
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Apply, Handle, Local
 from shardproof.impls.reference.engine.norm import power_sum, total_norm
-from shardproof.impls.reference.engine.options import Training, declared, parse_options
+from shardproof.impls.reference.engine.options import FORMATS, Training, declared, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import gather_over, put
@@ -117,6 +117,11 @@ class Options(PipelineOptions, Training):
     def strategy_options(self) -> Any:
         """The options of the strategy on the data axes."""
         kind = DATA[self.data].options
+        if "checkpoint" in self.data_options:
+            raise Refused(
+                "option 'data_options.checkpoint': all axes save together; give 'checkpoint' "
+                "beside 'data_options'"
+            )
         options = parse_options(kind, self.data_options, "data_options.")
         if not issubclass(kind, Training):
             for name, none in (("precision", Precision()), ("offload", "none")):
@@ -155,6 +160,7 @@ class ReferenceHybrid(ReferencePipeline):
             axes=("pipe", *DATA_AXES, "tensor"),
             buffers="rank0" if from_rank0 else "per_rank",
             declines={**layers.declines, **getattr(getattr(inner, "wrap", None), "declines", {})},
+            checkpoints=FORMATS,
         )
 
     @classmethod

@@ -31,15 +31,15 @@ from shardproof.contract import Capabilities
 from shardproof.impls.reference.collectives.options import OfWholes
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
-from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.options import FORMATS, Saved, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.flat import FlatLayout
 from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 
 
 @dataclass(frozen=True)
-class Options(OfWholes):
-    """``all_reduce`` alone."""
+class Options(OfWholes, Saved):
+    """``all_reduce``, and what is saved."""
 
 
 def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> NaiveDDP:
@@ -89,6 +89,7 @@ class ReferenceNaiveDDP(Engine):
             dtypes=("float64", "float32", "bfloat16"),
             buffers="per_rank",
             features=frozenset({"clipping", "accumulation", "initial_broadcast"}),
+            checkpoints=FORMATS,
         )
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:

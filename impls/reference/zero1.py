@@ -48,7 +48,7 @@ from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import declared, parse_options
+from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
@@ -111,7 +111,7 @@ class ReferenceZero1(Engine):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``zero1`` profile asks for."""
         parse_options(Options, options)
-        return declared("sharded_optimizer", axes=("shard",))
+        return declared("sharded_optimizer", axes=("shard",), checkpoints=FORMATS)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

@@ -53,7 +53,7 @@ from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import declared, parse_options
+from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts import sharded_update
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
@@ -165,7 +165,9 @@ class ReferenceZero2(Engine):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``zero2`` profile asks for."""
         parse_options(Options, options)
-        return declared("sharded_optimizer", "sharded_gradients", axes=("shard",))
+        return declared(
+            "sharded_optimizer", "sharded_gradients", axes=("shard",), checkpoints=FORMATS
+        )
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

@@ -56,7 +56,13 @@ from shardproof.contract import Capabilities, Kind
 from shardproof.impls.reference.collectives.options import OfShards
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import Training, declared, parse_options
+from shardproof.impls.reference.engine.options import (
+    FORMATS,
+    Saved,
+    Training,
+    declared,
+    parse_options,
+)
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.units.plan import Wrap, plan_units
 from shardproof.impls.reference.units.shard import ShardedUnit
@@ -64,7 +70,7 @@ from shardproof.impls.reference.units.wrapped import WrappedModel
 
 
 @dataclass(frozen=True)
-class Options(OfShards, Training):
+class Options(OfShards, Training, Saved):
     """``wrap`` says which modules are units."""
 
     wrap: Wrap = field(default_factory=Wrap)
@@ -124,7 +130,9 @@ class ReferenceZero3(Engine):
         chosen = parse_options(Options, options)
         sharded = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
         declines = chosen.wrap.declines
-        return declared("overlap", *sharded, axes=("shard",), declines=declines)
+        return declared(
+            "overlap", *sharded, axes=("shard",), declines=declines, checkpoints=FORMATS
+        )
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

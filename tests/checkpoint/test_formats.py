@@ -10,7 +10,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
-from checkpoints import ADAMW, AXES, make, put_together, saved, train, workload
+from checkpoints import ADAMW, AXES, FORMATS, make, put_together, saved, train, workload
 from local_ranks import succeed
 from pieces import Rows
 from safetensors.torch import load_file
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from shardproof.comm import Mesh
 from shardproof.contract import OptimizerSpec
+from shardproof.impls.mutants.declare import family
 from shardproof.impls.reference.checkpoint import commit
 from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.files import FileLayer
-from shardproof.impls.reference.checkpoint.formats import FORMATS
 from shardproof.impls.reference.checkpoint.reading import Checkpoint
 from shardproof.impls.reference.checkpoint.system import state_of
+from shardproof.impls.reference.ddp import ReferenceDDP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -337,3 +338,21 @@ def test_a_disk_that_fills_on_one_rank_fails_all_and_leaves_the_last_one(
     assert [one.step for one in commit.folders(tmp_path)] == [1]
     with Checkpoint.open(tmp_path) as checkpoint:
         assert not list(checkpoint.verify())
+
+
+@pytest.mark.parametrize("part", [FileLayer, AsynchronousSharded, Checkpoint])
+def test_a_fault_in_a_part_is_planted_wherever_the_part_is_used(part: type) -> None:
+    """What the formats share is a part of each of them."""
+
+    class Fault(part):  # type: ignore[misc]
+        """Does not what it should"""
+
+    fault = family(ReferenceDDP)("made", killed_by=("equivalence",), says="x")(Fault)
+    planted = fault.mutant.implementation
+    made = [getattr(planted, f"{form}_type") for form in FORMATS]
+    expected = {
+        FileLayer: [one.layer_type is Fault for one in made],
+        AsynchronousSharded: [made[-1] is Fault],
+        Checkpoint: [planted.reader_type is Fault],
+    }
+    assert all(expected[part]) and issubclass(planted, ReferenceDDP)

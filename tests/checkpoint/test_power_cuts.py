@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import FORMATS
 from local_ranks import succeed
 from lossy_disk import Recorder, crashes
 from torch import Tensor
@@ -17,7 +18,6 @@ from shardproof.contract import Piece
 from shardproof.impls.reference.checkpoint import commit
 from shardproof.impls.reference.checkpoint.agreement import State
 from shardproof.impls.reference.checkpoint.errors import NotCommitted
-from shardproof.impls.reference.checkpoint.formats import FORMATS
 from shardproof.impls.reference.checkpoint.manifest import MANIFEST, About
 from shardproof.impls.reference.checkpoint.reading import Checkpoint
 from shardproof.impls.reference.checkpoint.system import whole

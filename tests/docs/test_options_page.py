@@ -31,6 +31,7 @@ from shardproof.impls.pytorch import (
 from shardproof.impls.reference import ddp, naive_ddp, pipeline, tensor, zero1, zero2, zero3
 from shardproof.impls.reference import hybrid as reference_hybrid
 from shardproof.impls.reference.collectives import options as collective_options
+from shardproof.impls.reference.engine.options import Checkpoints
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.fsdp import schedule
 from shardproof.impls.reference.pipeline import schedule_option
@@ -115,6 +116,7 @@ def test_keys_of_deepspeed_and_their_stages() -> None:
 @pytest.mark.parametrize(
     ("heading", "kind"),
     [
+        ("checkpoint", Checkpoints),
         ("precision", Precision),
         ("wrap", Wrap),
         ("schedule", schedule_option.ScheduleOption),

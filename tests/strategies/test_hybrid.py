@@ -157,6 +157,9 @@ def test_shards_without_replicas_say_what_would_do_on_every_rank() -> None:
     [
         ({"data": "zero4"}, "did you mean 'zero3'"),
         ({"data_options": {"bucket_byte": 1}}, "did you mean 'data_options.bucket_bytes'"),
+        ({"data_options": {"checkpoint": {}}}, "give 'checkpoint' beside 'data_options'"),
+        ({"checkpoint": {"keep": 0}}, "'checkpoint.keep' must be at least 1, not 0"),
+        ({"checkpoint": {"format": "ful"}}, "did you mean 'full'"),
         ({"data": "ddp", "offload": "optimizer"}, "'offload': 'data' = 'ddp' has no such option"),
         ({"schedule": "zb_v", "recompute_every": 1}, "the schedule has B and W apart"),
     ],

@@ -15,6 +15,7 @@ from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import OptimizerSpec
+from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.workloads import Workload
 
@@ -42,14 +43,25 @@ def workload(*traits: str, **knobs: Any) -> Workload:
     )
 
 
+#: Format -> what saves it.
+FORMATS: dict[str, type[Saver]] = {
+    name: getattr(Engine, f"{name}_type") for name in ("full", "sharded", "asynchronous")
+}
+
+
 def make(
-    strategy: str, work: Workload, mesh: Mapping[str, int], rank: int, spec: OptimizerSpec = ADAMW
+    strategy: str,
+    work: Workload,
+    mesh: Mapping[str, int],
+    rank: int,
+    spec: OptimizerSpec = ADAMW,
+    **options: Any,
 ) -> Engine:
     """A reference strategy on this rank, set up from the workload's own values."""
     system = registry.load(f"reference/{strategy}")()
     assert isinstance(system, Engine)
     state = work.state() if rank == 0 else None
-    system.setup(work.build_for(rank), state, spec, Mesh(mesh), {})
+    system.setup(work.build_for(rank), state, spec, Mesh(mesh), options)
     return system
 
 
@@ -95,8 +107,7 @@ def saved(
     work = work or workload()
 
     def body(rank: int, world: int) -> dict[str, Rows]:
-        system = make(strategy, work, mesh, rank, spec)
-        system.checkpoint = format_  # type: ignore[misc]
+        system = make(strategy, work, mesh, rank, spec, checkpoint={"format": format_})
         before(system)
         train(system, work, 0, steps)
         found = held(system)

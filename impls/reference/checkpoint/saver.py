@@ -25,6 +25,7 @@ class Saver:
     """
 
     kind: ClassVar[str]
+    layer_type: type[FileLayer] = FileLayer
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class Saver:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.root, self.mesh, self.keep, self.run = root, mesh, keep, run
-        self.layer = layer or FileLayer()
+        self.layer = layer or self.layer_type()
 
     @property
     def rank(self) -> int:

@@ -86,7 +86,7 @@ def restore(system: Engine, path: Path) -> Loaded:
     :raises CheckpointError: damaged, or without something that this system holds; the values that
         it holds are as before.
     """
-    with Checkpoint.open(path) as checkpoint:
+    with system.reader_type.open(path) as checkpoint:
         about = checkpoint.manifest.about
         require_same_optimizer(system, checkpoint)
         make_slots(system.optimizer, slots_of(system, checkpoint))

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,11 @@ from shardproof.contract import (
     Piece,
     StepResult,
 )
-from shardproof.impls.reference.checkpoint.formats import FORMATS
+from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
+from shardproof.impls.reference.checkpoint.full import Full
+from shardproof.impls.reference.checkpoint.reading import Checkpoint
 from shardproof.impls.reference.checkpoint.saver import Saver
+from shardproof.impls.reference.checkpoint.sharded import Sharded
 from shardproof.impls.reference.checkpoint.system import restore, state_of
 from shardproof.impls.reference.collectives import options as collectives
 from shardproof.impls.reference.collectives.reducer import ByAlgorithm
@@ -49,7 +52,7 @@ from shardproof.impls.reference.engine.optimizer import (
     set_learning_rate,
     slot_pieces,
 )
-from shardproof.impls.reference.engine.options import Training, parse_options
+from shardproof.impls.reference.engine.options import Checkpoints, Training, parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Call, Group, recompute_units
 from shardproof.impls.reference.engine.scaler import LossScaler
@@ -60,12 +63,15 @@ from shardproof.impls.reference.parts.reducers import Reducer
 class Engine(Implementation):
     """An implementation around one :class:`~shardproof.impls.reference.engine.handle.Handle`."""
 
-    #: The format of :meth:`save`: ``full``, ``sharded`` or ``asynchronous``.
-    checkpoint: ClassVar[str] = "sharded"
     steps_done = 0
     call_type: type[Call] = Call  # what recomputation repeats
     scaler_type: type[LossScaler] = LossScaler
     masters_type: type[Masters] = Masters
+    # What saves, one for each format, and what reads.
+    full_type: type[Saver] = Full
+    sharded_type: type[Saver] = Sharded
+    asynchronous_type: type[Saver] = AsynchronousSharded
+    reader_type: type[Checkpoint] = Checkpoint
 
     @abstractmethod
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
@@ -84,6 +90,7 @@ class Engine(Implementation):
         if state is not None:
             load_state(module, state)
         self.build, self.spec, self.mesh, self.given = build, optimizer, mesh, options
+        self.checkpoints = parse_options(Checkpoints, options.get("checkpoint", {}), "checkpoint.")
         self.savers: dict[Path, Saver] = {}
         self.run: str | None = None
         self.groups = self.recompute(module, options)
@@ -268,8 +275,9 @@ class Engine(Implementation):
         """
         saver = self.savers.get(path)
         if saver is None:
-            saver = FORMATS[self.checkpoint](path, self.mesh, run=self.run)
-            self.savers[path] = saver
+            chosen = self.checkpoints
+            kind: type[Saver] = getattr(self, f"{chosen.format}_type")
+            saver = self.savers[path] = kind(path, self.mesh, chosen.keep, self.run)
         saver.save(state_of(self, extra))
         self.run = saver.run
         return saver

@@ -22,6 +22,11 @@ T = TypeVar("T")
 USUAL = frozenset({"clipping", "accumulation", "initial_broadcast", "frozen_parameters"})
 
 
+#: What ``save`` can write: impls/reference/checkpoint/.
+Format = Literal["full", "sharded", "asynchronous"]
+FORMATS: tuple[str, ...] = get_args(Format)
+
+
 def declared(*features: str, **fields: Any) -> Capabilities:
     """What nearly every strategy declares, and ``features``; ``fields`` are others or other values.
 
@@ -29,6 +34,24 @@ def declared(*features: str, **fields: Any) -> Capabilities:
     """
     usual = {"dtypes": ("float64", "float32", "bfloat16"), "buffers": "per_rank"}
     return Capabilities(features=USUAL | set(features), **(usual | fields))
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """``format``: what ``save`` writes.  ``keep``: how many of a run's checkpoints stay."""
+
+    format: Format = "sharded"
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The option of all reference strategies."""
+
+    checkpoint: Checkpoints = field(default_factory=Checkpoints, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import declared, parse_options
+from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.fsdp.schedule import FSDP, Options
 from shardproof.impls.reference.units.plan import plan_units
@@ -110,7 +110,9 @@ class ReferenceFSDP(Engine):
         chosen = parse_options(Options, options)
         silent = ("accumulation_without_communication",) * chosen.accumulate_without_communication
         axes, declines = AXES[chosen.sharding_strategy], chosen.wrap.declines
-        return declared("wrapped_units", "overlap", *silent, axes=axes, declines=declines)
+        return declared(
+            "wrapped_units", "overlap", *silent, axes=axes, declines=declines, checkpoints=FORMATS
+        )
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the strategy's axes."""

@@ -13,14 +13,14 @@ from shardproof.comm import Comm
 from shardproof.contract import Refused
 from shardproof.impls.reference.collectives.options import OfShards, OfWholes
 from shardproof.impls.reference.engine.handle import PLAIN, Context
-from shardproof.impls.reference.engine.options import Training, at_least
+from shardproof.impls.reference.engine.options import Saved, Training, at_least
 from shardproof.impls.reference.units.plan import UnitPlan, Wrap
 from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.units.wrapped import WrappedModel
 
 
 @dataclass(frozen=True)
-class Options(OfShards, OfWholes, Training):
+class Options(OfShards, OfWholes, Training, Saved):
     """``reshard_after_forward``: what happens to parameters between forward and backward.
 
     ``true``: freed; ``false``: kept; an integer k: sharded over k neighbours; ``null``: as the

@@ -29,7 +29,7 @@ from shardproof.impls.reference.collectives.options import OfShards
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
-from shardproof.impls.reference.engine.options import WholeParameters, at_least
+from shardproof.impls.reference.engine.options import Saved, WholeParameters, at_least
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import plan_buckets
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
@@ -37,7 +37,7 @@ from shardproof.impls.reference.parts.reducers import Reducer
 
 
 @dataclass(frozen=True)
-class Options(OfShards, WholeParameters):
+class Options(OfShards, WholeParameters, Saved):
     """``bucket_bytes`` limits a bucket."""
 
     bucket_bytes: int = 25 * 2**20

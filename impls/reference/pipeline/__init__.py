@@ -47,7 +47,13 @@ from shardproof.comm import Mesh
 from shardproof.contract import Batch, Build, Capabilities, Kind, OptimizerSpec, Refused
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Handle, Local
-from shardproof.impls.reference.engine.options import at_least, declared, parse_options
+from shardproof.impls.reference.engine.options import (
+    FORMATS,
+    Saved,
+    at_least,
+    declared,
+    parse_options,
+)
 from shardproof.impls.reference.engine.recompute import Group, recompute_units
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.pipeline.executor import Executor
@@ -57,7 +63,7 @@ from shardproof.schedules import Schedule
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Saved):
     """``split``: units of each stage (``[]``: as even as possible, the larger ones first).
 
     ``recompute_every``: groups of so many units of a stage are computed again in backward.
@@ -94,7 +100,7 @@ class ReferencePipeline(Engine):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``pipeline`` profile asks for."""
         parse_options(cls.options_type, options)
-        return declared("stages", axes=("pipe",), exactness="bitwise")
+        return declared("stages", axes=("pipe",), exactness="bitwise", checkpoints=FORMATS)
 
     @classmethod
     def schedule(cls, options: Mapping[str, Any], ranks: int, micro_batches: int) -> Schedule:

@@ -64,7 +64,13 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
-from shardproof.impls.reference.engine.options import at_least, declared, parse_options
+from shardproof.impls.reference.engine.options import (
+    FORMATS,
+    Saved,
+    at_least,
+    declared,
+    parse_options,
+)
 from shardproof.impls.reference.engine.state import broadcast_tensors, gather_pieces, named_state
 from shardproof.impls.reference.tensor import operators
 from shardproof.impls.reference.tensor.cuts import Cut, Uncut
@@ -76,7 +82,7 @@ _WHOLE_SEQUENCE = "under option 'sequence_parallel' no rank sees a whole sequenc
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Saved):
     """``sequence_parallel``: between split layers each rank keeps a part of the positions.
 
     ``loss_parallel``: the loss is computed from logits that stay split (``None``: if it is a
@@ -301,7 +307,7 @@ class ReferenceTensor(Engine):
         }
         is_sequence = parse_options(Options, options).sequence_parallel
         refused = {n: _WHOLE_SEQUENCE + why for n, why in declines.items() if is_sequence}
-        return declared("tensor", axes=("tensor",), declines=refused)
+        return declared("tensor", axes=("tensor",), declines=refused, checkpoints=FORMATS)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the tensor axis."""
