@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
+import torch
+from made_case import made_case
 
 from shardproof import registry
 from shardproof.cases.kills import pair
 from shardproof.cases.runner import run_cases
-from shardproof.checks.causes import said
+from shardproof.checks.causes import fits, said
 from shardproof.checks.causes.words import same_of_loss
+from shardproof.checks.results import CaseResult
+from shardproof.contract import OptimizerSpec
+
+SUPPORT = Path(__file__).parents[1] / "support"
 
 KNOWN = {"ranks": 3, "micro-batches": 2, "ranks x micro-batches": 6, "loss scale": 1024.0}
 
@@ -134,3 +143,80 @@ def test_what_is_not_there_is_not_missing_and_digits_count() -> None:
     assert said([[1.004] * 2] * 2, 0.0).startswith("every gradient is 1.004 times")
     assert said([[1.004] * 2] * 2, 0.0, digits=2) == ""
     assert "missing" not in said([[0.005]] * 199 + [[0.01]], 0.0)
+
+
+#: What is wrong by a factor of 1 + 1e-10 or 1 - 1e-10 -> how the reason begins.
+SLIGHTLY = {
+    "Loss": "equivalence: summed loss ",
+    "Evaluation": "equivalence: differs: 'loss' at step 2, evaluation",
+    "Norm": "norm: pre-clip global norm is wrong",
+    "Start": "equivalence: rank 0 starts {} from 1 ~ 1e-10 times the values given: ",
+    "Gradients": "equivalence: {} are multiples of the truth, 1 ~ 1e-10 times: ",
+    "Clipped": "equivalence: clipped by a norm that is 1 ^ 1e-10 times the true one: ",
+}
+
+
+@pytest.fixture(scope="module")
+def slightly_wrong() -> dict[str, CaseResult]:
+    optimizer = OptimizerSpec("adamw", clip_norm=0.01)
+    cases = [
+        made_case(
+            f"slightly_wrong:{way}{what}",
+            {"shard": 3},
+            id=f"{way}{what}",
+            optimizer=optimizer,
+            checks=("equivalence", "norm"),
+        )
+        for what in SLIGHTLY
+        for way in ("More", "Less")
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SUPPORT))
+        patch.setenv("PYTHONPATH", str(SUPPORT))
+        results, _ = run_cases(cases, 2, lambda result: None)
+    return {result.id: result for result in results}
+
+
+@pytest.mark.parametrize("way", ["More", "Less"])
+@pytest.mark.parametrize("what", SLIGHTLY)
+def test_a_cause_explains_much_more_than_the_truth(
+    slightly_wrong: dict[str, CaseResult], what: str, way: str
+) -> None:
+    result = slightly_wrong[f"{way}{what}"]
+    assert result.verdict == "fail"
+    more, less = "+-" if way == "More" else "-+"
+    begin, _, end = SLIGHTLY[what].replace("~", more).replace("^", less).partition("{}")
+    assert result.reason.startswith(begin), result.reason
+    assert end in result.reason, result.reason
+
+
+@pytest.mark.parametrize(
+    ("held", "tries", "sentence"),
+    [
+        (1.1, [1.0, 1.05, 1.08], ""),
+        (1.1, [1.0, 1.099, 1.09999], "2"),
+        (1.1, [1.0, 1.099, 1.0989, 1.0991], "1"),
+        (1.1, [1.1, 1.1], "0"),
+        (1.1, [math.nan, 1.1], "1"),
+        (math.nan, [math.nan, 1.1], ""),
+    ],
+)
+def test_the_nearest_try_tells_and_of_near_ones_the_first(
+    held: float, tries: list[float], sentence: str
+) -> None:
+    named = [(value, str(number)) for number, value in enumerate(tries)]
+    assert fits.nearest(held, 1.0, named, limit=0.01) == sentence
+    tensors = [(torch.tensor([value, 0.0]), name) for value, name in named]
+    of = fits.nearest(torch.tensor([held, 0.0]), torch.tensor([1.0, 0.0]), tensors, limit=0.01)
+    assert of == sentence
+
+
+@pytest.mark.parametrize(
+    ("held", "times"),
+    [([1.0, 2.0, 3.0], 1.0), ([3.0, 6.0, 9.0], 3.0), ([1.0, 2.0, 4.0], None), ([1.001, 2, 3], 1.0)],
+)
+def test_a_multiple_of_the_truth_is_told_where_the_truth_does_not_do(
+    held: list[float], times: float | None
+) -> None:
+    held, truth = {"w": torch.tensor(held)}, {"w": torch.tensor([1.0, 2.0, 3.0])}
+    assert fits.multiple(held, truth, limit=0.01) == times

@@ -18,24 +18,26 @@ _RULES: tuple[BufferRule, ...] = ("rank0", "per_rank", "synced")
 
 def of_buffers(evidence: Evidence, step: int, name: str, coordinate: int, held: Tensor) -> str:
     """A sentence on the buffer ``name`` of a data coordinate after ``step``."""
-    limit = fits.limit_of(evidence)
     truth = evidence.truth.steps[step].buffers
-    own = truth[coordinate][name]
-    if fits.equal(held, own, limit):
-        return ""  # a round-off more than the bound
-    for number, buffers in enumerate(truth):
-        if not fits.equal(buffers[name], own, limit) and fits.equal(held, buffers[name], limit):
-            return f"data coordinate {coordinate} holds {name!r} of data coordinate {number}"
-    for value, sentence in _tries(evidence, step, name, coordinate):
-        if fits.equal(held, value, limit):
-            return f"data coordinate {coordinate}: {sentence}"
-    for other, value in truth[coordinate].items():
-        if other != name and value.is_floating_point() and fits.equal(held, value, limit):
-            return f"{name!r} of data coordinate {coordinate} holds the values of {other!r}"
-    return ""
+    tries = _tries(evidence, step, name, coordinate)
+    found = fits.nearest(held, truth[coordinate][name], tries, fits.limit_of(evidence))
+    return f"data coordinate {coordinate}: {found}" if found else ""
 
 
 def _tries(
+    evidence: Evidence, step: int, name: str, coordinate: int
+) -> Iterator[tuple[Tensor, str]]:
+    truth = evidence.truth.steps[step].buffers
+    for number, buffers in enumerate(truth):
+        if number != coordinate:
+            yield buffers[name], f"{name!r} is that of data coordinate {number}"
+    yield from _made_otherwise(evidence, step, name, coordinate)
+    for other, value in truth[coordinate].items():
+        if other != name and value.is_floating_point():
+            yield value, f"{name!r} has the values of {other!r}"
+
+
+def _made_otherwise(
     evidence: Evidence, step: int, name: str, coordinate: int
 ) -> Iterator[tuple[Tensor, str]]:
     case, workload = evidence.case, for_case(evidence.case)

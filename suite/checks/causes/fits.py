@@ -1,8 +1,14 @@
-"""Sets of tensors taken as one: whether one is a multiple of another, and where they differ."""
+"""What fits what a system holds: which of several values, or which multiple of the truth.
+
+Small errors are like the truth, and so is a cause that changes nothing in this case.  So a cause
+counts only where it leaves over at most a tenth of what the truth leaves over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +20,16 @@ from shardproof.oracle import training
 from shardproof.workloads import for_case
 
 Tensors = Mapping[str, Tensor]
+Number = TypeVar("Number", Tensor, float)
 
 #: What a fit may leave over, by dtype, relative to what is fitted.
 LEFT_OVER = {"float64": 1e-7, "float32": 1e-3, "bfloat16": 0.03, "float16": 0.01}
 #: Digits of a coefficient that count, by dtype.
 DIGITS = {"float64": 6, "float32": 3, "bfloat16": 2, "float16": 2}
+#: What a cause may leave over of what the truth leaves over, or a cause that was tried before it.
+MUCH = 0.1
+#: What is left over of this part of a limit is round-off.
+_ROUND_OFF = 1e-5
 _SHOWN = 3
 
 
@@ -43,8 +54,38 @@ def flat(tensors: Tensors, like: Tensors, names: Sequence[str]) -> Tensor:
     )
 
 
+def nearest(held: Number, truth: Number, tries: Iterable[tuple[Number, str]], limit: float) -> str:
+    """The sentence of the value that is nearest to ``held``; empty: none is near.
+
+    Near is at most ``limit`` of its size, and much nearer than ``truth``.  Of values that are
+    equally near the first tells.
+    """
+    found, least = "", _apart(held, truth)
+    for value, sentence in tries:
+        within = limit * max(_size(value), _size(truth))
+        left = _apart(held, value)
+        if left <= min(within, MUCH * least):
+            found, least = sentence, left
+            if left <= _ROUND_OFF * within:
+                break
+    return found
+
+
+def _apart(one: Tensor | float, other: Tensor | float) -> float:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _size(one.double() - other.double()) if one.shape == other.shape else inf
+    return _size(one - other)
+
+
+def _size(value: Tensor | float) -> float:
+    return float(value.double().norm()) if isinstance(value, Tensor) else abs(value)
+
+
 def multiple(held: Tensors, truth: Tensors, limit: float) -> float | None:
-    """``a`` where all of ``held`` is a times ``truth``; ``None``: it is no multiple."""
+    """``a`` where all of ``held`` is a times ``truth``; ``None``: it is no multiple.
+
+    Exactly 1 where ``truth`` itself is as near but for ``limit``.
+    """
     names = [name for name in held if name in truth]
     if not names:
         return None
@@ -53,8 +94,11 @@ def multiple(held: Tensors, truth: Tensors, limit: float) -> float | None:
     if not size or not bool(got.isfinite().all()):
         return None
     times = float(got @ want) / size
-    scale = max(float(got.norm()), float(want.norm()))
-    return times if float((got - times * want).norm()) <= limit * scale else None
+    within = limit * max(float(got.norm()), float(want.norm()))
+    left, apart = _size(got - times * want), _size(got - want)
+    if apart <= _ROUND_OFF * within or (left > MUCH * apart and apart <= within):
+        return 1.0
+    return times if left <= min(within, MUCH * apart) else None
 
 
 def equal(held: Tensor, want: Tensor, limit: float) -> bool:

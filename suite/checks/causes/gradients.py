@@ -18,7 +18,7 @@ from torch import Tensor
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, multiple, some
 from shardproof.checks.causes.where import Moment, of_place
-from shardproof.checks.causes.words import close, factor, said, same_of_loss
+from shardproof.checks.causes.words import factor, number, said, same_of_loss
 from shardproof.evidence.assembled import Assembled, Evidence, part
 
 #: What another order of the same sums changes at most, relative to the largest element.
@@ -29,6 +29,10 @@ _ELEMENTS_A_COLUMN, _LARGEST_FIT = 4, 50_000_000
 _MOST_PAIRS = 200
 #: Relative errors that rounding to a dtype makes: those of the usual tensor, and of any.
 _ROUNDED = {"float32": (1e-9, 1e-6, 1e-4), "bfloat16 or float16": (1e-5, 1e-2, 0.2)}
+#: Cases in these may be rounded to something narrower.
+_WIDER = {"float32": ("float64",), "bfloat16 or float16": ("float64", "float32")}
+#: How far from a whole number the counts of an exchange are at most.
+_MOST_OFF = 0.1
 
 
 def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
@@ -51,7 +55,7 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
     parts = fits.parts(evidence, step)
     if found := _of_sums(evidence, step, held, truth, parts, wrong):
         return found
-    rounded = _rounded(held, truth, wrong)
+    rounded = _rounded(held, truth, wrong, evidence.case.lowest_dtype)
     if rounded:
         return rounded
     moment = (step, "gradients_final", "gradients")
@@ -128,17 +132,15 @@ def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
         return ""
     held, limit = fits.first(state, truth.clipped), fits.limit_of(evidence)
     times = multiple(held, truth.clipped, limit)
-    if times is not None and times > 0 and abs(times - 1) > limit:
-        whole = multiple(held, truth.gradients, limit)
-        if whole is not None and abs(whole - 1) <= limit:
+    if times is not None and times > 0 and times != 1:
+        if _once(held, truth.gradients, limit):
             return "nothing was clipped"
-        return f"clipped by a norm that is {1 / times:.4g} times the true one"
+        return f"clipped by a norm that is {number(1 / times)} times the true one"
     by_rank = _clipped_by_rank(evidence, step, truth.clipped, truth.gradients, limit)
     if by_rank:
         return by_rank
-    left = [n for n in held if _once(held[n], truth.gradients[n], limit)]
-    right = [n for n in held if _once(held[n], truth.clipped[n], limit)]
-    if left and len(left) + len(right) == len(held):
+    left = [n for n in held if not _once({n: held[n]}, truth.clipped, limit)]
+    if left and all(_once({n: held[n]}, truth.gradients, limit) for n in left):
         return f"not clipped: {some(left)}"
     return ""
 
@@ -168,8 +170,8 @@ def _clipped_by_rank(
     return "; ".join(said_of[:3])
 
 
-def _once(held: Tensor, truth: Tensor, limit: float) -> bool:
-    times = multiple({"": held}, {"": truth}, limit)
+def _once(held: Tensors, truth: Tensors, limit: float) -> bool:
+    times = multiple(held, truth, limit)
     return times is not None and abs(times - 1) <= limit
 
 
@@ -194,8 +196,11 @@ def _copies(state: Assembled, truth: Tensors, wrong: Sequence[str], limit: float
     return f"the copies of {some(torn)} on ranks {ranks} add up to the truth: they were not summed"
 
 
-def _rounded(held: Tensors, truth: Tensors, wrong: Sequence[str]) -> str:
-    """Whether all that is wrong is wrong by the rounding of a narrower dtype."""
+def _rounded(held: Tensors, truth: Tensors, wrong: Sequence[str], lowest: str) -> str:
+    """Whether all that is wrong is wrong by the rounding of a dtype narrower than ``lowest``."""
+    multiples = {multiple({n: held[n]}, truth, limit=1.0) for n in wrong}
+    if not multiples & {None, 1.0}:
+        return ""
     errors = [
         float((held[n].double() - truth[n].double()).norm() / truth[n].double().norm())
         for n in wrong
@@ -203,6 +208,8 @@ def _rounded(held: Tensors, truth: Tensors, wrong: Sequence[str]) -> str:
     ]
     errors.sort()
     for dtype, (low, high, most) in _ROUNDED.items():
+        if lowest not in _WIDER[dtype]:
+            continue
         # What is zero but for round-off has lost all its digits.
         usual = errors[: max(3, len(errors) * 3 // 4)]
         if len(errors) > 2 and low < median(errors) < high and usual[-1] < most:
@@ -222,17 +229,19 @@ def _explained(
     before = evidence.truth.steps[step - 1].gradients if step else None
     whole = [*(micro for share in parts for micro in share), *([before] if before else [])]
     columns = [fits.flat(tensors, truth, names) for tensors in whole]
-    return _counts(evidence, step, fits.flat(held, truth, names), columns, parts)
+    got, want = (fits.flat(tensors, truth, names) for tensors in (held, truth))
+    return _counts(evidence, step, got, want, columns, parts)
 
 
 def _counts(
     evidence: Evidence,
     step: int,
     got: Tensor,
+    want: Tensor,
     columns: Sequence[Tensor],
     parts: Sequence[Sequence[Tensors]],
 ) -> str:
-    counted = fitted(got, columns, fits.limit_of(evidence))
+    counted = fitted(got, want, columns, fits.limit_of(evidence))
     if counted is None:
         return ""
     numbers = iter(range(len(columns)))
@@ -269,7 +278,7 @@ def _by_rank(
         want = torch.cat([part(p, truth[p.name]).double().reshape(-1) for p in bad])
         if fits.equal(got, want, fits.limit_of(evidence)):
             continue
-        sentence = _counts(evidence, moment[0], got, columns, parts)
+        sentence = _counts(evidence, moment[0], got, want, columns, parts)
         if not sentence:
             return ""
         found[rank] = sentence
@@ -281,10 +290,13 @@ def _by_rank(
     return f"in what rank {rank} holds of {some(wrong)}: {sentence}{also}"
 
 
-def fitted(got: Tensor, columns: Sequence[Tensor], limit: float) -> dict[int, float] | None:
+def fitted(
+    got: Tensor, want: Tensor, columns: Sequence[Tensor], limit: float
+) -> dict[int, float] | None:
     """How often each column is in ``got``, by least squares; ``None``: something is left over.
 
-    A column of zeros is left out: it says nothing of how often it was counted.
+    Something is left over, too, where ``want``, the truth, is nearly as near.  A column of zeros is
+    left out: it says nothing of how often it was counted.
     """
     there = [number for number, column in enumerate(columns) if bool(column.any())]
     # With hardly more elements than columns anything fits.
@@ -298,7 +310,8 @@ def fitted(got: Tensor, columns: Sequence[Tensor], limit: float) -> dict[int, fl
     scales = matrix.norm(dim=0)
     fit = torch.linalg.lstsq(matrix / scales, got.unsqueeze(1), driver="gelsd").solution
     counts = fit.squeeze(1) / scales
-    if float((got - matrix @ counts).norm()) > limit * max(float(got.norm()), 1e-300):
+    most = min(limit * max(float(got.norm()), 1e-300), fits.MUCH * float((got - want).norm()))
+    if float((got - matrix @ counts).norm()) > most:
         return None
     return dict(zip(there, counts.tolist(), strict=True))
 
@@ -312,9 +325,10 @@ def _by_tensor(
 ) -> str:
     """Whether each wrong gradient is a multiple of its own truth, or holds another's."""
     times = {n: multiple({n: held[n]}, truth, limit) for n in wrong}
-    if all(t is not None and not close(t, 1.0) for t in times.values()):
-        factors = sorted({f"{t:.4g}" for t in times.values() if t is not None}, key=float)
-        return f"{some(wrong)} are multiples of the truth, {' and '.join(factors[:4])} times"
+    if all(t is not None and t != 1 for t in times.values()):
+        factors = [number(t) for t in sorted({t for t in times.values() if t is not None})]
+        shown = [*dict.fromkeys(factors)][:4]
+        return f"{some(wrong)} are multiples of the truth, {' and '.join(shown)} times"
     pairs = [
         (name, other)
         for name in wrong
@@ -324,10 +338,10 @@ def _by_tensor(
     sums = [_sum(share) for share in parts] if pairs else []
     for name, other in pairs if len(pairs) <= _MOST_PAIRS else ():
         columns = [s[n].double().reshape(-1) for s in sums for n in (other, name) if n in s]
-        got = held[name].double().reshape(-1)
-        if len(columns) < 2 or fitted(got, columns[1::2], limit) is not None:
+        got, want = (tensors[name].double().reshape(-1) for tensors in (held, truth))
+        if len(columns) < 2 or fitted(got, want, columns[1::2], limit) is not None:
             continue  # its own are enough
-        counted = fitted(got, columns, limit)
+        counted = fitted(got, want, columns, limit)
         if counted and _is_exchange(list(counted.values()), limit):
             return f"in the gradient of {name!r} is a rank's gradient of {other!r}"
     return ""
@@ -335,7 +349,8 @@ def _by_tensor(
 
 def _is_exchange(counts: Sequence[float], limit: float) -> bool:
     """Whether every share is there once or not at all."""
-    return all(min(abs(count), abs(count - 1)) <= 100 * limit for count in counts)
+    within = min(100 * limit, _MOST_OFF)
+    return all(min(abs(count), abs(count - 1)) <= within for count in counts)
 
 
 def _sum(share: Sequence[Tensors]) -> dict[str, Tensor]:
@@ -351,7 +366,7 @@ def _moved(held: Tensors, truth: Tensors, wrong: Sequence[str]) -> str:
         n
         for n in wrong
         if held[n].numel() > 1
-        # Of names that are wrong on other ranks the first copy may be right as it stands.
+        # Of names that are wrong on other ranks the first copy may be right but for round-off.
         and not torch.allclose(held[n].double(), truth[n].double(), rtol=1e-9, atol=0.0)
         and same_elements(held[n], truth[n])
     ]
@@ -359,6 +374,10 @@ def _moved(held: Tensors, truth: Tensors, wrong: Sequence[str]) -> str:
 
 
 def same_elements(one: Tensor, other: Tensor) -> bool:
-    """Whether both hold the same numbers, in whatever order."""
-    a, b = (t.double().reshape(-1).sort().values for t in (one, other))
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=0.0)
+    """Whether both hold the same numbers, in another order."""
+    if one.numel() != other.numel():
+        return False
+    flat = [t.double().reshape(-1) for t in (one, other)]
+    a, b = (t.sort().values for t in flat)
+    is_much = (a - b).norm() <= fits.MUCH * (flat[0] - flat[1]).norm()
+    return bool(is_much) and torch.allclose(a, b, rtol=1e-9, atol=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 
 from torch import Tensor
 
@@ -38,9 +38,8 @@ def of_loss(evidence: Evidence, step: int, shares: Mapping[int | None, float]) -
         before = evidence.truth.steps[step - 1].loss
         tries.append(iter([(before, "this is the loss of the step before")]))
         tries.append(_of_state(evidence, step, "training"))
-    for value, sentence in (pair for each in tries for pair in each):
-        if abs(held - value) <= within * abs(value):
-            return sentence
+    if found := fits.nearest(held, truth.loss, chain.from_iterable(tries), within):
+        return found
     wrong = [
         number
         for number, share in shares.items()
@@ -57,13 +56,11 @@ def of_evaluation(evidence: Evidence, step: int, held: float, truth: float) -> s
     """A sentence on the loss that an evaluation of the batch of ``step`` tells."""
     within = _CLOSE[evidence.case.lowest_dtype]
     known = fits.known(evidence)
-    for value, sentence in (
-        *_multiples(truth, {n for n in known.values() if n > 1}, known),
-        *_of_state(evidence, step, "evaluation"),
-    ):
-        if abs(held - value) <= within * abs(value):
-            return sentence
-    return ""
+    tries = chain(
+        _multiples(truth, {n for n in known.values() if n > 1}, known),
+        _of_state(evidence, step, "evaluation"),
+    )
+    return fits.nearest(held, truth, tries, within)
 
 
 def _multiples(

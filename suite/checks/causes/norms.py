@@ -26,38 +26,41 @@ def of_norm(evidence: Evidence, step: int, rank: int, held: float, true: float) 
     if held == 0:
         return "the norm is 0: there was no gradient in it"
     own = dict(fits.pieces(evidence, step, "gradients_final", "gradients"))
-    if abs(held - math.sqrt(_square_once(own, list(own)))) <= within * held:
-        return "this is the norm of the gradients that are shown: they are wrong, not the norm"
-    for value, sentence in chain(
-        _multiples(fits.known(evidence, step), held / true, true), _over_axes(evidence, own, rank)
-    ):
-        if abs(held - value) <= within * max(value, true):
-            return sentence
+    tries = chain(
+        [
+            (
+                math.sqrt(_square_once(own, list(own))),
+                "this is the norm of the gradients that are shown: they are wrong, not the norm",
+            )
+        ],
+        _multiples(fits.known(evidence, step), true),
+        _over_axes(evidence, own, rank),
+    )
+    if found := fits.nearest(held, true, tries, within):
+        return found
     if evidence.case.lowest_dtype != "float64":
         return ""  # among so many, one fits by chance
-    found = [s for value, s in _local(evidence, step) if abs(held - value) <= within * true]
-    return found[0] if len(found) == 1 else ""
+    near = [
+        told
+        for value, sentence in _local(evidence, step)
+        if (told := fits.nearest(held, true, [(value, sentence)], within))
+    ]
+    return near[0] if len(near) == 1 else ""
 
 
-def _multiples(
-    known: Mapping[str, float], times: float, true: float
-) -> Iterator[tuple[float, str]]:
+def _multiples(known: Mapping[str, float], true: float) -> Iterator[tuple[float, str]]:
     """Multiples that a forgotten scale, or copies that were counted, make."""
     for number in {n for n in known.values() if n > 1}:
         for value in (float(number), 1 / number):
-            if abs(times - value) <= 1e-6 * value:
-                sentence = factor(value, known).replace("every gradient is", "the norm is")
-                yield times * true, sentence
+            sentence = factor(value, known).replace("every gradient is", "the norm is")
+            yield value * true, sentence
+        names = [name for name, size in known.items() if size == number]
         root = math.sqrt(number)
-        if abs(times - root) <= 1e-6 * root:
-            names = [name for name, size in known.items() if size == number]
-            yield (
-                times * true,
-                (
-                    f"the norm is {times:.4g} times the true one, the root of {number:g} "
-                    f"({' = '.join(names)}): equal gradients were counted on every rank"
-                ),
-            )
+        yield (
+            root * true,
+            f"the norm is {root:.4g} times the true one, the root of {number:g} "
+            f"({' = '.join(names)}): equal gradients were counted on every rank",
+        )
 
 
 def _over_axes(

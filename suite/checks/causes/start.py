@@ -10,6 +10,7 @@ from torch import Tensor
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, some
 from shardproof.checks.causes.gradients import same_elements
+from shardproof.checks.causes.words import number
 from shardproof.checks.one_update import Update
 from shardproof.contract import Piece
 from shardproof.evidence.assembled import Assembled, Evidence, part
@@ -53,8 +54,8 @@ def of_start(evidence: Evidence, state: Assembled, truth: Tensors) -> str:
         held = {str(n): p.tensor for n, p in enumerate(bad)}
         want = {str(n): part(p, truth[p.name]) for n, p in enumerate(bad)}
         times = fits.multiple(held, want, fits.limit_of(evidence))
-        if times is not None and abs(times - 1) > fits.limit_of(evidence):
-            return f"rank {rank} starts {some(names)} from {times:.6g} times the values given"
+        if times is not None and times != 1:
+            return f"rank {rank} starts {some(names)} from {number(times)} times the values given"
     whole = {n: t for n, t in state.first().items() if n in truth and t.shape == truth[n].shape}
     moved = [n for n, t in whole.items() if not _same(t, truth[n]) and same_elements(t, truth[n])]
     return f"the right elements in another order: {some(moved)}" if moved else ""

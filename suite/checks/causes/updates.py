@@ -39,8 +39,10 @@ class _Place:
 
     def is_made(self, value: Tensor, limit: float) -> bool:
         """Whether every element is that of ``value`` or the right one, by the size of updates."""
-        near = (self.held - value).abs() <= limit * self._size()
-        return bool(near[self._wrong(limit)].all())
+        wrong = self._wrong(limit)
+        left, apart = ((self.held - other).abs()[wrong] for other in (value, self.want))
+        within = min(limit * self._size(), fits.MUCH * float(apart.norm()))
+        return float(left.max()) <= within if len(left) else True
 
     def _wrong(self, limit: float) -> Tensor:
         return (self.held - self.want).abs() > limit * self._size()

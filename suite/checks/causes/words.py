@@ -95,11 +95,19 @@ def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> 
         return "every gradient is zero"
     if value < 0:
         return f"every gradient has the wrong sign ({value:.4g} times the true one)"
-    size = f"{value:.4g} times too large" if value > 1 else f"{1 / value:.4g} times too small"
+    large = value > 1
+    size = f"{number(value if large else 1 / value)} times too {'large' if large else 'small'}"
     ratio = max(value, 1 / value)
     names = [n for n, k in known.items() if k > 1 and abs(ratio - k) <= within * k]
     of = f" ({ratio:.4g} = {' or '.join(names)}{_ALIKE * (len(names) > 1)})" if names else ""
     return f"every gradient is {size}{of}"
+
+
+def number(value: float) -> str:
+    """``value`` with four digits, or what it is more or less than 1 where these do not tell."""
+    short = f"{value:.4g}"
+    more = value - 1
+    return short if short != "1" or not more else f"1 {'-+'[more > 0]} {abs(more):.2g}"
 
 
 def same_of_loss(loss: str, gradients: str) -> bool:
