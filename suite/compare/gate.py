@@ -75,8 +75,8 @@ class Gate:
 
     ``compared`` counts results, ``decided`` those not left open, ``failed`` those of them that are
     red or slower, ``xfailed`` those that are ``xfail``; ``skipped`` those that the run did not try.
-    Of what the reference decided, the run decides ``again`` and leaves ``open``.  ``coverage``: the
-    least share that must be decided.
+    Of what the reference decided, the run decides ``again`` and leaves ``open``; ``lost`` is what it
+    does not have, or has otherwise.  ``coverage``: the least share that must be decided.
     """
 
     comparison: RunComparison
@@ -87,18 +87,15 @@ class Gate:
     failed: int = 0
     xfailed: int = 0
     skipped: int = 0
+    missing: int = 0
     open: int = 0
+    lost: int = 0
     coverage: float = 0.0
 
     @property
     def due(self) -> int:
-        """What the reference decided and could be decided again, but for planted faults: what it
-        skipped or left open is nothing that a budget left out.
-        """
-        before = self.comparison.before.results
-        names = [name for name in self.comparison.left_out if not name.startswith(FAULTS)]
-        late = sum(before[name].verdict not in _LEFT_OPEN for name in names)
-        return self.again + self.open + late
+        """What the reference decided and a run has to decide again."""
+        return self.again + self.open + self.lost
 
     @property
     def share(self) -> float:
@@ -135,6 +132,8 @@ class Gate:
             "undecided": self.compared - self.decided - self.skipped,
             "skipped": self.skipped,
             "left out": len(comparison.left_out),
+            "missing": self.missing,
+            "not comparable": len(comparison.apart),
         }
         told = ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "passed")
         share = f"{self.share:.0%} decided of what the baseline decided"
@@ -166,6 +165,8 @@ def judge(
         failed=len(decided & judge.failed()),
         xfailed=sum(p.id in decided and p.after.verdict == "xfail" for p in pairs),
         skipped=len({p.id for p in pairs if p.after.verdict == "skip"} - decided),
+        missing=len(judge.missing()),
+        lost=judge.lost(),
         open=sum(p.before.verdict in _DECIDED and p.id not in decided for p in pairs),
         coverage=policy.policy.cases.coverage,
     )
@@ -204,6 +205,25 @@ class _Judge:
         return decided | {
             time.id for time in self.comparison.times if self._time(time)[0].verdict != open_
         }
+
+    def missing(self) -> list[str]:
+        """What the run lacks of the commands that it used."""
+        kinds = {kind(name) for name in self.comparison.after.ids}
+        missing = self.comparison.missing
+        return [name for name in missing if kind(name) in kinds and self._in_scope(name)]
+
+    def lost(self) -> int:
+        """How many results that the reference decided the run left out, lacks, or has otherwise.
+
+        But for planted faults; what the reference left open is nothing that a budget left out.
+        """
+        of, before = self.comparison, self.comparison.before.results
+        names = {*of.left_out, *self.missing(), *(item.id for item in of.apart)}
+        return sum(
+            before[name].verdict not in _LEFT_OPEN
+            for name in names
+            if not name.startswith(FAULTS) and self._in_scope(name)
+        )
 
     def failed(self) -> set[str]:
         """Ids of results that are red, or slower by more than is allowed."""
@@ -329,14 +349,11 @@ class _Judge:
         """Results of one run only, and those that cannot be compared."""
         rules, before, after = self.policy.cases, self.comparison.before, self.comparison.after
         olds, news = before.results, after.results
-        unseen: Counter[str] = Counter()
-        kinds = {kind(name) for name in after.ids}
-        for name in self.comparison.missing:
-            if kind(name) not in kinds:
-                unseen[kind(name)] += 1
-            elif self._in_scope(name):
-                message = "in the baseline, not in the run"
-                yield from self._perhaps(rules.missing, "missing", olds.get(name, name), message)
+        for name in self.missing():
+            message = "in the baseline, not in the run"
+            yield from self._perhaps(rules.missing, "missing", olds.get(name, name), message)
+        used = {kind(name) for name in after.ids}
+        unseen = Counter(kind(n) for n in self.comparison.missing if kind(n) not in used)
         for group, number in unseen.items():
             message = f"the run has none of the {number} results of the baseline"
             if rules.missing != "ignore":

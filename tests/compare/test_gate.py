@@ -508,6 +508,43 @@ def test_the_share_is_of_what_the_baseline_decided_alone(gate: Judge) -> None:
     assert found.sentence().endswith("9 passed; the baseline decided none of them")
 
 
+def test_what_is_missing_or_not_comparable_was_not_decided_again(gate: Judge) -> None:
+    old = made.results(4)
+
+    def other(line: made.Line) -> None:
+        line["case"]["options"] = {"bucket_bytes": 9}
+
+    edited = old
+    for number in range(3):
+        edited = made.changed(edited, number, other)
+    found = gate(old, edited)
+    assert found.exit_code == verdicts.NOT_DECIDED
+    assert found.sentence().startswith("too little was decided (cases.coverage: 90%): 0 break, 3 ")
+    told = "1 results compared with old: 1 passed, 3 not comparable; 25% decided of what"
+    assert told in found.sentence(), found.sentence()
+
+    found = gate(old, old[:1], "cases: {missing: report}")
+    assert found.exit_code == verdicts.NOT_DECIDED
+    told = "1 results compared with old: 1 passed, 3 missing; 25% decided of what"
+    assert told in found.sentence(), found.sentence()
+    assert gate(old, old[:1], "cases: {missing: report, coverage: 0.25}").exit_code == 0
+
+
+def test_what_a_run_need_not_have_is_no_part_of_the_share(gate: Judge) -> None:
+    """What lies out of scope, planted faults, what the baseline left open, another command's."""
+    open_ = made.result(made.case(3), 3, "undecidable")
+    old = [*made.results(3), open_, made.bench("zero1"), made.kill("x")]
+    scope = f"cases: {{missing: report, scope: ['{old[0]['id']}']}}"
+    for new, text in (
+        (old[:1], scope),
+        ([*old[:1], {"kind": "left out", "id": old[1]["id"], "reason": "no room"}], scope),
+        (old[:3], "cases: {missing: report}"),
+    ):
+        found = gate(old, new, text)
+        assert found.exit_code == verdicts.HELD, found.sentence()
+        assert "100% decided" in found.sentence()
+
+
 def test_a_slower_ratio_has_failed(gate: Judge) -> None:
     old, new = ([made.bench("zero1", mean, 1e-4, 40)] for mean in (0.0, 0.5))
     assert ": 1 failed; 100% decided" in gate(old, new).sentence().replace("0 passed, ", "")
