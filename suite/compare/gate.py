@@ -75,8 +75,8 @@ class Gate:
 
     ``compared`` counts results, ``decided`` those not left open, ``failed`` those of them that are
     red or slower, ``xfailed`` those that are ``xfail``; ``skipped`` those that the run did not try.
-    Of what the reference decided, the run decides ``again`` and leaves ``open``; ``lost`` is what it
-    does not have, or has otherwise.  ``coverage``: the least share that must be decided.
+    Of what the reference decided, the run decides ``again``, leaves ``open``, or has ``lost``: it
+    does not have it, or has it otherwise.  ``coverage``: the least share that must be decided.
     """
 
     comparison: RunComparison
