@@ -51,6 +51,7 @@ def decide_case(account: Account) -> CaseResult:
     """The result of the case that ``account`` describes."""
     result, declared = _decided(account), account.declaration
     result.depth = account.case.depth or (declared.depth if declared else None)
+    result.loss_factor = declared.loss_factor if declared else None
     return result
 
 

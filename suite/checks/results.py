@@ -63,10 +63,11 @@ class CaseResult(_Line):
 
     ``worst_error`` and ``bound`` are those of the check ``equivalence``; bytes are fractions as
     text.  ``record`` is the file of the case's record in the run's folder, ``data`` the digest of
-    its data set, ``depth`` how closely the system was held to its strategy.
+    its data set, ``depth`` how closely the system was held to its strategy, ``loss_factor`` how
+    many times the true loss it was to tell.
     """
 
-    OPTIONAL = ("record", "data", "depth")
+    OPTIONAL = ("record", "data", "depth", "loss_factor")
 
     id: str
     case: Case
@@ -82,6 +83,7 @@ class CaseResult(_Line):
     record: str | None = None
     data: str | None = None
     depth: Depth | None = None
+    loss_factor: str | None = None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

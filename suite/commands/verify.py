@@ -29,7 +29,10 @@ from shardproof.runs.run_folder import Line, Run, lines, read, standard
 from shardproof.verdicts import INTERRUPTED
 
 #: What must come out again; the rest is time and names of files.
-_JUDGED = ("verdict", "reason", "checks", "worst_error", "bound", "bytes_sent", "bytes_expected")
+_JUDGED = (
+    *("verdict", "reason", "checks", "worst_error", "bound", "bytes_sent", "bytes_expected"),
+    *("depth", "loss_factor"),
+)
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,8 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
         yield f"{path / name}: is the record of {judged.id}, not of {result.id}"
         return
     for key in _JUDGED:
-        if again[key] != line[key]:
-            was, now = (_short(fields[key]) for fields in (line, again))
+        if again.get(key) != line.get(key):
+            was, now = (_short(fields.get(key)) for fields in (line, again))
             both = f"the record gives {key} {now}, cases.jsonl says {was}"
             yield f"{path / name}: {result.id}: {both}"
             return

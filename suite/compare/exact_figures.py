@@ -70,6 +70,8 @@ STATUS = ".status"
 VERDICT = "verdict"
 #: How closely a system was held to its strategy; the more loosely, the less a pass says.
 DEPTH = "depth"
+#: What an adapter multiplies losses by, which may undo a defect.
+LOSS_FACTOR = "loss_factor"
 _STRICTNESS = {"family": 0, "layout": 1, "own": 1}
 #: From good to bad; what a change of verdict or of a check's status is measured by.
 _ORDER = (

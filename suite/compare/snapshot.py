@@ -170,6 +170,8 @@ def _case(result: CaseResult, version: Version) -> Entry:
     figures, deep = exact_figures.of_checks(result.checks, case.mesh.get("pipe", 1))
     if result.depth is not None:
         figures[exact_figures.DEPTH] = result.depth
+    if result.loss_factor is not None:
+        figures[exact_figures.LOSS_FACTOR] = result.loss_factor
     return Entry(
         id=result.id,
         implementation=case.system,

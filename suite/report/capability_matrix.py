@@ -176,7 +176,8 @@ class CapabilityCell:
 
     ``counts`` are verdicts by kind; ``left_out`` counts cases that were selected and not run;
     ``broken`` are ids of cases that broke; ``worlds`` the numbers of ranks of those that ran,
-    ``depths`` how closely they were held to their strategy.
+    ``depths`` how closely they were held to their strategy, ``factors`` what their adapters
+    multiply losses by.
     """
 
     implementation: str
@@ -187,6 +188,7 @@ class CapabilityCell:
     broken: list[str] = field(default_factory=list)
     worlds: set[int] = field(default_factory=set)
     depths: set[str] = field(default_factory=set)
+    factors: set[str] = field(default_factory=set)
 
     def _number(self, kinds: Iterable[str]) -> int:
         return sum(self.counts[kind] for kind in kinds)
@@ -230,8 +232,9 @@ class CapabilityCell:
         numbers += [f"{self.left_out} not run"] if self.left_out else []
         worlds = ", ".join(map(str, sorted(self.worlds)))
         where = f"; ranks: {worlds}" if worlds else ""
-        depths = ", ".join(sorted(self.depths - {"layout"}))
-        where += f"; depth: {depths}" if depths else ""
+        for name, values in (("depth", self.depths), ("loss_factor", self.factors)):
+            odd = ", ".join(sorted(values - {"layout", "1"}))
+            where += f"; {name}: {odd}" if odd else ""
         return f"{what}: {', '.join(numbers) or 'nothing was judged'}{where}"
 
     def _add(self, result: CaseResult, verdict: str) -> None:
@@ -241,6 +244,7 @@ class CapabilityCell:
         if verdict != "skip":
             self.worlds.add(result.case.world)
             self.depths.add(result.depth or "layout")
+            self.factors.add(result.loss_factor or "1")
 
 
 def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> list[CapabilityCell]:

@@ -29,8 +29,17 @@ HEADINGS = (
 )
 
 
-#: How a system stands in tables that was not held to a layout of the suite's.
-DEPTHS = {"family": " (depth family)", "own": " (own cost model)"}
+_DEPTHS = {"family": "depth family", "own": "own cost model"}
+
+
+def terms(result: CaseResult) -> str:
+    """What stands behind a system that was not held to a layout of the suite's, or whose adapter
+    multiplies losses.
+    """
+    depth = _DEPTHS.get(result.depth or "layout", "")
+    factor = "" if result.loss_factor in (None, "1") else f"loss_factor {result.loss_factor}"
+    told = ", ".join(filter(None, (depth, factor)))
+    return f" ({told})" if told else ""
 
 
 def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
@@ -41,7 +50,7 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
     for result in results:
         case = result.case
         name, world = (case.system, case.world) if detailed else (case.implementation, 0)
-        name += DEPTHS.get(result.depth or "layout", "")
+        name += terms(result)
         groups[name, case.backend, world].append(result)
     rows: list[tuple[str, ...]] = []
     marks: list[Mark] = []

@@ -18,9 +18,10 @@ from shardproof.files import read_input
 NAME = "run.json"
 #: The evidence format that is written (docs/evidence.md), and those whose lines can be read.
 #: Records of others are judged by the suite that wrote them: messages of checks (1) and records of
-#: evaluations (2) differ, sentences on norms, replicas and crashes (3), and places of pieces (4).
-FORMAT = 5
-READABLE = (1, 2, 3, 4, FORMAT)
+#: evaluations (2) differ, sentences on norms, replicas and crashes (3), places of pieces (4), and
+#: lines without loss factors (5).
+FORMAT = 6
+READABLE = (1, 2, 3, 4, 5, FORMAT)
 
 
 class _Part(BaseModel):

@@ -74,6 +74,7 @@ def _properties(result: CaseResult) -> dict[str, object]:
         "world": case.world,
         "lane": case.lane,
         "depth": result.depth,
+        "loss_factor": result.loss_factor,
         "worst_error": result.worst_error,
         "bound": result.bound,
         "bytes_sent": result.bytes_sent,

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from made_case import made_case
+from rich.console import Console
 
-from shardproof import prove
+from shardproof import prove, report
 from shardproof.case import WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import GENERAL
 from shardproof.checks.results import CaseResult
 from shardproof.commands.verify import verify
+from shardproof.compare import baseline
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
-from shardproof.report import tables
-from shardproof.runs.run_folder import read
+from shardproof.report import capability_matrix, tables
+from shardproof.runs import junit
+from shardproof.runs.run_folder import RunFolder, read
 from shardproof.scenarios.selection import Selection
 from shardproof.scenarios.vocabulary import installed
 
@@ -102,6 +106,38 @@ def test_what_was_held_to_a_family_or_an_own_model_is_judged_again_without_the_c
     assert list(strict["verdict"]) == ["pass"]
     with pytest.raises(SelectionError, match="family or layout"):
         prove("reference/zero1", depth="deep")  # type: ignore[arg-type]
+
+
+def test_a_declared_loss_factor_is_told_wherever_the_depth_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter may undo a defect by a factor: no reader takes its pass for the usual one."""
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    folder = tmp_path / "run"
+    prove("adopted:MeanDDP", worlds=(2,), optimizer="adamw", results=folder)
+    run = read(folder)
+    [result] = run.cases
+    assert (result.verdict, result.loss_factor) == ("pass", "2 * world"), result.reason
+    told = "(depth family, loss_factor 2 * world)"
+    screen = Console(record=True, width=200, file=io.StringIO())
+    report.show(run.cases, screen.print)
+    for shown in (report.document(run), report.html(run), screen.export_text()):
+        assert told in shown.replace("\\", "")
+    assert '<property name="loss_factor" value="2 * world"' in junit.document(run)
+    sentences = [c.sentence for c in capability_matrix.cells([result]) if c.judged]
+    assert {s.partition("ranks: 2; ")[2] for s in sentences} == {
+        "depth: family; loss_factor: 2 * world"
+    }
+    assert verify(folder).problems == []
+    [entry] = baseline.load(str(folder)).cases.values()
+    assert entry.figures["loss_factor"] == "2 * world"
+    plain = replace(result, loss_factor="1")
+    assert "loss_factor" not in tables.table([plain]).texts[0][0]
+    for forged in (plain, replace(result, depth="layout")):
+        with RunFolder(folder, ["forged"]) as again:
+            again.add(forged)
+        assert "the record gives" in " ".join(verify(folder).problems)
 
 
 def test_sound_systems_with_orders_and_buffers_of_their_own_pass_at_depth_family() -> None:
