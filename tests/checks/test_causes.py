@@ -156,19 +156,30 @@ SLIGHTLY = {
 }
 
 
+#: Systems that round outputs -> what must be said of them.
+ROUNDED = {
+    "Rounds": "equivalence: the outputs were cast to float32 before the loss: summed loss",
+    "RoundsMore": "equivalence: the outputs were cast to bfloat16 before the loss: summed loss",
+    "RoundsInEvaluation": (
+        "equivalence: the outputs were cast to float32 before the loss: differs: 'loss' at "
+        "step 2, evaluation"
+    ),
+    "LeavesNarrow": "equivalence: the outputs were cast to float16 before the loss: summed loss",
+}
+
+
 @pytest.fixture(scope="module")
 def slightly_wrong() -> dict[str, CaseResult]:
     optimizer = OptimizerSpec("adamw", clip_norm=0.01)
     cases = [
         made_case(
-            f"slightly_wrong:{way}{what}",
+            f"slightly_wrong:{name}",
             {"shard": 3},
-            id=f"{way}{what}",
+            id=name,
             optimizer=optimizer,
             checks=("equivalence", "norm"),
         )
-        for what in SLIGHTLY
-        for way in ("More", "Less")
+        for name in (*(way + what for what in SLIGHTLY for way in ("More", "Less")), *ROUNDED)
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SUPPORT))
@@ -188,6 +199,14 @@ def test_a_cause_explains_much_more_than_the_truth(
     begin, _, end = SLIGHTLY[what].replace("~", more).replace("^", less).partition("{}")
     assert result.reason.startswith(begin), result.reason
     assert end in result.reason, result.reason
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_outputs_that_were_rounded_are_told(
+    slightly_wrong: dict[str, CaseResult], name: str
+) -> None:
+    result = slightly_wrong[name]
+    assert result.reason.startswith(ROUNDED[name]), result.reason
 
 
 @pytest.mark.parametrize(

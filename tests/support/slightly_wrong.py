@@ -1,4 +1,4 @@
-"""ZeRO-1 with something wrong by a factor near 1, driven by test_causes."""
+"""ZeRO-1 with something wrong by a factor near 1 or by a rounding, driven by test_causes."""
 
 from __future__ import annotations
 
@@ -62,3 +62,30 @@ def _systems() -> dict[str, type[Slightly]]:
 
 
 globals().update(_systems())
+
+
+class Rounds(ReferenceZero1):
+    """Outputs of the model are rounded before the loss."""
+
+    depth = "family"
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    def loss_of(self, outputs: Tensor, micro: Any) -> Tensor:
+        return super().loss_of(self.rounded(outputs), micro)
+
+    def rounded(self, outputs: Tensor) -> Tensor:
+        return outputs.to(self.dtype).to(outputs.dtype)
+
+
+class RoundsMore(Rounds):
+    dtype = torch.bfloat16
+
+
+class RoundsInEvaluation(Rounds):
+    def rounded(self, outputs: Tensor) -> Tensor:
+        return outputs if self.module.training else super().rounded(outputs)
+
+
+class LeavesNarrow(Rounds):
+    def rounded(self, outputs: Tensor) -> Tensor:
+        return outputs.to(torch.float16)

@@ -20,6 +20,8 @@ from shardproof.workloads import for_case
 Losses = list[list[float]]
 #: Kinds of biases, by the ends of their names, of which pairs are tried.
 _MOST_KINDS = 12
+#: What outputs are cast to by mistake.
+_NARROW = ("float32", "bfloat16", "float16")
 _CLOSE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
 
@@ -102,6 +104,7 @@ def _of_batches(evidence: Evidence, step: int) -> Iterator[tuple[float, str]]:
             _sum(_losses(loss_of, states, [_next_targets(batch) for batch in batches])),
             "this is the loss against the targets of the next micro-batch",
         )
+        yield from _of_outputs(evidence, states, batches, True)
 
 
 def _biases(
@@ -128,6 +131,22 @@ def _biases(
             )
 
 
+def _of_outputs(
+    evidence: Evidence,
+    states: Sequence[Mapping[str, Tensor]],
+    batches: Sequence[Batch],
+    training_mode: bool,
+) -> Iterator[tuple[float, str]]:
+    """Losses of outputs in another dtype than the case asks for."""
+    workload, precision = for_case(evidence.case), evidence.case.precision
+    for dtype in _NARROW:
+        loss_of = training.evaluator(workload, {**precision, "output": dtype}, training_mode)
+        yield (
+            _sum(_losses(loss_of, states, batches)),
+            f"the outputs were cast to {dtype} before the loss",
+        )
+
+
 def _of_state(evidence: Evidence, step: int, mode: str) -> Iterator[tuple[float, str]]:
     """Losses with other parameters, and for an evaluation in training mode or other weights."""
     workload = for_case(evidence.case)
@@ -141,6 +160,7 @@ def _of_state(evidence: Evidence, step: int, mode: str) -> Iterator[tuple[float,
         yield from _weighted(losses, batches)
         trained = _losses(training.evaluator(workload, precision, True), now, batches)
         yield _sum(trained), "this is the loss in training mode"
+        yield from _of_outputs(evidence, now, batches, False)
     before = fits.states(evidence, step - 1)
     yield (
         _sum(_losses(loss_of, before, batches)),
