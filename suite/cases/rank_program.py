@@ -241,8 +241,12 @@ class _Rank:
                 return None
             after = self._holds(LOADED)
         with self._unseen():
-            changed: list[str] = [kind for kind in LOADED if not before[kind].equals(after[kind])]
-        return Evaluation(step, share, loss, changed)
+            like = {kind: before[kind].likeness(after[kind]) for kind in LOADED}
+        changed, retold = (
+            [kind for kind, how in like.items() if how == word]
+            for word in ("changed", "told otherwise")
+        )
+        return Evaluation(step, share, loss, [*changed], [*retold])
 
     def _full_state(self) -> dict[str, TensorDigest] | None:
         """Digest, shape and dtype of the parameters as gathered (``None``: refused)."""

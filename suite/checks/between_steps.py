@@ -32,6 +32,9 @@ def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     for rank, evaluation in by_rank.items():
         if evaluation.changed:
             return _problem(f"evaluation changes {evaluation.changed[0]} on rank {rank}")
+        if evaluation.retold:
+            what = f"{evaluation.retold[0]} on rank {rank} in other pieces"
+            return _problem(f"an evaluation leaves {what}, the values are the same")
         if evaluation.loss is None or evaluation.share is None:
             continue
         known = shares.setdefault(evaluation.share, evaluation.loss)

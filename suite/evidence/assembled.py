@@ -29,6 +29,7 @@ from shardproof.costs import CostModel, ModelFacts, cost_model_of
 from shardproof.costs.expression import CaseFacts
 from shardproof.costs.families import Family, family_of
 from shardproof.costs.own import Answered, OwnCosts
+from shardproof.evidence.held import part
 from shardproof.evidence.records import (
     ComparisonRow,
     OracleFacts,
@@ -143,14 +144,6 @@ def _region(full: Tensor, count: Tensor, piece: Piece) -> tuple[Tensor | None, T
     if not inside:
         return None, None, text
     return part(piece, full), part(piece, count), text
-
-
-def part(piece: Piece, whole: Tensor) -> Tensor:
-    """What the contiguous ``whole`` has where ``piece`` lies: a view."""
-    if piece.flat_range is not None:
-        return whole.reshape(-1)[slice(*piece.flat_range)]
-    bounds = piece.slices if piece.slices is not None else [(0, n) for n in whole.shape]
-    return whole[tuple(slice(start, stop) for start, stop in bounds)]
 
 
 @dataclass(eq=False, repr=False)

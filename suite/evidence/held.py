@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from shardproof import tensor_bytes
 from shardproof.contract import Piece
 
+#: How what is held at one moment is like that of another.
+Likeness = Literal["same", "told otherwise", "changed"]
 #: Contents so far, and their parts by shapes, under what is cheap to tell of them: dtype, elements
 #: and the first few bytes.  See :meth:`Held.share`.
 Shared = dict[tuple[str, int, bytes], list[tuple[Tensor, dict[str, list[Tensor]]]]]
@@ -81,6 +83,35 @@ class Held:
             _same_bits(flat, other.flats[dtype]) for dtype, flat in self.flats.items()
         )
 
+    def likeness(self, other: Held) -> Likeness:
+        """How the other is like this: ``same`` elements with the same bits, however they are cut
+        and called; ``told otherwise``: one of them has more elements, and the others are the same.
+        """
+        if self.equals(other):
+            return "same"
+        mine, theirs = self._elements(), other._elements()
+        if not theirs.keys() >= mine.keys():
+            return "changed"
+        more = bool(theirs.keys() - mine.keys())
+        for key, own in mine.items():
+            sizes = {len(own), len(theirs[key])}
+            if len(torch.cat([own, theirs[key]]).unique(dim=0)) != max(sizes):
+                return "changed"
+            more = more or len(sizes) > 1
+        return "told otherwise" if more else "same"
+
+    def _elements(self) -> dict[tuple[Any, ...], Tensor]:
+        """By name, global shape and dtype a row for every element: its number, and its bytes."""
+        rows: dict[tuple[Any, ...], list[Tensor]] = {}
+        for piece in self:
+            numbers = torch.arange(math.prod(piece.global_shape)).reshape(piece.global_shape)
+            at, held = part(piece, numbers).reshape(-1, 1), piece.tensor.reshape(-1, 1)
+            if not len(held) or len(at) != len(held):
+                continue  # nothing, or no sound piece, which is told where pieces are put together
+            key = (piece.name, piece.global_shape, held.dtype, piece.incomplete)
+            rows.setdefault(key, []).append(torch.cat([at, held.view(torch.uint8)], dim=1))
+        return {key: torch.cat(each).unique(dim=0) for key, each in rows.items()}
+
     def share(self, known: Shared) -> None:
         """Take the tensors of what is equal to this and in ``known`` already: replicas, as a rule.
 
@@ -105,6 +136,14 @@ class Held:
     def from_dict(cls, data: dict[str, Any]) -> Held:
         """What :meth:`to_dict` described."""
         return cls(**data)
+
+
+def part(piece: Piece, whole: Tensor) -> Tensor:
+    """What the contiguous ``whole`` has where ``piece`` lies: a view."""
+    if piece.flat_range is not None:
+        return whole.reshape(-1)[slice(*piece.flat_range)]
+    bounds = piece.slices if piece.slices is not None else [(0, n) for n in whole.shape]
+    return whole[tuple(slice(start, stop) for start, stop in bounds)]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

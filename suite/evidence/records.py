@@ -41,13 +41,15 @@ class TensorDigest:
 class Evaluation:
     """An evaluation of the batch of ``step`` on one rank, and the kinds of state it changed.
 
-    ``share``: the data coordinate; ``loss`` is ``None`` where a rank does not know it.
+    ``share``: the data coordinate; ``loss`` is ``None`` where a rank does not know it.  ``retold``:
+    kinds of which the rank tells more or fewer elements since, with the same values.
     """
 
     step: int
     share: int | None
     loss: float | None
     changed: list[str]
+    retold: list[str] = field(default_factory=list)
 
 
 #: Kind of state -> the point at which its sizes are compared.

@@ -20,6 +20,12 @@ EXPECTED = {
     "bad_implementations:Absent": ("crash", "Absent"),
     "bad_implementations:NanLoss": ("fail", "loss of rank 0 is nan"),
     "bad_implementations:SpoilsInputs": ("pass", ""),
+    "bad_implementations:RetellsFlat": ("pass", ""),
+    "bad_implementations:RetellsFirstElements": (
+        "fail",
+        "an evaluation leaves parameters on rank 0 in other pieces, the values are the same",
+    ),
+    "bad_implementations:RetellsOtherValues": ("fail", "evaluation changes parameters on rank 0"),
     "bad_implementations:RenamedParameters": ("fail", "'module."),
     "bad_implementations:OwnedTwice": ("fail", "owned more than once"),
     "bad_implementations:OwnedByNobody": ("fail", "owned by no rank"),

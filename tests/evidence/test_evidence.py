@@ -94,5 +94,40 @@ def test_copies_of_pieces_come_back_as_they_were_and_equal_ones_as_one_tensor(
     assert read[0].equals(read[2]) and not read[0].equals(read[1]), "another replica"
     minus = Held.copied([Piece("z", (1,), torch.tensor([-0.0]))])
     assert not minus.equals(Held.copied([Piece("z", (1,), torch.tensor([0.0]))]))
+    assert minus.likeness(Held.copied([Piece("z", (1,), torch.tensor([0.0]))])) == "changed"
     with pytest.raises(TypeError, match="piece 'm'"):
         Held.copied([Piece("m", (1,), torch.empty(1, device="meta"))])
+
+
+def test_what_is_held_is_compared_by_elements_where_it_is_cut_otherwise() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    changed, flat = whole.clone(), whole.reshape(-1)
+    changed[2, 3] = 99.0
+    bias = Piece.whole("b", torch.tensor([math.nan]))
+
+    def held(*pieces: Piece) -> Held:
+        return Held.copied([*pieces, bias])
+
+    def rows(of: torch.Tensor, start: int, stop: int) -> Piece:
+        return Piece("w", (3, 4), of[start:stop], slices=((start, stop), (0, 4)))
+
+    before = held(Piece.whole("w", whole))
+    halves = held(
+        Piece("w", (3, 4), flat[5:], flat_range=(5, 12), replica=1),
+        Piece("w", (3, 4), flat[:5], flat_range=(0, 5)),
+    )
+    for other, likeness in {
+        before: "same",
+        halves: "same",
+        held(rows(whole, 0, 2), rows(whole, 1, 3)): "same",
+        held(rows(whole, 0, 2)): "told otherwise",
+        held(rows(changed, 0, 2)): "told otherwise",
+        held(rows(changed, 1, 3)): "changed",
+        held(Piece.whole("w", changed)): "changed",
+        held(Piece.whole("w", whole.float().half())): "changed",
+        held(): "changed",
+        held(Piece.whole("w", whole), Piece.whole("v", whole)): "told otherwise",
+    }.items():
+        assert before.likeness(other) == likeness, list(other)
+    assert held(rows(whole, 0, 1)).likeness(before) == "told otherwise"
+    assert held(rows(whole, 0, 2)).likeness(held(rows(whole, 1, 3))) == "changed"

@@ -31,6 +31,44 @@ class SpoilsInputs(Plain):
         return loss
 
 
+class _Retells(Plain):
+    """Tells parameters in other pieces once it has evaluated."""
+
+    evaluated = False
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        self.evaluated = True
+        return super().evaluate(batch)
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        self.evaluated = False
+        return super().step(batch, observe)
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        pieces = super().local_state(kind)
+        return [*map(self.retold, pieces)] if self.evaluated and kind == "parameters" else pieces
+
+    def retold(self, piece: Piece) -> Piece:
+        raise AssertionError
+
+
+class RetellsFlat(_Retells):
+    def retold(self, piece: Piece) -> Piece:
+        flat, span = piece.tensor.reshape(-1), (0, piece.tensor.numel())
+        return dataclasses.replace(piece, tensor=flat, flat_range=span)
+
+
+class RetellsFirstElements(_Retells):
+    def retold(self, piece: Piece) -> Piece:
+        flat = piece.tensor.reshape(-1)[:1]
+        return dataclasses.replace(piece, tensor=flat, flat_range=(0, 1))
+
+
+class RetellsOtherValues(_Retells):
+    def retold(self, piece: Piece) -> Piece:
+        return dataclasses.replace(piece, tensor=piece.tensor + 1)
+
+
 class RenamedParameters(Plain):
     def local_state(self, kind: Kind) -> list[Piece]:
         return [

@@ -19,7 +19,8 @@ from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, multiple, some
 from shardproof.checks.causes.where import Moment, of_place
 from shardproof.checks.causes.words import factor, number, said, same_of_loss
-from shardproof.evidence.assembled import Assembled, Evidence, part
+from shardproof.evidence.assembled import Assembled, Evidence
+from shardproof.evidence.held import part
 
 #: What another order of the same sums changes at most, relative to the largest element.
 _REORDERED = {"float64": 1e-11, "float32": 1e-5}

@@ -13,7 +13,8 @@ from shardproof.checks.causes.gradients import same_elements
 from shardproof.checks.causes.words import number
 from shardproof.checks.one_update import Update
 from shardproof.contract import Piece
-from shardproof.evidence.assembled import Assembled, Evidence, part
+from shardproof.evidence.assembled import Assembled, Evidence
+from shardproof.evidence.held import part
 from shardproof.workloads import for_case
 
 

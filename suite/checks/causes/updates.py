@@ -15,7 +15,8 @@ from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, some
 from shardproof.checks.one_update import Update, update_of
 from shardproof.contract import OptimizerSpec, Piece
-from shardproof.evidence.assembled import Evidence, part
+from shardproof.evidence.assembled import Evidence
+from shardproof.evidence.held import part
 
 #: What may be left over of an update, by dtype: differences of values have lost digits.
 _LEFT_OVER = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.1, "float16": 0.1}

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, some
-from shardproof.evidence.assembled import Evidence, part
+from shardproof.evidence.assembled import Evidence
+from shardproof.evidence.held import part
 from shardproof.workloads import for_case
 
 #: Step, observation point and kind of state.
