@@ -1,11 +1,13 @@
 """Errors of inputs, in one line each: where, what, which value, and what to do.
 
 Scenario files and selections raise them; the command line prints them and ends with exit code 2.
+Beside them, errors of a machine that has nothing left.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,6 +49,19 @@ class SelectionError(InputError):
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+
+
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether ``error`` says that memory or descriptors of the machine are used up."""
+    if isinstance(error, OSError):
+        return error.errno in _EXHAUSTED
+    # torch's are plain RuntimeErrors: of its allocator on the host, and of a GPU's.
+    words = ("can't allocate memory", "out of memory")
+    of_torch = isinstance(error, RuntimeError) and any(part in str(error) for part in words)
+    return of_torch or isinstance(error, MemoryError)
 
 
 def printable(text: str) -> str:

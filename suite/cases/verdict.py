@@ -22,6 +22,7 @@ from shardproof.checks.refusals import judge_errors
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
 from shardproof.checks.schedule import announced
 from shardproof.costs.expression import FormulaError, parse
+from shardproof.errors import is_exhausted
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
@@ -38,11 +39,16 @@ _AXIS = re.compile(rf"\baxis '({'|'.join(AXES)})'")
 
 
 def measure_case(evidence: Evidence) -> None:
-    """Fill ``evidence.compared`` with what every check measures, or with how it ``broke``."""
+    """Fill ``evidence.compared`` with what every check measures, or with how it ``broke``.
+
+    A machine that has no memory or descriptors left is no fault of the check: that is raised.
+    """
     for name in evidence.case.checks:
         try:
             evidence.compared[name] = checks.measure(name, evidence)
         except Exception as error:  # noqa: BLE001 - a check that breaks must not count as a pass
+            if is_exhausted(error):
+                raise
             where = traceback.format_exception(error)[-2].strip()
             evidence.compared[name] = [ComparisonRow(broke=f"{error!r} ({where})")]
 

@@ -46,6 +46,22 @@ def test_a_killed_judge_tries_once_more(
     assert (tmp_path / "flag").exists()
 
 
+@pytest.mark.parametrize("name", ["CheckHasNoMemory", "CheckHasNoTensor", "CheckHasNoDescriptor"])
+def test_a_check_that_has_no_memory_left_is_made_once_more(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (result,) = _run(name, monkeypatch, tmp_path)
+    assert result.verdict == "pass", result.reason
+    assert (tmp_path / "flag").exists()
+
+
+def test_a_check_with_a_bug_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (result,) = _run("CheckIsWrong", monkeypatch, tmp_path)
+    assert result.verdict == "judge error" and "a bug of the check" in result.reason
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -12,7 +13,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from shardproof.checks import equivalence
 from shardproof.contract import Batch, Capabilities, Observe, Options, StepResult
+from shardproof.evidence.assembled import Evidence
+from shardproof.evidence.records import ComparisonRow
 from shardproof.impls.reference.naive_ddp import IMPLEMENTATION as Naive
 
 RANK = STEP = 1
@@ -136,3 +140,47 @@ class LeavesNoDescriptors(Naive):  # type: ignore[misc, valid-type]
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         return super().capabilities(options)
+
+
+class _BreaksACheck(Naive):  # type: ignore[misc, valid-type]
+    """The first measurement of gradients in the judge, which asks for the axes before."""
+
+    @classmethod
+    def capabilities(cls, options: Options) -> Capabilities:
+        sound = equivalence.measure
+
+        def measure(evidence: Evidence) -> list[ComparisonRow]:
+            if _once():
+                cls.exhaust()
+            return sound(evidence)
+
+        equivalence.measure = measure
+        return super().capabilities(options)
+
+    @staticmethod
+    def exhaust() -> None:
+        raise NotImplementedError
+
+
+class CheckHasNoMemory(_BreaksACheck):
+    @staticmethod
+    def exhaust() -> None:
+        raise MemoryError("3 GiB")
+
+
+class CheckHasNoTensor(_BreaksACheck):
+    @staticmethod
+    def exhaust() -> None:
+        torch.empty(1 << 55, dtype=torch.uint8)
+
+
+class CheckHasNoDescriptor(_BreaksACheck):
+    @staticmethod
+    def exhaust() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+class CheckIsWrong(_BreaksACheck):
+    @staticmethod
+    def exhaust() -> None:
+        raise KeyError("a bug of the check")

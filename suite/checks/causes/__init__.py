@@ -17,6 +17,7 @@ from shardproof.checks.causes.start import of_start
 from shardproof.checks.causes.updates import of_update
 from shardproof.checks.causes.where import of_full_state
 from shardproof.checks.causes.words import said
+from shardproof.errors import is_exhausted
 
 __all__ = [
     "beside_loss",
@@ -36,8 +37,13 @@ __all__ = [
 
 
 def told(cause: Callable[[], str]) -> str:
-    """What ``cause`` says; what it may raise takes no failure's place."""
+    """What ``cause`` says; what it may raise takes no failure's place.
+
+    But where the machine has no memory or descriptors left, the case is run once more.
+    """
     try:
         return cause()
     except Exception as error:  # noqa: BLE001 - a sentence decides nothing
+        if is_exhausted(error):
+            raise
         return f"no cause could be told ({error!r})"
