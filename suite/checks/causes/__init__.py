@@ -43,7 +43,7 @@ def told(cause: Callable[[], str]) -> str:
     """
     try:
         return cause()
-    except Exception as error:  # noqa: BLE001 - a sentence decides nothing
+    except Exception as error:
         if is_exhausted(error):
             raise
         return f"no cause could be told ({error!r})"
