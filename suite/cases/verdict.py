@@ -28,6 +28,7 @@ from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.process_control import signal_name
+from shardproof.registry import MUTANTS
 from shardproof.registry.declaration import Declaration
 from shardproof.verdicts import JUDGE_ERROR, OVER_BUDGET, REPLICAS_ONLY, WORKING_PRECISION_ONLY
 
@@ -291,8 +292,18 @@ def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] =
         bound=worst.bound if worst else None,
         bytes_sent=sent.get("bytes_sent"),
         bytes_expected=sent.get("bytes_expected"),
-        rerun=f"shardproof run {_argument(case)} -k '{case.id}'{_depth(case)}",
+        rerun=_rerun(case),
     )
+
+
+def _rerun(case: Case) -> str:
+    """The command that judges ``case`` again."""
+    if case.scenario == "mutants" and not case.source:
+        # A fault runs beside its parent, and a parent beside all its faults.
+        planted = case.implementation.removeprefix(MUTANTS)
+        unweighed = "" if "memory" in case.checks else " --tier quick"
+        return f"shardproof mutants --impl {planted}{unweighed}{_depth(case)}"
+    return f"shardproof run {_argument(case)} -k '{case.id}'{_depth(case)}"
 
 
 def _depth(case: Case) -> str:

@@ -40,7 +40,8 @@ def broken_blocks(run: Run) -> list[Block]:
         of_result(result) for result in run.cases if verdicts.kind(result.verdict) in verdicts.RED
     ]
     for kill in kills.survivors(run.kills):
-        rerun = f"shardproof mutants --impl {shlex.quote(kill.name)}"
+        depth = f" --depth {kill.depth}" if kill.depth else ""
+        rerun = f"shardproof mutants --impl {shlex.quote(kill.name)}{depth}"
         broken.append(Failure("fault", kill.name, "survives", kill.why_not, rerun))
     for kind, lines in (("comparison", run.benches), ("scaling", run.scalings)):
         for line in lines:

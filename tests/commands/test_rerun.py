@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from shardproof import registry
 from shardproof.case import Case
+from shardproof.cases.kills import mutant_cases, pair
 from shardproof.cases.verdict import decide_case
+from shardproof.commands import mutants
 from shardproof.evidence.account import Account
 from shardproof.scenarios.selection import Selection
 from shardproof.scenarios.vocabulary import installed
@@ -78,3 +81,27 @@ def test_of_the_suites_own(command: Any, tmp_path: Path, monkeypatch: pytest.Mon
     for more in ([], ["bad_implementations:NanLoss"]):
         selection = Selection(["ddp-gpt"], more, ["in_memory"], [2], "adamw and clip and fp64")
         _reruns(selection.cases(installed())[:2], command)
+
+
+@pytest.mark.parametrize("options", [{}, {"weigh_all": False}, {"depth": "family"}], ids=str)
+@pytest.mark.parametrize("name", ["ddp_never_reduces", "zero3_unties_weight"])
+def test_of_planted_faults(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, options: Any
+) -> None:
+    """The fault beside its parent; a parent beside all its faults."""
+    planted: list[list[str]] = []
+
+    def plant(folder: Any, chosen: Any, jobs: int, budget: Any, weigh: bool, depth: Any) -> int:
+        pairs = [pair(mutant, weigh_all=weigh, depth=depth) for mutant in chosen]
+        planted.append([case.id for case in mutant_cases(pairs)])
+        return 0
+
+    monkeypatch.setattr(mutants, "execute_mutants", plant)
+    monkeypatch.chdir(tmp_path)
+    of = pair(registry.load_mutant(name), **options)
+    for case in (of.case, of.parent):
+        program, *words = shlex.split(decide_case(Account(case, fault="anything")).rerun)
+        assert program == "shardproof"
+        assert command(*words)[0] == 0
+        assert case.id in planted[-1]
+    assert len(planted[0]) == 2
