@@ -86,11 +86,16 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
         console = make_console()
         if run.cases:
             reports.show(run.cases, console.print)
+            reports.show_broken(run.cases, console.print)
         if run.kills:
             reports.show_kills(run.kills, console.print)
+            print_line(console, reports.verdict_counts(run.kills))
         bench_run.show_pairs(lines.pairs(run), console)
         bench_run.show_cells(lines.cells(run), console)
         if run.collectives:
             console.print(collective_times.summary(bandwidth.of(run)))
-        if run.cases or not (run.benches or run.scalings or run.collectives):
+        reasons = {line.id: line.reason for line in run.left_out}
+        for line in (*reports.skips(run.cases), *reports.left_out(reasons)):
+            print_line(console, line)
+        if run.cases or not (run.kills or run.benches or run.scalings or run.collectives):
             print_line(console, reports.closing(run))

@@ -1,5 +1,6 @@
 """A run, shown: on the terminal, as Markdown, and as one self-contained page."""
 
+from shardproof.report.kills import verdict_counts as verdict_counts
 from shardproof.report.page import html as html
 from shardproof.report.tables import closing as closing
 from shardproof.report.tables import left_out as left_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -531,6 +532,33 @@ def test_every_output_has_one_block_a_cause(tmp_path: Path) -> None:
     assert "and 2 more cases of this cause" in page and "<li>w4</li>" in page
     assert page.count('<a href="#b-1">w') == 3, "each case leads to the block of its cause"
     assert document.count("- **fail**") == 1 and "and 2 more cases: w3, w4" in document
+
+
+def test_a_run_that_is_shown_again_tells_what_the_run_told(tmp_path: Path, command: Any) -> None:
+    path = tmp_path / "run"
+    with RunFolder(path, ["shardproof", "run"]) as folder:
+        folder.add(result(case("broken"), "fail", 0.5, reason="the learning rate is a fish"))
+        folder.add(result(case("later"), "skip", reason="not today"))
+        folder.leave_out(case("late"), "no room")
+    code, out, _ = command("report", str(path))
+    console = Console(record=True, width=200, file=io.StringIO())
+    report.show_broken(read(path).cases, console.print)
+    assert code == 0 and console.export_text() in out
+    assert "fail: broken\n    the learning rate is a fish\n    rerun: " in out
+    assert out.endswith(
+        "skipped (1): plain not today\n"
+        "left out (1): no room: late\n"
+        "1 judged (1 fail), 0 xfailed, 1 skipped, 1 left out\n"
+    )
+
+
+def test_planted_faults_that_are_shown_again_are_counted(tmp_path: Path, command: Any) -> None:
+    with RunFolder(tmp_path / "run", ["shardproof", "mutants"]) as folder:
+        folder.add(kill("one"), "kill")
+        folder.add(kill("two", killed=False), "kill")
+    code, out, _ = command("report", str(tmp_path / "run"))
+    assert code == 0 and "0 judged" not in out
+    assert out.endswith("Planted faults: 1 of 2 killed by their named check.\n")
 
 
 def test_what_was_left_out_is_named_in_every_form(tmp_path: Path) -> None:
