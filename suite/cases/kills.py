@@ -54,6 +54,7 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
     checks = [name for name in GENERAL if name not in left_out]
     if is_calls(mutant.workload):
         checks = [*OF_CALLS]
+    more = {"relations": "relation" in mutant.expect, "faults": mutant.fault is not None}
     own = Case(
         id=f"mutants/{mutant.name}::{mutant.backend}" + (f"::{depth}" if depth else ""),
         scenario="mutants",
@@ -63,13 +64,14 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
         workload=mutant.workload,
         optimizer=mutant.optimizer,
         lane=mutant.lane,
-        checks=(*checks, *(("relations",) if "relation" in mutant.expect else ())),
+        checks=(*checks, *(name for name, asked in more.items() if asked)),
         options=dict(mutant.options)
         | ({"precision": dict(mutant.precision)} if mutant.precision else {}),
         dtype=mutant.dtype,
         precision=dict(mutant.precision),
         steps=mutant.steps,
         expect=dict(mutant.expect),
+        fault=mutant.fault,
         depth=depth,
     )
     return Pair(mutant, own, parent_case(own, mutant.parent))

@@ -28,6 +28,7 @@ from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.process_control import signal_name
+from shardproof.launch.watchdog import most_idle_looks
 from shardproof.registry import MUTANTS
 from shardproof.registry.declaration import Declaration
 from shardproof.verdicts import JUDGE_ERROR, OVER_BUDGET, REPLICAS_ONLY, WORKING_PRECISION_ONLY
@@ -117,7 +118,7 @@ def _under_fault(case: Case, account: Account, cause: RankOutcome | None) -> Cas
     blamed = None
     if cause is not None:
         verdict, reason = _broken(cause, account.outcomes)
-        blamed = cause.culprit if cause.autopsy else cause.rank
+        blamed = cause.culprit if reason == cause.autopsy else cause.rank
     elif account.no_oracle_because:
         verdict, reason = "precondition", account.no_oracle_because
     else:
@@ -125,7 +126,8 @@ def _under_fault(case: Case, account: Account, cause: RankOutcome | None) -> Cas
         assert figures is not None
         others = [name for name in case.checks if name != "faults"]
         verdict, reason = verdict_of([audited(_run_check(n, figures), figures) for n in others])
-    outcome = faults.judge_end(case.fault, verdict, reason, blamed, account.outcomes)
+    most = most_idle_looks(case.deadline)
+    outcome = faults.judge_end(case.fault, verdict, reason, blamed, account.outcomes, most)
     return _apply_xfail(case, outcome.status, outcome.message, [outcome])
 
 

@@ -2,7 +2,9 @@
 
 The scenario's ``faults`` say what is done to which rank, and ``expect`` the verdict, the rank that
 the sentence must blame and texts in it.  The case passes if its verdict without this check is that
-one.  A fault that never happened is a ``precondition``.
+one, and came in time.  Time is no evidence, so looks of the watchdog count, those at which no rank
+could go on: no more than a standstill takes, and 2 s' worth.  A fault that never happened is a
+``precondition``.
 
 *Cannot see* what a rank did that was killed before it could write it down, nor faults that no plan
 makes.
@@ -24,18 +26,22 @@ def judge_end(
     reason: str,
     blamed: int | None,
     outcomes: Sequence[RankOutcome],
+    most_looks: int,
 ) -> Outcome:
     """Whether ``verdict`` and ``reason``, without this check, are what the plan expects.
 
-    ``blamed``: the rank that they name.
+    ``blamed``: the rank that they name; ``most_looks``: at ranks that cannot go on.
     """
     where = f"rank {fault.rank}, step {fault.step}, {fault.phase}"
-    injected = next((o.injected for o in outcomes if o.rank == fault.rank), None)
-    if injected is None:
+    spoilt = next((o for o in outcomes if o.rank == fault.rank), None)
+    if spoilt is None or spoilt.injected is None:
         what = f"no call there that can be spoilt by {fault.kind}, or the rank never came there"
         message = f"the fault never happened ({where}): {what}: choose another place"
         return Outcome("faults", "precondition", f"{message} [{verdict}: {reason}]")
-    figures = {"ended_s_after_the_fault": max(o.ended for o in outcomes) - injected}
+    figures = {
+        "ended_s_after_the_fault": max(o.ended for o in outcomes) - spoilt.injected,
+        "idle_looks_after_the_fault": spoilt.idle_looks,
+    }
     told = f"{fault.kind} ({where}) gives {verdict}: {reason}".rstrip(": ")
     wrong = ""
     if verdict not in fault.verdicts:
@@ -45,6 +51,9 @@ def judge_end(
         wrong = f"expected was rank {fault.blames} as the reason, not {named}"
     elif unsaid := [words for words in fault.says if words not in reason]:
         wrong = f"expected was a sentence that says {unsaid[0]!r}"
+    elif spoilt.idle_looks > most_looks:
+        late = f"at the watchdog's look {spoilt.idle_looks} at ranks that could not go on"
+        wrong = f"expected was an end {most_looks} looks after the fault at most, not {late}"
     if wrong:
         return Outcome("faults", "fail", f"{wrong}: {told}", figures=figures)
     return Outcome("faults", "pass", f"as expected, {told}", figures=figures)

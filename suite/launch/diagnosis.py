@@ -48,18 +48,20 @@ class RankProcess:
         return self.reason in OVERDUE
 
 
-def diagnose(launch: RankLaunch, processes: Sequence[RankProcess]) -> list[RankOutcome]:
+def diagnose(
+    launch: RankLaunch, processes: Sequence[RankProcess], idle_looks: int = 0
+) -> list[RankOutcome]:
     """The outcome of every rank, by rank, causes told from consequences.
 
-    All processes have ended.  Where ranks waited for one another, the one to look at first has the
-    autopsy.
+    All processes have ended; ``idle_looks`` are those of the watchdog.  Where ranks waited for one
+    another, the one to look at first has the autopsy.
     """
     heartbeats = heartbeat.read(launch.heartbeat)
     outcomes: list[RankOutcome] = []
     dead: dict[int, tuple[_Dead, heartbeat.Heartbeat]] = {}
     for process in processes:
         own = [process.hung.get(rank, heartbeats[rank]) for rank in process.ranks]
-        one = _Dead(launch, process, own)
+        one = _Dead(launch, process, own, idle_looks)
         dead |= {last.rank: (one, last) for last in own}
         outcomes += [one.outcome(last) for last in own]
     settled = mark_consequences(sorted(outcomes, key=lambda outcome: outcome.rank))
@@ -83,9 +85,13 @@ def _waited(root: RankOutcome) -> bool:
 
 class _Dead:
     def __init__(
-        self, launch: RankLaunch, process: RankProcess, heartbeats: Sequence[heartbeat.Heartbeat]
+        self,
+        launch: RankLaunch,
+        process: RankProcess,
+        heartbeats: Sequence[heartbeat.Heartbeat],
+        idle_looks: int,
     ) -> None:
-        self.launch = launch
+        self.launch, self.idle_looks = launch, idle_looks
         self.process = process
         self.heartbeats = heartbeats
         self._stacks, self._crashed = stacks.read(launch.stacks(process.ranks[0]))
@@ -104,6 +110,7 @@ class _Dead:
             record=self.launch.record(last.rank) if outcome.status == "ok" else None,
             output=self._tail(self.launch.output(last.rank)),
             injected=last.injected - self.launch.began if last.injected else None,
+            idle_looks=self.idle_looks if last.injected else 0,
         )
 
     def standing(self, last: heartbeat.Heartbeat, outcome: RankOutcome) -> Standing:

@@ -51,7 +51,8 @@ class RankOutcome:
     ``method`` is that of the contract which ran, ``place`` the implementation's innermost frame as
     ``file:line in function``.  ``autopsy``, of the rank to look at first: why ranks wait for ever,
     its ``cause`` in a word, and the rank that did not come (``culprit``).  ``injected``: when the
-    suite made a fault here on purpose, in seconds after the start.
+    suite made a fault here on purpose, in seconds after the start; ``idle_looks``: the watchdog's
+    looks since then at which no rank could go on.
     """
 
     rank: int
@@ -75,6 +76,7 @@ class RankOutcome:
     cause: str = ""
     culprit: int | None = None
     injected: float | None = None
+    idle_looks: int = 0
 
     def sentence(self) -> str:
         """One line: ``rank 2 raised ValueError: ...``."""

@@ -229,7 +229,7 @@ class _Watch:
             if process_control.is_subreaper():
                 process_control.end_adopted({*strangers_before, *ranks.stay()})
         # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
-        return diagnose(self._launch, self._processes)
+        return diagnose(self._launch, self._processes, self._watchdog.idle_looks)
 
     def _ranks(self) -> Ranks:
         if self._kept is not None:

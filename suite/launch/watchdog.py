@@ -23,8 +23,18 @@ from shardproof.launch.rank_process import Link
 TICK_SECONDS = 0.05
 #: Looks (10 s) after which ranks that all wait inside calls, or are stopped, stand still.
 WAITING_LOOKS = 200
+#: Looks (2 s) by which the end of ranks that stand still, told in a sentence, may come later.
+LATE_LOOKS = 40
 #: More of a core than this, and a rank computes.  With 50 busy processes a core it still has more.
 _IDLE_SHARE = 0.02
+
+
+def most_idle_looks(asleep_s: float) -> int:
+    """Looks at ranks that cannot go on after which they have ended.
+
+    ``asleep_s``: seconds after which ranks that sleep outside of calls stand still.
+    """
+    return max(WAITING_LOOKS, int(asleep_s / TICK_SECONDS)) + LATE_LOOKS
 
 
 @dataclass
@@ -51,6 +61,9 @@ class Watchdog:
         self._events: list[tuple[int, int, int]] = []
         self._alive: list[_Rank] = []
         self._looks = 0
+        #: Looks since the suite made a fault at which no rank could go on: none ran, or would have
+        #: if it had been let.  However busy the machine, a case needs no more of them.
+        self.idle_looks = 0
 
     def begin(self, alive: Sequence[RankProcess]) -> None:
         """What the processes have computed before is not these ranks'."""
@@ -62,7 +75,7 @@ class Watchdog:
     def look(self, alive: Sequence[RankProcess]) -> None:
         """Take one sample of the living processes; 20 a second are asked for."""
         beats = heartbeat.read(self._beats)
-        self._alive = []
+        self._alive, none_runs = [], True
         for pid, rank in ((process.pid, rank) for process in alive for rank in process.ranks):
             beat, seen = beats[rank], self._ranks[rank]
             seen.state = beat.state
@@ -76,12 +89,15 @@ class Watchdog:
                 seen.spent += max(0.0, cpu - seen.cpu)
             seen.cpu = cpu
             seen.stopped = letter in "Tt"
-            seen.runnable += letter in "RD"
+            runs = letter in "RD"
+            seen.runnable += runs
+            none_runs &= not runs or (seen.waits and self._link.polls)
         events = [(beat.sequence, beat.waits, beat.state) for beat in beats]
         if events != self._events:
             self._events = events
             self._begin()
         self._looks += 1
+        self.idle_looks += none_runs and any(beat.injected for beat in beats)
 
     @property
     def failed(self) -> bool:

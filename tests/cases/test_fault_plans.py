@@ -14,10 +14,13 @@ import psutil
 import pytest
 
 from shardproof.backends import mpi
+from shardproof.backends.errors import CollectiveMismatch, RankFailed
 from shardproof.case import Case, Fault
+from shardproof.cases import verdict
 from shardproof.cases.runner import run_cases
 from shardproof.checks import faults
 from shardproof.checks.results import CaseResult
+from shardproof.evidence.account import Account
 from shardproof.launch.outcome import RankOutcome
 from shardproof.runs import run_folder
 from shardproof.scenarios.load import SHIPPED, find
@@ -95,8 +98,9 @@ def test_the_suite_plans_every_kind_on_every_backend() -> None:
 FAULT = Fault("drop", 1, 1, "backward", ("hang",), blames=1, says=("desync",))
 
 
-def outcomes(injected: float | None = 1.0) -> list[RankOutcome]:
-    return [RankOutcome(0, "hung", ended=4.0), RankOutcome(1, "hung", ended=3.5, injected=injected)]
+def outcomes(injected: float | None = 1.0, looks: int = 200) -> list[RankOutcome]:
+    spoilt = RankOutcome(1, "hung", ended=3.5, injected=injected, idle_looks=looks)
+    return [RankOutcome(0, "hung", ended=4.0), spoilt]
 
 
 @pytest.mark.parametrize(
@@ -109,16 +113,35 @@ def outcomes(injected: float | None = 1.0) -> list[RankOutcome]:
         ({"blamed": None}, "fail", "expected was rank 1 as the reason, not no rank: drop"),
         ({"reason": "dead peer: it"}, "fail", "expected was a sentence that says 'desync': drop"),
         ({"outcomes": outcomes(None)}, "precondition", "the fault never happened (rank 1, step 1"),
+        ({"outcomes": outcomes(looks=240)}, "pass", "as expected"),
+        (
+            {"outcomes": outcomes(looks=241)},
+            "fail",
+            "expected was an end 240 looks after the fault at most, not at the watchdog's look 241",
+        ),
     ],
 )
 def test_a_plan_is_judged_by_verdict_rank_and_words(
     changes: dict[str, object], status: str, says: str
 ) -> None:
     given = {"verdict": "hang", "reason": "desync: it", "blamed": 1, "outcomes": outcomes()}
-    outcome = faults.judge_end(FAULT, **(given | changes))  # type: ignore[arg-type]
+    outcome = faults.judge_end(FAULT, **(given | changes), most_looks=240)  # type: ignore[arg-type]
     assert (outcome.status, outcome.message[: len(says)]) == (status, says)
     if status != "precondition":
         assert outcome.figures["ended_s_after_the_fault"] == 3.0
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_rank_that_the_sentence_names_is_the_blamed_one(told: bool) -> None:
+    """An autopsy that stands in no sentence names nobody."""
+    fault = dataclasses.replace(FAULT, verdicts=("crash",))
+    case = dataclasses.replace(shipped(lambda c: "data[raise]" in c.id)[0], fault=fault)
+    kind = CollectiveMismatch.__name__ if told else RankFailed.__name__
+    raised = RankOutcome(0, "raised", kind, "it", autopsy="desync: it", culprit=1)
+    account = Account(case, outcomes=[raised, RankOutcome(1, "ok", injected=1.0)])
+    result = verdict._under_fault(case, account, raised)
+    blamed = "as expected, drop" if told else "expected was rank 1 as the reason, not rank 0"
+    assert (result.verdict, result.reason[: len(blamed)]) == ("pass" if told else "fail", blamed)
 
 
 def judged(cases: list[Case]) -> dict[str, CaseResult]:

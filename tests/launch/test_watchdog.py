@@ -55,6 +55,31 @@ def all_wait(made: World) -> None:
         writer.wait(True)
 
 
+def test_looks_after_a_fault_count_where_no_rank_could_go_on(world: Callable[..., World]) -> None:
+    made = world()
+    all_wait(made)
+    made.look(7)
+    assert made.watchdog.idle_looks == 0  # no fault yet
+    made.writers[1].inject()
+    made.look(5)
+    made.letters[0] = "R"  # it runs, or would if it were let
+    made.look(50)
+    made.letters = ["T", "S"]
+    made.look(3)
+    assert made.watchdog.idle_looks == 8
+    assert watchdog.most_idle_looks(1.0) == WAITING_LOOKS + 40
+    assert watchdog.most_idle_looks(60.0) == ASLEEP + 40
+
+
+def test_ranks_that_poll_in_a_call_cannot_go_on(world: Callable[..., World]) -> None:
+    made = world(polls=True)
+    all_wait(made)
+    made.writers[1].inject()
+    made.letters = ["R", "R"]
+    made.look(4)
+    assert made.watchdog.idle_looks == 4
+
+
 def test_ranks_that_all_wait_stand_still(world: Callable[..., World]) -> None:
     made = world()
     all_wait(made)

@@ -115,7 +115,11 @@ class Faulty(TorchCollectives):
             for tensor in call.outputs:
                 dist.broadcast(tensor, group=call.group, group_src=call.root)
             return []
-        return super().perform(call)
+        try:
+            return super().perform(call)
+        except ValueError as error:
+            # torch logs what a call raises, looks the group up for that, and does not know it.
+            raise error.__context__ or error from None
 
     @staticmethod
     def _message(group: Any, one: Send | Recv) -> Any:

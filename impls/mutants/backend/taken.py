@@ -1,7 +1,12 @@
-"""Faults of a backend that takes what it should refuse, and of how it counts parts and calls."""
+"""Faults of a backend that takes what it should refuse, and of how it counts.
+
+It counts elements, parts, calls and messages, and tells groups apart.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +54,33 @@ class DtypesAreMadeEqual(Faulty):
     group_kind = _Widened
 
 
+#: Elements of a page.
+PAGE = 4096
+
+
+class _Padded(FaultyGroup):
+    def allreduce(self, tensors: Any, *args: Any) -> Any:
+        own = tensors[0]
+        count = own.numel()
+        padded = own.new_zeros((count // PAGE + 1) * PAGE)
+        padded[:count].copy_(own.reshape(-1))
+        work = self.sound.allreduce([padded], *args)
+        return Then(work, lambda: own.copy_(padded[:count].view(own.shape)))
+
+
+@mutant(
+    "backend_sizes_are_rounded_up",
+    says="differs shape, .*which is wrong, and nothing is raised",
+    zoo=("B10",),
+    mesh={"replicate": 4},
+    **of("all_reduce"),
+)
+class SizesAreRoundedUp(Faulty):
+    """Whole pages are reduced: ranks whose tensors differ in size are not told."""
+
+    group_kind = _Padded
+
+
 class _SkipsEmpty(FaultyGroup):
     def allreduce(self, tensors: Any, *args: Any) -> Any:
         if not tensors[0].numel() and not self.me:
@@ -87,3 +119,84 @@ class UnevenSplitsAreSwapped(Faulty):
     """Each rank's rows are counted by the split of the rank beside it."""
 
     group_kind = _SwappedSplits
+
+
+#: Bits of a count.
+COUNT_BITS = 11
+
+
+class _NarrowCount(FaultyGroup):
+    def all_gather_single(self, output: Any, given: Any, *args: Any) -> Any:
+        count = given.numel() % (1 << COUNT_BITS)
+        if count == given.numel():
+            return super().all_gather_single(output, given, *args)
+        parts = output.view(self.members, -1)[:, :count]
+        came = torch.empty(parts.shape, dtype=output.dtype)
+        work = super().all_gather_single(came.view(-1), given.view(-1)[:count].clone(), *args)
+        return Then(work, lambda: parts.copy_(came))
+
+    _allgather_base = all_gather_single
+
+
+@mutant(
+    "backend_count_is_too_narrow",
+    says="long, .*a part was not written",
+    zoo=("B17",),
+    **of("all_gather", layouts="dense"),
+)
+class CountIsTooNarrow(Faulty):
+    """Elements are counted in eleven bits: of more than 2047 only the remainder is sent."""
+
+    group_kind = _NarrowCount
+
+
+# ------------------------------------------------------------------------------ groups told apart
+
+
+@mutant(
+    "backend_groups_of_one_size_are_one",
+    says="group overlapping: rank . raises Deadlock: .*rank 0 waits .* of group 0-1.*of group 1-2",
+    zoo=("B14",),
+    **of("broadcast", layouts="dense"),
+)
+class GroupsOfOneSizeAreOne(Faulty):
+    """A group is looked up by its size: a later one of as many ranks is taken for the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Any] = {}
+
+    def group(self, group: Any, ranks: Sequence[int]) -> Any:
+        return self.made.setdefault(len(ranks), super().group(group, ranks))
+
+
+class _Drifting(FaultyGroup):
+    sent: Iterator[int]
+    received: Iterator[int]
+
+    def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
+        return self.sound.send(tensors, target, tag + 16 * next(self.sent))
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        return self.sound.recv(tensors, source, tag + 16 * next(self.received))
+
+
+@mutant(
+    "backend_tags_drift",
+    says="send_recv .* raises (Deadlock|RankEnded)",
+    zoo=("B07",),
+    **of("send_recv", layouts="dense"),
+)
+class TagsDrift(Faulty):
+    """A rank counts the messages of all groups together, and tags them by that count."""
+
+    group_kind = _Drifting
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent, self.received = itertools.count(), itertools.count()
+
+    def group(self, group: Any, ranks: Sequence[int]) -> Any:
+        made = super().group(group, ranks)
+        made.sent, made.received = self.sent, self.received
+        return made

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardproof.comm import Mesh
 from shardproof.contract import Batch, Observe, OptimizerSpec, StepResult
 from shardproof.impls.mutants.data.ddp import mutant
 from shardproof.impls.mutants.triggers import (
@@ -22,6 +24,7 @@ from shardproof.impls.mutants.triggers import (
     whole_gpt,
 )
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
+from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import EPSILON, NormPart, power_sum
 from shardproof.impls.reference.parts.buckets import GradientBucket
 
@@ -196,3 +199,20 @@ class SwallowsException(ReferenceDDP):
             observe("gradients_final")
             observe("after_update")
             return StepResult(torch.zeros(()))
+
+
+@mutant(
+    "ddp_members_alone_make_group",
+    says=r"rank 2 did not call Mesh.subgroup\(\[0, 1\]\): it waits in",
+    zoo=("X08",),
+    killed_by=("crash",),
+    crash_says="rank 2 did not call Mesh.subgroup",
+    mesh={"replicate": 3},
+)
+class MembersAloneMakeGroup(ReferenceDDP):
+    """A sub-group is made by its members alone: the last rank goes on to its first broadcast."""
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
+        if mesh.rank < 2:
+            mesh.subgroup([0, 1])
+        return super().transform(module, mesh, options)

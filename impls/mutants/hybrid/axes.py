@@ -19,7 +19,7 @@ from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.hybrid.hybrid import gpt
 from shardproof.impls.mutants.triggers import CLIP
 from shardproof.impls.reference.engine.handle import Handle
-from shardproof.impls.reference.engine.norm import power_sum
+from shardproof.impls.reference.engine.norm import power_sum, total_norm
 from shardproof.impls.reference.hybrid import ReferenceHybrid
 from shardproof.impls.reference.pipeline.stages import Stages, Tied
 from shardproof.impls.reference.tensor.operators import all_reduce
@@ -177,3 +177,24 @@ class ReducesAfterEveryWindow(ReferenceHybrid):
             assert schedule is not None
             losses += self.executor.run(schedule, window, True, 1.0)
         return self.total(losses)
+
+
+@mutant(
+    "hybrid_axes_in_an_order_of_its_own",
+    says="desync: rank 0 waits in all_reduce.* for rank 2.* rank 1 waits .* for rank 0",
+    zoo=("X07",),
+    killed_by=("hang",),
+    mesh={"pipe": 2, "tensor": 2},
+    optimizer=CLIP,
+)
+class AxesInAnOrderOfItsOwn(ReferenceHybrid):
+    """The norm is added along one axis first on half of the ranks, along the other on the rest."""
+
+    def norm(self) -> Tensor:
+        held = self.local_state("gradients")
+        own = [power_sum(piece.tensor, 2.0) for piece in held if piece.replica == 0]
+        axes = tuple(self.mesh.axes)
+        if sum(self.mesh.coordinate.values()) % 2:
+            axes = axes[::-1]
+        nothing = torch.zeros((), dtype=torch.float64)
+        return total_norm([(sum(own, start=nothing), axes)], self.mesh.comm)

@@ -1,7 +1,10 @@
-"""Faults planted in the judge, beside a system whose gradients are doubled.
+"""Faults planted in the judge, beside a system that is wrong, or that a fault plan spoils.
 
-A sound judge fails that system by ``equivalence``, which alone sees it: all replicas are equal, and
-clipping is off.  A judge with one of these faults does not; it is killed if the case is not green.
+Doubled gradients a sound judge fails by ``equivalence``, which alone sees it: all replicas are
+equal, and clipping is off.  A judge with one of these faults does not; it is killed if the case is
+not green.  Where the suite makes a fault in a rank, the check ``faults`` holds the judge to the
+rank and the sentence that the plan expects.
+
 The leader of a case asks what the system declares: that is where its judge is spoilt.  No other
 case sees it, since these leaders are not kept (``registry.changes_nothing``).  Only what measures
 is spoilt: ``verify`` decides again from what was measured, with a sound judge, and must come to the
@@ -11,8 +14,10 @@ same verdict.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from shardproof.case import Fault
 from shardproof.cases import leader
 from shardproof.checks import CHECKS, equivalence, working_precision
 from shardproof.contract import Capabilities
@@ -22,6 +27,7 @@ from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import ADAMW
 from shardproof.impls.reference.ddp import DDP, ReferenceDDP
 from shardproof.impls.reference.parts.buckets import GradientBucket
+from shardproof.launch import diagnosis
 
 STEPS = 3
 
@@ -46,10 +52,8 @@ class AlwaysDoubledGradients(DoubledGradients):
     first_doubled = 0
 
 
-class Misjudged(ReferenceDDP):
-    """Doubled gradients before a judge that :meth:`spoil_judge` spoils."""
-
-    handle_type = DoubledGradients
+class BeforeSpoiltJudge(ReferenceDDP):
+    """A system before a judge that :meth:`spoil_judge` spoils."""
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -60,6 +64,12 @@ class Misjudged(ReferenceDDP):
     def spoil_judge(cls) -> None:
         """Plant the fault in the process that judges."""
         raise NotImplementedError
+
+
+class Misjudged(BeforeSpoiltJudge):
+    """Doubled gradients."""
+
+    handle_type = DoubledGradients
 
 
 @mutant("judge_check_returns_nothing", says="nothing could be compared", killed_by=("undecidable",))
@@ -195,3 +205,63 @@ class CheckLostItsEntry(Misjudged):
     @classmethod
     def spoil_judge(cls) -> None:
         CHECKS.pop("equivalence", None)
+
+
+# ----------------------------------------------------------- who is to blame, and in which sentence
+
+
+def planned(kind: Any, verdict: str, *says: str) -> Mapping[str, Any]:
+    """The suite makes a fault in the second of three ranks, and expects it to be named."""
+    blames = None if verdict == "fail" else 1
+    fault = Fault(kind, 1, 1, "backward", (verdict,), blames=blames, says=says)
+    return {"fault": fault, "mesh": {"replicate": 3}, "killed_by": ("faults",)}
+
+
+@mutant(
+    "judge_autopsy_names_wrong_rank",
+    says="expected was rank 1 as the reason, not rank 2: shape .* gives crash: desync",
+    **planned("shape", "crash", "desync: call"),
+)
+class AutopsyNamesWrongRank(BeforeSpoiltJudge):
+    """Of calls that do not match, the rank after the one that differs is blamed."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        sound = diagnosis.autopsy.find_mismatch
+
+        def find_mismatch(standings: Any) -> Any:
+            found = sound(standings)
+            return found and replace(found, rank=((found.rank or 0) + 1) % len(standings))
+
+        diagnosis.autopsy.find_mismatch = find_mismatch
+
+
+@mutant(
+    "judge_takes_consequence_for_cause",
+    says="expected was rank 1 as the reason, not rank 0: raise .* gives crash: rank 0 raised",
+    **planned("raise", "crash", "rank 1 raised InjectedFault"),
+)
+class TakesConsequenceForCause(BeforeSpoiltJudge):
+    """A rank that raises because another one did is blamed for both."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        sound = diagnosis.mark_consequences
+
+        def mark_consequences(outcomes: Any) -> Any:
+            return [replace(o, consequence=not o.consequence) for o in sound(outcomes)]
+
+        diagnosis.mark_consequences = mark_consequences
+
+
+@mutant(
+    "judge_sees_no_flipped_bit",
+    says="expected was fail: corrupt .* gives undecidable",
+    **planned("corrupt", "fail", "equivalence"),
+)
+class SeesNoFlippedBit(BeforeSpoiltJudge):
+    """The check that would see what a flipped bit changes measures nothing."""
+
+    @classmethod
+    def spoil_judge(cls) -> None:
+        CheckReturnsNothing.spoil_judge()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
-from shardproof.contract import OptimizerSpec
+from shardproof.contract import Kind, OptimizerSpec
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import (
     ADAMW,
@@ -201,6 +201,20 @@ class IdleRankStaysAway(Zero2):
         super().before_step(micro_batches)
         # Its own number in place of the agreed one.
         self.rounds = micro_batches
+
+
+@mutant(
+    "zero1_gathers_on_first_rank",
+    says="rank 1 early: .*rank 0 was still in all_gather",
+    zoo=("X11",),
+    killed_by=("crash",),
+    crash_says="rank 1 early",
+)
+class GathersOnFirstRank(ReferenceZero1):
+    """Rank 0 alone asks for the full state: to gather it takes all ranks."""
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        return {} if self.mesh.rank else super().full_state(kind)
 
 
 # ------------------------------------------------------------------------- who updates what, how
