@@ -36,6 +36,8 @@ _OPS = {
 
 #: Tags of messages that belong together: as many as may be under way in a group, and one more.
 TAGS = 1 << 12
+#: The peer of a receive from any rank.
+ANY = -1
 #: The name under which ranks that are threads register with torch.
 THREADED = "threaded"
 
@@ -56,7 +58,7 @@ def environment(**values: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Half:
-    """Half of a batched point-to-point exchange with group rank ``peer``; tags of both agree."""
+    """Half of a point-to-point exchange with group rank ``peer``; tags of both agree."""
 
     tensor: Tensor
     peer: int
@@ -68,7 +70,7 @@ class Send(_Half):
 
 
 class Recv(_Half):
-    """``tensor`` is filled from ``peer``."""
+    """``tensor`` is filled from ``peer``, or by whoever sends if that is :data:`ANY`."""
 
 
 @dataclass(frozen=True)

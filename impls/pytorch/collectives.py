@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardproof.comm import Call, Recv, Send
+from shardproof.comm import ANY, Call, Recv, Send
 from shardproof.contract import Capabilities, Collectives, Options, Refused
 
 _OPS = {
@@ -51,6 +51,8 @@ class TorchCollectives(Collectives):
         offered: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in _ALL}
         if backend == "gloo":
             offered["gather"] = {"dtype": _WITHOUT_COMPLEX}  # "Invalid scalar type"
+        if backend == "nccl":  # it has no tags, and receives from a rank that is named
+            offered["send_recv"] = offered["batch"] = {"form": ("tensor",)}
         return offered
 
     def perform(self, call: Call) -> Sequence[Any]:
@@ -95,6 +97,11 @@ class TorchCollectives(Collectives):
 
     def _reduce_scatter(self, call: Call) -> Any:
         output, op, how = call.outputs[0], _OPS[call.reduce], (call.group, call.asynchronous)
+        if call.form == "coalesced":
+            with dist._coalescing_manager(call.group, async_ops=call.asynchronous) as together:
+                for result, given in zip(call.outputs, call.inputs, strict=True):
+                    dist.reduce_scatter_tensor(result, given, op, call.group)
+            return together.works if call.asynchronous else None
         if call.form == "tensor":
             return dist.reduce_scatter_tensor(output, call.inputs[0], op, *how)
         return dist.reduce_scatter(output, list(call.inputs), op, *how)
@@ -132,7 +139,8 @@ class TorchCollectives(Collectives):
                 works.append(send(one.tensor, group=call.group, tag=one.tag, group_dst=one.peer))
             else:
                 recv: Any = dist.irecv if call.asynchronous else dist.recv
-                works.append(recv(one.tensor, group=call.group, tag=one.tag, group_src=one.peer))
+                source = None if one.peer == ANY else one.peer
+                works.append(recv(one.tensor, group=call.group, tag=one.tag, group_src=source))
         return works if call.asynchronous else None
 
     def _batch(self, call: Call) -> Any:

@@ -30,7 +30,7 @@ from shardproof.cases.call_buffers import (
     shape_of,
 )
 from shardproof.checks.collectives import DIFFERS, RAISED
-from shardproof.comm import Call, Recv, Send
+from shardproof.comm import ANY, Call, Recv, Send
 from shardproof.contract import Collectives
 from shardproof.evidence.records import ComparisonRow, RankRecord
 from shardproof.launch.process_control import cores
@@ -424,22 +424,32 @@ class _Tensors:
         return views
 
     def _reduce_scatter(self) -> dict[str, Any]:
+        if self.cell["form"] != "coalesced":
+            return self._scattered(0)
+        both = [self._scattered(item) for item in range(2)]
+        sides = {side: [one[side][0] for one in both] for side in ("inputs", "outputs")}
+        return {**sides, "reduce": self.reduce}
+
+    def _scattered(self, item: int) -> dict[str, Any]:
+        """Arguments of one reduce-scatter; ``item``: of several under way together."""
+        uneven = self.cell["form"] == "uneven"
+        shapes = [self._wide((p + 1) % 3) if uneven else self.part for p in range(self.size)]
         given = [
-            [self._values(member, 1 + part) for part in range(self.size)]
-            for member in range(self.size)
+            [self._values(m, 1 + p + 24 * item, shapes[p]) for p in range(self.size)]
+            for m in range(self.size)
         ]
         assert self.reduce is not None
         sums = [reduced(self.reduce, [own[part] for own in given]) for part in range(self.size)]
         own = given[self.rank]
-        if self.cell["form"] == "list":
+        if self.cell["form"] in ("list", "uneven"):
             inputs = [
-                self._buffer(f"its input for rank {self._name(p)}", own[p], None).view
+                self._buffer(f"its input for rank {self._name(p)}", own[p], None, shapes[p]).view
                 for p in range(self.size)
             ]
-            buffer = self._buffer("the result", None, sums[self.rank])
+            buffer = self._buffer("the result", None, sums[self.rank], shapes[self.rank])
         else:
             together = _joined(own, self.whole)
-            if self.cell["place"] == "inside":
+            if self.cell.get("place") == "inside":
                 after = together.clone()
                 _slot(after, self.rank, self.size).copy_(sums[self.rank].reshape(-1))
                 whole = self._buffer("the tensor", together, after, self.whole)
@@ -473,13 +483,17 @@ class _Tensors:
         """Rows that go from one member to another, in the form ``uneven``."""
         return 0 if self.layout == "empty" else (source + 2 * target + 1) % 4
 
+    def _wide(self, rows: int) -> tuple[int, int]:
+        """Shape of a part of so many rows."""
+        empty, one = self.layout == "empty", self.layout == "one"
+        return 0 if empty else rows, 1 if one else self.part[1]
+
     def _all_to_all(self) -> dict[str, Any]:
         members, form = range(self.size), self.cell["form"]
         if form == "uneven":
             gives = [self._rows(self.rank, other) for other in members]
             takes = [self._rows(other, self.rank) for other in members]
-            columns = 1 if self.layout == "one" else self.part[1]
-            wide = lambda rows: (rows, columns)  # noqa: E731 - one line, twice used
+            wide = self._wide
             sent = [self._values(self.rank, 1 + o, wide(gives[o])) for o in members]
             come = [self._values(o, 1 + self.rank, wide(takes[o])) for o in members]
             given = self._buffer("its input", torch.cat(sent), None, wide(sum(gives)))
@@ -504,6 +518,7 @@ class _Tensors:
     def _send_recv(self) -> dict[str, Any]:
         """Each rank to the next one; two messages where they are told apart by tags."""
         tags = (7, 8) if self.cell["form"] == "tagged" else (0,)
+        from_any = self.cell["form"] == "any"
         transfers: list[Send | Recv] = []
         for source in range(self.size):
             target = (source + 1) % self.size
@@ -520,7 +535,7 @@ class _Tensors:
                     for other, content in zip(tags, messages, strict=True):
                         if other != tag:
                             got.stories.append((f"it is the message of tag {other}", content))
-                    transfers.append(Recv(got.view, source, tag))
+                    transfers.append(Recv(got.view, ANY if from_any else source, tag))
         return {"transfers": transfers}
 
     _batch = _send_recv

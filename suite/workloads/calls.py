@@ -3,7 +3,8 @@
 A case is one operation; the calls of its *sub-matrix* run one after the other in the same ranks.
 The sub-matrix covers every combination of ``strength`` factors' values:
 
-    form        tensor, list, coalesced; uneven: an all-to-all of unequal parts
+    form        tensor, list, coalesced; uneven: parts of unequal size; of messages, tagged: two
+                that are told apart by their tags; any: received from whoever sends
     dtype       that of all tensors
     layout      of every tensor that the program gives: see ``LAYOUTS``
     reduce      the reduce operation
@@ -34,6 +35,14 @@ DENSE = ("contiguous", "offset", "one", "zero_dim", "empty", "long")
 #: Elements that do not lie side by side in order.
 SPREAD = ("strided", "transposed")
 LAYOUTS = (*DENSE, *SPREAD)
+#: Those of a scenario's choice.
+CHOSEN_LAYOUTS: Mapping[str, Sequence[str]] = {
+    "all": LAYOUTS,
+    "dense": DENSE,
+    "spread": SPREAD,
+    "filled": tuple(layout for layout in DENSE if layout != "empty"),
+    "empty": ("empty",),
+}
 #: More than 2 GiB; a case of its own.
 LARGE = "large"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -58,7 +67,7 @@ OPERATIONS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "broadcast": {"form": ("tensor", "coalesced"), "root": ROOTS, **_MOVES},
     "all_gather": {"form": ("tensor", "list", "coalesced"), "place": PLACES, **_MOVES},
     "reduce_scatter": {
-        "form": ("tensor", "list"),
+        "form": ("tensor", "list", "uneven", "coalesced"),
         "reduce": REDUCTIONS,
         "place": PLACES,
         **_MOVES,
@@ -66,7 +75,7 @@ OPERATIONS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "gather": {"form": ("list",), "root": ROOTS, **_MOVES},
     "scatter": {"form": ("list",), "root": ROOTS, **_MOVES},
     "all_to_all": {"form": ("tensor", "uneven", "list"), **_MOVES},
-    "send_recv": {"form": ("tensor", "tagged"), **_MOVES},
+    "send_recv": {"form": ("tensor", "tagged", "any"), **_MOVES},
     "batch": {"form": ("tensor", "tagged"), **_MOVES},
     "barrier": {"form": ("none",), "completion": COMPLETIONS, "group": GROUPS},
 }
@@ -74,7 +83,9 @@ OPERATIONS: Mapping[str, Mapping[str, Sequence[str]]] = {
 KNOBS: Mapping[str, Knob] = {
     "operation": Knob("all_reduce", choices=tuple(OPERATIONS)),
     "strength": Knob(2),
-    "layouts": Knob("all", choices=("all", "dense", "spread")),
+    "layouts": Knob("all", choices=tuple(CHOSEN_LAYOUTS)),
+    # Messages from a rank that the receiver names, or from whoever sends (form ``any``).
+    "source": Knob("named", choices=("named", "any")),
     # Whether a reduce must leave the tensors of all ranks but the root as they are.
     "others": Knob("kept", choices=("kept", "undefined")),
     # ``large``: one broadcast of more than 2 GiB, and nothing else.
@@ -96,6 +107,8 @@ def resolve(spec: WorkloadSpec) -> Params:
         params[name] = value
     if params["size"] == LARGE and params["operation"] != "broadcast":
         raise WorkloadError(f"{NAME}: size = {LARGE!r} is of operation: broadcast alone")
+    if params["source"] == "any" and params["operation"] != "send_recv":
+        raise WorkloadError(f"{NAME}: source = 'any' is of operation: send_recv alone")
     if spec.traits:
         raise WorkloadError(f"{NAME} has no traits: they are of models and batches")
     return params
@@ -107,7 +120,8 @@ def sub_matrix(case: Case, offered: Mapping[str, Mapping[str, Sequence[str]]]) -
     operation = params["operation"]
     if operation not in offered:
         return []
-    factors = factors_of(operation, case.world, params["layouts"], offered[operation])
+    chosen = params["layouts"], offered[operation], params["source"]
+    factors = factors_of(operation, case.world, *chosen)
     if not all(factors.values()):
         return []
     if params["size"] == LARGE:
@@ -134,10 +148,14 @@ def sub_matrix(case: Case, offered: Mapping[str, Mapping[str, Sequence[str]]]) -
 
 
 def factors_of(
-    operation: str, world: int, layouts: str, taken: Mapping[str, Sequence[str]]
+    operation: str,
+    world: int,
+    layouts: str,
+    taken: Mapping[str, Sequence[str]],
+    source: str = "named",
 ) -> dict[str, list[str]]:
     """Factor -> the values that a world has and the system takes."""
-    chosen = {"all": LAYOUTS, "dense": DENSE, "spread": SPREAD}[layouts]
+    chosen = CHOSEN_LAYOUTS[layouts]
     groups = [g for g in GROUPS if world > 1 or g not in ("part", "overlapping")]
     factors = {}
     for name, values in OPERATIONS[operation].items():
@@ -146,6 +164,8 @@ def factors_of(
             kept = [v for v in kept if v in chosen]
         if name == "group":
             kept = [v for v in kept if v in groups]
+        if name == "form":
+            kept = [v for v in kept if (v == "any") == (source == "any")]
         factors[name] = kept
     return factors
 
@@ -164,9 +184,10 @@ def fits_for(operation: str) -> covering.Fits:
             return False  # nothing to wait for; futures, which cannot be asked
         if operation == "broadcast" and form == "coalesced" and completion not in (None, "sync"):
             return False  # it has no asynchronous form
-        if operation in _CHUNKED and layout == "zero_dim" and form in ("tensor", "uneven"):
+        whole = form in ("tensor", "uneven") or (operation, form) == ("reduce_scatter", "coalesced")
+        if operation in _CHUNKED and layout == "zero_dim" and whole:
             return False  # a number has no parts
-        if row.get("place") == "inside" and form in ("list", "coalesced"):
+        if row.get("place") == "inside" and form in ("list", "uneven", "coalesced"):
             return False
         if row.get("place") == "inside" and layout in SPREAD:
             return False  # a part of it is no tensor of that layout

@@ -65,6 +65,8 @@ def test_unknown_knobs_and_values_are_refused() -> None:
         check(WorkloadSpec("calls", params={"operation": "allreduce"}))
     with pytest.raises(WorkloadError, match="size = 'large' is of operation: broadcast alone"):
         check(WorkloadSpec("calls", params={"operation": "gather", "size": "large"}))
+    with pytest.raises(WorkloadError, match="source = 'any' is of operation: send_recv alone"):
+        check(WorkloadSpec("calls", params={"operation": "batch", "source": "any"}))
     with pytest.raises(WorkloadError, match="no traits"):
         check(WorkloadSpec("calls", traits=("tied",)))
 

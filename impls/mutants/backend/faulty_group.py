@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.comm import Call, Recv, Send
+from shardproof.comm import ANY, Call, Recv, Send
 from shardproof.impls.pytorch.collectives import TorchCollectives
 
 
@@ -60,6 +60,10 @@ class FaultyGroup(dist.ProcessGroup):
         method = named(self.sound, "reduce_scatter_single", "_reduce_scatter_base")
         return method(output, given, *args)
 
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Any:
+        names = "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+        return named(self.sound, *names)(outputs, inputs, *args)
+
     def gather(self, outputs: Any, inputs: Any, *args: Any) -> Any:
         return self.sound.gather(outputs, inputs, *args)
 
@@ -82,12 +86,15 @@ class FaultyGroup(dist.ProcessGroup):
         return self.sound.send(tensors, target, tag)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        if source == ANY:
+            return self.sound.recv_anysource(tensors, tag)
         return self.sound.recv(tensors, source, tag)
 
     # Names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
 
 def named(group: Any, *names: str) -> Any:

@@ -254,6 +254,24 @@ class ScattersNeighboursChunk(Faulty):
     group_kind = _NeighboursChunk
 
 
+class _FirstOfSeveral(FaultyGroup):
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Any:
+        return super().reduce_scatter_single_coalesced(outputs[:1], inputs[:1], *args)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+@mutant(
+    "backend_coalesced_call_is_first_alone",
+    says="reduce_scatter .coalesced.*nothing was written",
+    **of("reduce_scatter", layouts="dense"),
+)
+class CoalescedCallIsFirstAlone(Faulty):
+    """Of calls that are made together only the first one takes place."""
+
+    group_kind = _FirstOfSeveral
+
+
 class _LargestForSmallest(FaultyGroup):
     def reduce(self, tensors: Any, *args: Any) -> Any:
         if args[0].reduceOp == dist.ReduceOp.MIN:
