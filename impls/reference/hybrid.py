@@ -37,7 +37,7 @@ Left out: context parallelism and experts; gathering shards again for every micr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -112,6 +112,17 @@ class Options(PipelineOptions, Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.strategy_options
+
+    @staticmethod
+    def elsewhere(name: str) -> str:
+        """Where to write an option of a strategy on the data axes; empty: none has it."""
+        takers = [k for k, one in DATA.items() if name in (f.name for f in fields(one.options))]
+        if not takers:
+            return ""
+        return (
+            f"unknown option {name!r} beside 'data': it is one of the strategy on the data axes "
+            f"({', '.join(takers)}); write data_options: {{{name}: ...}}"
+        )
 
     @property
     def strategy_options(self) -> Any:

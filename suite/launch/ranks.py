@@ -23,7 +23,7 @@ from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
 from shardproof.launch.mpi.mpirun import Mpirun, unlink_segments
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process
-from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
+from shardproof.launch.watchdog import DESYNC_LOOKS, TICK_SECONDS, Watchdog
 
 __all__ = ["RankOutcome", "root_cause", "run_ranks"]
 
@@ -32,8 +32,6 @@ __all__ = ["RankOutcome", "root_cause", "run_ranks"]
 LAST_RESORT = 20.0
 #: Seconds that ranks have to end after the first one failed: of standing still, or of CPU.
 GRACE_SECONDS = 3.0
-#: Looks (a second) at ranks that wait, after which what they have noted is compared.
-DESYNC_LOOKS = 20
 #: Bytes that a rank may print.
 OUTPUT_LIMIT = 64 << 20
 

@@ -23,6 +23,8 @@ from shardproof.launch.rank_process import Link
 TICK_SECONDS = 0.05
 #: Looks (10 s) after which ranks that all wait inside calls, or are stopped, stand still.
 WAITING_LOOKS = 200
+#: Looks (a second) at ranks that wait, after which what they have noted is compared.
+DESYNC_LOOKS = 20
 #: Looks (2 s) by which the end of ranks that stand still, told in a sentence, may come later.
 LATE_LOOKS = 40
 #: More of a core than this, and a rank computes.  With 50 busy processes a core it still has more.

@@ -22,10 +22,11 @@ from pathlib import Path
 import psutil
 
 from shardproof.backends import BACKENDS
-from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.launch import autopsy, heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.frames import place_in_script
-from shardproof.launch.watchdog import TICK_SECONDS, WAITING_LOOKS, Watchdog
+from shardproof.launch.watchdog import DESYNC_LOOKS, TICK_SECONDS, WAITING_LOOKS, Watchdog
+from shardproof.watch import calls
 from shardproof.watch.record import End, write_ends
 
 #: Seconds that the others have when one has failed: most see it by themselves.
@@ -139,7 +140,26 @@ class _Supervisor:
             if self._all_wait(alive, waiting) or self._all_sleep(alive, asleep):
                 self._blame(alive, "standstill")
                 return
+            if self._differ(alive):
+                self._blame(alive, "desync")
+                return
             time.sleep(TICK_SECONDS)
+
+    def _differ(self, alive: Sequence[_Rank]) -> bool:
+        """Whether one waits in a call that others made differently, and nobody goes on."""
+        if self.watchdog.silence < DESYNC_LOOKS or not self.watchdog.idle:
+            return False
+        beats = heartbeat.read(self.folder / "heartbeat")
+        found = autopsy.mismatch({beat.rank: beat.noted for beat in beats})
+        if found is None:
+            return False
+        ranks = [one.end.rank for one in alive if one.end.rank in found.calls]
+        return any(beats[rank].waiting or self._is_in_backward(rank) for rank in ranks)
+
+    def _is_in_backward(self, rank: int) -> bool:
+        """Whether the rank made its last call inside of a backward, where DDP waits unseen."""
+        path = self.folder / f"rank{rank}.calls"
+        return path.exists() and calls.state(path).in_backward
 
     def _all_wait(self, alive: Sequence[_Rank], looks: int) -> bool:
         """Whether all wait for others, whatever processes that they have started do.

@@ -107,7 +107,8 @@ class End(Stored):
     rank: int
     exit_code: int | None = None
     signal: int | None = None
-    #: Why the launcher ended it: ``standstill``, ``grace`` (another had failed) or ``""``.
+    #: Why the launcher ended it: ``standstill``, ``desync`` (a rank waits in a call that another
+    #: made differently), ``grace`` (another had failed) or ``""``.
     reason: str = ""
     #: Where its stack stood then, and whether that was inside of a call.
     place: str = ""

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from shardproof.backends import mpi
-from shardproof.watch import calls
+from shardproof.watch import calls, record
 from tests.support import watched_script
 from tests.support.commands import here
 
@@ -89,6 +89,32 @@ def test_dumps_of_ranks_that_agree_decide_nothing(tmp_path: Path) -> None:
         dump(tmp_path, rank, entry(0, 1))
     done = here("watch", "--judge", str(tmp_path))
     assert done.returncode == 3 and "all made the same calls" in done.stdout
+
+
+DIFFERENT = """\
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+halves = [dist.new_group([0]), dist.new_group([1])]
+dist.all_reduce(torch.ones(2 + rank), group=halves[rank])
+works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+for work in reversed(works):
+    work.wait()
+if rank:
+    dist.all_reduce(torch.ones(5))
+dist.broadcast(torch.ones(3), 0)
+dist.barrier()
+"""
+
+
+@pytest.mark.launches
+def test_calls_that_differ_end_a_script_before_its_ranks_stand_still(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DIFFERENT)
+    run = tmp_path / "run"
+    done = here("watch", str(tmp_path / "train.py"), "--nproc", "2", "--results", str(run))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "desync: call 4 of group 0-1 does not match" in done.stdout, done.stdout
+    assert {end.reason for end in record.read_ends(run)} == {"desync"}
 
 
 class Harmful:

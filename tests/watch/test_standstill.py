@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from shardproof.backends import BACKENDS
 from shardproof.launch import heartbeat, stacks
-from shardproof.launch.watchdog import Watchdog
+from shardproof.launch.watchdog import WAITING_LOOKS, Watchdog
 from shardproof.watch import launch
 from shardproof.watch.launch import _Rank, _Supervisor
 from shardproof.watch.record import End
@@ -42,14 +43,17 @@ class Ranks:
         watchdog = Watchdog(folder / "heartbeat", len(programs), BACKENDS["nccl"])
         self.supervisor = _Supervisor(self.ranks, watchdog, folder, time.monotonic(), 60.0)
 
-    def quiet(self) -> None:
+    def quiet(self, looks: int = LOOKS + 1) -> None:
         """So many looks at which nothing happens."""
-        for _ in range(LOOKS + 1):
+        for _ in range(looks):
             self.supervisor.watchdog.look([one.watched for one in self.ranks])
             time.sleep(0.005)
 
     def all_wait(self) -> bool:
         return self.supervisor._all_wait(self.ranks, LOOKS)
+
+    def differ(self) -> bool:
+        return self.supervisor._differ(self.ranks)
 
     def all_sleep(self) -> bool:
         return self.supervisor._all_sleep(self.ranks, LOOKS)
@@ -74,6 +78,47 @@ def test_ranks_that_all_wait_stand_still_whatever_their_children_do(started: Any
         beat.wait(True)
     ranks.quiet()
     assert ranks.all_wait()
+
+
+def make_calls(beat: heartbeat.Writer, *texts: str, group: int = 1) -> None:
+    for number, text in enumerate(texts, 1):
+        beat.note(f"{text} on ranks 0-1", group, number, zlib.crc32(text.encode()))
+
+
+def test_a_call_that_others_made_differently_is_told_at_once(started: Any) -> None:
+    ranks = started(SLEEPS, SLEEPS)
+    make_calls(ranks.beats[0], "all_reduce(sum, float32[3])", "barrier()")
+    make_calls(ranks.beats[1], "all_reduce(sum, float32[3])", "broadcast(root 0, float32[3])")
+    ranks.quiet()
+    assert LOOKS <= WAITING_LOOKS / 10
+    assert not ranks.differ()  # nobody waits yet
+    ranks.beats[0].wait(True)
+    ranks.quiet(1)
+    assert not ranks.differ()  # it has just come
+    ranks.quiet()
+    assert ranks.differ() and not ranks.supervisor._all_wait(ranks.ranks, WAITING_LOOKS)
+
+
+def test_a_rank_that_is_behind_or_calls_another_group_does_not_differ(started: Any) -> None:
+    ranks = started(SLEEPS, SLEEPS)
+    make_calls(ranks.beats[0], "barrier()", "all_reduce(sum, float32[3])")
+    make_calls(ranks.beats[0], "broadcast(root 0, float32[3])", group=2)
+    make_calls(ranks.beats[1], "broadcast(root 0, float32[3])", group=2)  # the other way round
+    make_calls(ranks.beats[1], "barrier()")
+    ranks.beats[0].note("recv(from 1, float32[3]) on ranks 0-1")
+    ranks.beats[1].note("send(to 0, float32[3]) on ranks 0-1")
+    ranks.beats[0].wait(True)
+    ranks.quiet()
+    assert not ranks.differ()
+
+
+def test_nothing_is_ended_for_calls_that_differ_while_a_rank_computes(started: Any) -> None:
+    ranks = started(SLEEPS, ["sh", "-c", "while :; do :; done"])
+    make_calls(ranks.beats[0], "barrier()")
+    make_calls(ranks.beats[1], "all_reduce(sum, float32[3])")
+    ranks.beats[0].wait(True)
+    ranks.quiet()
+    assert not ranks.differ()
 
 
 def test_ranks_that_sleep_while_a_child_computes_do_not_stand_still(started: Any) -> None:

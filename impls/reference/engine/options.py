@@ -99,7 +99,9 @@ def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -
     names = [f.name for f in dataclasses.fields(kind)]
     for name in options:
         if name not in names:
-            raise Refused(unknown(str(name), within, names))
+            # A class that hands options on knows where this one belongs.
+            elsewhere = getattr(kind, "elsewhere", lambda name: "")(name)
+            raise Refused(elsewhere or unknown(str(name), within, names))
     return kind(**{n: _value(within + n, hints[n], value) for n, value in options.items()})
 
 
