@@ -6,12 +6,13 @@ Options choose them (docs/options.md); what is left to the backend is not offere
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from shardproof.comm import Call, Comm, Op
+from shardproof.comm import Call, Comm
 from shardproof.contract import Capabilities, Collectives, Options
 from shardproof.impls.reference.collectives.algorithms import ALGORITHMS, all_reduce
 from shardproof.impls.reference.collectives.executor import Running
@@ -19,16 +20,11 @@ from shardproof.impls.reference.collectives.options import Collectives as Chosen
 from shardproof.impls.reference.collectives.options import Hierarchical, chosen
 from shardproof.impls.reference.collectives.schedule import Schedule
 
-#: Executors take contiguous tensors and do what ``COMBINE`` names; nothing moves before ``wait``.
-_TAKEN: Mapping[str, tuple[str, ...]] = {
-    "form": ("tensor",),
-    "layout": ("contiguous", "offset", "one", "zero_dim", "empty", "long"),
-    "reduce": ("sum", "product", "min", "max"),
-    "dtype": ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8"),
-    "completion": ("sync", "async"),
-    # Messages alone pass between the ranks: nobody compares what they call.
-    "differs": (),
-}
+#: Messages alone pass between the ranks: nobody compares roots and reduce operations, and sizes and
+#: dtypes of messages are compared by these backends only.
+_COMPARING = ("in_memory", "mpi")
+#: Reduce operations that integers alone have.
+_BITS = ("band", "bor", "bxor")
 
 
 class Algorithms(Collectives):
@@ -47,13 +43,14 @@ class Algorithms(Collectives):
         cls, options: Options, backend: str, world: int
     ) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         option = chosen(options)
-        taken = dict(_TAKEN)
-        if isinstance(option.all_reduce, Hierarchical):
-            taken["group"] = ("world",)
-        offered = {"broadcast": dict(_TAKEN)}
+        told = ("dtype", "shape") if backend in _COMPARING else ()
+        taken: dict[str, tuple[str, ...]] = {"form": ("tensor",), "differs": told}
+        offered = {"broadcast": taken}
         for name in ("all_reduce", "reduce_scatter", "all_gather"):
             if getattr(option, name) != "backend":
-                offered[name] = taken if name == "all_reduce" else dict(_TAKEN)
+                offered[name] = taken
+        if isinstance(option.all_reduce, Hierarchical):
+            offered["all_reduce"] = {**taken, "group": ("world",)}
         return offered
 
     def __init__(self) -> None:
@@ -78,24 +75,25 @@ class Algorithms(Collectives):
 
     def _started(self, call: Call, comm: Comm) -> Running:
         output = call.outputs[0]
+        # Schedules are over elements that lie side by side: others are copied, and put back.
+        data = output.detach().contiguous()
+        then = partial(_put, data, output)
         if call.operation == "broadcast":
             rounds = ALGORITHMS["broadcast"]["binomial"]
             with_root = cast("Callable[..., Any]", rounds)
-            made = with_root(comm.rank, comm.size, output.numel(), call.root)
-            return self.running_type(made, output, comm)
+            made = with_root(comm.rank, comm.size, data.numel(), call.root)
+            return self.running_type(made, data, comm, then=then)
         if call.operation == "all_reduce":
-            schedule = all_reduce(self.option.all_reduce)
-            return self._over(schedule, output, comm, call)
+            return self._over(all_reduce(self.option.all_reduce), data, comm, call, then)
         if call.operation == "all_gather":
-            own = _part(output, comm, call.inputs[0])
-            _put(call.inputs[0], own)
+            _put(call.inputs[0], _part(data, comm, call.inputs[0]))
             schedule = ALGORITHMS["all_gather"][self.option.all_gather]
-            return self._over(schedule, output, comm, call)
+            return self._over(schedule, data, comm, call, then)
         # The schedule leaves the other chunks of what it works on undefined: a copy is given.
-        full = call.inputs[0].detach().clone()
-        own = _part(full, comm, output)
+        full = call.inputs[0].detach().clone(memory_format=torch.contiguous_format)
+        then = partial(_put, _part(full, comm, output), output)
         schedule = ALGORITHMS["reduce_scatter"][self.option.reduce_scatter]
-        return self._over(schedule, full, comm, call, then=lambda: _put(own, output))
+        return self._over(schedule, full, comm, call, then)
 
     def _over(
         self,
@@ -103,11 +101,11 @@ class Algorithms(Collectives):
         data: Tensor,
         comm: Comm,
         call: Call,
-        then: Callable[[], object] | None = None,
+        then: Callable[[], object],
     ) -> Running:
         assert schedule is not None
         rounds = schedule(comm.rank, comm.size, data.numel())
-        return self.running_type(rounds, data, comm, cast("Op", call.reduce), then)
+        return self.running_type(rounds, data, comm, call.reduce, then)
 
 
 def _check(call: Call, size: int) -> None:
@@ -117,10 +115,11 @@ def _check(call: Call, size: int) -> None:
     if len(dtypes) > 1:
         raise ValueError(f"{call.operation}: {' and '.join(sorted(dtypes))} in one call")
     if call.operation in ("all_reduce", "reduce_scatter"):
-        if call.reduce not in _TAKEN["reduce"]:
-            raise ValueError(f"{call.operation}: no algorithm combines by {call.reduce!r}")
-        if call.outputs[0].is_complex() and call.reduce in ("min", "max"):
-            raise ValueError(f"{call.operation}: complex numbers have no {call.reduce}")
+        dtype = call.outputs[0].dtype
+        numbers = dtype.is_floating_point or dtype.is_complex
+        unordered = dtype.is_complex and call.reduce in ("min", "max")
+        if unordered or (numbers and call.reduce in _BITS):
+            raise ValueError(f"{call.operation}: {dtype} has no {call.reduce}")
     if call.inputs:
         whole, part = call.outputs[0].numel(), call.inputs[0].numel()
         if call.operation == "reduce_scatter":
@@ -138,7 +137,7 @@ def _part(full: Tensor, comm: Comm, shard: Tensor) -> Tensor:
 @torch.no_grad()
 def _put(source: Tensor, target: Tensor) -> None:
     if source.data_ptr() != target.data_ptr():
-        target.detach().view(-1).copy_(source.detach().view(-1))
+        target.detach().copy_(source.detach().reshape(target.shape))
 
 
 IMPLEMENTATION = Algorithms

@@ -19,7 +19,7 @@ from shardproof.comm import Call
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence.records import ComparisonRow
 from shardproof.verdicts import JUDGE_ERROR
-from shardproof.workloads import calls
+from shardproof.workloads import calls, wrong_calls
 
 
 def case(operation: str, backend: str, world: int, **knobs: Any) -> Case:
@@ -63,6 +63,30 @@ def test_sound_backends_pass_at_every_world() -> None:
     results, _ = run_cases(asked, 2, lambda result: None)
     assert {r.id: r.verdict for r in results if r.verdict != "pass"} == {}
     assert {r.reason for r in results} == {"judged: collectives"}
+
+
+@pytest.mark.parametrize("backend", ["in_memory", "gloo"])
+def test_algorithms_are_tried_on_every_dtype_layout_and_reduce_operation(backend: str) -> None:
+    system = registry.load("reference/algorithms")
+    options = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
+    offered = system.offers(options, backend, 3)
+    assert list(offered) == ["broadcast", "all_reduce", "reduce_scatter", "all_gather"]
+    for operation, taken in offered.items():
+        factors = calls.factors_of(operation, 3, "all", taken)
+        whole = calls.OPERATIONS[operation]
+        assert {name: factors[name] for name in whole if name != "form"} == {
+            name: list(values) for name, values in whole.items() if name != "form"
+        }
+        ways = {
+            cell["differs"]
+            for world in range(2, 6)
+            for cell in wrong_calls.differing(operation, world, "one", taken)
+        }
+        assert ways == (set() if backend == "gloo" else {"dtype", "shape"})
+    own = {"implementation": "reference/algorithms", "options": options}
+    asked = [replace(case(name, backend, 3, strength=1, layouts="all"), **own) for name in offered]
+    results, _ = run_cases(asked, 2, lambda result: None)
+    assert {r.id: r.reason for r in results if r.verdict != "pass"} == {}
 
 
 def decide(*rows: ComparisonRow) -> Any:

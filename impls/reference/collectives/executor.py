@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.comm import Comm, Op, Recv
+from shardproof.comm import Comm, Recv
 from shardproof.comm import Send as Sending
 from shardproof.impls.reference.collectives.schedule import (
     Reduce,
@@ -38,12 +38,15 @@ from shardproof.impls.reference.collectives.schedule import (
 )
 
 #: What combines two parts; ``avg`` divides once, in the end.
-COMBINE: dict[Op, Callable[..., Tensor]] = {
+COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
 
 
@@ -58,7 +61,7 @@ class Running:
         rounds: Iterable[Round],
         data: Tensor,
         comm: Comm,
-        op: Op = "sum",
+        op: str = "sum",
         then: Callable[[], object] | None = None,
     ) -> None:
         if not data.is_contiguous():
@@ -130,6 +133,10 @@ class Running:
         self.finish()
         self.post()
         return True
+
+    def is_completed(self) -> bool:
+        """Whether the result is there: never before somebody has waited for it."""
+        return self.done
 
     @torch.no_grad()
     def wait(self) -> None:
