@@ -116,6 +116,8 @@ def find(standings: Sequence[Standing]) -> Autopsy | None:
     if (joining := [one.rank for one in standings if one.how == "joins"]) and len(ranks) > 1:
         return _rendezvous(ranks, joining)
     waits = {one.rank: call for one in standings if (call := _awaited(one, ranks)) is not None}
+    if astray := {rank: call for rank, call in waits.items() if _is_astray(call)}:
+        return _nobody(astray, ranks)
     lacks = {rank: _missing(rank, call, ranks) for rank, call in waits.items()}
     lacks = {rank: missing for rank, missing in lacks.items() if missing}
     if not lacks:
@@ -187,9 +189,24 @@ def _missing(rank: int, call: Noted, ranks: Mapping[int, Standing]) -> list[int]
     match = _PEER.match(call.text)
     if match is None:
         return []
-    if match[1].isdigit() and int(match[1]) < len(members):
+    if match[1].isdigit():
         return [members[int(match[1])]]
     return [one for one in members if one != rank and one in ranks]
+
+
+def _is_astray(call: Noted) -> bool:
+    """Whether it is a message to or from a rank that its group does not have."""
+    match = _PEER.match(call.text)
+    return match is not None and match[1].isdigit() and int(match[1]) >= len(_members(call))
+
+
+def _nobody(astray: Mapping[int, Noted], ranks: Mapping[int, Standing]) -> Autopsy:
+    """Ranks that wait for a rank that is none."""
+    each = [
+        f"rank {rank} waits in {_named(call)}{_at(ranks[rank])}, a group of {len(_members(call))}"
+        for rank, call in astray.items()
+    ]
+    return Autopsy("desync", f"desync: {'; '.join(each)}: it has no such rank", min(astray))
 
 
 def _strayed(ranks: Mapping[int, Standing], among: Iterable[int]) -> int | None:

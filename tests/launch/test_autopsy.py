@@ -54,6 +54,16 @@ def test_who_does_not_wait_keeps_the_others(how: autopsy.How, cause: str, says: 
     assert says in one.sentence and "its last call: all_reduce(sum, float64[4])" in one.sentence
 
 
+def test_a_message_to_a_rank_that_is_none() -> None:
+    sent = message("send(to 2, float64[4])", ranks="ranks 0,2")
+    one = found(waiting(0, sent), Standing(1, "ended"), waiting(2, collective(1)))
+    assert (one.cause, one.rank) == ("desync", 0)
+    assert one.sentence == (
+        "desync: rank 0 waits in send(to 2, float64[4]), group 0,2 in step (mine.py:0), "
+        "a group of 2: it has no such rank"
+    )
+
+
 def test_calls_that_differ_are_told_before_all_else_and_the_fewer_are_blamed() -> None:
     calls = [collective(1), collective(2)], [collective(1), collective(2, size=5)]
     one = found(waiting(0, *calls[1]), waiting(1, *calls[0]), waiting(2, *calls[0]))
