@@ -36,7 +36,7 @@ from shardproof.scenarios.load import ScenarioFile, find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
 from shardproof.table import Table
-from shardproof.workloads.calls import is_calls
+from shardproof.workloads import calls, untrained
 
 FOLDER = Path(__file__).resolve().parent / "conformance"
 PAGE, SEEN = FOLDER / "quick.md", FOLDER / "quick.json"
@@ -60,14 +60,15 @@ def sizes(file: ScenarioFile) -> Iterator[dict[str, Any]]:
 
 
 def _steps(file: ScenarioFile, size: dict[str, Any]) -> list[dict[str, Any]]:
-    fixed = "steps" in file.scenario.model_fields_set or is_calls(file.scenario.workload)
+    fixed = "steps" in file.scenario.model_fields_set or untrained.of(file.scenario.workload)
     return [size] if fixed else [{**size, "steps": 2}, size]
 
 
 def _models(file: ScenarioFile) -> Iterator[dict[str, Any]]:
     own = file.scenario.workload
-    if is_calls(own):
+    if own.name == calls.NAME:
         yield from ({"params": {"strength": strength}} for strength in (1, 2))
+    if untrained.of(own):
         return
     fewer = {"global_batch": 12} if own.global_batch > 12 else {}
     if own.name != "charnames_gpt":

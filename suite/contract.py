@@ -565,13 +565,39 @@ class Implementation(ABC):
         """
 
 
-class Collectives(Implementation):
+class Untrained(Implementation):
+    """What trains no model: judged by cases of a workload of its own (``suite/workloads/``)."""
+
+    #: What it is, in words, and the workload whose cases judge it.
+    about: ClassVar[str]
+    workload: ClassVar[str]
+
+    @classmethod
+    def not_trained(cls) -> str:
+        """Why it is in no case that trains."""
+        return f"{cls.about} and trains no model: judge it by a scenario of workload {cls.workload}"
+
+    def setup(self, *given: Any, **named: Any) -> None:
+        """Nothing is trained."""
+        raise Refused(self.not_trained())
+
+    def step(self, *given: Any, **named: Any) -> StepResult:
+        """Nothing is trained."""
+        raise Refused(self.not_trained())
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """Nothing is held."""
+        raise Refused(self.not_trained())
+
+
+class Collectives(Untrained):
     """A backend's operations, or algorithms over them: judged call by call, never trained.
 
     The check ``collectives`` makes the calls, in cases whose workload is ``calls``.
     """
 
     strategy = "collectives"
+    about, workload = "offers collectives", "calls"
 
     @classmethod
     def offers(
@@ -598,25 +624,60 @@ class Collectives(Implementation):
         """What calls on the members ``ranks`` of ``group`` are made on; asked once a group."""
         return group
 
-    def setup(
-        self,
-        build: Build,
-        state: Mapping[str, Tensor] | None,
-        optimizer: OptimizerSpec,
-        mesh: Mesh,
-        options: Options,
-    ) -> None:
-        """Nothing is trained."""
-        raise Refused(NOT_TRAINED)
 
-    def step(self, batch: Batch, observe: Observe) -> StepResult:
-        """Nothing is trained."""
-        raise Refused(NOT_TRAINED)
-
-    def local_state(self, kind: Kind) -> list[Piece]:
-        """Nothing is held."""
-        raise Refused(NOT_TRAINED)
+#: What becomes of samples that ranks cannot share evenly: as few as that takes are repeated
+#: (``pad``) or left out (``drop``), or some ranks have one more (``uneven``).
+Tail = Literal["pad", "drop", "uneven"]
 
 
-#: Why a system of collectives has no training.
-NOT_TRAINED = "offers collectives and trains no model: judge it by a scenario of workload calls"
+@dataclass(frozen=True)
+class SamplerSpec:
+    """A sampler as data: it shares ``samples`` indices (from 0) out over ``world`` ranks.
+
+    ``rank`` is the place among those that get different samples (a data coordinate).  ``shuffle``:
+    every epoch has an order of its own, a permutation of all samples that is the same on all ranks
+    and depends on ``seed``; without it the order is that of the data set.
+    """
+
+    samples: int
+    rank: int
+    world: int
+    shuffle: bool = True
+    tail: Tail = "pad"
+    seed: int = 0
+
+
+class Sampling(Untrained):
+    """A sampler, which says what each rank trains on in each epoch; judged by itself.
+
+    The check ``data`` asks it, in cases whose workload is ``epochs``.  What it cannot do stands
+    under ``Capabilities.declines``: ``shuffle``, a tail, ``resume`` (in the middle of an epoch),
+    ``other_world`` (there), ``read_ahead`` (there).
+    """
+
+    strategy = "sampling"
+    about, workload = "is a sampler", "epochs"
+
+    @abstractmethod
+    def start(self, spec: SamplerSpec, options: Options) -> None:
+        """Be the sampler that ``spec`` describes; the first call on an object."""
+
+    @abstractmethod
+    def epoch(self, number: int) -> Iterable[int]:
+        """This rank's samples of epoch ``number`` in order, whatever was asked for before.
+
+        After :meth:`load_state` in the middle of that epoch: those that are left for it.
+        """
+
+    def state(self, taken: int) -> Mapping[str, Any]:
+        """Progress for a checkpoint, as JSON, the same on all ranks.
+
+        ``taken``: samples that every rank has trained on since :meth:`epoch` was last called (a
+        rank with fewer has trained on all of its).  The iterator may be ahead of that, for loaders
+        read batches before they are used.
+        """
+        raise Refused(f"{type(self).__name__} has no state")
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where ranks, perhaps another number of them, told ``state``; after ``start``."""
+        raise Refused(f"{type(self).__name__} has no load_state")

@@ -31,11 +31,11 @@ GENERAL = (
 )
 #: Checks of something that the scenario names under ``expect``, or of faults that it plans.
 EXPECTED = ("refusals", "relations", "faults")
-#: The check of workload ``calls``, which trains nothing: no other check applies there.
-OF_CALLS = ("collectives",)
+#: The checks of workloads that train nothing (``calls``, ``epochs``): no other applies there.
+OF_UNTRAINED = ("collectives", "data")
 #: Every check and the module that holds it.
 CHECKS: dict[str, str] = {
-    name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED, *OF_CALLS)
+    name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED, *OF_UNTRAINED)
 }
 
 

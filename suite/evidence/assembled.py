@@ -291,6 +291,8 @@ class Evidence(Figures):
         self.derived_run: Evidence | str | None = None
         #: Why there is no second run.
         self.no_derived_run_because = ""
+        #: Records of the runs that went on where this one stopped (workload ``epochs``).
+        self.later_legs: list[list[RankRecord]] = []
 
     def initial(self, kind: str) -> Assembled:
         """State of ``kind`` right after ``setup``."""

@@ -100,6 +100,23 @@ class StepRecord(Stored):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn(Stored):
+    """Samples of ``epoch`` that a sampler gave a rank, in order (workload ``epochs``).
+
+    ``asked``: ``whole`` (a run that nothing interrupts), ``again`` (a second time), ``seed``
+    (of another seed), ``leg`` (what was trained on between two stops), ``ahead`` (what a loader had
+    read then, beside).  ``state``: what it told when the leg ended, as JSON.  ``moved``: the global
+    generators that drawing moved on.
+    """
+
+    asked: str
+    epoch: int
+    samples: list[int]
+    state: str = ""
+    moved: str = ""
+
+
 @dataclass
 class RankRecord(Stored):
     """What one rank did and held in one case.
@@ -108,7 +125,8 @@ class RankRecord(Stored):
     last step, of systems that are judged by a replay.  ``history``: its updates, of systems without
     a common step.  ``unmatched``: pieces that lie in no storage of the rank.  ``full_state``:
     parameters as the system gathers them; ``None``, like ``evaluation``: refused, or not asked.
-    ``calls``: the calls that it judged, of workload ``calls``; the account leaves them out.
+    ``calls``: the calls that it judged, of workload ``calls``; ``drawn``: what its sampler gave, of
+    workload ``epochs``; the account leaves both out.
     """
 
     rank: int
@@ -127,6 +145,7 @@ class RankRecord(Stored):
     evaluation: Evaluation | None = None
     full_state: Mapping[str, TensorDigest] | None = None
     calls: list[ComparisonRow] = field(default_factory=list)
+    drawn: list[Drawn] = field(default_factory=list)
 
     def calls_of(self, step: int) -> list[Call]:
         """The calls that the rank made in ``step``."""
@@ -138,6 +157,11 @@ class RankRecord(Stored):
         first, last = self.steps[step].events
         return [event for event in self.events if first <= event[0] < last]
 
+    @property
+    def told_state(self) -> str:
+        """What its sampler told when the leg ended, as JSON; empty: nothing was stopped."""
+        return next((drawn.state for drawn in self.drawn if drawn.state), "")
+
     def held(self) -> Iterator[Held]:
         """All that was seen of the rank's state, in program order."""
         moments = [self.initial, *(m for s in self.steps for m in s.observed.values()), self.final]
@@ -148,7 +172,7 @@ class RankRecord(Stored):
         steps = [
             replace(step, observed={point: {} for point in step.observed}) for step in self.steps
         ]
-        return replace(self, initial={}, final={}, steps=steps, calls=[])
+        return replace(self, initial={}, final={}, steps=steps, calls=[], drawn=[])
 
     def to_dict(self) -> dict[str, Any]:
         """The stored form, in which the declaration is called ``capabilities``."""

@@ -17,11 +17,11 @@ from typing import Any, get_args
 from shardproof import contract, registry
 from shardproof.backends import BACKENDS
 from shardproof.case import AXES, Case
-from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused
+from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
 from shardproof.errors import nearest
 from shardproof.files import Stored
+from shardproof.workloads import epochs, untrained
 from shardproof.workloads.base import DTYPES
-from shardproof.workloads.calls import is_calls
 from shardproof.workloads.traits import TRAITS
 
 #: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
@@ -89,7 +89,7 @@ class Declaration(Capabilities, Stored):
         """
         words: dict[str, tuple[Collection[object], Collection[str]]] = {
             "features": (sorted(self.features), contract.FEATURES),
-            "declines": ([key.partition("@")[0] for key in self.declines], (*TRAITS, CLIPPING)),
+            "declines": ([key.partition("@")[0] for key in self.declines], self._declinable()),
             "declines in": ([d for k in self.declines if (d := k.partition("@")[2])], DTYPES),
             "axes": (self.axes, AXES),
             "dtypes": (self.dtypes, DTYPES),
@@ -114,6 +114,9 @@ class Declaration(Capabilities, Stored):
             if feature in profile:
                 return f"declines {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
         return ""
+
+    def _declinable(self) -> Collection[str]:
+        return epochs.ASKED if self.strategy == Sampling.strategy else (*TRAITS, CLIPPING)
 
     def missing_here(self, backend: str, world: int) -> str:
         """The backend or the package that this machine lacks; empty: none."""
@@ -147,9 +150,13 @@ class Declaration(Capabilities, Stored):
         reason = self.excludes(case.backend, case.dtype, case.world, case.mesh, missing)
         if reason:
             return reason
-        called, calls_only = is_calls(case.workload), self.strategy == "collectives"
-        if called != calls_only:
-            return "trains models and offers no collectives" if called else contract.NOT_TRAINED
+        if reason := untrained.mismatch(case.workload, self.strategy):
+            return reason
+        if self.strategy == Sampling.strategy:
+            for word in epochs.asked(case.workload, case.data_coordinates):
+                if word in self.declines:
+                    return f"declines {word}: {self.declines[word]}"
+            return ""
         if case.mesh.get("pipe", 1) > 1 and not BACKENDS[case.backend].sends:
             return f"has stages, and {case.backend} sends nothing from one rank to one other"
         if _sums_by_sending(case.options) and not BACKENDS[case.backend].sends:

@@ -29,7 +29,7 @@ from shardproof.files import from_plain
 from shardproof.scenarios import schema
 from shardproof.scenarios.load import SHIPPED, ScenarioFile
 from shardproof.scenarios.vocabulary import Vocabulary
-from shardproof.workloads.calls import is_calls
+from shardproof.workloads import untrained
 
 #: Keys and numbers that lead to a part of a file.
 Keys = list[str | int]
@@ -308,25 +308,24 @@ class _Expansion:
 
     def _faults(self, cell: Cell) -> Iterator[tuple[Keys, str, str]]:
         workload = self._workload(cell.workload)
-        called = is_calls(workload)
-        if called != (cell.optimizer is None):
+        own, checks = untrained.of(workload), self.scenario.checks
+        if (own is not None) != (cell.optimizer is None):
             yield (
                 ["matrix", "optimizer"],
-                "workload calls trains nothing" if called else "no optimizer",
-                "leave the optimizer out" if called else "name one, e.g. sgd",
+                f"workload {workload.name} trains nothing" if own else "no optimizer",
+                "leave the optimizer out" if own else "name one, e.g. sgd",
             )
-        if called != ("collectives" in self.scenario.checks) or (
-            called and len(self.scenario.checks) > 1
-        ):
-            yield (
-                ["checks"],
-                "workload calls and the check `collectives` belong together",
-                "give both, and no other check, or neither",
-            )
-        if called and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
+        for name, other in untrained.BY_NAME.items():
+            if (other is own) != (other.check in checks) or (other is own and len(checks) > 1):
+                yield (
+                    ["checks"],
+                    f"workload {name} and the check `{other.check}` belong together",
+                    "give both, and no other check, or neither",
+                )
+        if own and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
             yield (
                 ["matrix", "lane"],
-                "calls are compared bit for bit, and have no clip and no precision",
+                f"{workload.name} are compared bit for bit, and have no clip and no precision",
                 "write lane: bitwise",
             )
         if (
@@ -467,7 +466,7 @@ class _Expansion:
             checks=tuple(scenario.checks),
             dtype=built,
             precision=policy,
-            steps=0 if is_calls(workload) else scenario.steps,
+            steps=0 if untrained.of(workload) else scenario.steps,
             tier=tier,  # type: ignore[arg-type]
             expect=self._expect(cell),
             deadline=scenario.deadline,
@@ -549,8 +548,8 @@ def substitute(
     both where it has a smaller size there.
     """
     substituted: dict[str, Case] = {}
-    trained = [case for case in cases if not is_calls(case.workload)]
-    cases = trained or cases  # who trains models offers no collectives, as a rule
+    trained = [case for case in cases if untrained.of(case.workload) is None]
+    cases = trained or cases  # who trains models does nothing else, as a rule
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
         if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
             continue

@@ -44,7 +44,7 @@ def installed() -> Vocabulary:
     return Vocabulary(
         implementations=tuple(registry.names()),
         backends=tuple(BACKENDS),
-        workloads=(*workloads.WORKLOADS, workloads.calls.NAME),
+        workloads=(*workloads.WORKLOADS, *workloads.untrained.BY_NAME),
         traits=tuple(workloads.TRAITS),
         checks=tuple(CHECKS),
         groups=workloads.suggested_groups,

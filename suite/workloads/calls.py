@@ -230,13 +230,7 @@ def is_wrong(cell: Cell) -> bool:
 
 def ends_in_a_mismatch(case: Case) -> bool:
     """Whether the ranks of ``case`` part on purpose: nothing else can be run in them."""
-    spec = case.workload
-    if not is_calls(spec) or case.world == 1:
+    if case.workload.name != NAME or case.world == 1:
         return False
-    params = resolve(spec)
+    params = resolve(case.workload)
     return params["differs"] != "none" and params["size"] != LARGE
-
-
-def is_calls(spec: Any) -> bool:
-    """Whether a workload is made of calls, and trains no model."""
-    return bool(spec.name == NAME)

@@ -1,0 +1,373 @@
+"""Every sample once an epoch, in another order each epoch, on any number of ranks, also resumed.
+
+Judged in cases of workload ``epochs``: ranks ask a sampler for several epochs and note what it
+gives (``suite/workloads/epochs.py``).  Their shares together must be all samples; what ranks cannot
+share evenly is repeated or left out, no more of it than that takes.  A shuffle is one permutation of
+all samples, the same on all ranks, another one in each epoch and for another seed, and the same when
+an epoch is asked for again; nothing global is drawn from.  A run that stops in the middle of an
+epoch and goes on, perhaps on other ranks and after a loader has read ahead, repeats no sample and
+leaves none out; in the same world it goes on exactly as if it had not stopped, and epochs that
+follow are those of a run that never did.
+
+*Cannot see* whether a permutation is a good one, what becomes of an index on its way to the model,
+and an equal order of data sets so small that two permutations may be equal by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from shardproof.backends.errors import name_ranks
+from shardproof.checks import Outcome
+from shardproof.evidence.assembled import Evidence, Figures
+from shardproof.evidence.records import ComparisonRow, RankRecord
+from shardproof.table import some
+from shardproof.workloads import epochs
+
+#: Two orders that are equal by chance more often than this are not compared.
+CHANCE = 1e-9
+#: Samples that are named one by one.
+NAMED = 6
+#: By data coordinate: the samples of an epoch, in order.
+Shares = list[list[int]]
+
+
+def measure(evidence: Evidence) -> list[ComparisonRow]:
+    """A row per question and epoch, with what is wrong."""
+    if not evidence.records or not evidence.records[0].drawn:
+        return []
+    legs = [evidence.records, *evidence.later_legs]
+    meshes = epochs.meshes(evidence.case)
+    judged = _Judged(epochs.resolve(evidence.case.workload), evidence.case.workload.seed)
+    for records, mesh in zip(legs, meshes, strict=True):
+        judged.add_leg(_Leg(records, epochs.coordinates(mesh)))
+    judged.resumes()
+    return judged.rows
+
+
+def decide(figures: Figures) -> Outcome:
+    """By the rows alone."""
+    rows = figures.compared.get("data", [])
+    if not rows:
+        return Outcome("data", "skip", "no sampler was asked: it judges workload epochs only")
+    wrong = [row for row in rows if row.problem]
+    numbers = {"comparisons": len(rows), "wrong": len(wrong)}
+    if not wrong:
+        return Outcome("data", "pass", f"{len(rows)} comparisons", figures=numbers)
+    first = wrong[0]
+    more = f" (and {len(wrong) - 1} more of {len(rows)} comparisons)" if len(wrong) > 1 else ""
+    return Outcome("data", "fail", first.problem + more, figures=numbers)
+
+
+class _Leg:
+    """What the ranks of one leg noted, by data coordinate."""
+
+    def __init__(self, records: Sequence[RankRecord], coordinates: Mapping[int, int]) -> None:
+        self.records, self.coordinates = records, coordinates
+        self.world = max(coordinates.values()) + 1
+        self.first_ranks = [
+            next(rank for rank, own in coordinates.items() if own == coordinate)
+            for coordinate in range(self.world)
+        ]
+
+    def shares(self, asked: str, epoch: int) -> Shares | None:
+        """What the coordinates were given; ``None``: this was not asked for."""
+        given = [
+            next((d.samples for d in self.records[rank].drawn if _is(d, asked, epoch)), None)
+            for rank in self.first_ranks
+        ]
+        return None if given[0] is None else [samples or [] for samples in given]
+
+    def ranks(self, coordinates: Collection[int]) -> str:
+        """``ranks 0 and 2``."""
+        return name_ranks(sorted(self.first_ranks[c] for c in coordinates))
+
+
+def _is(drawn: Any, asked: str, epoch: int) -> bool:
+    return bool(drawn.asked == asked and drawn.epoch == epoch)
+
+
+class _Judged:
+    def __init__(self, params: Mapping[str, Any], seed: int) -> None:
+        self.samples, self.tail = params["samples"], params["tail"]
+        self.shuffle, self.params, self.seed = params["shuffle"], params, seed
+        self.rows: list[ComparisonRow] = []
+        self.legs: list[_Leg] = []
+
+    def _row(self, epoch: int, phase: str, name: str, problem: str) -> None:
+        error = float(bool(problem))
+        row = ComparisonRow(epoch, phase, name, "all ranks", error, 0.0, problem=problem)
+        self.rows.append(row)
+
+    # ----------------------------------------------------------------- runs that nothing interrupts
+
+    def add_leg(self, leg: _Leg) -> None:
+        """Judge the whole runs of a leg, one epoch after the other."""
+        self.legs.append(leg)
+        self._row(0, "whole", "coordinates", _parted(leg))
+        before: dict[int, Shares] = {}
+        for epoch in range(self.params["epochs"]):
+            shares = leg.shares("whole", epoch)
+            if shares is None:
+                continue
+            self._row(epoch, "whole", "coverage", self._coverage(leg, epoch, shares))
+            self._row(epoch, "whole", "order", self._order(epoch, shares, before))
+            before[epoch] = shares
+        again, other_seed = leg.shares("again", 0), leg.shares("seed", 0)
+        if again is not None:
+            wrong = again != before[0]
+            problem = (
+                "epoch 0 is another one when it is asked for again: what a sampler gives must "
+                "depend on seed and epoch alone"
+            )
+            self._row(0, "again", "order", problem if wrong else "")
+        if other_seed is not None and self._tells_orders_apart():
+            problem = f"another seed gives the order of seed {self.seed}: the seed does not matter"
+            self._row(0, "seed", "order", problem if other_seed == before[0] else "")
+        self._row(0, "whole", "generators", _moved(leg))
+
+    def _coverage(self, leg: _Leg, epoch: int, shares: Shares) -> str:
+        """What is wrong with who takes what in an epoch that begins and ends in ``leg``."""
+        where = f"in epoch {epoch}"
+        sizes = epochs.shares(self.samples, leg.world, self.tail)
+        if problem := self._foreign(leg, shares, where):
+            return problem
+        lengths = sorted(map(len, shares), reverse=True)
+        if lengths != sizes:
+            return self._lengths(leg, shares, sizes, where)
+        same = [c for c in range(leg.world) if shares.count(shares[c]) > 1 and shares[c]]
+        if same and self.samples >= leg.world:
+            twins = [c for c in same if shares[c] == shares[same[0]]]
+            return f"{leg.ranks(twins)} take the same samples {where}"
+        counts = Counter(sample for share in shares for sample in share)
+        wrong = self._miscounted(counts, sum(sizes))
+        if not wrong:
+            return ""
+        twice, lost = wrong
+        holders = {c for c, share in enumerate(shares) if {*share} & {*twice}}
+        by = f"by {leg.ranks(holders)}" if len(holders) > 1 else f"both times by {leg.ranks(holders)}"
+        parts = [f"{_named(twice)} seen twice {where}: {by}"] if twice else []
+        parts += [f"{_named(lost)} seen by none {where}"] if lost else []
+        text = "; ".join(parts)
+        own_repeats = any(len({*share}) < len(share) for share in shares)
+        if self.shuffle and not own_repeats and len(lost) > max(2, self.samples // 20):
+            return f"ranks draw different permutations: {text}"
+        if lost == [self.samples - 1]:
+            text += ", the last of the data set"
+        return text
+
+    def _miscounted(self, counts: Counter[int], total: int) -> tuple[list[int], list[int]] | None:
+        """Samples that are seen too often and too seldom, where ``total`` are to be given."""
+        lost = [sample for sample in range(self.samples) if not counts[sample]]
+        repeats = max(0, total - self.samples)
+        # Where some are lost, no repeat is one of the padding.
+        most = 1 if self.tail == "pad" and lost else 1 + math.ceil(repeats / self.samples)
+        twice = sorted(sample for sample, count in counts.items() if count > most)
+        return (twice, lost) if twice or len(lost) > max(0, self.samples - total) else None
+
+    def _foreign(self, leg: _Leg, shares: Shares, where: str) -> str:
+        for coordinate, share in enumerate(shares):
+            odd = [sample for sample in share if not 0 <= sample < self.samples]
+            if odd:
+                owner, last = leg.ranks([coordinate]), self.samples - 1
+                return f"{owner} takes sample {odd[0]} {where}: there are samples 0 to {last}"
+        return ""
+
+    def _lengths(self, leg: _Leg, shares: Shares, sizes: Sequence[int], where: str) -> str:
+        lengths = [len(share) for share in shares]
+        given, asked = sum(lengths), sum(sizes)
+        if len({*lengths}) > 1 + (self.tail == "uneven"):
+            return f"shares are unequal {where}: {_sizes(lengths)}, asked are {_sizes(sizes)}"
+        if given > asked and self.tail == "pad":
+            return (
+                f"{given - self.samples} samples are repeated {where}, padding takes "
+                f"{asked - self.samples}: {_sizes(lengths)}, asked are {_sizes(sizes)}"
+            )
+        if given < asked and self.tail == "drop":
+            return (
+                f"{self.samples - given} of {self.samples} samples are left out {where}, dropping "
+                f"takes {self.samples - asked}: {_sizes(lengths)}, asked are {_sizes(sizes)}"
+            )
+        how = {"pad": "padded", "drop": "dropped", "uneven": "shared out"}[self.tail]
+        return (
+            f"the tail of {self.samples} samples is not {how} {where}: {_sizes(lengths)}, asked are "
+            f"{_sizes(sizes)}"
+        )
+
+    # ------------------------------------------------------------------------------------- orders
+
+    def _order(self, epoch: int, shares: Shares, before: Mapping[int, Shares]) -> str:
+        if not self.shuffle:
+            first = next(iter(before.values()), shares)
+            if shares != first:
+                return f"epoch {epoch} has another order than epoch 0, though nothing is shuffled"
+            return self._natural(shares)
+        if not self._tells_orders_apart():
+            return ""
+        for earlier, others in before.items():
+            if shares == others:
+                return f"epoch {epoch} has the order of epoch {earlier}"
+        if _is_order_of_the_data_set(shares, self.samples):
+            return f"epoch {epoch} has the order of the data set: nothing is shuffled"
+        if self._tells_shares_apart(shares):
+            for earlier, others in before.items():
+                if [{*share} for share in shares] == [{*share} for share in others]:
+                    return (
+                        f"every rank takes the same samples in epochs {earlier} and {epoch}: only "
+                        "their order within its share is another"
+                    )
+        return ""
+
+    def _natural(self, shares: Shares) -> str:
+        """Whether ranks take samples in the order of the data set; repeats may begin it anew."""
+        repeats = sum(map(len, shares)) > self.samples
+        for share in shares:
+            falls = [pair for pair in pairwise(share) if pair[0] >= pair[1]]
+            if len(falls) > repeats and len(share) <= self.samples:
+                first, then = falls[0]
+                return f"sample {then} comes after {first}, though nothing is shuffled"
+        return ""
+
+    def _tells_orders_apart(self) -> bool:
+        return math.lgamma(self.samples + 1) > -math.log(CHANCE)
+
+    def _tells_shares_apart(self, shares: Shares) -> bool:
+        ways = math.lgamma(self.samples + 1) - sum(math.lgamma(len(s) + 1) for s in shares)
+        return ways > -math.log(CHANCE)
+
+    # ------------------------------------------------------------------------------------ resumes
+
+    def resumes(self) -> None:
+        """Judge the epoch in which the run stopped, and those after it."""
+        if len(self.legs) == 1:
+            return
+        epoch, last = self.params["resume_epoch"], self.legs[-1]
+        for number, leg in enumerate(self.legs[:-1]):
+            told = [record.told_state for record in leg.records]
+            odd = next((rank for rank, state in enumerate(told) if state != told[0]), None)
+            problem = (
+                f"ranks 0 and {odd} tell different states: {told[0]} and {told[odd]}" if odd else ""
+            )
+            self._row(epoch, f"stop {number + 1}", "state", problem)
+        taken = [leg.shares("leg", epoch) or [] for leg in self.legs]
+        self._row(epoch, "resumed", "coverage", self._resumed(epoch, taken))
+        whole = self.legs[0].shares("whole", epoch)
+        if all(leg.world == last.world for leg in self.legs) and whole is not None:
+            goes_on = [sum((part[c] for part in taken), []) for c in range(last.world)]
+            problem = f"epoch {epoch} goes on otherwise after a resume than without one"
+            self._row(epoch, "resumed", "order", problem if goes_on != whole else "")
+        for later in range(epoch + 1, self.params["epochs"]):
+            given, whole = last.shares("leg", later), last.shares("whole", later)
+            same = given == whole
+            problem = ""
+            if not same and given is not None:
+                problem = self._coverage(last, later, given)
+                problem = problem and f"after a resume {problem}"
+                problem = problem or f"epoch {later} is another one after a resume in epoch {epoch}"
+            self._row(later, "resumed", "order", problem)
+
+    def _resumed(self, epoch: int, taken: Sequence[Shares]) -> str:
+        """What is wrong with who takes what in the epoch that several legs share."""
+        left, quota = self.samples, self.params["resume_at"] * self.params["batch"]
+        total, earlier = 0, Counter[int]()
+        for number, (leg, shares) in enumerate(zip(self.legs, taken, strict=True)):
+            where = f"in epoch {epoch}" + (", resumed" if number else "")
+            if problem := self._foreign(leg, shares, where):
+                return problem
+            sizes = epochs.shares(left, leg.world, self.tail)
+            is_last = number == len(self.legs) - 1
+            wanted = sizes if is_last else [min(quota, size) for size in sizes]
+            lengths = sorted(map(len, shares), reverse=True)
+            now = Counter(sample for share in shares for sample in share)
+            if number and (problem := self._repeated(epoch, earlier, now, shares, leg)):
+                return problem
+            if lengths != wanted:
+                lost = [s for s in range(self.samples) if not earlier[s] and not now[s]]
+                gap = self._gap(epoch, lost) if is_last and self.tail != "drop" and lost else ""
+                return gap or (
+                    f"shares are wrong {where}: {_sizes([len(s) for s in shares])}, asked are "
+                    f"{_sizes(wanted)} of the {left} samples that are left"
+                )
+            earlier += now
+            total += sum(wanted)
+            left = 0 if quota >= max(sizes) else left - sum(wanted)
+        wrong = self._miscounted(earlier, total)
+        if wrong and wrong[1]:
+            return self._gap(epoch, wrong[1])
+        return f"{_named(wrong[0])} seen twice in epoch {epoch}, resumed" if wrong else ""
+
+    def _repeated(
+        self, epoch: int, earlier: Counter[int], now: Counter[int], shares: Shares, leg: _Leg
+    ) -> str:
+        """What is seen before a stop and again after it; padding may repeat a few."""
+        again = sorted(sample for sample in now if earlier[sample])
+        may = leg.world - 1 if self.tail == "pad" else 0
+        if len(again) <= may:
+            return ""
+        if again == sorted(earlier) and shares == leg.shares("whole", epoch):
+            return (
+                f"epoch {epoch} begins anew after a resume: all {len(again)} samples that were "
+                "taken come again"
+            )
+        return f"{_named(again)} seen twice in epoch {epoch}: before a resume and after it"
+
+    def _gap(self, epoch: int, lost: Sequence[int]) -> str:
+        text = f"{_named(lost)} lost in a resume in epoch {epoch}: seen neither before nor after it"
+        ahead = [leg.shares("ahead", epoch) or [] for leg in self.legs]
+        read = {sample for shares in ahead for share in shares for sample in share}
+        if read and {*lost} <= read:
+            text += " (a loader had read them ahead, and nobody trained on them)"
+        return text
+
+
+def _parted(leg: _Leg) -> str:
+    """Ranks of one data coordinate that were given different samples."""
+    for rank, coordinate in leg.coordinates.items():
+        first = leg.first_ranks[coordinate]
+        mine, others = leg.records[rank].drawn, leg.records[first].drawn
+        for own, other in zip(mine, others, strict=True):
+            if own.samples != other.samples:
+                return (
+                    f"ranks {first} and {rank} are of one data coordinate, and take different "
+                    f"samples in epoch {own.epoch}"
+                )
+    return ""
+
+
+def _moved(leg: _Leg) -> str:
+    for record in leg.records:
+        for drawn in record.drawn:
+            if drawn.moved:
+                return (
+                    f"the sampler of rank {record.rank} draws from the global generator of "
+                    f"{drawn.moved}, which differs between ranks and belongs to the model"
+                )
+    return ""
+
+
+def _is_order_of_the_data_set(shares: Shares, samples: int) -> bool:
+    """Whether whole rounds are dealt out one by one, or in blocks."""
+    world = len(shares)
+    each = samples // world
+    dealt = [share[:each] for share in shares]
+    one_by_one = [list(range(each * world))[c::world] for c in range(world)]
+    blocks = [list(range(c * each, (c + 1) * each)) for c in range(world)]
+    return math.lgamma(each * world + 1) > -math.log(CHANCE) and dealt in (one_by_one, blocks)
+
+
+def _named(samples: Sequence[int]) -> str:
+    """``samples 3, 7 are``."""
+    if len(samples) == 1:
+        return f"sample {samples[0]} is"
+    return f"samples {some([str(s) for s in samples], NAMED)} are"
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """``3 shares of 8``, ``shares of 8, 8 and 7``."""
+    if len({*sizes}) == 1:
+        return f"{len(sizes)} share{'s' * (len(sizes) > 1)} of {sizes[0]}"
+    return f"shares of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
