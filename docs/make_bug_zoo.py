@@ -37,6 +37,7 @@ CLASSES = {
     "checkpoint": "Checkpoints and weight layouts",
     "collective": "Hangs and mismatched collectives",
     "backend": "Operations of a backend",
+    "data": "Samplers and the order of data",
 }
 KINDS = ("silent", "loud", "hang", "memory", "performance")
 EVIDENCE = {

@@ -651,8 +651,8 @@ class Sampling(Untrained):
     """A sampler, which says what each rank trains on in each epoch; judged by itself.
 
     The check ``data`` asks it, in cases whose workload is ``epochs``.  What it cannot do stands
-    under ``Capabilities.declines``: ``shuffle``, a tail, ``resume`` (in the middle of an epoch),
-    ``other_world`` (there), ``read_ahead`` (there).
+    under ``Capabilities.declines``: ``shuffle``, ``in_order``, ``seed``, a tail, ``resume`` (in the
+    middle of an epoch), ``other_world`` (there), ``read_ahead`` (there).
     """
 
     strategy = "sampling"

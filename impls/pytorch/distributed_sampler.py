@@ -7,8 +7,8 @@
 ``sampler`` is ``package.module:name`` of a class, or a function, that is called as torch's is:
 ``(dataset, num_replicas=, rank=, shuffle=, seed=, drop_last=)``.  ``dataset`` is a range of the
 samples.  torch's own has no state: its epoch begins anew.  One with ``state_dict`` and
-``load_state_dict`` is asked at a stop, when as many samples were trained on as were taken from it;
-``resume`` says whether it can then go on in ``any_world``, in the ``same_world`` only, or ``never``.
+``load_state_dict`` is asked at a stop, when all that was taken from it was trained on; ``resume``
+says whether it can then go on in ``any_world``, in the ``same_world`` only, or ``never``.
 
 Cost: nothing is sent.  Numbers: exact.
 """

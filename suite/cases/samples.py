@@ -59,6 +59,7 @@ class _Asker:
         self.is_last = program.leg == len(legs) - 1
         self.mesh = legs[program.leg]
         self.system = registry.load(self.case.implementation)
+        self.declaration = Declaration.of(self.system, self.case.options)
         self.drawn: list[Drawn] = []
         #: Threads share their generators: nobody could say who moved them.
         self.has_own_generators = not BACKENDS[self.case.backend].threads
@@ -68,8 +69,7 @@ class _Asker:
         self._whole_runs()
         if self.params["resume_at"]:
             self._leg()
-        declaration = Declaration.of(self.system, self.case.options)
-        return RankRecord(self.rank, cores(), declaration, drawn=self.drawn)
+        return RankRecord(self.rank, cores(), self.declaration, drawn=self.drawn)
 
     def _started(self, more_seed: int = 0) -> Sampling:
         by_rank = epochs.coordinates(self.mesh)
@@ -92,7 +92,7 @@ class _Asker:
             self._note("whole", epoch, sampler)
         if first_leg:
             self._note("again", 0, sampler)
-            if self.params["shuffle"]:
+            if self.params["shuffle"] and "seed" not in self.declaration.declines:
                 self._note("seed", 0, self._started(OTHER_SEED))
 
     def _leg(self) -> None:
@@ -121,7 +121,7 @@ class _Asker:
         number = 1 + self.rank + 1000 * len(self.drawn)
         torch.manual_seed(number)
         random.seed(number)
-        numpy.random.seed(number)  # noqa: NPY002 - the global one is what samplers may take
+        numpy.random.seed(number)
         before = {name: state() for name, state in GENERATORS.items()}
         samples = list(self._epoch(sampler, epoch))
         moved = [name for name, state in GENERATORS.items() if state() != before[name]]

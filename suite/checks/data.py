@@ -2,11 +2,11 @@
 
 Judged in cases of workload ``epochs``: ranks ask a sampler for several epochs and note what it
 gives (``suite/workloads/epochs.py``).  Their shares together must be all samples; what ranks cannot
-share evenly is repeated or left out, no more of it than that takes.  A shuffle is one permutation of
-all samples, the same on all ranks, another one in each epoch and for another seed, and the same when
-an epoch is asked for again; nothing global is drawn from.  A run that stops in the middle of an
+share evenly is repeated or left out, no more of it than that takes.  A shuffle is one permutation
+of all samples, the same on all ranks, another one in each epoch and for another seed, and the same
+when an epoch is asked for again; no global generator moves.  A run that stops in the middle of an
 epoch and goes on, perhaps on other ranks and after a loader has read ahead, repeats no sample and
-leaves none out; in the same world it goes on exactly as if it had not stopped, and epochs that
+leaves none out; in the same world it goes on exactly as if it had not stopped, and the epochs that
 follow are those of a run that never did.
 
 *Cannot see* whether a permutation is a good one, what becomes of an index on its way to the model,
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -138,7 +138,7 @@ class _Judged:
             return problem
         lengths = sorted(map(len, shares), reverse=True)
         if lengths != sizes:
-            return self._lengths(leg, shares, sizes, where)
+            return self._lengths(shares, sizes, where)
         same = [c for c in range(leg.world) if shares.count(shares[c]) > 1 and shares[c]]
         if same and self.samples >= leg.world:
             twins = [c for c in same if shares[c] == shares[same[0]]]
@@ -149,7 +149,11 @@ class _Judged:
             return ""
         twice, lost = wrong
         holders = {c for c, share in enumerate(shares) if {*share} & {*twice}}
-        by = f"by {leg.ranks(holders)}" if len(holders) > 1 else f"both times by {leg.ranks(holders)}"
+        by = (
+            f"by {leg.ranks(holders)}"
+            if len(holders) > 1
+            else f"both times by {leg.ranks(holders)}"
+        )
         parts = [f"{_named(twice)} seen twice {where}: {by}"] if twice else []
         parts += [f"{_named(lost)} seen by none {where}"] if lost else []
         text = "; ".join(parts)
@@ -177,26 +181,20 @@ class _Judged:
                 return f"{owner} takes sample {odd[0]} {where}: there are samples 0 to {last}"
         return ""
 
-    def _lengths(self, leg: _Leg, shares: Shares, sizes: Sequence[int], where: str) -> str:
+    def _lengths(self, shares: Shares, sizes: Sequence[int], where: str) -> str:
         lengths = [len(share) for share in shares]
-        given, asked = sum(lengths), sum(sizes)
-        if len({*lengths}) > 1 + (self.tail == "uneven"):
-            return f"shares are unequal {where}: {_sizes(lengths)}, asked are {_sizes(sizes)}"
-        if given > asked and self.tail == "pad":
-            return (
-                f"{given - self.samples} samples are repeated {where}, padding takes "
-                f"{asked - self.samples}: {_sizes(lengths)}, asked are {_sizes(sizes)}"
-            )
-        if given < asked and self.tail == "drop":
-            return (
-                f"{self.samples - given} of {self.samples} samples are left out {where}, dropping "
-                f"takes {self.samples - asked}: {_sizes(lengths)}, asked are {_sizes(sizes)}"
-            )
-        how = {"pad": "padded", "drop": "dropped", "uneven": "shared out"}[self.tail]
-        return (
-            f"the tail of {self.samples} samples is not {how} {where}: {_sizes(lengths)}, asked are "
-            f"{_sizes(sizes)}"
-        )
+        given, asked, count = sum(lengths), sum(sizes), self.samples
+        text = f"{_sizes(lengths)}, asked are {_sizes(sizes)}"
+        if len({*lengths}) > len({*sizes}):
+            return f"shares are unequal {where}: {text}"
+        if self.tail == "drop" and given > asked:
+            return f"the tail is not dropped {where}: {text}"
+        if self.tail == "drop":
+            return f"{count - given} samples are left out {where}, it takes {count - asked}: {text}"
+        if given > asked:
+            return f"{given - count} samples are repeated {where}, it takes {asked - count}: {text}"
+        lost = count - len({sample for share in shares for sample in share})
+        return f"{lost} of {count} samples are seen by none {where}: {text}"
 
     # ------------------------------------------------------------------------------------- orders
 
@@ -257,7 +255,7 @@ class _Judged:
         self._row(epoch, "resumed", "coverage", self._resumed(epoch, taken))
         whole = self.legs[0].shares("whole", epoch)
         if all(leg.world == last.world for leg in self.legs) and whole is not None:
-            goes_on = [sum((part[c] for part in taken), []) for c in range(last.world)]
+            goes_on = [[s for part in taken for s in part[c]] for c in range(last.world)]
             problem = f"epoch {epoch} goes on otherwise after a resume than without one"
             self._row(epoch, "resumed", "order", problem if goes_on != whole else "")
         for later in range(epoch + 1, self.params["epochs"]):
@@ -287,11 +285,13 @@ class _Judged:
                 return problem
             if lengths != wanted:
                 lost = [s for s in range(self.samples) if not earlier[s] and not now[s]]
-                gap = self._gap(epoch, lost) if is_last and self.tail != "drop" and lost else ""
-                return gap or (
-                    f"shares are wrong {where}: {_sizes([len(s) for s in shares])}, asked are "
-                    f"{_sizes(wanted)} of the {left} samples that are left"
-                )
+                if is_last and self.tail != "drop" and lost:
+                    return self._gap(epoch, lost)
+                given = _sizes([len(share) for share in shares])
+                if not left:
+                    return f"epoch {epoch} was over, and goes on after a resume: {given}"
+                wanted_of = f"{_sizes(wanted)} of the {left} samples that are left"
+                return f"shares are wrong {where}: {given}, asked are {wanted_of}"
             earlier += now
             total += sum(wanted)
             left = 0 if quota >= max(sizes) else left - sum(wanted)

@@ -308,21 +308,22 @@ class _Expansion:
 
     def _faults(self, cell: Cell) -> Iterator[tuple[Keys, str, str]]:
         workload = self._workload(cell.workload)
-        own, checks = untrained.of(workload), self.scenario.checks
-        if (own is not None) != (cell.optimizer is None):
+        called, checks = untrained.of(workload), self.scenario.checks
+        if (called is not None) != (cell.optimizer is None):
             yield (
                 ["matrix", "optimizer"],
-                f"workload {workload.name} trains nothing" if own else "no optimizer",
-                "leave the optimizer out" if own else "name one, e.g. sgd",
+                f"workload {workload.name} trains nothing" if called else "no optimizer",
+                "leave the optimizer out" if called else "name one, e.g. sgd",
             )
-        for name, other in untrained.BY_NAME.items():
-            if (other is own) != (other.check in checks) or (other is own and len(checks) > 1):
+        for name, each in untrained.BY_NAME.items():
+            asked = each is called
+            if asked != (each.check in checks) or (asked and len(checks) > 1):
                 yield (
                     ["checks"],
-                    f"workload {name} and the check `{other.check}` belong together",
+                    f"workload {name} and the check `{each.check}` belong together",
                     "give both, and no other check, or neither",
                 )
-        if own and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
+        if called and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
             yield (
                 ["matrix", "lane"],
                 f"{workload.name} are compared bit for bit, and have no clip and no precision",

@@ -22,7 +22,6 @@ Calls that must raise come after them, then the first call once more, which must
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.workloads import covering, wrong_calls

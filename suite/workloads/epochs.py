@@ -20,7 +20,7 @@ from shardproof.workloads.knobs import Knob, Params, WorkloadError, lookup
 NAME = "epochs"
 #: Knob -> what it may be.
 KNOBS = {
-    "samples": Knob(23),
+    "samples": Knob(47),
     "batch": Knob(2),
     "epochs": Knob(3),
     "shuffle": Knob(True, choices=(True, False)),
@@ -31,9 +31,11 @@ KNOBS = {
     "into": Knob(0, 0),
     "read_ahead": Knob(0, 0),
 }
+#: As of an axis of a mesh.
+MOST_RANKS = 1024
 _OF_RESUMES = ("into", "read_ahead", "resume_epoch", "resumes")
-#: What a sampler may decline.
-ASKED = ("shuffle", *get_args(Tail), "resume", "other_world", "read_ahead")
+#: What a sampler may decline: of all but the seed it has no case then.
+ASKED = ("shuffle", "in_order", "seed", *get_args(Tail), "resume", "other_world", "read_ahead")
 
 
 def resolve(spec: WorkloadSpec) -> Params:
@@ -48,6 +50,8 @@ def resolve(spec: WorkloadSpec) -> Params:
     if not params["resume_at"] and (idle := {*spec.params} & {*_OF_RESUMES}):
         what = f"{NAME}: {min(idle)} = {params[min(idle)]!r}"
         raise WorkloadError(f"{what}: nothing is resumed without resume_at, e.g. resume_at: 2")
+    if params["into"] > MOST_RANKS:
+        raise WorkloadError(f"{NAME}: into = {params['into']}: valid: up to {MOST_RANKS}")
     if params["resume_at"] and params["resume_epoch"] >= params["epochs"]:
         what = f"{NAME}: resume_epoch = {params['resume_epoch']}"
         raise WorkloadError(f"{what}: no such epoch; valid: 0 to {params['epochs'] - 1}")
@@ -61,6 +65,7 @@ def asked(spec: WorkloadSpec, world: int) -> list[str]:
     params = resolve(spec)
     needed = {
         "shuffle": params["shuffle"],
+        "in_order": not params["shuffle"],
         params["tail"]: True,
         "resume": params["resume_at"] > 0,
         "other_world": params["into"] not in (0, world),

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof.case import WorkloadSpec
-from shardproof.contract import Collectives, Sampling, Untrained
+from shardproof.contract import Collectives, Sampling
 from shardproof.workloads import calls, epochs
 from shardproof.workloads.knobs import Params
 
 
 @dataclass(frozen=True)
 class OfItsOwn:
-    """A workload that trains no model: the systems that it is for, its only check, its knobs.
+    """A workload that trains no model.
 
-    ``lacks``: why another system has no such case.
+    ``system``: the kind of :class:`~shardproof.contract.Untrained` that it is for; ``check``: the
+    only one; ``lacks``: why another system has no such case; ``resolve``: all its knobs.
     """
 
-    system: type[Untrained]
+    system: type[Any]
     check: str
     lacks: str
     resolve: Callable[[WorkloadSpec], Params]
@@ -43,5 +44,5 @@ def mismatch(spec: WorkloadSpec, strategy: str) -> str:
     if asked is own:
         return ""
     if asked is None:
-        return own.system.not_trained() if own else ""
+        return str(own.system.not_trained()) if own else ""
     return asked.lacks if own else f"trains models and {asked.lacks}"
