@@ -97,7 +97,7 @@ def fits(fault: Mutant, case: Case) -> bool:
     checks = set(fault.killed_by) - set(VERDICT_KILLERS)
     return (
         fault.parent == case.implementation
-        and fault.workload.params.get("operation") == case.workload.params.get("operation")
+        and _asks(fault.workload) <= _asks(case.workload)
         and all(options.get(name) == value for name, value in fault.options.items())
         and set(fault.traits) <= set(case.workload.traits)
         and _axes(fault.mesh) == _axes(case.mesh)
@@ -107,6 +107,12 @@ def fits(fault: Mutant, case: Case) -> bool:
         and fault.expect.get("relation") == case.expect.get("relation")
         and checks <= set(case.checks)
     )
+
+
+def _asks(workload: Any) -> set[tuple[str, Any]]:
+    """What a workload that trains nothing is chosen by: of calls the operation alone."""
+    every = untrained.of(workload) is not None and workload.name != calls.NAME
+    return {(k, v) for k, v in workload.params.items() if every or k == "operation"}
 
 
 def _axes(mesh: Any) -> set[str]:

@@ -15,16 +15,18 @@ Cost: nothing is sent.  Numbers: exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardproof.contract import Capabilities, SamplerSpec, Sampling
+from shardproof.contract import Capabilities, Refused, SamplerSpec, Sampling
 from shardproof.contract import Options as Given
-from shardproof.impls.reference.engine.options import own_function, parse_options
+from shardproof.impls.reference.engine.options import own_function_of, parse_options
 
-#: What is asked of a sampler that can be resumed.
-STATE = ("state_dict", "load_state_dict")
+#: What a sampler is made with beside the data set.
+MADE_WITH = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
+#: What is asked of every sampler, and of one that can be resumed.
+ASKED, STATE = ("set_epoch", "__iter__"), ("state_dict", "load_state_dict")
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ class Options:
     resume: Literal["any_world", "same_world", "never"] = "any_world"
 
     def maker(self) -> Callable[..., Any]:
-        """The class of the sampler."""
-        return own_function("sampler", self.sampler)
+        """What makes the sampler; refused where it takes other arguments."""
+        gives = f"a sampler with {' and '.join(ASKED)}"
+        return own_function_of("sampler", self.sampler, "dataset", named=MADE_WITH, gives=gives)
 
 
 class TorchSampler(Sampling):
@@ -62,8 +65,8 @@ class TorchSampler(Sampling):
         return Capabilities(axes=axes, backends=("in_memory", "gloo", "mpi"), declines=declines)
 
     def start(self, spec: SamplerSpec, options: Given) -> None:
-        chosen = parse_options(Options, options)
-        self.sampler = chosen.maker()(
+        self.chosen = parse_options(Options, options)
+        self.sampler = self.chosen.maker()(
             range(spec.samples),
             num_replicas=spec.world,
             rank=spec.rank,
@@ -71,17 +74,26 @@ class TorchSampler(Sampling):
             seed=spec.seed,
             drop_last=spec.tail == "drop",
         )
+        self._must_have(ASKED)
 
     def epoch(self, number: int) -> Iterator[int]:
         self.sampler.set_epoch(number)
         return iter(self.sampler)
 
     def state(self, taken: int) -> Mapping[str, Any]:
+        self._must_have(STATE)
         state: Mapping[str, Any] = self.sampler.state_dict()
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.sampler.load_state_dict(state)
+
+    def _must_have(self, names: Iterable[str]) -> None:
+        for name in names:
+            if not hasattr(self.sampler, name):
+                what = f"{type(self.sampler).__name__} has no {name}"
+                remedy = "; write resume: never" if name in STATE else ""
+                raise Refused(f"option 'sampler' = {self.chosen.sampler!r}: {what}{remedy}")
 
 
 IMPLEMENTATION = TorchSampler

@@ -70,6 +70,7 @@ def prove(
     state: adapters.Thing | None = None,
     schedule: adapters.Thing | None = None,
     tensor_plan: adapters.Thing | None = None,
+    sampler: adapters.Thing | None = None,
     workload: str | WorkloadSpec | OwnWorkload | None = None,
     traits: Sequence[str] = (),
     optimizer: str | OptimizerSpec | Callable[..., Any] = "sgd",
@@ -97,7 +98,8 @@ def prove(
     ``package.module:name`` (``docs/what-you-have.md``): ``hook``, a communication hook of DDP (with
     what makes its ``state``); ``optimizer``, a function that makes one of parameters and
     ``settings``; ``schedule``, a class of ``torch.distributed.pipelining``; ``tensor_plan``, what
-    ``parallelize_module`` takes.
+    ``parallelize_module`` takes; ``sampler``, a class that is made and used like torch's
+    ``DistributedSampler``.
 
     ``workload`` is the model with its data, one of the suite's or an ``OwnWorkload``
     (``shardproof list traits`` names the conditions that make it harder); unless given
@@ -118,6 +120,9 @@ def prove(
     of the same id: one for each workload.  Whatever is not given here has the defaults of a
     scenario file, for the call becomes one (``scenarios/``).
 
+    A sampler, or a system of a workload that trains nothing (``calls``, ``epochs``), is compared in
+    lane ``bitwise`` by the check of that workload, without an optimizer.
+
     Columns: :data:`COLUMNS`; ``verdict`` is one of the suite's, ``rerun`` a command that judges
     the case alone.  Cases run in processes of their own, so that nothing that an implementation
     does can harm the caller.
@@ -130,6 +135,7 @@ def prove(
 
     from shardproof import registry
     from shardproof.cases.runner import Session
+    from shardproof.workloads import epochs, untrained
 
     only_in_programs()
     are({"options": options, "precision": precision}, Mapping, "a mapping")
@@ -139,6 +145,14 @@ def prove(
     built = None if dtype is None else dtype_name(dtype)
     lowered = {key: dtype_name(of) for key, of in (precision or {}).items()}
     things = {"hook": hook, "state": state, "schedule": schedule, "tensor_plan": tensor_plan}
+    things["sampler"] = sampler
+    if sampler is not None and workload is None:
+        workload = epochs.NAME
+    called = None if workload is None else untrained.of(_spec(workload, ()))
+    if called is not None:
+        axis = axis or "replicate"
+        lanes = ("bitwise",) if lanes == ("fp64",) else lanes
+        checks = (called.check,) if checks == GENERAL else checks
     data: str | OptimizerSpec
     path = isinstance(optimizer, str) and ":" in optimizer
     if isinstance(optimizer, OptimizerSpec | str) and not path:
@@ -180,10 +194,11 @@ def prove(
                         "implementation": choice,
                         "backend": backend,
                         "mesh": mesh,
-                        "optimizer": _optimizer(data, lane),
                         "clip": _clips(clip, data),
                         "lane": lane,
                         **policy,
+                        **_trained_by(data, lane, called is None),
+                        **_variants(workload),
                     },
                     "checks": current_checks,
                     "steps": steps,
@@ -292,6 +307,20 @@ def _workload(
     return asdict(spec) | {"traits": list(spec.traits)}
 
 
+def _trained_by(optimizer: str | OptimizerSpec, lane: Lane, trains: bool) -> dict[str, Any]:
+    return {"optimizer": _optimizer(optimizer, lane)} if trains else {}
+
+
+def _variants(workload: Any) -> dict[str, Any]:
+    """What a sampler is asked, where its workload is given by its name alone."""
+    from shardproof.workloads import epochs
+
+    if workload != epochs.NAME:
+        return {}
+    usual = epochs.USUAL.items()
+    return {"workload": [{"label": label, "params": knobs} for label, knobs in usual]}
+
+
 def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> WorkloadSpec:
     """The workload as data, with ``traits`` beside its own."""
     if not isinstance(workload, WorkloadSpec):
@@ -308,6 +337,13 @@ def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
     if not isinstance(optimizer, str):
         return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
     return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else BY_NAME)}
+
+
+def _of_called(case: Case) -> dict[str, Any]:
+    """The argument that chooses a case of a workload that trains nothing."""
+    from shardproof.workloads import untrained
+
+    return {} if untrained.of(case.workload) is None else {"workload": case.workload}
 
 
 def _frame(
@@ -335,7 +371,7 @@ def _frame(
             },
             "seconds": by_id[case.id].seconds,
             "rerun": (
-                rerun(prove, case, call)
+                rerun(prove, case, {**call, **_of_called(case)})
                 if OF_THIS_RUN in by_id[case.id].rerun
                 else by_id[case.id].rerun
             ),

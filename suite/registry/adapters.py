@@ -1,4 +1,4 @@
-"""What people have and is no class of the contract: a hook, an optimizer, a schedule, a plan.
+"""What people have and is no class of the contract: a hook, an optimizer, a sampler, a plan.
 
 Each goes into an adapter around PyTorch as an option, by the path under which ranks import it.
 """
@@ -25,6 +25,7 @@ ADAPTERS = {
     "optimizer": "pytorch/ddp_optimizer",
     "schedule": "pytorch/own_schedule",
     "tensor_plan": "pytorch/tensor_plan",
+    "sampler": "pytorch/distributed_sampler",
 }
 #: Argument -> the one that it belongs to, and whose adapter takes it.
 BELONGS = {"state": "hook"}

@@ -65,6 +65,7 @@ CAPABILITIES: dict[str, str] = {
     "elastic": "ranks join and leave",
     "refusals": "what cannot be done is refused by a sentence that says so",
     "collectives": "every call of a backend gives the right elements, and touches no others",
+    "data": "every sample once an epoch, in another order, also resumed on other ranks",
     "faults": "a rank that dies, hangs or errs is named",
 }
 
@@ -72,7 +73,7 @@ CAPABILITIES: dict[str, str] = {
 BY_CHECK: dict[str, tuple[str, ...]] = {
     "numbers": ("equivalence", "replicas", "norm", "relations"),
     **{name: (name,) for name in ("traffic", "memory", "active", "overlap", "schedule")},
-    **{name: (name,) for name in ("refusals", "collectives", "faults")},
+    **{name: (name,) for name in ("refusals", "collectives", "data", "faults")},
 }
 
 #: Capabilities that a case trains with if its workload has one of these traits.

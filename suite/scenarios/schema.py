@@ -252,7 +252,7 @@ class Matrix(Model):
     backend: Words = Field(description="communication backend")
     mesh: Meshes = Field(description="axes and sizes; a list of sizes gives one mesh each")
     optimizer: Optimizers = Field(
-        [], description="sgd, adamw or a mapping; none where the workload is `calls`"
+        [], description="sgd, adamw or a mapping; none where the workload trains nothing"
     )
     clip: Clips = Field([None], description="largest global gradient norm; null: no clipping")
     lane: Lanes = Field(["fp64"], description="way of comparing numbers")

@@ -34,6 +34,16 @@ KNOBS = {
 #: As of an axis of a mesh.
 MOST_RANKS = 1024
 _OF_RESUMES = ("into", "read_ahead", "resume_epoch", "resumes")
+#: What a sampler is asked unless one asks for something else: label -> knobs.
+USUAL: Mapping[str, Params] = {
+    "pad": {},
+    "drop": {"tail": "drop"},
+    "few": {"samples": 3},
+    "in-order": {"shuffle": False},
+    "resumed": {"resume_at": 2},
+    "more-ranks": {"resume_at": 1, "into": 4},
+    "fewer-ranks": {"resume_at": 3, "into": 1},
+}
 #: What a sampler may decline: of all but the seed it has no case then.
 ASKED = ("shuffle", "in_order", "seed", *get_args(Tail), "resume", "other_world", "read_ahead")
 

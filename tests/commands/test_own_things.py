@@ -15,6 +15,7 @@ from shardproof import prove
 from shardproof.case import WorkloadSpec
 from shardproof.contract import GroupSpec, OptimizerSpec
 from shardproof.errors import SelectionError
+from shardproof.workloads import epochs
 
 pytestmark = pytest.mark.launches
 
@@ -138,6 +139,51 @@ def test_state_by_other_names_is_refused_and_none_is_needed() -> None:
     assert "gives a WithoutGroups without zero_grad, param_groups" in row["reason"]
 
 
+# ---------------------------------------------------------------------------------------- a sampler
+
+
+def test_a_sound_sampler_passes_also_resumed() -> None:
+    frame = prove(sampler=own.Goes, **BOTH)
+    assert verdicts(frame) == [(world, "pass") for world in (2, 3) for _ in epochs.USUAL]
+    assert set(frame["workload"]) == {"epochs"} and set(frame["lane"]) == {"bitwise"}
+    (row,) = prove(
+        sampler=own.Goes,
+        worlds=2,
+        backends="gloo",
+        workload=WorkloadSpec("epochs", params={"resume_at": 1, "resumes": 2, "into": 3}),
+    ).to_dict("records")
+    assert row["verdict"] == "pass", row["reason"]
+    assert "workload=WorkloadSpec(" in row["rerun"] and "'resumes': 2" in row["rerun"]
+
+
+def test_a_wrong_sampler_fails() -> None:
+    frame = prove(sampler=own.CountsItsOwn, worlds=3)
+    wrong = frame[frame["verdict"] == "fail"]
+    assert [name.split("]")[0] for name in wrong["case"]] == [
+        "prove[more-ranks",
+        "prove[fewer-ranks",
+    ]
+    assert "lost in a resume in epoch 1" in wrong["reason"].iloc[0]
+    assert "seen twice in epoch 1: before a resume and after it" in wrong["reason"].iloc[1]
+    shuffled = prove(sampler=own.ForgetsTheEpoch, worlds=2).set_index("case")["reason"]
+    told = {name.split("]")[0].removeprefix("prove["): reason for name, reason in shuffled.items()}
+    assert "epoch 1 has the order of epoch 0" in told["pad"]
+    assert "declines resume: no state_dict and load_state_dict" in told["resumed"]
+
+
+def test_a_sampler_of_one_world_is_not_asked_for_others() -> None:
+    frame = prove(sampler=own.CountsItsOwn, options={"resume": "same_world"}, worlds=3)
+    assert list(frame["verdict"]) == ["pass"] * 5 + ["skip"] * 2
+    assert "declines other_world" in frame["reason"].iloc[-1]
+
+
+def test_what_makes_no_sampler_is_refused() -> None:
+    frame = prove(sampler=own.a_list, worlds=1, options={"resume": "never"})
+    refused = frame[frame["verdict"] != "skip"]
+    assert set(refused["verdict"]) == {"refused"}
+    assert all("list has no set_epoch" in reason for reason in refused["reason"])
+
+
 # -------------------------------------------------------------------- a plan of tensor parallelism
 
 CHAIN: dict[str, Any] = {"workload": own_models.CHAIN}
@@ -234,6 +280,10 @@ def test_what_is_declined_must_mean_something(system: Any, says: str) -> None:
         ),
         ({"hook": own.averages, "state": own.averages}, r"is called with \(group\) and returns"),
         ({"optimizer": own.cuts_heads}, r"own_things.py:\d+\) is called with \(groups, settings\)"),
+        (
+            {"sampler": own.without_seed},
+            r"own_things.py:\d+\) is called with \(dataset, num_replicas=, rank=, shuffle=, seed=",
+        ),
         ({"tensor_plan": own.averages}, r"is called with \(model\) and returns a plan"),
         ({"hook": "own_things"}, "is no path of the form package.module:name"),
         ({"implementation": "plain", "state": own.Before}, "state= belongs to hook="),

@@ -19,6 +19,7 @@ from shardproof.impls.pytorch import ddp as pytorch_ddp
 from shardproof.impls.pytorch import (
     ddp_hook,
     ddp_optimizer,
+    distributed_sampler,
     fsdp1,
     fsdp2,
     hybrid,
@@ -61,10 +62,12 @@ TAKEN: dict[str, Any] = {
     "pytorch/ddp_optimizer": ddp_optimizer.Options,
     "pytorch/own_schedule": own_schedule.Options,
     "pytorch/tensor_plan": tensor_plan.Options,
+    "pytorch/distributed_sampler": distributed_sampler.Options,
     "deepspeed/pipeline": deepspeed_pipeline.Options,
     "ecosystem/fairscale_sharded_ddp": fairscale_sharded_ddp.Options,
 }
-WITHOUT = {"plain", "pytorch/collectives"}
+WITHOUT = {"plain", "pytorch/collectives", "reference/sampler"}
+WITHOUT |= {"pytorch/elastic_distributed_sampler"}
 WITHOUT |= {name for name in registry.names() if name.startswith("ecosystem/")} - {*TAKEN}
 
 

@@ -25,7 +25,7 @@ from shardproof.cases.kills import (
     pair,
     run_mutants,
 )
-from shardproof.checks import GENERAL, OF_CALLS, Outcome, Worst
+from shardproof.checks import GENERAL, OF_UNTRAINED, Outcome, Worst
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.commands.mutants import execute_mutants
 from shardproof.commands.verify import verify
@@ -113,7 +113,7 @@ def test_at_depth_family_any_failing_check_kills_and_a_share_may_survive(
 
 def test_every_check_that_faces_faults_kills_one() -> None:
     killers = {name for chosen in representatives() for name in chosen.mutant.killed_by}
-    assert killers == {*GENERAL, *OF_CALLS, *VERDICT_KILLERS, "relations", "faults"}
+    assert killers == {*GENERAL, *OF_UNTRAINED, *VERDICT_KILLERS, "relations", "faults"}
 
 
 def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None:
@@ -215,10 +215,10 @@ def test_memory_is_weighed_only_where_a_kill_may_need_it() -> None:
     light = {name: pair(registry.load_mutant(name), weigh_all=False) for name in killers}
     weighed = {name for name, both in light.items() if "memory" in both.case.checks}
     assert weighed < set(killers)
-    of_calls = {n for n, both in light.items() if both.case.checks == ("collectives",)}
-    assert of_calls and not of_calls & weighed  # nothing is trained that has a memory
+    untrained = {n for n, both in light.items() if set(both.case.checks) <= {*OF_UNTRAINED}}
+    assert untrained and not untrained & weighed  # nothing is trained that has a memory
     for name, both in light.items():
-        if name in of_calls:
+        if name in untrained:
             continue
         whole = pair(registry.load_mutant(name))
         assert both.case.checks == both.parent.checks

@@ -542,7 +542,7 @@ OTHERS = (
     *("backends", "algorithms", "large", "memory-ratios", "bubble", "wide"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
-    *("backends", "algorithms"),
+    "samplers",
 )
 
 

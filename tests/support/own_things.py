@@ -1,6 +1,7 @@
 """What a user brings who has no class of the contract: sound ones, and the same with one fault."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,65 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.futures import Future
+from torch.utils.data.distributed import DistributedSampler
 
 from shardproof.impls.reference.zero1 import ReferenceZero1
+
+# ----------------------------------------------------------------------------------------- samplers
+
+
+class Goes(DistributedSampler[int]):
+    """Sound: torch's, which goes on with the rest of its order in any world."""
+
+    begin = given = 0
+    resumed = -1
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = self.begin if self.epoch == self.resumed else 0
+        self.given = 0
+        every = DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
+        every.set_epoch(self.epoch)
+        order = list(every)
+        rest = order[self.at :]
+        over = len(rest) % self.num_replicas
+        if over and self.drop_last:
+            rest = rest[:-over]
+        elif over:
+            rest += (order * self.num_replicas)[: self.num_replicas - over]
+        return self.counted(rest[self.rank :: self.num_replicas])
+
+    def counted(self, mine: list[int]) -> Iterator[int]:
+        for sample in mine:
+            self.given += 1
+            yield sample
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "begin": self.at + self.given * self.num_replicas}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resumed, self.begin = state["epoch"], state["begin"]
+
+
+class CountsItsOwn(Goes):
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "begin": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resumed, self.begin = state["epoch"], state["begin"] * self.num_replicas
+
+
+class ForgetsTheEpoch(DistributedSampler[int]):
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing."""
+
+
+def without_seed(dataset: Any, num_replicas: int, rank: int) -> Any:
+    return DistributedSampler(dataset, num_replicas, rank)
+
+
+def a_list(dataset: Any, **_: Any) -> list[int]:
+    return list(dataset)
+
 
 # ---------------------------------------------------------------------------------------- DDP hooks
 

@@ -124,8 +124,11 @@ def own_function(name: str, path: str) -> Callable[..., Any]:
     return found
 
 
-def own_function_of(name: str, path: str, *given: str, gives: str) -> Callable[..., Any]:
-    """As :func:`own_function`; what cannot be called with the arguments ``given`` is refused.
+def own_function_of(
+    name: str, path: str, *given: str, named: Iterable[str] = (), gives: str
+) -> Callable[..., Any]:
+    """As :func:`own_function`; what cannot be called with the arguments ``given``, and those
+    ``named`` by keywords, is refused.
 
     ``gives``: what it returns, in words.  The refusal names where it is written.
     """
@@ -135,12 +138,12 @@ def own_function_of(name: str, path: str, *given: str, gives: str) -> Callable[.
     except (TypeError, ValueError):  # of C, which tells nothing
         return found
     try:
-        signature.bind(*given)
+        signature.bind(*given, **dict.fromkeys(named))
     except TypeError:
         shown = f"{getattr(found, '__name__', path)}{signature}"
         raise Refused(
             f"option {name!r} = {path!r}: {shown}{written_at(found)} is called with "
-            f"({', '.join(given)}) and returns {gives}"
+            f"({', '.join([*given, *(f'{word}=' for word in named)])}) and returns {gives}"
         ) from None
     return found
 
