@@ -8,7 +8,6 @@ does.
 from __future__ import annotations
 
 import functools
-import math
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +17,13 @@ from typing import Any
 
 from shardproof import backends, registry, tensor_bytes, workloads
 from shardproof.case import Case
-from shardproof.cases import answers
-from shardproof.cases.calls import CallsProgram
+from shardproof.cases import answers, called
 from shardproof.cases.rank_program import run_rank, workload_facts
-from shardproof.cases.samples import SamplesProgram
 from shardproof.cases.verdict import decide_case, measure_case, problem_of
 from shardproof.checks import relations
 from shardproof.checks.results import CaseResult
 from shardproof.checks.schedule import announced
-from shardproof.contract import Collectives, Implementation, Refused
+from shardproof.contract import Implementation, Refused
 from shardproof.costs import own, tensor
 from shardproof.costs.expression import CaseFacts, facts_of
 from shardproof.costs.model import CostModel, NoCostModel
@@ -34,17 +31,16 @@ from shardproof.costs.own import OwnCosts
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
-from shardproof.evidence.records import RankRecord, WorkloadFacts
+from shardproof.evidence.records import RankRecord
 from shardproof.launch import kept_ranks
 from shardproof.launch.mpi.lease import Lease
 from shardproof.launch.mpi.world_keeper import WorldTask
-from shardproof.launch.rank_process import Program
 from shardproof.launch.ranks import Kept, RankOutcome, root_cause, run_ranks
 from shardproof.oracle import replay, training
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
-from shardproof.workloads import Workload, calls, epochs, untrained
+from shardproof.workloads import Workload, untrained
 
 Run = Callable[..., list[RankOutcome]]
 
@@ -135,7 +131,7 @@ def _run_and_collect(
     if problem_of(declaration) or declaration.excludes_case(case, account.missing):
         return None
     if untrained.of(case.workload) is not None:
-        return _call(account, implementation, workdir, run, kept)
+        return called.run_called(account, implementation, workdir, run, kept)
     try:
         schedules = _announced_schedules(case, implementation)
     except announced.NoSchedule as error:
@@ -185,58 +181,6 @@ def _run_and_collect(
         began = time.monotonic()
         _run_derived_case(evidence, workdir, run)
         account.timings["ranks"] += time.monotonic() - began
-    return evidence
-
-
-def _call(
-    account: Account,
-    implementation: type[Implementation],
-    workdir: Path,
-    run: Run,
-    kept: Kept | None,
-) -> Evidence | None:
-    """As :func:`_run_and_collect`, of a case that trains nothing."""
-    case, began = account.case, time.monotonic()
-
-    def launched(program: Program, world: int, folder: Path) -> list[RankRecord]:
-        """The records of the ranks; none where one broke."""
-        own = kept if world == case.world or not backends.BACKENDS[case.backend].mpirun else None
-        account.outcomes = run(
-            case.backend,
-            world,
-            program,
-            folder,
-            case.deadline,
-            case.ledgers,
-            memory_bytes=int(case.memory_gib * 2**30),
-            **({} if own is None else {"kept": own}),
-        )
-        account.timings["ranks"] = time.monotonic() - began
-        return [] if root_cause(account.outcomes) is not None else records_of(account.outcomes)
-
-    legs: list[list[RankRecord]] = []
-    if issubclass(implementation, Collectives):
-        offered = implementation.offers(case.options, case.backend, case.world)
-        cells = calls.sub_matrix(case, offered)
-        if not cells:
-            operation = calls.resolve(case.workload)["operation"]
-            account.cannot_fit = f"{case.system} offers no {operation} of these layouts"
-            return None
-        legs.append(launched(CallsProgram(case, cells), case.world, workdir))
-    else:
-        for leg, mesh in enumerate(epochs.meshes(case)):
-            folder = workdir / f"leg{leg}"
-            folder.mkdir()
-            state = legs[-1][0].told_state if legs else ""
-            program = SamplesProgram(case, leg, state)
-            legs.append(launched(program, math.prod(mesh.values()), folder))
-            if not legs[-1]:
-                break
-    if not legs[-1]:
-        return None
-    facts = WorkloadFacts({}, (), (), False, ())
-    evidence = Evidence(case, legs[0], Truth(), facts, {})
-    evidence.later_legs = legs[1:]
     return evidence
 
 

@@ -61,6 +61,7 @@ CAPABILITIES: dict[str, str] = {
     "buffers": "buffers that every forward moves or re-binds",
     "dropout": "masks that no cut of the batch may change",
     "uneven-data": "ranks with unequal numbers of tokens or micro-batches",
+    "epochs": "batches run through the data again, in another order",
     "late-results": "results that come late, buffers poisoned until then, slow ranks",
     "elastic": "ranks join and leave",
     "refusals": "what cannot be done is refused by a sentence that says so",
@@ -95,6 +96,7 @@ BY_TRAIT: dict[str, tuple[str, ...]] = {
         *("unequal_tokens", "one_rank_without_tokens", "variable_lengths", "ignore_index"),
         *("unequal_micro_batches", "incomplete_window"),
     ),
+    "epochs": ("short_epochs",),
     "late-results": ("late_results", "poisoned_buffers", "skewed_ranks"),
 }
 

@@ -372,9 +372,7 @@ class Workload:
 
     def fresh_batch(self, step: int) -> MicroBatch:
         """As :meth:`whole_batch`, made anew."""
-        size = self.spec.global_batch
-        total = len(self._permutation)
-        index = [self._permutation[(step * size + i) % total] for i in range(size)]
+        size, index = self.spec.global_batch, self._index(step)
         generator = _generator(f"{self.spec.seed}/draws/{step}")
         draws = torch.randint(1 << 30, (size,), generator=generator).tolist()
         flags = [self._flags(step, place) for place in range(size)]
@@ -389,6 +387,32 @@ class Workload:
             targets = targets.masked_fill(~valid, CrossEntropy.ignore_index)
         weights = self.family.weights(valid).to(self._round_weights).to(self._weight_dtype)
         return MicroBatch(samples.inputs, targets, weights, torch.arange(size) + step * size)
+
+    def progress(self, step: int) -> dict[str, int]:
+        """How far training is in the data after ``step`` steps, for a checkpoint: whole epochs, and
+        samples taken of the one under way.  Without the trait there is one endless epoch.
+        """
+        epoch, batches = divmod(step, self._batches) if self._batches else (0, step)
+        return {"epoch": epoch, "taken": batches * self.spec.global_batch}
+
+    def step_at(self, progress: Mapping[str, int]) -> int:
+        """The number of steps after which :meth:`progress` is ``progress``."""
+        return progress["epoch"] * self._batches + progress["taken"] // self.spec.global_batch
+
+    @cached_property
+    def _batches(self) -> int:
+        """Batches of an epoch (0: it never ends); what does not fill one is left out."""
+        return 2 if "short_epochs" in self.traits else 0
+
+    def _index(self, step: int) -> list[int]:
+        """The samples of the global batch of ``step``, by their numbers in the data set."""
+        size, every, at = self.spec.global_batch, self._permutation, self.progress(step)
+        if not self._batches:  # one order, again and again
+            return [every[(at["taken"] + i) % len(every)] for i in range(size)]
+        total = max(3, 5 * size // 2)
+        generator = _generator(f"{self.spec.seed}/order/{at['epoch']}")
+        order = torch.randperm(total, generator=generator)[at["taken"] : at["taken"] + size]
+        return [every[i % len(every)] for i in order.tolist()]
 
     @cached_property
     def _period(self) -> int:

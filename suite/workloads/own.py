@@ -33,8 +33,8 @@ from shardproof.workloads.base import Family, Found, Picks, Samples, Workload
 from shardproof.workloads.knobs import Params, WorkloadError
 from shardproof.workloads.traits import TRAITS, Trait
 
-#: Traits of the batch that need another model or loss than a user's.
-_NEEDS_MORE = ("variable_lengths", "ignore_index")
+#: Traits of the batch that need another model, loss or data than a user's.
+_NEEDS_MORE = ("variable_lengths", "ignore_index", "short_epochs")
 #: Traits that a model has or has not; they are found, not asked for.
 FOUND = (
     *("tied", "tied_over_units", "frozen", "unused", "module_twice", "scalar", "one_element"),

@@ -137,6 +137,12 @@ TRAITS: dict[str, Trait] = {
         "batch",
         micro_batches=2,
     ),
+    "short_epochs": Trait(
+        "a data set of two and a half batches: each epoch has another order, and leaves half a "
+        "batch out",
+        (26,),
+        "batch",
+    ),
     "dropout_counter": Trait(
         "dropout whose mask is a function of seed, step, sample and position", (14,), "front"
     ),
@@ -156,7 +162,7 @@ TRAITS: dict[str, Trait] = {
 #: Traits that leave a model of integers exact.
 _EXACT = (
     *("tied_over_units", "frozen", "unequal_tokens", "one_rank_without_tokens"),
-    *("unequal_micro_batches", "incomplete_window", "variable_lengths"),
+    *("unequal_micro_batches", "incomplete_window", "variable_lengths", "short_epochs"),
     *("late_results", "poisoned_buffers", "skewed_ranks"),
 )
 for _name in _EXACT:

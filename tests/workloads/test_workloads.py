@@ -218,6 +218,33 @@ def test_the_global_batch_is_independent_of_the_cut(name: str, every: bool) -> N
         assert not torch.equal(joined(one, "inputs"), joined(two, "inputs"))
 
 
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("size", [1, 2, 7, 24])
+def test_short_epochs_go_through_the_data_again_in_another_order(name: str, size: int) -> None:
+    """Two batches an epoch, and half a one is left out; the next epoch is another permutation."""
+    workload = make(spec(name, "short_epochs", global_batch=size))
+    epochs = [workload._index(2 * e) + workload._index(2 * e + 1) for e in range(40)]
+    data = {sample for epoch in epochs for sample in epoch}
+    assert len(data) == max(3, 5 * size // 2)
+    for epoch in epochs:
+        assert len(epoch) == len({*epoch}) == 2 * size
+    if size == 24:
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+        other = make(WorkloadSpec(name, ("short_epochs",), seed=1))
+        assert other._index(0) != workload._index(0)
+    one, three = (workload.batch(step, 1)[0].micro_batches for step in (0, 2))
+    assert [m.sample_ids.tolist() for m in one] != [m.sample_ids.tolist() for m in three]
+
+
+@pytest.mark.parametrize("traits", [(), ("short_epochs",)])
+def test_progress_in_the_data_tells_the_step(traits: tuple[str, ...]) -> None:
+    workload = make(spec("charnames_gpt", *traits, global_batch=6))
+    told = [workload.progress(step) for step in range(7)]
+    assert [workload.step_at(progress) for progress in told] == list(range(7))
+    assert told[3] == ({"epoch": 1, "taken": 6} if traits else {"epoch": 0, "taken": 18})
+    assert told[4] == ({"epoch": 2, "taken": 0} if traits else {"epoch": 0, "taken": 24})
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_shares_are_cut_contiguously(world: int) -> None:
     import numpy as np
