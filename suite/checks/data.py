@@ -115,7 +115,8 @@ class _Judged:
             if shares is None:
                 continue
             self._row(epoch, "whole", "coverage", self._coverage(leg, epoch, shares))
-            self._row(epoch, "whole", "order", self._order(epoch, shares, before))
+            if not self.shuffle or self._tells_orders_apart():
+                self._row(epoch, "whole", "order", self._order(epoch, shares, before))
             before[epoch] = shares
         again, other_seed = leg.shares("again", 0), leg.shares("seed", 0)
         if again is not None:
@@ -149,11 +150,7 @@ class _Judged:
             return ""
         twice, lost = wrong
         holders = {c for c, share in enumerate(shares) if {*share} & {*twice}}
-        by = (
-            f"by {leg.ranks(holders)}"
-            if len(holders) > 1
-            else f"both times by {leg.ranks(holders)}"
-        )
+        by = ("by " if len(holders) > 1 else "both times by ") + leg.ranks(holders)
         parts = [f"{_named(twice)} seen twice {where}: {by}"] if twice else []
         parts += [f"{_named(lost)} seen by none {where}"] if lost else []
         text = "; ".join(parts)
@@ -204,8 +201,6 @@ class _Judged:
             if shares != first:
                 return f"epoch {epoch} has another order than epoch 0, though nothing is shuffled"
             return self._natural(shares)
-        if not self._tells_orders_apart():
-            return ""
         for earlier, others in before.items():
             if shares == others:
                 return f"epoch {epoch} has the order of epoch {earlier}"
@@ -260,12 +255,11 @@ class _Judged:
             self._row(epoch, "resumed", "order", problem if goes_on != whole else "")
         for later in range(epoch + 1, self.params["epochs"]):
             given, whole = last.shares("leg", later), last.shares("whole", later)
-            same = given == whole
             problem = ""
-            if not same and given is not None:
-                problem = self._coverage(last, later, given)
-                problem = problem and f"after a resume {problem}"
-                problem = problem or f"epoch {later} is another one after a resume in epoch {epoch}"
+            if given != whole:
+                wrong = self._coverage(last, later, given or [])
+                other = f"epoch {later} is another one after a resume in epoch {epoch}"
+                problem = f"after a resume {wrong}" if wrong else other
             self._row(later, "resumed", "order", problem)
 
     def _resumed(self, epoch: int, taken: Sequence[Shares]) -> str:

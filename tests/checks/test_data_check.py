@@ -107,6 +107,13 @@ def test_torchs_own_passes_at_any_length_and_world(
     assert outcome.status == "pass", outcome.message
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(5, 90), worlds)
+def test_torchs_elastic_one_passes_where_nothing_stops_it(samples: int, world: int) -> None:
+    outcome = judged(case("pytorch/elastic_distributed_sampler", world, samples=samples))
+    assert outcome.status == "pass", outcome.message
+
+
 #: The one that asks the default group who it is needs ranks: `shardproof mutants` plants it.
 FAULTS = [
     name
