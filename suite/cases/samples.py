@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import operator
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,9 +31,9 @@ from shardproof.workloads import epochs
 OTHER_SEED = 7919
 #: Generator -> its state, to see whether a sampler moves it.
 GENERATORS: Mapping[str, Callable[[], Any]] = {
-    "torch": lambda: torch.random.get_rng_state().numpy().tobytes(),
+    "torch": lambda: torch.get_rng_state().numpy().tobytes(),
     "random": random.getstate,
-    "numpy": lambda: repr(numpy.random.get_state()),
+    "numpy": lambda: pickle.dumps(numpy.random.get_state()),
 }
 
 

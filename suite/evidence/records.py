@@ -104,10 +104,10 @@ class StepRecord(Stored):
 class Drawn(Stored):
     """Samples of ``epoch`` that a sampler gave a rank, in order (workload ``epochs``).
 
-    ``asked``: ``whole`` (a run that nothing interrupts), ``again`` (a second time), ``seed``
-    (of another seed), ``leg`` (what was trained on between two stops), ``ahead`` (what a loader had
-    read then, beside).  ``state``: what it told when the leg ended, as JSON.  ``moved``: the global
-    generators that drawing moved on.
+    ``asked``: ``whole`` (a run that nothing interrupts), ``again`` (a second time), ``seed`` (of
+    another seed), ``before`` and ``leg`` (what was trained on before the first stop's epoch, and in
+    a leg), ``ahead`` (what a loader had read when it ended).  ``state``: what the sampler told then,
+    as JSON.  ``moved``: the global generators that drawing moved on.
     """
 
     asked: str

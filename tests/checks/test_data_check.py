@@ -145,6 +145,17 @@ def test_a_fault_is_killed_whatever_the_seed(name: str, seed: int) -> None:
     assert judged(Case.from_dict({**own.to_dict(), "workload": spec.__dict__})).status == "fail"
 
 
+@pytest.mark.parametrize("name", ["Random", "Numpy"])
+def test_every_global_generator_is_left_alone(name: str) -> None:
+    """Where ranks are threads nobody could say who moved it."""
+    of = case(f"bad_samplers:Seeds{name}", 2)
+    assert judged(of).status == "pass"
+    outcome = judged(Case.from_dict({**of.to_dict(), "backend": "gloo"}))
+    assert outcome.message.startswith(
+        f"the sampler of rank 0 draws from the global generator of {name.lower()}, which differs"
+    )
+
+
 def whole(*shares: list[int], **knobs: Any) -> str:
     """What is said of shares of epoch 0, by rank."""
     of = case("reference/sampler", len(shares), epochs=1, **knobs)

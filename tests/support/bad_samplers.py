@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy
 import torch
 
 from shardproof.contract import Capabilities, Options
@@ -27,6 +29,18 @@ class NeverEnds(Sampler):
 class GivesSamples(Sampler):
     def epoch(self, number: int) -> Iterable[Any]:
         return [0.5 * sample for sample in super().epoch(number)]
+
+
+class SeedsRandom(Sampler):
+    def order(self, epoch: int) -> list[int]:
+        random.seed(f"{self.spec.seed}/{epoch}")
+        return random.sample(range(self.spec.samples), self.spec.samples)
+
+
+class SeedsNumpy(Sampler):
+    def order(self, epoch: int) -> list[int]:
+        numpy.random.seed(1000 * self.spec.seed + epoch)
+        return [int(sample) for sample in numpy.random.permutation(self.spec.samples)]
 
 
 class TellsATensor(Sampler):
