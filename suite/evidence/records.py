@@ -105,9 +105,9 @@ class Drawn(Stored):
     """Samples of ``epoch`` that a sampler gave a rank, in order (workload ``epochs``).
 
     ``asked``: ``whole`` (a run that nothing interrupts), ``again`` (a second time), ``seed`` (of
-    another seed), ``before`` and ``leg`` (what was trained on before the first stop's epoch, and in
-    a leg), ``ahead`` (what a loader had read when it ended).  ``state``: what the sampler told then,
-    as JSON.  ``moved``: the global generators that drawing moved on.
+    another seed), ``leg`` (what was trained on in the leg) and ``before`` (before the epoch that it
+    stops in), ``ahead`` (what a loader had read by then).  ``state``: what the sampler told at the
+    stop, as JSON.  ``moved``: the global generators that drawing moved on.
     """
 
     asked: str
