@@ -226,7 +226,9 @@ def test_junit_tells_every_case(made: Path) -> None:
     assert (told.get("tests"), told.get("skipped")) == ("4", "1")
     assert int(told.get("failures", 0)) + int(told.get("errors", 0)) == 2
     failure = told.find("testcase/failure")
-    assert failure is not None and "rerun: shardproof run" in (failure.text or "")
+    assert failure is not None and "rerun: shardproof mutants --impl ddp_never_reduces" in (
+        failure.text or ""
+    )
     told_of = {p.get("name"): p.get("value") for p in told.findall("properties/property")}
     assert told_of["torch"] and told_of["run"] == made.name and told_of["hardware"]
     assert told.get("timestamp") == read(made).header.invocations[0].started[:19]
