@@ -206,7 +206,7 @@ def read_annotations() -> None:
     for kind in kinds:
         kinds += kind.__subclasses__()
         if dataclasses.is_dataclass(kind):
-            _names(kind)
+            field_names(kind)
             _readers(kind)
 
 
@@ -216,28 +216,45 @@ def require_types(value: Any) -> None:
     :raises TypeError: one is not.
     """
     kind: Any = type(value)
-    for name, hint in _hints(kind).items():
-        if not _fits(hint, getattr(value, name)):
+    for name, fits in _fitting(kind).items():
+        if not fits(getattr(value, name)):
             raise TypeError(f"{name} is {getattr(value, name)!r:.80}")
 
 
-def _fits(kind: Any, value: Any) -> bool:
+Fits = Callable[[Any], bool]
+
+
+@cache
+def _fitting(kind: type) -> dict[str, Fits]:
+    """What tells for each field of a dataclass whether a value is as annotated."""
+    return {name: _fits(hint) for name, hint in _hints(kind).items()}
+
+
+@cache
+def _fits(kind: Any) -> Fits:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (UnionType, typing.Union):
-        return any(_fits(part, value) for part in parts)
+        either = [_fits(part) for part in parts]
+        return lambda value: any(fits(value) for fits in either)
     if origin is typing.Literal:
-        return isinstance(value, str)
+        return lambda value: isinstance(value, str)
     if dataclasses.is_dataclass(kind):
-        hints = _hints(typing.cast(Any, kind)) if isinstance(value, typing.cast(type, kind)) else {}
-        return bool(hints) and all(_fits(hint, getattr(value, n)) for n, hint in hints.items())
+        return lambda value: (
+            isinstance(value, typing.cast(type, kind))
+            and all(
+                fits(getattr(value, name))
+                for name, fits in _fitting(typing.cast(type, kind)).items()
+            )
+        )
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(_fits(parts[1], v) for v in value.values())
+        of_values = _fits(parts[1])
+        return lambda value: isinstance(value, Mapping) and all(map(of_values, value.values()))
     if isinstance(origin, type) and issubclass(origin, Collection):
-        several = isinstance(value, tuple | list | frozenset)
-        return several and all(_fits(parts[0], item) for item in value)
+        item = _fits(parts[0])
+        return lambda value: isinstance(value, tuple | list | frozenset) and all(map(item, value))
     if kind is float:  # what is not finite is text in JSON
-        return type(value) in (int, float) or value in ("nan", "inf", "-inf")
-    return kind not in _AS_THEY_ARE or type(value) is kind
+        return lambda value: type(value) in (int, float) or value in ("nan", "inf", "-inf")
+    return lambda value: kind not in _AS_THEY_ARE or type(value) is kind
 
 
 @cache
@@ -253,13 +270,13 @@ Reader = Callable[[Any], Any]
 
 
 def _by_field(value: Any) -> dict[str, Any]:
-    names, held = _names(type(value)), value.__getattribute__  # type: ignore[arg-type]
+    names, held = field_names(type(value)), value.__getattribute__  # type: ignore[arg-type]
     items = [(name, held(name)) for name in names]
     return {n: v if type(v) in _AS_THEY_ARE else to_plain(v) for n, v in items}
 
 
 @cache
-def _names(kind: type) -> tuple[str, ...]:
+def field_names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 

@@ -6,7 +6,6 @@ out.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,7 +13,7 @@ from typing import Any, Self
 from shardproof.case import Case
 from shardproof.checks import Outcome
 from shardproof.contract import Depth, Options
-from shardproof.files import Stored, require_types
+from shardproof.files import Stored, field_names, require_types
 
 
 class _Line(Stored):
@@ -34,8 +33,9 @@ class _Line(Stored):
         :raises TypeError: ``data`` lacks a field (lines have all but the optional ones), or one is
             of another type.
         """
-        fields = _known(cls, data)
-        lacking = _names(cls) - {*fields, *cls.OPTIONAL}
+        kind: Any = cls  # types are hashable
+        fields = _known(kind, data)
+        lacking = {*field_names(kind)} - {*fields, *cls.OPTIONAL}
         if lacking:
             raise TypeError(f"lacks {', '.join(sorted(lacking))}")
         if isinstance(fields.get("case"), Mapping):
@@ -46,11 +46,8 @@ class _Line(Stored):
 
 
 def _known(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if key in _names(kind)}
-
-
-def _names(kind: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}
+    names = field_names(kind)
+    return {key: value for key, value in data.items() if key in names}
 
 
 #: In the command that reruns a case of ``prove``: its run, filled in where there is a folder.

@@ -162,12 +162,13 @@ def read_table(path: Path, columns: Collection[str] = ()) -> pa.Table:
 
     with open_input(path) as stream:
         plain = pq.ParquetFile(stream)
+        schema = plain.schema_arrow  # made anew whenever it is asked for
         groups = map(plain.metadata.row_group, range(plain.metadata.num_row_groups))
         parts = [g.column(n) for g in groups for n in range(g.num_columns)]
         size = sum(part.num_values * _WIDEST + part.total_uncompressed_size for part in parts)
         _bounded(size)
-        texts = [f.name for f in plain.schema_arrow if f.type in (pa.string(), pa.binary())]
-        chosen = [n for n in plain.schema_arrow.names if not columns or n in columns]
+        texts = [f.name for f in schema if f.type in (pa.string(), pa.binary())]
+        chosen = [n for n in schema.names if not columns or n in columns]
         # Each text once, with the number of its place: so the size of all can be told.
         table = pq.ParquetFile(stream, read_dictionary=texts).read(chosen)
     for column in (column for column in table.columns if pa.types.is_dictionary(column.type)):
@@ -175,8 +176,7 @@ def read_table(path: Path, columns: Collection[str] = ()) -> pa.Table:
             lengths = pc.cast(pc.binary_length(chunk.dictionary), pa.int64())
             size += pc.sum(lengths.take(chunk.indices)).as_py() or 0
     _bounded(size)
-    schema = pa.schema([plain.schema_arrow.field(name) for name in chosen])
-    return table.cast(schema.with_metadata(plain.schema_arrow.metadata))
+    return table.cast(pa.schema([schema.field(name) for name in chosen], schema.metadata))
 
 
 def _bounded(size: int) -> None:
