@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardproof import backends, contract, workloads
 from shardproof.backends import BACKENDS, cuda, logged, nccl
+from shardproof.backends.disturbances import Disturbances
 from shardproof.bench import clock, collectives
 from shardproof.bench.arm import Arm
 from shardproof.bench.clock import Clock
@@ -230,16 +232,22 @@ class _GlooWithOptions:
         return dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
 
 
-def test_the_wrapper_hands_on_and_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def wrapper(monkeypatch: pytest.MonkeyPatch) -> Callable[[], nccl.LoggedNccl]:
+    """Makes the group of NCCL of one rank, with gloo inside."""
     monkeypatch.setattr(nccl.LoggedNccl, "native_type", _GlooWithOptions)
     monkeypatch.setattr(nccl.LoggedNccl, "torch_name", "gloo")
     monkeypatch.setattr(nccl.LoggedNccl, "kind", dist.ProcessGroup.BackendType.GLOO)
+    options = SimpleNamespace(_timeout=timedelta(seconds=20))
+    return lambda: nccl.LoggedNccl(dist.HashStore(), 0, 1, options)
+
+
+def test_the_wrapper_hands_on_and_logs(wrapper: Callable[[], nccl.LoggedNccl]) -> None:
     log = program_order.RankLog()
     program_order.install(log, process=True)
     traffic.install(traffic.TrafficLedger(log), process=True)
     try:
-        options = SimpleNamespace(_timeout=timedelta(seconds=20))
-        group = nccl.LoggedNccl(dist.HashStore(), 0, 1, options)
+        group = wrapper()
         value = torch.tensor([3.0, 4.0])
         group.allreduce([value]).wait()
         ledger = traffic.current()
@@ -251,6 +259,47 @@ def test_the_wrapper_hands_on_and_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value.tolist() == [3.0, 4.0]
     assert call["operation"] == "all_reduce"
     assert group._timeout == timedelta(seconds=20)
+
+
+def test_what_torch_asks_of_the_wrapper_the_backend_answers(
+    wrapper: Callable[[], nccl.LoggedNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, value = wrapper(), torch.ones(2)
+    group._set_sequence_number_for_group()
+    before = group._get_sequence_number_for_group()
+    handle = group.allreduce([value])
+    assert handle.wait(timedelta(seconds=5)) and handle.exception() is None
+    assert group._get_sequence_number_for_group() == before + 1
+    assert group._get_backend(torch.device("cpu")) is group.backend
+    group.set_timeout(timedelta(seconds=7))
+    assert group._timeout == group.backend.options._timeout == timedelta(seconds=7)
+    asked: list[tuple[str, Any]] = []
+
+    def answers(name: str) -> Any:
+        return lambda *given: asked.append((name, given))
+
+    # What gloo alone cannot show: its own abort, another rank that is late, names before 2.13.
+    names = ("monitored_barrier", "abort", "_allgather_base")
+    monkeypatch.setattr(group, "native", SimpleNamespace(**{n: answers(n) for n in names}))
+    group.monitored_barrier(timedelta(seconds=1), True)
+    group.abort()
+    group.all_gather_single(value, value)
+    assert [name for name, _ in asked] == list(names)
+    assert asked[0][1] == (timedelta(seconds=1), True)
+    work = SimpleNamespace(_source_rank=lambda: 3)
+    monkeypatch.setattr(handle, "_work", work)
+    assert handle.source_rank() == 3
+
+
+def test_the_wrapper_carries_disturbances_out(
+    wrapper: Callable[[], nccl.LoggedNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl.LoggedNccl, "disturbances", Disturbances(skew_s=1e-6, poison=True))
+    group, output = wrapper(), torch.ones(2)
+    monkeypatch.setattr(group, "native", SimpleNamespace(all_gather_single=lambda *given: None))
+    group.all_gather_single(output, torch.zeros(2))
+    assert output.isnan().all()  # until the result is there
+    assert group.transform is not None
 
 
 def test_torch_would_build_it_by_name() -> None:
