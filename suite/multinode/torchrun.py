@@ -52,6 +52,7 @@ from shardproof.launch import heartbeat
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.fork_server import REPRODUCIBLE
 from shardproof.launch.fork_server_main import import_lazy_modules
+from shardproof.launch.mpi.mpirun import unlink_segments
 from shardproof.launch.outcome import RankOutcome, of_exception
 from shardproof.launch.ranks import LAST_RESORT
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
@@ -96,6 +97,7 @@ class Place:
         comm = found.COMM_WORLD
         rank, world = comm.Get_rank(), comm.Get_size()
         here = comm.Split_type(found.COMM_TYPE_SHARED)
+        unlink_segments()  # however this process ends: only in order does it leave MPI
         for _, size in LAUNCHERS.values():
             if int(os.environ.get(size, world)) != world:
                 what = f"MPI knows of {world} ranks, but the launcher started {os.environ[size]}"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,32 @@ def test_place_says_what_is_missing() -> None:
         torchrun.Place.find({})
     with pytest.raises(SelectionError, match="MASTER_ADDR"):
         torchrun.Place.find({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+
+
+@pytest.mark.parametrize("started", ["2", "4"], ids=["as MPI says", "by another mpirun"])
+def test_a_rank_of_mpi_that_ends_early_leaves_no_shared_memory(
+    started: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPICH removes the names of its segments only when ranks leave it in order."""
+    done: list[str] = []
+    here = SimpleNamespace(Get_size=lambda: 2)
+    comm = SimpleNamespace(
+        Get_rank=lambda: 1,
+        Get_size=lambda: 2,
+        Split_type=lambda kind: done.append("all have begun") or here,
+        bcast=lambda place, root: ("127.0.0.1", 4242),
+    )
+    world = SimpleNamespace(COMM_WORLD=comm, COMM_TYPE_SHARED=0)
+    monkeypatch.setattr(torchrun.mpi, "start", lambda: world)
+    monkeypatch.setattr(torchrun.mpi, "available", lambda: None)
+    monkeypatch.setattr(torchrun, "unlink_segments", lambda: done.append("unlinked"))
+    monkeypatch.setenv("PMI_SIZE", started)
+    if started == "4":
+        with pytest.raises(SelectionError, match="MPI knows of 2 ranks, but the launcher"):
+            torchrun.Place.by_mpi()
+    else:
+        assert torchrun.Place.by_mpi() == torchrun.Place(1, 2, "127.0.0.1", 4242)
+    assert done == ["all have begun", "unlinked"]
 
 
 def test_interface_leads_to_the_address() -> None:
