@@ -146,12 +146,13 @@ def backends(
     ] = None,
     world: options.World = None,
     expression: options.Expression = "",
+    tier: options.Tier = "quick",
     count: Annotated[
         int | None, typer.Option("--cells", metavar="N", min=1, help="so many, drawn [all]")
     ] = None,
     seed: options.Seed = None,
 ) -> None:
-    """Run the same quick cells on each backend in turns, and on the last again in another order.
+    """Run the same cells on each backend in turns, and on the last again in another order.
 
     Exit codes: 0 all hold, have equal bits, and cost at most twice gloo's CPU at 4 ranks; 1 not so.
     """
@@ -168,7 +169,7 @@ def backends(
             raise SelectionError(Problem("--backend: unknown backend", remedy, name))
         if reason := BACKENDS[name].available():
             raise SelectionError(Problem(f"--backend: {reason}", "leave it out", name))
-    selection = Selection(scenario or (), worlds=world or (), expression=expression)
+    selection = Selection(scenario or (), worlds=world or (), expression=expression, tier=tier)
     cells = selection.cases(installed())
     said, wrong = study.run(cells, chosen, count, seed or 0, lambda text: echo(text, err=True))
     for line in [*said, *wrong]:

@@ -8,9 +8,10 @@ import pytest
 from made_case import made_case
 
 from shardproof.backends import mpi
-from shardproof.case import WorkloadSpec
+from shardproof.case import Case, WorkloadSpec
 from shardproof.studies import backends as study
 from shardproof.studies.backends import Cell, Run
+from tests.support.commands import here
 
 SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16}, micro_batches=1)
 
@@ -109,3 +110,18 @@ def test_real_cells_have_equal_bits_and_take_cpu() -> None:
 
 def _reseeded(case: study.Case) -> study.Case:
     return dataclasses.replace(case, workload=dataclasses.replace(case.workload, seed=5))
+
+
+def test_cells_of_the_full_tier_are_taken_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def run(cases: list[Case], backends: list[str], *rest: object) -> tuple[list[str], list[str]]:
+        assert backends == ["in_memory"]
+        taken.append(len(cases))
+        return [], []
+
+    monkeypatch.setattr(study, "run", run)
+    for tier in ("quick", "full"):
+        done = here("study", "backends", "ddp-gpt", "--backend", "in_memory", "--tier", tier)
+        assert done.returncode == 0, done.stderr
+    assert 0 < taken[0] < taken[1]
