@@ -268,9 +268,10 @@ class PyTorchFSDP1(Adapter):
     def clip(self, limit: float) -> Tensor:
         """FSDP's own, but in fp64."""
         assert isinstance(self.module, FSDP)
-        gradients = [p.grad for p in self.updated().values() if p.grad is not None]
-        if all(gradient.dtype != torch.float64 for gradient in gradients):
+        # Of all ranks alike: one that holds no part of a parameter has no gradient to ask.
+        if all(p.dtype != torch.float64 for p in self.module.parameters()):
             return self.module.clip_grad_norm_(limit)
+        gradients = [p.grad for p in self.updated().values() if p.grad is not None]
         axes = tuple(axis for axis in self.axes if axis == "shard")
         nothing = torch.zeros((), dtype=torch.float64)
         parts = [(nothing, axes), *((power_sum(gradient), axes) for gradient in gradients)]

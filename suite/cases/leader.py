@@ -277,7 +277,7 @@ def _why_it_cannot_fit(
     claimed = next(iter(schedules.values()), None)
     stages, units = case.mesh.get("pipe", 1), len(workload.units)
     stages = claimed.stages if claimed else stages
-    if stages <= units:
+    if "pipe" not in case.mesh or stages <= units:
         return ""
     axis = f"axis 'pipe' of {case.mesh['pipe']} ranks"
     return (

@@ -398,10 +398,11 @@ def test_fsdp1_owns_no_gradient_where_its_shard_has_frozen_tensors_and_padding_o
     # 3 elements of b.0 and 1 of b.1 a rank: rank 3 has 2 of b.0.w, rank 0 alone has b.1.v
     assert [found.resident(rank, 0, 0)["parameters"] for rank in range(4)] == [16, 12, 12, 12]
     assert [found.resident(rank, 0, 0)["gradients"] for rank in range(4)] == [4, 0, 12, 12]
+    # Ranks 1 to 3 hold padding alone of b.1: 4 bytes, which are no parameter
     assert [
         found.communication_at_rest(rank, 0) - found.communication_at_rest(1, 0)
         for rank in range(4)
-    ] == [-4, 0, -12, -12]
+    ] == [-8, 0, -12, -12]
 
 
 def test_fsdp1_counts_a_tensor_of_no_elements_where_it_lies_inside_a_shard() -> None:

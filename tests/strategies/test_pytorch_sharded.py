@@ -5,8 +5,10 @@ over, and torch's private parts that the adapters stand on.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import own_models
 import pytest
 import torch
 from local_ranks import succeed
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
+from shardproof.commands.prove import prove
 from shardproof.contract import (
     KINDS,
     Implementation,
@@ -246,3 +249,10 @@ def test_an_older_torch_refuses_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delattr(FSDPModule, fsdp2.UNUSED)
     with pytest.raises(Refused, match=r"torch .* has no FSDPModule\."):
         registry.load(FSDP2).capabilities({"reduce_scatter_unused_params": True})
+
+
+def test_fsdp1_clips_in_fp64_where_a_rank_holds_nothing(tmp_path: Path) -> None:
+    """12 elements are 3 each on four of five ranks: the last one has no gradient, and no dtype."""
+    own = own_models.ONE_LAYER
+    done = prove(FSDP1, workload=own, worlds=(5,), clip=(0.05,), results=tmp_path / "run")
+    assert list(done["verdict"]) == ["pass"], list(done["reason"])

@@ -24,6 +24,11 @@ def points(size: int, generator: torch.Generator) -> Pair:
     return inputs, (inputs[:, :3].sum(1) > inputs[:, 3:].sum(1)).long()
 
 
+def one_layer() -> nn.Module:
+    """12 elements."""
+    return nn.Linear(6, 2, bias=False)
+
+
 def chain(width: int = 12) -> nn.Module:
     return nn.Sequential(
         *(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
@@ -87,6 +92,7 @@ def distances(outputs: Tensor, targets: Tensor) -> Tensor:
     return squares(outputs, targets).sum(1)
 
 
+ONE_LAYER = OwnWorkload(one_layer, each, points)
 CHAIN = OwnWorkload(chain, each, points)
 ATTENDING = OwnWorkload(Attending, each, words)
 NORMED = OwnWorkload(Normed, squares, vectors)

@@ -318,11 +318,13 @@ class FSDP1(_Upstream):
         }
 
     def communication_at_rest(self, rank: int, step: int) -> int:
-        """Gradients, too, of shards that hold padding and frozen parameters only: FSDP keeps them
-        with the others'.
+        """Shards of padding only, too, and gradients of such or of frozen parameters: FSDP keeps
+        them with the others'.
         """
+        padding = sum(f.shard_bytes() for _, f in self.flats if not self.parts(f, rank))
         every = sum(flat.shard_bytes() for _, flat in self.flats if self.trained(flat))
-        return super().communication_at_rest(rank, step) + every - self.gradient_bytes(rank)
+        kept = padding + every - self.gradient_bytes(rank)
+        return super().communication_at_rest(rank, step) + kept
 
 
 class ZeroRedundancyOptimizer(CostModel):
