@@ -118,7 +118,7 @@ def state_of(pid: int) -> str:
     return activity_of(pid)[0]
 
 
-def activity_of(pid: int, thread: int | None = None) -> tuple[str, float]:
+def activity_of(pid: int, thread: int = 0) -> tuple[str, float]:
     """The kernel's letter for the process and its CPU seconds; with ``thread`` for that thread.
 
     ``("Z", 0.0)`` if there is none.

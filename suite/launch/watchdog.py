@@ -44,6 +44,8 @@ class _Rank:
     """What one rank was seen to do; CPU in seconds."""
 
     state: int = heartbeat.NEW
+    #: The kernel's number of its thread, where ranks are threads; 0: it has not begun.
+    thread: int = 0
     cpu: float = 0.0
     #: Outside of calls: what a backend burns while it waits is no work.
     spent: float = 0.0
@@ -70,8 +72,7 @@ class Watchdog:
     def begin(self, alive: Sequence[RankProcess]) -> None:
         """What the processes have computed before is not these ranks'."""
         for pid, rank in ((process.pid, rank) for process in alive for rank in process.ranks):
-            if not self._link.threads:
-                _, self._ranks[rank].cpu = process_control.activity_of(pid)
+            _, self._ranks[rank].cpu = process_control.activity_of(pid)
         self._begin()
 
     def look(self, alive: Sequence[RankProcess]) -> None:
@@ -84,7 +85,10 @@ class Watchdog:
             if self._link.threads and beat.state >= heartbeat.DONE:
                 continue  # its thread has ended, its process has not
             self._alive.append(seen)
-            thread = beat.native if self._link.threads else None
+            # Until a rank that is a thread has begun, its process is looked at.
+            thread = beat.native if self._link.threads else 0
+            if thread != seen.thread:
+                seen.thread, seen.cpu = thread, 0.0
             letter, cpu = process_control.activity_of(pid, thread)
             waited, seen.waits = seen.waits, beat.waiting
             if not (waited and seen.waits):

@@ -165,6 +165,29 @@ def test_what_was_computed_outside_of_calls_is_counted(world: Callable[..., Worl
     assert made.watchdog.spent == pytest.approx([10 * TICK_SECONDS, 20 * TICK_SECONDS])
 
 
+def test_what_a_kept_process_computed_before_is_not_a_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that are threads: until they have begun only their process can be looked at."""
+    beats = tmp_path / "heartbeat"
+    heartbeat.create(beats, 2)
+    computed = {0: 500.0}  # of the process, and of its threads once they run
+    activity = lambda _, thread=0: ("R", computed.get(thread, 0.0))  # noqa: E731
+    monkeypatch.setattr(process_control, "activity_of", activity)
+    watchdog = Watchdog(beats, 2, Backend("made_up", threads=True, polls=False))
+    process = [RankProcess(7, (0, 1))]
+    watchdog.begin(process)
+    watchdog.look(process)
+    computed[0] += 0.25
+    watchdog.look(process)
+    assert watchdog.spent == pytest.approx([0.25, 0.25])
+    for rank in range(2):
+        heartbeat.Writer(beats, rank)
+    computed[heartbeat.read(beats)[0].native] = 2.0
+    watchdog.look(process)
+    assert watchdog.spent == pytest.approx([2.25, 2.25])
+
+
 def test_a_wait_of_a_helper_thread_is_not_the_ranks(world: Callable[..., World]) -> None:
     import threading
 
