@@ -31,7 +31,7 @@ IMAGES = ROOT / "docs/images"
 #: What the cast shows.
 COMMANDS = (
     "shardproof run ddp-gpt --impl mutants/ddp_misses_replaced_parameter "
-    "-k 'in_memory and fp64 and replicate3 and sgd'",
+    "--tier full -k 'in_memory and fp64 and replicate3 and sgd and noclip'",
     "shardproof mutants --impl ddp_misses_replaced_parameter",
 )
 #: Columns of the cast, and seconds.

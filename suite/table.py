@@ -240,6 +240,12 @@ def fenced(lines: Iterable[str]) -> list[str]:
     return [f"{fence}text", *shown, fence]
 
 
+def number(count: int, noun: str) -> str:
+    """``1 case``, ``2 cases``; of ``fault caught`` the first word."""
+    first, *rest = noun.split(" ", 1)
+    return " ".join([f"{count} {first}{'' if count == 1 else 's'}", *rest])
+
+
 def some(names: Sequence[str], most: int) -> str:
     """The first names, and how many more."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""

@@ -111,13 +111,28 @@ def judge_case(
     return account, result
 
 
-def _run_and_collect(
-    account: Account, workdir: Path, cache: Path, run: Run, kept: Kept | None
-) -> Evidence | None:
-    """Fill ``account`` as far as the case gets; evidence, if every rank did its work."""
+def refusals(cases: Sequence[Case]) -> list[str]:
+    """Task of a leader: why each of ``cases`` is refused for its options, before any rank starts;
+    empty: it is not.
+    """
+    return [*map(_refusal, cases)]
+
+
+def _refusal(case: Case) -> str:
+    account = Account(case)
+    try:
+        found = _declared(account)
+    except BrokenContract:
+        return ""  # no fault of an option: its cases tell it
+    if found is None and (account.refused or account.cannot_fit):
+        result = decide_case(account)
+        return result.reason if result.verdict == "refused" else ""
+    return ""
+
+
+def _declared(account: Account) -> tuple[type[Implementation], dict[int, Schedule]] | None:
+    """The class, and the schedules that it announces; ``None``: ``account`` tells why not."""
     case = account.case
-    if case.skip:
-        return None
     try:
         implementation = registry.load(case.implementation)
         declaration = account.declaration = Declaration.of(implementation, case.options)
@@ -131,18 +146,30 @@ def _run_and_collect(
     if problem_of(declaration) or declaration.excludes_case(case, account.missing):
         return None
     if untrained.of(case.workload) is not None:
-        return called.run_called(account, implementation, workdir, run, kept)
+        return implementation, {}
     try:
-        schedules = _announced_schedules(case, implementation)
+        return implementation, _announced_schedules(case, implementation)
     except announced.NoSchedule as error:
         account.broken = str(error)
-        return None
     except BrokenContract as error:
         account.refused = [type(error).__name__, str(error)]
-        return None
     except Refused as error:  # of options that are defaults as well: the mesh does not suit them
         account.cannot_fit = str(error)
+    return None
+
+
+def _run_and_collect(
+    account: Account, workdir: Path, cache: Path, run: Run, kept: Kept | None
+) -> Evidence | None:
+    """Fill ``account`` as far as the case gets; evidence, if every rank did its work."""
+    case = account.case
+    if case.skip or (found := _declared(account)) is None:
         return None
+    implementation, schedules = found
+    assert account.declaration is not None
+    declaration = account.declaration
+    if untrained.of(case.workload) is not None:
+        return called.run_called(account, implementation, workdir, run, kept)
     try:
         workload = workloads.for_case(case)
         account.cannot_fit = _why_it_has_no_stages(case, workload)

@@ -18,7 +18,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.errors import printable
-from shardproof.table import some
+from shardproof.table import number, some
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,8 @@ class _Bar:
             self._bar.start()
             self._task = self._bar.add_task(self.what, total=self.total, left="")
         else:
-            count = "" if self.total is None else f": {self.total} {self._noun}"
+            noun = self._noun.removesuffix("s")
+            count = "" if self.total is None else f": {number(self.total, noun)}"
             print_line(self.console, f"{self.what}{count}")
         return self
 
@@ -231,7 +232,10 @@ class Progress(_Bar):
             self._show(due=self.counts.total() % EVERY_CASES == 0)
 
     def _counts(self) -> str:
-        return ", ".join(f"{self.counts[w]} {w}" for w in self.words if self.counts[w])
+        return ", ".join(self._told(w) for w in self.words if self.counts[w])
+
+    def _told(self, word: str) -> str:
+        return f"{self.counts[word]} {word}"
 
     def _show(self, due: bool = False) -> None:
         self._move(self.counts.total(), counts=self._counts(), due=due, left=self._left())
@@ -261,7 +265,11 @@ class Progress(_Bar):
 class FaultProgress(Progress):
     """Progress over planted faults and their parents: a fault that fails its case is caught."""
 
-    words = ("faults caught", "parents passed", "neither (see the table)")
+    words = ("fault caught", "parent passed", "neither (see the table)")
+
+    def _told(self, word: str) -> str:
+        nouns = self.words[:2]
+        return number(self.counts[word], word) if word in nouns else super()._told(word)
 
     def _word(self, result: CaseResult) -> str:
         kind = verdicts.kind(result.verdict)

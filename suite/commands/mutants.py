@@ -12,6 +12,7 @@ from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.launch.process_control import cores
+from shardproof.table import number
 
 if TYPE_CHECKING:
     from shardproof.checks.results import CaseResult, Kill
@@ -88,7 +89,7 @@ def execute_mutants(
     def body(interrupts: Interrupts) -> int:
         cases = mutant_cases(pairs)
         folder.plan(cases, [mutant.name for mutant in mutants])
-        what = f"planting {len(mutants)} fault{'s' * (len(mutants) != 1)}"
+        what = f"planting {number(len(mutants), 'fault')}"
         with FaultProgress(console, cases, what, {}, jobs) as progress:
 
             def note(result: CaseResult) -> None:
@@ -108,7 +109,8 @@ def execute_mutants(
         killed = sum(kill.killed for kill in judged)
         survivors, left_out = len(judged) - killed, len(kills) - len(judged)
         counts = f"{killed} killed, {survivors} survive"
-        print_line(console, f"{len(judged)} faults judged ({counts}), {left_out} left out")
+        faults = number(len(judged), "fault judged")
+        print_line(console, f"{faults} ({counts}), {left_out} left out")
         planted = {kill.name for kill in judged}
         wanted = {kind for mutant in mutants for kind in kinds(mutant)}
         seen = {kind for m in mutants if m.name in planted for kind in kinds(m)}

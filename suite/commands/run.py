@@ -18,6 +18,7 @@ from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.process_control import cores
+from shardproof.table import number
 
 if TYPE_CHECKING:
     from shardproof.checks.results import CaseResult
@@ -198,7 +199,7 @@ def run_and_exit(
     if dry_run:
         for case in planned.chosen:
             echo(case.id)
-        summary = f"{len(planned.chosen)} cases, about {planned.seconds:.0f} s"
+        summary = f"{number(len(planned.chosen), 'case')}, about {planned.seconds:.0f} s"
         if not planned.chosen:
             summary = "nothing to run" + ("" if cases else f": {len(kept)} results are there")
         left_out = f", {len(planned.left_out)} left out by the budget" if planned.left_out else ""

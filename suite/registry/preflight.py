@@ -93,7 +93,11 @@ def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
     """
     with closing(pool.run(try_abilities, [("abilities", name, SECONDS)])) as ends:
         (end,) = ends
-    fault, axes, backends = end.value or (f"{name} was asked for its axes: {_how(end)}", [], [])
+    fault, axes, backends = end.value or (
+        f"{name} was asked for its axes: {ending(end)}",
+        [],
+        [],
+    )
     if fault:
         remedy = "nothing was written: name a class that can be used without options"
         raise SelectionError(Problem(shorten(fault, _LONGEST), remedy, name))
@@ -117,7 +121,7 @@ def check_options(name: str, options: Options, pool: Pool) -> None:
     """
     with closing(pool.run(try_options, [("options", (name, options), SECONDS)])) as ends:
         (end,) = ends
-    fault = f"{name} was asked for its options: {_how(end)}" if end.value is None else end.value
+    fault = f"{name} was asked for its options: {ending(end)}" if end.value is None else end.value
     if fault:
         remedy = "nothing was run: correct the option"
         raise SelectionError(Problem(shorten(fault, _LONGEST), remedy))
@@ -153,7 +157,7 @@ def with_found_traits(cases: Sequence[Case], pool: Pool | None = None) -> list[C
         items = [(key, case, SECONDS) for key, case in tried.items()]
         ends = list(stack.enter_context(closing(leaders.run(try_workload, items))))
     found: dict[str, tuple[str, list[str]]] = {
-        end.key: end.value or (f"workload {end.payload.workload.name!r}: {_how(end)}", [])
+        end.key: end.value or (f"workload {end.payload.workload.name!r}: {ending(end)}", [])
         for end in ends
     }
     problems = []
@@ -205,10 +209,10 @@ def try_workload(case: Case) -> tuple[str, list[str]]:
 
 
 def _unfinished(end: TaskEnd[str]) -> str:
-    return f"implementation {end.key!r} cannot be imported: {_how(end)}"
+    return f"implementation {end.key!r} cannot be imported: {ending(end)}"
 
 
-def _how(end: TaskEnd[Any]) -> str:
+def ending(end: TaskEnd[Any]) -> str:
     """How a leader ended that gave no answer, with its last words."""
     if end.timed_out:
         how = f"did not end within {SECONDS:g} s"

@@ -9,6 +9,7 @@ from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import printable
 from shardproof.report import bubbles, kills, memory, tables
 from shardproof.runs.blocks import blocks, of_result
+from shardproof.table import number
 
 #: Prints one renderable or text; rich's ``Console.print``.
 Print = Callable[..., None]
@@ -33,7 +34,7 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
     found = blocks(of_result(r) for r in results if verdicts.kind(r.verdict) in told)
     if found:
         cases = sum(len(block.failures) for block in found)
-        write(f"\nwhat did not hold: {_number(cases, 'case')}, {_number(len(found), 'cause')}")
+        write(f"\nwhat did not hold: {number(cases, 'case')}, {number(len(found), 'cause')}")
     for block in found[:_BLOCKS]:
         first = block.first
         write(Text(printable(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)
@@ -42,11 +43,8 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
             write(Text(printable(f"    {line}")), soft_wrap=True)
     if rest := found[_BLOCKS:]:
         cases = sum(len(block.failures) for block in rest)
-        write(f"{_number(len(rest), 'more cause')} ({_number(cases, 'case')}): see report.html")
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+        causes = f"{len(rest)} more {'cause' if len(rest) == 1 else 'causes'}"
+        write(f"{causes} ({number(cases, 'case')}): see report.html")
 
 
 def show_kills(lines: Sequence[Kill], write: Print) -> None:

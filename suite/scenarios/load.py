@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import typing
 from collections.abc import Iterable, Sequence
@@ -203,15 +204,18 @@ def _judged_in(folder: Path) -> list[Path]:
 
 
 def _files_below(folder: Path, are_timed: bool = False) -> list[Path]:
-    try:
-        found = sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".yml"))
-    except OSError as error:  # a folder that goes while it is read, or may not be
-        what = f"cannot be searched for scenarios: {error.strerror}"
-        raise SelectionError(Problem(what, "name a folder of scenarios", str(folder))) from None
+    def refuse(error: OSError) -> None:
+        if error.filename == str(folder):
+            what = f"cannot be searched for scenarios: {error.strerror}"
+            raise SelectionError(Problem(what, "name a folder of scenarios", str(folder))) from None
+        # A folder inside that goes while it is read, or may not be, has no scenarios.
+
+    found = [Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names]
     return [
         path
-        for path in found
-        if path.is_file()
+        for path in sorted(found)
+        if path.suffix in (".yaml", ".yml")
+        and path.is_file()
         and not path.name.startswith((".", "_"))
         and bool(timed(path)) == are_timed
     ]

@@ -129,6 +129,37 @@ def test_check_scenario_tells_every_fault_of_every_file(tmp_path: Path) -> None:
     assert here("check-scenario", str(good)).returncode == 0
 
 
+def test_check_scenario_asks_systems_for_their_options(tmp_path: Path) -> None:
+    """As ``run`` does, and each in the line that gives them; expected refusals are none."""
+    orders = "[[F0@0, BW0@0, F1@0, BW1@0], [F0@1, F1@1, BW0@1, BW1@1]]"
+    lines = [
+        "name: asked",
+        "about: options that systems take and refuse",
+        "sees: [options]",
+        "workload: {name: charnames_gpt, micro_batches: 2}",
+        "matrix:",
+        "  implementation:",
+        "    - {name: reference/ddp, label: a, options: {bucket_bites: 3}}",
+        "    - {name: reference/ddp, label: b, options: {bucket_bytes: 3}}",
+        "    - name: reference/pipeline",
+        "      label: c",
+        f"      options: {{schedule: {{orders: {orders}}}}}",
+        "  backend: in_memory",
+        "  mesh: [{replicate: 2}, {pipe: 2}]",
+        "  optimizer: sgd",
+        "exclude:",
+        "  - {implementation: reference/ddp, mesh: pipe2, reason: has no such axis}",
+        "  - {implementation: reference/pipeline, mesh: replicate2, reason: the same}",
+        "checks: [equivalence]",
+    ]
+    (tmp_path / "asked.yaml").write_text("\n".join(lines) + "\n")
+    done = here("check-scenario", "asked.yaml", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    bucket, schedule = done.stderr.splitlines()
+    assert bucket.startswith("asked.yaml:7: unknown option 'bucket_bites'; did you mean")
+    assert schedule.startswith("asked.yaml:9: option 'schedule.orders': deadlock: rank 0 waits")
+
+
 def test_dry_run_prints_ids_and_writes_nothing(tmp_path: Path) -> None:
     done = here("run", "--dry-run", "--budget", "0.2", cwd=tmp_path)
     assert done.returncode == 0
@@ -230,7 +261,7 @@ def test_one_folder_takes_a_run_and_its_mutants(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stdout + first.stderr
     second = here("mutants", "--impl", "ddp_never_reduces", "--results", str(folder))
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "1 faults judged (1 killed, 0 survive), 0 left out" in second.stdout
+    assert "1 fault judged (1 killed, 0 survive), 0 left out" in second.stdout
     run = read(folder)
     assert [line.id for line in run.cases] == [CASE]
     assert [line.name for line in run.kills] == ["ddp_never_reduces"]

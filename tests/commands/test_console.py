@@ -104,3 +104,15 @@ def test_a_kill_does_not_look_like_a_failure(clock: list[float]) -> None:
     shown = file.getvalue()
     assert "2 faults caught" in shown
     assert "fail" not in shown and "\x1b[1;31m" not in shown and "\x1b[31m" not in shown
+
+
+def test_one_is_told_without_a_plural(clock: list[float]) -> None:
+    out, file = console(240, False)
+    pair = cases(1, "mutants/ddp_never_reduces") + cases(1, "reference/ddp")
+    with FaultProgress(out, pair, "planting 1 fault", {}) as progress:
+        progress.step(result(pair[0], "fail", "equivalence: differs"))
+        progress.step(result(pair[1]))
+    assert file.getvalue().splitlines()[-1].endswith(": 1 fault caught, 1 parent passed")
+    with Progress(out, cases(1), "judging", {}):
+        pass
+    assert file.getvalue().splitlines()[-1] == "judging: 1 case"

@@ -143,7 +143,7 @@ def test_where_nothing_passes_there_is_no_baseline(tmp_path: Path) -> None:
     assert {path for path in left if path.suffix != ".pyc"} == {Path("mine.py"), scenario}
     (rerun,) = re.findall(r"rerun: shardproof (.*)", told)
     done = here(*shlex.split(rerun), "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0 and "1 cases" in done.stderr, "the scenario that it names is there"
+    assert done.returncode == 0 and "1 case," in done.stderr, "the scenario that it names is there"
     (tmp_path / "mine.py").write_text(MINE)
     done = here("init", "mine:Mine", cwd=tmp_path)
     assert done.returncode == 0, "what it has written itself is not in its way"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import shlex
 import subprocess
 import textwrap
 from pathlib import Path
@@ -82,6 +84,18 @@ def test_without_one_of_its_actions_the_schedule_is_refused(tmp_path: Path) -> N
     done = own_schedule(tmp_path, leave_out=", W1@1")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "mine.yaml:8: option 'schedule.orders': rank 1 never does W1@1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        runpy.run_path(str(ROOT / "docs/make_images.py"))["COMMANDS"][0],
+        *re.findall(r"^ {4}(shardproof run -k .*)$", README, re.MULTILINE),
+    ],
+)
+def test_every_selection_that_it_shows_finds_cases(command: str) -> None:
+    done = here(*shlex.split(command)[1:], "--dry-run")
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"make ([a-z]+)", README))))

@@ -206,7 +206,7 @@ def test_a_budget_hides_no_survivor_of_before(
         folder.add(kill(mutant.name, killed=False), "kill")
         assert mutants.execute_mutants(folder, [mutant], 1, 1e-5, False) == 1
     told = capsys.readouterr().out
-    assert "1 faults judged (0 killed, 1 survive), 0 left out" in told
+    assert "1 fault judged (0 killed, 1 survive), 0 left out" in told
     assert [line.killed for line in read(tmp_path / "run").kills] == [False]
 
 

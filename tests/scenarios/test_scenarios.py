@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -388,6 +391,25 @@ def test_scenarios_are_found_by_file_folder_and_name(tmp_path: Path) -> None:
     assert names(str(tmp_path)) == ["small", "other"]
     with pytest.raises(SelectionError, match=r"did you mean other\?"):
         names("othr")
+
+
+def test_a_folder_that_goes_while_it_is_searched_has_no_scenarios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "stays.yaml").write_text(GOOD)
+    sound, gone = os.scandir, [tmp_path / "gone"]
+
+    def scandir(path: Any = ".") -> Any:
+        if Path(path) in gone:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return sound(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert [file.name for file in find([str(tmp_path)], tmp_path)] == ["small"]
+    gone.append(tmp_path)
+    with pytest.raises(SelectionError, match=r"cannot be searched .*: No such file or directory"):
+        find([str(tmp_path)], tmp_path)
 
 
 SCALARS = st.one_of(
