@@ -7,9 +7,10 @@
 
 Each optional package is installed into an overlay of the environment that runs this file, so that
 all share its torch.  Then ``shardproof run scenarios/ecosystem`` judges: a known failure is an
-``xfail`` with the words that it must say, so any other verdict than the known one is red.  What
-cannot be installed is a ``skip``; the last line names it with the reason.  Exit codes are those of
-``shardproof run``, and 3 where no package at all could be installed.
+``xfail`` with the words that it must say, so any other verdict than the known one is red.  Then the
+scripts of ``docs/findings`` that are about these systems run.  What cannot be installed is a
+``skip``; the last line names it with the reason.  Exit codes are those of ``shardproof run``, 1
+where a finding is no longer true, and 3 where no package at all could be installed.
 """
 
 from __future__ import annotations
@@ -124,13 +125,18 @@ def run_or_kill(command: Sequence[str], seconds: float) -> tuple[int, str]:
         raise
 
 
+def folder_of(checkout: str) -> Path:
+    """The folder that a user named."""
+    return Path(checkout).expanduser().resolve()
+
+
 def link_picotron(checkout: str | None) -> str:
     """Make the package of a picotron ``checkout`` importable; why it is not, or nothing."""
     link = site_packages() / "picotron.pth"
     link.unlink(missing_ok=True)
     if checkout is None:
         return "no checkout given: make ecosystem PICOTRON=path"
-    folder = Path(checkout).expanduser().resolve()
+    folder = folder_of(checkout)
     if not (folder / "picotron" / "pipeline_parallel").is_dir():
         what = f"--picotron {checkout}: no checkout of picotron"
         print(f"{what}; give the folder that holds its package 'picotron'", file=sys.stderr)
@@ -148,7 +154,7 @@ def versions(checkout: str | None) -> dict[str, str]:
         found[extra] = known.get(re.split(r"[<>=]", requirement(extra))[0], "-")
     if checkout is not None:
         found["picotron"] = "a checkout without history"
-        folder = Path(checkout).expanduser()
+        folder = folder_of(checkout)
         if shutil.which("git") and (folder / ".git").exists():
             git = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
             done = subprocess.run(git, capture_output=True, text=True, check=False)
@@ -177,6 +183,15 @@ def table(run: Path, known: dict[str, str]) -> list[str]:
         cases = ", ".join(f"{count} {verdict}" for verdict, count in sorted(found.items()))
         lines.append(f"| {system} | {version} | {ranks} | {expected} | {cases} |")
     return lines
+
+
+def findings_hold(checkout: str | None) -> bool:
+    """Whether every finding about these systems is still true, with what is installed of them."""
+    names = " or ".join([*EXTRAS, "picotron"])
+    command = [str(PYTHON), "-m", "pytest", "tests/docs/test_findings.py", "-k", names, "-rs"]
+    environment = os.environ | ({"PICOTRON": str(folder_of(checkout))} if checkout else {})
+    print(f"findings of docs/findings.md: {names}", flush=True)
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
 
 
 def closing_line(lacking: dict[str, str]) -> str:
@@ -216,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     closing = closing_line(lacking)
     if code in (0, 1, 3):
+        code = code if findings_hold(options.picotron) else 1
         lines = table(run, versions(options.picotron))
         print("\n".join(lines))
         if into is not None:

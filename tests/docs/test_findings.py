@@ -73,4 +73,11 @@ def test_the_page_and_the_scripts_are_the_same() -> None:
     assert sorted(set(linked)) == [script.stem for script in SCRIPTS]
     headings = re.findall(r"^### (\d+)\. ", page, re.MULTILINE)
     rows = re.findall(r"^\| \[(\d+)\]", page, re.MULTILINE)
-    assert headings == rows == [str(n + 1) for n in range(len(SCRIPTS))]
+    assert headings == rows == sorted(set(rows), key=int)
+    assert len(rows) == len(SCRIPTS)
+    known = re.findall(r"^\| \[\d+\].*\| (no|partly|yes) \| \[[a-z0-9_]+\]\(", page, re.MULTILINE)
+    counts = [len(rows), *(known.count(word) for word in ("no", "partly", "yes"))]
+    told = re.search(
+        r"(\d+) defects\. For (\d+) no report\nwas found, for (\d+) .*, and (\d+) are known", page
+    )
+    assert told is not None and [*map(int, told.groups())] == counts

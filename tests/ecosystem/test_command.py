@@ -111,9 +111,11 @@ def test_the_table_tells_what_was_expected_and_what_came(
     ]
 
 
-#: In place of the overlay's interpreter: as ``shardproof run``, all that it judges passes.
+#: In place of the overlay's interpreter: as ``shardproof run``, all that it judges passes; as
+#: pytest, it notes what it is asked and fails where a file says so.
 RUNS = """\
 #!/bin/sh
+if [ "$2" = pytest ]; then echo "$PICOTRON $*" >> {pytest}; test ! -e {false}; exit; fi
 while [ "$1" != --results ]; do shift; done
 mkdir -p "$2" && cp {cases} "$2/cases.jsonl"
 exit {code}
@@ -134,7 +136,9 @@ def ends(
 
     def main(code: int, lacking: dict[str, str]) -> int:
         monkeypatch.setattr(command, "install", lambda extra, until: lacking.get(extra, ""))
-        (tmp_path / "python").write_text(RUNS.format(cases=tmp_path / "one.jsonl", code=code))
+        asked, false = tmp_path / "pytest", tmp_path / "false"
+        script = RUNS.format(cases=tmp_path / "one.jsonl", code=code, pytest=asked, false=false)
+        (tmp_path / "python").write_text(script)
         (tmp_path / "python").chmod(0o755)
         return int(command.main(["--results", "mine/run"]))
 
@@ -159,6 +163,20 @@ def test_what_could_not_be_installed_is_told_last(
         assert told[-1].startswith(f"{count} {verb}"), told[-1]
         assert all(f"{extra} (ERROR: no network)" in told[-1] for extra in lacking)
         assert "picotron (no checkout given: make ecosystem PICOTRON=path)" in told[-1]
+
+
+def test_findings_about_these_systems_are_tried_too(
+    command: ModuleType, ends: Callable[[int, dict[str, str]], int], tmp_path: Path
+) -> None:
+    assert ends(0, {}) == 0
+    asked = (tmp_path / "pytest").read_text()
+    assert asked.startswith(" -m pytest tests/docs/test_findings.py -k ")
+    systems = {"accelerate", "fabric", "fairscale", "picotron"}
+    scripts = {path.stem.split("_")[0] for path in (ROOT / "docs/findings").glob("*.py")}
+    assert systems <= scripts and all(name in asked for name in systems)
+    (tmp_path / "false").touch()
+    for code, wanted in [(0, 1), (3, 1), (1, 1), (2, 2)]:
+        assert ends(code, {}) == wanted, "a finding that is no longer true is red"
 
 
 def test_the_version_of_a_checkout_under_home(
