@@ -130,6 +130,24 @@ class TestManyCases:
         # The planted fault had an mpirun of its own; the case that raised cost the first world.
         assert started == [2, 2]
 
+    def test_after_a_fail_a_world_is_new_and_module_globals_have_one_of_their_own(
+        self, started: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.syspath_prepend(HERE)
+        monkeypatch.setenv("PYTHONPATH", HERE)
+
+        def case(name: str, number: int) -> Case:
+            system = f"faulty_ranks:{name}"
+            limits = {"backend": "mpi", "workload": SMALL, "checks": ("equivalence",)}
+            return made_case(system, {"replicate": 2}, id=f"{name}{number}", **limits)
+
+        verdicts, _ = run([case("HasGlobals", 0), case("HasGlobals", 1)])
+        assert set(verdicts.values()) == {"pass"}, verdicts
+        assert started == [2]  # neither used it
+        verdicts, _ = run([case("Drifts", 0), case("Drifts", 1)])
+        assert all(said.startswith("fail") for said in verdicts.values()), verdicts
+        assert started == [2, 2, 2]
+
     def test_a_world_that_has_gone_is_replaced(
         self, started: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:

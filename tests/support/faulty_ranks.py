@@ -8,7 +8,9 @@ import resource
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import torch
@@ -20,6 +22,34 @@ from shardproof.evidence.records import ComparisonRow
 from shardproof.impls.reference.naive_ddp import IMPLEMENTATION as Naive
 
 RANK = STEP = 1
+
+
+class Drifts(Naive):  # type: ignore[misc, valid-type]
+    """Rank 1 goes on from other parameters."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        result = super().step(batch, observe)
+        if self.mesh.rank == RANK:
+            with torch.no_grad():
+                next(self.module.parameters()).add_(1)
+        return result
+
+
+class HasGlobals(Naive):  # type: ignore[misc, valid-type]
+    """Sound in a process that it has to itself."""
+
+    made: ClassVar[list[int]] = []
+
+    @classmethod
+    def capabilities(cls, options: Options) -> Capabilities:
+        return replace(super().capabilities(options), backends=("gloo", "mpi"))
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        if batch.step == 0:
+            self.made.append(os.getpid())
+        if len(self.made) > 1:
+            raise RuntimeError(f"process {os.getpid()} has trained before")
+        return super().step(batch, observe)
 
 
 class _Faulty(Naive):  # type: ignore[misc, valid-type]
