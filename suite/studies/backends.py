@@ -27,7 +27,9 @@ import psutil
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases.runner import Session
+from shardproof.errors import Problem, SelectionError
 from shardproof.scenarios.matrix import on_backend
+from shardproof.workloads import untrained
 
 #: CPU seconds of the last backend over those of ``BASE``, the median over cases: at most.
 MOST_COST, BASE = 2.0, "gloo"
@@ -59,11 +61,13 @@ class Cell:
 def cells_of(cases: Sequence[Case], backends: Sequence[str]) -> list[tuple[Cell, dict[str, Case]]]:
     """Each cell of ``cases`` on every one of ``backends``, where the scenario expects it to hold.
 
-    Worlds are those of the cases.  Cells that are an expected failure or a skip are left out.
+    Worlds are those of the cases.  Cells that are an expected failure or a skip are left out, and
+    those that train nothing: they put a backend itself on trial.
     """
     found: dict[str, tuple[Cell, dict[str, Case]]] = {}
+    trained = [case for case in cases if untrained.of(case.workload) is None]
     for backend in backends:
-        for case in on_backend(cases, backend):
+        for case in on_backend(trained, backend):
             scenario, system, _, *rest = case.id.split("::")
             name = "::".join([scenario, system, *rest])
             cell = Cell(name, case.world, case.lane, case.world // case.mesh.get("pipe", 1))
@@ -188,8 +192,14 @@ def costs(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], li
 def run(
     cases: Sequence[Case], backends: Sequence[str], count: int | None, seed: int, tell: Any
 ) -> tuple[list[str], list[str]]:
-    """Sentences, and what is wrong, of ``count`` cells (``None``: all) that ``seed`` draws."""
+    """Sentences, and what is wrong, of ``count`` cells (``None``: all) that ``seed`` draws.
+
+    :raises SelectionError: there is no such cell.
+    """
     cells = cells_of(cases, backends)
+    if not cells:
+        what = f"no cell that trains a model and is expected to hold on {', '.join(backends)}"
+        raise SelectionError(Problem(what, "choose other scenarios or fewer --backend"))
     if count is not None and count < len(cells):
         cells = random.Random(seed).sample(cells, count)
     measured = measure(cells, seed, tell)

@@ -44,6 +44,19 @@ def test_bits_are_promised_where_sums_have_one_order(
     assert tuple(asked) == promised
 
 
+def test_cells_that_train_nothing_are_left_out() -> None:
+    """They put a backend itself on trial, and have expected failures on one backend alone."""
+    cases = [
+        made_case(system, {"replicate": 3}, id=f"s::{system}::in_memory::r::quick", workload=spec)
+        for system, spec in (
+            ("pytorch/collectives", WorkloadSpec("calls")),
+            ("reference/ddp", SMALL),
+        )
+    ]
+    kept = study.cells_of(cases, ["in_memory", "gloo"])
+    assert [cell.name for cell, _ in kept] == ["s::reference/ddp::r::quick"]
+
+
 def test_other_bits_are_told_by_cell() -> None:
     cells = [cell(name, "dyadic", in_memory=1, gloo=1, mpi=1) for name in ("one", "two", "three")]
     cells[1].runs["gloo"].digests[0] = "c"
@@ -125,3 +138,9 @@ def test_cells_of_the_full_tier_are_taken_where_asked(monkeypatch: pytest.Monkey
         done = here("study", "backends", "ddp-gpt", "--backend", "in_memory", "--tier", tier)
         assert done.returncode == 0, done.stderr
     assert 0 < taken[0] < taken[1]
+
+
+def test_a_choice_without_such_cells_is_bad_input() -> None:
+    done = here("study", "backends", "samplers", "--backend", "in_memory", "--backend", "gloo")
+    assert done.returncode == 2
+    assert "no cell that trains a model and is expected to hold on in_memory, gloo" in done.stderr
