@@ -139,12 +139,13 @@ class Session:
         """``cases`` with the traits of a user's own models; see ``registry.preflight``."""
         return preflight.with_found_traits(cases, self._pool)
 
-    def axes(self, implementation: str, options: Options) -> list[str]:
-        """The mesh axes that it declares under ``options``; empty if it cannot be asked."""
-        items = [("axes", (implementation, options), JUDGING_SECONDS)]
-        with closing(self._pool.run(declaration.axes, items)) as ends:
+    def places(self, implementation: str, options: Options) -> tuple[list[str], list[str]]:
+        """Mesh axes and backends that it declares under ``options``; none if it cannot be asked."""
+        items = [("places", (implementation, options), JUDGING_SECONDS)]
+        with closing(self._pool.run(declaration.places, items)) as ends:
             (end,) = ends
-        return list(end.value or ())
+        axes, backends = end.value or ((), ())
+        return list(axes), list(backends)
 
 
 def _leaves_no_trace(task: CaseTask) -> bool:

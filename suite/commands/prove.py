@@ -15,6 +15,7 @@ from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
 from shardproof.commands.prove_arguments import (
+    USUAL_BACKEND,
     are,
     are_folders,
     dtype_name,
@@ -76,7 +77,7 @@ def prove(
     optimizer: str | OptimizerSpec | Callable[..., Any] = "sgd",
     settings: str | OptimizerSpec | None = None,
     clip: Sequence[float | None] = (None,),
-    backends: Sequence[str] = ("in_memory",),
+    backends: Sequence[str] | None = None,
     worlds: Sequence[int] = (1, 2, 3),
     axis: str | None = None,
     meshes: Sequence[Mapping[str, int]] = (),
@@ -111,7 +112,8 @@ def prove(
 
     Meshes are ``{axis: world}`` for every one of ``worlds``, ``axis`` being the one that the
     implementation claims unless given; or ``meshes`` as given, which a strategy of several axes
-    needs.  ``clip`` are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given,
+    needs.  ``backends``: unless given ``in_memory``, or ``gloo`` where the system does not run on
+    that.  ``clip`` are clip norms, ``None`` is off.  ``dtype`` is that of the lane unless given,
     ``precision`` what differs from it, as in a scenario (``{"reduce": "bfloat16"}``); dtypes are
     named or torch's.  ``depth``:
     how closely the system is held to its strategy, unless as it declares.  ``deadline``: CPU
@@ -172,11 +174,11 @@ def prove(
     dtypes = {**({} if built is None else {"built": built}), **lowered}
     policy = {"precision": {"label": "-".join(dtypes.values()), **dtypes}} if dtypes else {}
 
-    def expanded(along: str) -> list[Case]:
+    def expanded(along: str, on: Sequence[str]) -> list[Case]:
         places = [
             (mesh, backend)
             for mesh in several(meshes) or [{along: world} for world in several(worlds)]
-            for backend in several(backends)
+            for backend in on
         ]
         # World by world, each with its lanes: the order of the arguments, not that of scenarios.
         # By id, for a value may be given twice.
@@ -209,7 +211,9 @@ def prove(
         return list(by_id.values())
 
     # Once before a process starts, so that bad values are refused at once.
-    cases = expanded("replicate" if axis is None else axis)
+    along = "replicate" if axis is None else axis
+    on = [USUAL_BACKEND] if backends is None else several(backends)
+    cases = expanded(along, on)
     if not cases:
         raise SelectionError(Problem("nothing to judge", "name a world, a backend and a lane"))
     if depth not in ("", "family", "layout"):
@@ -218,8 +222,13 @@ def prove(
         raise SelectionError(Problem("jobs: not a number of processes", "jobs=2", repr(jobs)))
     with Session(jobs) as session:
         session.check(name, options)
-        if axis is None and not meshes:
-            cases = expanded(_only_axis(name, session.axes(name, options)))
+        asks_axis = axis is None and not meshes
+        if asks_axis or backends is None:
+            axes, usable = session.places(name, options)
+            along = _only_axis(name, axes) if asks_axis else along
+            if backends is None and usable and USUAL_BACKEND not in usable:
+                on = ["gloo" if "gloo" in usable else usable[0]]
+            cases = expanded(along, on)
         cases = session.with_found_traits([replace(case, depth=depth) for case in cases])
         if results is None:
             judged, _ = session.run(cases, lambda result: None)

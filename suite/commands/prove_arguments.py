@@ -13,6 +13,9 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
 from shardproof.errors import Problem, SelectionError
 
+#: The backend of ``prove``, where the system runs on it.
+USUAL_BACKEND = "in_memory"
+
 
 def are(given: Mapping[str, Any], kind: Any, wanted: str) -> None:
     """Whether each of these arguments is a ``kind``, or was not given.
@@ -82,7 +85,7 @@ def rerun(prove: Callable[..., Any], case: Case, call: Mapping[str, Any]) -> str
     usual = inspect.signature(prove).parameters
     own = {
         "meshes": [dict(case.mesh)],
-        "backends": (case.backend,),
+        "backends": None if case.backend == USUAL_BACKEND else (case.backend,),
         "lanes": (case.lane,),
         "clip": (case.optimizer.clip_norm,),
     }

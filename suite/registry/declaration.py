@@ -220,7 +220,8 @@ def ask(implementation: str, options: Options, backend: str, dtype: str, world: 
     return Answer(declaration, missing=declaration.excludes(backend, dtype, world, (), missing))
 
 
-def axes(system: tuple[str, Options]) -> tuple[str, ...]:
-    """Task of a leader: the mesh axes that an implementation declares under some options."""
+def places(system: tuple[str, Options]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Task of a leader: the mesh axes and backends that a system declares under some options."""
     name, options = system
-    return Declaration.of(registry.load(name), options).axes
+    declared = Declaration.of(registry.load(name), options)
+    return declared.axes, declared.backends

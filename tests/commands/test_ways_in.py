@@ -101,6 +101,12 @@ class DropsWeightDecay(ReferenceDDP):
         return super().make_optimizer()
 
 
+class OnlyGloo(ReferenceDDP):
+    @classmethod
+    def capabilities(cls, options: Any) -> Any:
+        return replace(super().capabilities(options), backends=("gloo",))
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("ignored", [IgnoresWarmup, DropsWeightDecay])
 def test_an_optimizer_by_its_name_shows_what_is_ignored(ignored: Any, optimizer: str) -> None:
@@ -111,6 +117,13 @@ def test_an_optimizer_by_its_name_shows_what_is_ignored(ignored: Any, optimizer:
 def test_an_optimizer_spec_is_taken_as_it_is() -> None:
     (row,) = prove(DropsWeightDecay, worlds=1, optimizer=OptimizerSpec()).to_dict("records")
     assert row["verdict"] == "pass", row["reason"]
+
+
+def test_prove_takes_a_backend_that_the_system_runs_on() -> None:
+    given = prove(OnlyGloo, worlds=(2,))
+    assert [(row.backend, row.verdict) for row in given.itertuples()] == [("gloo", "pass")]
+    asked = prove(OnlyGloo, worlds=(2,), backends="in_memory")
+    assert [(row.backend, row.verdict) for row in asked.itertuples()] == [("in_memory", "skip")]
 
 
 def test_prove_takes_the_axis_that_is_claimed() -> None:
