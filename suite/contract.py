@@ -518,8 +518,9 @@ class Implementation(ABC):
     def save(self, path: Path, extra: Mapping[str, Any]) -> Any:
         """Save into ``path``, a root folder that all ranks share; a collective call, between steps.
 
-        The root may hold several checkpoints of one run, and need not exist.  ``extra`` is the
-        caller's, the same on all ranks, of what JSON holds.  Saving changes nothing in the run.
+        The root may hold several checkpoints of one run, a folder each, and need not exist.
+        ``extra`` is the caller's, the same on all ranks, of what JSON holds.  Saving changes
+        nothing in the run.
 
         What is returned has a method ``wait``, collective as well: on return the checkpoint is
         committed, on all ranks, and what went wrong on any is raised on all.  Until then training

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from shardproof.errors import Problem, SelectionError
 from shardproof.impls.reference.checkpoint.convert import convert as convert_checkpoint
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
-from shardproof.impls.reference.checkpoint.reading import Checkpoint
-from shardproof.impls.reference.checkpoint.regions import Place
-from shardproof.impls.reference.checkpoint.reshape import plan
-from shardproof.impls.reference.checkpoint.saver import told as why_not_saved
+from shardproof.impls.reference.checkpoint.errors import told as why_not_saved
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+from shardproof.impls.reference.checkpoint.reading.regions import Place
+from shardproof.impls.reference.checkpoint.reading.reshape import plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ def blocks(checkpoint: Checkpoint, kind: str, name: str, copy: int) -> Iterator[
 
 
 def convert(source: Checkpoint, root: Path, form: str, ranks: int) -> Path:
-    """Write ``source`` into ``root`` in another format; the new checkpoint's folder.
+    """Write ``source`` into ``root`` in another format of :data:`FORMS`; the new one's folder.
 
     :raises SelectionError: it is damaged, or ``root`` holds that step or another run.
     """
@@ -77,4 +77,4 @@ def convert(source: Checkpoint, root: Path, form: str, ranks: int) -> Path:
         try:
             return convert_checkpoint(source, root, form, ranks)
         except OSError as error:
-            raise CheckpointError(*why_not_saved(error)) from None
+            raise CheckpointError(*why_not_saved(error, root)) from None

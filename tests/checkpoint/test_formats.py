@@ -19,12 +19,12 @@ from torch import Tensor
 from shardproof.comm import Mesh
 from shardproof.contract import OptimizerSpec
 from shardproof.impls.mutants.declare import family
-from shardproof.impls.reference.checkpoint import commit
 from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
+from shardproof.impls.reference.checkpoint.contents import Contents
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.files import FileLayer
-from shardproof.impls.reference.checkpoint.reading import Checkpoint
-from shardproof.impls.reference.checkpoint.system import state_of
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+from shardproof.impls.reference.checkpoint.root import folders, newest, seems_whole
 from shardproof.impls.reference.ddp import ReferenceDDP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,7 +82,7 @@ def test_each_element_is_written_once(form: str, tmp_path: Path) -> None:
 
 def test_full_has_the_names_of_the_module_for_the_package_safetensors(tmp_path: Path) -> None:
     whole = saved(tmp_path, "zero3", {"shard": 3}, 2, "full")
-    folder = commit.newest(tmp_path)
+    folder = newest(tmp_path)
     assert folder is not None
     model = load_file(folder / "model.safetensors")
     assert_equal({"parameters": model}, {"parameters": whole["parameters"] | whole["buffers"]})
@@ -94,7 +94,7 @@ def test_full_has_the_names_of_the_module_for_the_package_safetensors(tmp_path: 
 
 def test_the_package_safetensors_reads_every_file_of_a_sharded_one(tmp_path: Path) -> None:
     whole = saved(tmp_path, "zero2", {"shard": 2})
-    folder = commit.newest(tmp_path)
+    folder = newest(tmp_path)
     assert folder is not None
     seen = 0
     with Checkpoint.open(folder) as checkpoint:
@@ -123,7 +123,7 @@ def test_asynchronous_keeps_the_moment_of_the_save(tmp_path: Path) -> None:
         found = checkpoints.held(system)
         extra = {"history": [1]}
         saver = AsynchronousSharded(tmp_path, system.mesh)
-        saver.save(state_of(system, extra))
+        saver.save(Contents(system).state(extra))
         extra["history"].append(2)
         train(system, work, 2, 4)
         saver.wait()
@@ -149,7 +149,7 @@ def test_one_snapshot_at_a_time_and_its_memory_is_kept(tmp_path: Path) -> None:
         held = []
         for step in range(3):
             train(system, work, step, step + 1)
-            saver.save(state_of(system, {}))
+            saver.save(Contents(system).state({}))
             held.append({copy.data_ptr() for copy in saver._copies if copy.numel()})
         saver.wait()
         assert held[1] == held[2] and held[0] <= held[1]
@@ -160,7 +160,7 @@ def test_one_snapshot_at_a_time_and_its_memory_is_kept(tmp_path: Path) -> None:
         )
         copied = sum(c.numel() * c.element_size() for c in saver._copies) - 5056
         assert copied <= own
-        return [one.step for one in commit.folders(tmp_path) if one.is_committed]
+        return [one.step for one in folders(tmp_path) if one.is_committed]
 
     assert succeed(body, 2)[0] == [3, 2, 1]
 
@@ -175,19 +175,17 @@ def test_the_newest_stay_and_the_last_good_one_always(form: str, tmp_path: Path)
         seen = []
         for step in range(5):
             train(system, work, step, step + 1)
-            saver.save(state_of(system, {}))
+            saver.save(Contents(system).state({}))
             saver.wait()
             if rank == 0:
                 if step == 2:  # of steps 2 and 3, the newer one breaks
-                    newest = commit.newest(tmp_path)
-                    assert newest is not None
-                    data = sorted(newest.glob("*.safetensors"))[0]
+                    last = newest(tmp_path)
+                    assert last is not None
+                    data = sorted(last.glob("*.safetensors"))[0]
                     data.write_bytes(data.read_bytes()[:-1])
-                found = commit.folders(tmp_path)
-                seen.append(
-                    ([one.step for one in found], [commit.seems_whole(o.path) for o in found])
-                )
-            saver.everyone(None)
+                found = folders(tmp_path)
+                seen.append(([one.step for one in found], [seems_whole(o.path) for o in found]))
+            saver.together.everyone(None)
         return seen
 
     seen = succeed(body, 2)[0]
@@ -219,7 +217,7 @@ def test_who_loads_goes_on_in_the_same_folder(tmp_path: Path) -> None:
         system.save(tmp_path, {}).wait()
 
     succeed(body, 3)
-    assert [one.step for one in commit.folders(tmp_path)] == [3, 2]
+    assert [one.step for one in folders(tmp_path)] == [3, 2]
 
 
 def test_another_optimizer_is_refused_before_anything_changes(tmp_path: Path) -> None:
@@ -243,7 +241,7 @@ def test_the_generator_of_each_rank_comes_back(form: str, tmp_path: Path) -> Non
         torch.manual_seed(5)
         torch.rand(3)
         saver = FORMATS[form](tmp_path, system.mesh)
-        saver.save(state_of(system, {}))
+        saver.save(Contents(system).state({}))
         saver.wait()
 
     succeed(save, 1)
@@ -264,7 +262,7 @@ def test_a_lost_piece_is_told_before_anything_is_written(tmp_path: Path) -> None
     def body(rank: int, world: int) -> str:
         system = make("zero3", work, {"shard": 2}, rank)
         train(system, work, 0, 1)
-        state = state_of(system, {})
+        state = Contents(system).state({})
         if rank:
             del state.pieces["optimizer"][2]  # type: ignore[attr-defined]
         saver = FORMATS["sharded"](tmp_path, Mesh({"shard": 2}))
@@ -293,7 +291,7 @@ def test_what_could_not_be_read_is_not_written(
 
     def body(rank: int, world: int) -> None:
         system = make("ddp", work, {"replicate": 2}, rank)
-        state = state_of(system, extra if rank == 0 else {})
+        state = Contents(system).state(extra if rank == 0 else {})
         with pytest.raises(CheckpointError, match=words):
             FORMATS[form](tmp_path, system.mesh).save(state)
 
@@ -321,21 +319,21 @@ def test_a_disk_that_fills_on_one_rank_fails_all_and_leaves_the_last_one(
         system = make("zero3", work, {"shard": 2}, rank)
         train(system, work, 0, 1)
         saver = FORMATS[form](tmp_path, system.mesh)
-        saver.save(state_of(system, {}))
+        saver.save(Contents(system).state({}))
         saver.wait()
         train(system, work, 1, 2)
         if rank == world - 1 or form == "full":
             saver.layer = Fills()
         with pytest.raises(CheckpointError) as error:
-            saver.save(state_of(system, {}))
+            saver.save(Contents(system).state({}))
             saver.wait()
-        saver.everyone(None)
+        saver.together.everyone(None)
         return str(error.value)
 
     said = succeed(body, 2)
     assert said[0] == said[1] and "No space left on device" in said[0]
-    assert "the last committed checkpoint is untouched" in said[0]
-    assert [one.step for one in commit.folders(tmp_path)] == [1]
+    assert "make room there, or name another folder; what was committed is untouched" in said[0]
+    assert [one.step for one in folders(tmp_path)] == [1]
     with Checkpoint.open(tmp_path) as checkpoint:
         assert not list(checkpoint.verify())
 

@@ -15,9 +15,9 @@ import pytest
 from checkpoints import saved
 
 from shardproof.impls.reference.checkpoint.errors import CheckpointError, NotCommitted
-from shardproof.impls.reference.checkpoint.guarded_json import SEAL
 from shardproof.impls.reference.checkpoint.manifest import INDEX, MANIFEST
-from shardproof.impls.reference.checkpoint.reading import Checkpoint
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+from shardproof.impls.reference.checkpoint.reading.guarded_json import SEAL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Fields = dict[str, Any]
@@ -136,8 +136,8 @@ FORGED: dict[str, tuple[Callable[[Fields], object], str]] = {
     "a shape of 2^60": (lambda f: first(f).update(shape=[2**60]), "2 \\*\\* 58 elements"),
     "a length of 2^60": (lambda f: f.update(bytes=2**60), "describes"),
     "a header of 2^60": (lambda f: f.update(header_bytes=2**60), "begins at byte"),
-    "a chunk of 0": (lambda f: f.update(chunk=0), "at least 1"),
-    "a chunk of 1": (lambda f: f.update(chunk=1), "chunks"),
+    "a checksum too few": (lambda f: f.update(sums=f["sums"][8:]), "chunks"),
+    "half a checksum": (lambda f: f.update(sums=f["sums"][4:]), "8 hexadecimal digits"),
     "a range that is no part": (lambda f: first(f).update(flat_range=[0, 10**9]), "no part of"),
     "an overlap": (
         lambda f: first(f).update(name=f["tensors"][-2]["name"]),
@@ -192,8 +192,8 @@ def test_a_name_that_stands_twice(folder: Path) -> None:
 
 
 def test_another_version_says_so(folder: Path) -> None:
-    edit(folder / MANIFEST, lambda fields: fields.update(version=2))
-    assert "format version 2, this reader knows 1" in refused(folder, MANIFEST)
+    edit(folder / MANIFEST, lambda fields: fields.update(version=3))
+    assert "format version 3, this reader knows 2" in refused(folder, MANIFEST)
 
 
 @pytest.mark.parametrize("part", range(4))

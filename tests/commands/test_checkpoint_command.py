@@ -12,7 +12,7 @@ import torch
 from checkpoints import ADAMW, saved, workload
 from safetensors.torch import load_file
 
-from shardproof.impls.reference.checkpoint import commit
+from shardproof.impls.reference.checkpoint.root import newest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,8 +30,8 @@ def own(root: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(root, tmp_path / "own"))
 
 
-def newest(root: Path) -> Path:
-    found = commit.newest(root)
+def last(root: Path) -> Path:
+    found = newest(root)
     assert found is not None
     return found
 
@@ -57,7 +57,7 @@ def test_verify_and_convert_keep_the_digest(root: Path, tmp_path: Path, command:
         places.append(tmp_path / str(number))
         code, out, err = command("checkpoint", "convert", str(places[-2]), str(places[-1]), *words)
         assert code == 0, err
-        assert out.strip() == str(newest(places[-1]))
+        assert out.strip() == str(last(places[-1]))
     for place in places:
         code, out, err = command("checkpoint", "verify", str(place))
         assert code == 0 and ": whole, " in out, err
@@ -65,8 +65,8 @@ def test_verify_and_convert_keep_the_digest(root: Path, tmp_path: Path, command:
     assert len({*digests}) == 1 and len(digests[0].strip()) == 64
     for place in places[1:]:
         assert command("checkpoint", "diff", str(root), str(place))[:2] == (0, "no difference\n")
-    assert len(list(newest(places[2]).glob("*.safetensors"))) == 3
-    assert "head.weight" in load_file(newest(places[1]) / "model.safetensors")
+    assert len(list(last(places[2]).glob("*.safetensors"))) == 3
+    assert "head.weight" in load_file(last(places[1]) / "model.safetensors")
 
 
 def test_diff_names_the_first_element(root: Path, tmp_path: Path, command: Any) -> None:
@@ -80,7 +80,7 @@ def test_diff_names_the_first_element(root: Path, tmp_path: Path, command: Any) 
 
 def test_diff_tells_one_bit_and_one_name(root: Path, tmp_path: Path, command: Any) -> None:
     from shardproof.impls.reference.checkpoint.convert import convert
-    from shardproof.impls.reference.checkpoint.reading import Checkpoint
+    from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
 
     with Checkpoint.open(root) as source:
         fill = source.fill
@@ -101,7 +101,7 @@ def test_diff_tells_one_bit_and_one_name(root: Path, tmp_path: Path, command: An
 
 
 def test_damage_is_bad_input_and_named(own: Path, command: Any, tmp_path: Path) -> None:
-    file = newest(own) / "rank-00001.safetensors"
+    file = last(own) / "rank-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[-9] ^= 4
     data[-9000] ^= 4

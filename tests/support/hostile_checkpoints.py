@@ -24,10 +24,10 @@ from checkpoints import saved, workload
 from fuzzing import changed_bytes, changed_json
 
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
-from shardproof.impls.reference.checkpoint.guarded_json import SEAL
+from shardproof.impls.reference.checkpoint.loading import whole
 from shardproof.impls.reference.checkpoint.manifest import DATA, INDEX, MANIFEST
-from shardproof.impls.reference.checkpoint.reading import Checkpoint
-from shardproof.impls.reference.checkpoint.system import whole
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+from shardproof.impls.reference.checkpoint.reading.guarded_json import SEAL
 
 FORMS = (("full", "zero1", {"shard": 2}), ("sharded", "zero3", {"shard": 2}))
 #: JSON in place of a value that only hurts in bulk.

@@ -15,5 +15,5 @@ A checkpoint is a folder; many stand in one root::
 Where to read: ``full``, ``sharded`` and ``asynchronous`` are the formats.  ``agreement`` says which
 rank writes what, ``data_file`` how tensors lie in a file, ``manifest`` what is said of them,
 ``commit`` when a checkpoint counts and which old ones go, ``files`` what touches the disk.
-``reading`` opens one, ``reshape`` plans what a rank of another layout reads of it.
+``reading`` is the other side, ``system`` what a strategy gives and takes.
 """

@@ -8,7 +8,7 @@
     rank 0       makes the folder; its name travels with the table
 
 What is chosen covers every element once, or the save ends here: a rank that lost a piece is told
-before the last good checkpoint is touched.
+before a byte is written.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import NamedTuple
 import torch
 
 from shardproof.contract import Piece
-from shardproof.impls.reference.checkpoint.commit import begin, new_run
 from shardproof.impls.reference.checkpoint.data_file import Held
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
-from shardproof.impls.reference.checkpoint.guarded_json import require_bounds
 from shardproof.impls.reference.checkpoint.manifest import MOST_TENSORS, About
-from shardproof.impls.reference.checkpoint.regions import Place, TooFine, hole_or_overlap
-from shardproof.impls.reference.checkpoint.saver import Saver
+from shardproof.impls.reference.checkpoint.reading.guarded_json import require_bounds
+from shardproof.impls.reference.checkpoint.reading.regions import Place, TooFine, hole_or_overlap
+from shardproof.impls.reference.checkpoint.root import Branch, Root
+from shardproof.impls.reference.checkpoint.together import Together
 
 
 @dataclass(frozen=True)
@@ -91,33 +91,44 @@ def describe(state: State, rank: int) -> list[Described]:
     ]
 
 
-def agree(saver: Saver, state: State, from_rank0: bool = False) -> Agreed:
-    """The same on all ranks; a collective call.
+def agree(together: Together, root: Root, state: State, from_rank0: bool = False) -> Agreed:
+    """The same on all ranks; a collective call.  Rank 0 makes a folder in ``root``.
 
     ``from_rank0``: where rank 0 has a copy, that one is written.
 
     :raises CheckpointError: an element is held nowhere or twice, or the root cannot be saved into.
     """
-    tables = saver.everyone(describe(state, saver.rank))
-    writes = choose([one for table in tables for one in table], from_rank0, saver.root)
+    rank, step = together.rank, state.about.step
 
-    def make() -> tuple[str, str] | None:
-        require_writable(state.about, len(writes), saver.root)
-        if saver.rank:
-            return None
-        run = saver.run or new_run()
-        return str(begin(saver.layer, saver.root, run, state.about.step)), run
+    def tell() -> Told:
+        require_writable(state.about, root.path)
+        table = describe(state, rank)
+        return Told(step, table, None if rank else (root.begin(step).name, root.branch))
 
-    folder, run = saver.together(make)[0]
-    saver.run = run
-    return Agreed(Path(folder), writes)
+    told = together.all(tell)  # once: training waits for it
+    for other, one in enumerate(told):
+        if one.step != told[0].step:
+            what = f"rank {other} saves step {one.step}, rank 0 step {told[0].step}"
+            raise CheckpointError(root.path, what, "save on all ranks after the same step")
+    writes = choose([piece for one in told for piece in one.table], from_rank0, root.path)
+    if len(writes) > MOST_TENSORS:
+        what = f"would have {len(writes)} tensors, readers take {MOST_TENSORS}"
+        raise CheckpointError(root.path, what, "save with fewer ranks or names")
+    assert told[0].attempt is not None
+    name, root.branch = told[0].attempt
+    return Agreed(root.path / name, writes)
 
 
-def require_writable(about: About, tensors: int, root: Path) -> None:
+class Told(NamedTuple):
+    """What each rank tells: its step and pieces, and the first one the folder that it made."""
+
+    step: int
+    table: list[Described]
+    attempt: tuple[str, Branch] | None
+
+
+def require_writable(about: About, root: Path) -> None:
     """:raises CheckpointError: what readers would refuse, asked before anything is written."""
-    if tensors > MOST_TENSORS:
-        what = f"would have {tensors} tensors, readers take {MOST_TENSORS}"
-        raise CheckpointError(root, what, "save with fewer ranks or names")
     try:
         require_bounds(json.dumps(dataclasses.asdict(about)).encode(), root)
     except (TypeError, ValueError, RecursionError) as error:

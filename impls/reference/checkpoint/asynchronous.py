@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,135 +30,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardproof.impls.reference.checkpoint.agreement import Agreed, State, agree, own_writes
+from shardproof.impls.reference.checkpoint.agreement import Agreed, State, own_writes
 from shardproof.impls.reference.checkpoint.data_file import Held
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.manifest import INDEX, About, Listed
-from shardproof.impls.reference.checkpoint.safe_files import read_small
-from shardproof.impls.reference.checkpoint.saver import Saver, told
-from shardproof.impls.reference.checkpoint.writing import stem_of, write_pair
+from shardproof.impls.reference.checkpoint.saver import Saver
+from shardproof.impls.reference.checkpoint.writing import listed_in, stem_of, write_pair
 
 #: Seconds without a byte more in the folder after which a writer is given up.
 PATIENCE = 600.0
-_LOOK = 0.02
-
-
-class AsynchronousSharded(Saver):
-    """Saves the checkpoints of one run behind the training's back, one at a time."""
-
-    kind = "sharded"
-    patience = PATIENCE
-
-    under_way: Writer | None = None
-
-    def save(self, state: State) -> Path:
-        """Start to save; a collective call, which first waits for the save before.
-
-        The folder of the checkpoint, which is committed when :meth:`wait` returns, or earlier.
-
-        :raises CheckpointError: on all ranks: the save before failed, or this one cannot start.
-        """
-        self.wait()
-        agreed = agree(self, state)
-        with self.abandoned_if_it_fails(agreed):
-            tensors = self.snapshot(own_writes(agreed, state, self.rank))
-        # By value: what the caller changes from now on is of a later step.
-        self.under_way = Writer(self, agreed, copy.deepcopy(state.about), tensors)
-        self.under_way.start()
-        return agreed.folder
-
-    _copies: Sequence[Tensor] = ()
-
-    @torch.no_grad()
-    def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
-        """Copies in host memory; the memory is that of the copies before, if it fits."""
-        kept = dict(enumerate(self._copies))
-        copies = []
-        for number, one in enumerate(tensors):
-            old, like = kept.pop(number, None), one.tensor
-            if old is None or old.shape != like.shape or old.dtype != like.dtype:
-                del old
-                old = torch.empty(like.shape, dtype=like.dtype)
-            copies.append(old.copy_(like))
-        self._copies = copies
-        return [replace(one, tensor=t) for one, t in zip(tensors, copies, strict=True)]
-
-    def wait(self) -> None:
-        """Return when what was saved last is committed; a collective call.
-
-        :raises CheckpointError: on all ranks, if a rank's writer failed or stands still.
-        """
-        writer, self.under_way = self.under_way, None
-        if writer is None:
-            return
-        with self.abandoned_if_it_fails(writer.agreed):
-            try:
-                self.all_or_none(None, writer.outcome(writer.has_written))
-            except BaseException:
-                writer.cancelled.set()  # rank 0's would wait for an index that never comes
-                writer.join(self.patience)
-                raise
-            self.all_or_none(None, writer.outcome(writer.has_ended))
-
-
-class Writer(threading.Thread):
-    """Writes one rank's pair; rank 0's commits when all pairs are there."""
-
-    def __init__(
-        self,
-        saver: AsynchronousSharded,
-        agreed: Agreed,
-        about: About,
-        tensors: Sequence[Held],
-    ) -> None:
-        # A rank that crashes must end, whatever its disk does.
-        super().__init__(name=f"writes {agreed.id}", daemon=True)
-        self.saver, self.agreed, self.about, self.tensors = saver, agreed, about, tensors
-        self.has_written, self.has_ended = threading.Event(), threading.Event()
-        self.cancelled = threading.Event()
-        self.failure: tuple[str, str, str] | None = None
-
-    def run(self) -> None:
-        """What the thread does."""
-        saver = self.saver
-        try:
-            write_pair(saver.layer, self.agreed, stem_of(saver.rank), self.tensors)
-            self.has_written.set()
-            if saver.rank == 0 and (listed := self.all_indexes()):
-                saver.commit(self.agreed, self.about, listed)
-        except (CheckpointError, OSError) as error:
-            self.failure = told(error)
-        finally:
-            self.has_written.set()
-            self.has_ended.set()
-
-    def all_indexes(self) -> list[Listed]:
-        """What every writing rank left, as soon as all of it is there; none if cancelled.
-
-        :raises CheckpointError: the folder no longer grows, and an index is missing.
-        """
-        ranks = sorted({one.rank for one in self.agreed.writes})
-        paths = [self.agreed.folder / (stem_of(rank) + INDEX) for rank in ranks]
-        grown = Growth(self.agreed.folder, self.saver.patience)
-        while not self.cancelled.wait(_LOOK):
-            missing = [path for path in paths if not path.exists()]
-            if not missing:
-                sums = [zlib.crc32(read_small(path)) for path in paths]
-                return [Listed(stem_of(r), crc) for r, crc in zip(ranks, sums, strict=True)]
-            if grown.stands_still():
-                what = f"did not appear, and nothing grew for {self.saver.patience:.0f} s"
-                raise CheckpointError(missing[0], what, "look at what ended that rank; save again")
-        return []
-
-    def outcome(self, event: threading.Event) -> tuple[str, str, str] | None:
-        """Wait for ``event``; what went wrong, if anything."""
-        grown = Growth(self.agreed.folder, self.saver.patience)
-        while not event.wait(1.0):
-            if grown.stands_still():
-                self.cancelled.set()
-                what = f"nothing was written into it for {self.saver.patience:.0f} s"
-                return str(self.agreed.folder), what, "look at the disk; save again"
-        return self.failure
+#: Seconds between two looks; looks in which a writer sees that it is cancelled.
+_LOOK, _LOOKS = 0.02, 500
 
 
 class Growth:
@@ -178,3 +59,139 @@ class Growth:
         if found != self.bytes:
             self.bytes, self.since = found, time.monotonic()
         return time.monotonic() - self.since > self.patience
+
+
+class Writer(threading.Thread):
+    """Writes one rank's pair; rank 0's commits when all pairs are there."""
+
+    def __init__(
+        self,
+        saver: AsynchronousSharded,
+        agreed: Agreed,
+        about: About,
+    ) -> None:
+        # A rank that crashes must end, whatever its disk does.
+        super().__init__(name=f"writes {agreed.id}", daemon=True)
+        self.saver, self.agreed, self.about = saver, agreed, about
+        self.tensors: Sequence[Held] = ()
+        self.has_written, self.has_ended = threading.Event(), threading.Event()
+        self.cancelled = threading.Event()
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        """What the thread does."""
+        saver = self.saver
+        try:
+            if self.failure is not None:
+                raise self.failure
+            write_pair(saver.layer, self.agreed, stem_of(saver.rank), self.tensors)
+            self.has_written.set()
+            if saver.rank == 0:
+                if listed := self.all_indexes():
+                    saver.commit(self.agreed, self.about, listed)
+                else:
+                    saver.root.abandon()
+        except Exception as error:  # noqa: BLE001 - a thread that ends in silence loses the save
+            self.failure = error
+        finally:
+            self.has_written.set()
+            self.has_ended.set()
+
+    def all_indexes(self) -> list[Listed]:
+        """What every writing rank left, as soon as all of it is there; none if cancelled.
+
+        :raises CheckpointError: the folder no longer grows, and an index is missing.
+        """
+        ranks = sorted({one.rank for one in self.agreed.writes})
+        paths = [self.agreed.folder / (stem_of(rank) + INDEX) for rank in ranks]
+        grown = Growth(self.agreed.folder, self.saver.patience)
+        while not self.cancelled.wait(_LOOK):
+            missing = [path for path in paths if not path.exists()]
+            if not missing:
+                return [listed_in(path, self.agreed.id) for path in paths]
+            if grown.stands_still():
+                what = f"did not appear, and nothing grew for {self.saver.patience:.0f} s"
+                raise CheckpointError(missing[0], what, "look at what ended that rank; save again")
+        return []
+
+    def result(self, event: threading.Event) -> None:
+        """Wait for ``event``.
+
+        :raises CheckpointError: nothing more is written; or whatever ended the thread.
+        """
+        grown = Growth(self.agreed.folder, self.saver.patience)
+        while not event.wait(1.0):
+            if grown.stands_still():
+                what = f"nothing was written into it for {self.saver.patience:.0f} s"
+                raise CheckpointError(self.agreed.folder, what, "look at the disk; save again")
+        if self.failure is not None:
+            raise self.failure
+
+
+class AsynchronousSharded(Saver):
+    """Saves the checkpoints of one run behind the training's back, one at a time."""
+
+    kind = "sharded"
+    patience = PATIENCE
+    writer_type: type[Writer] = Writer
+
+    under_way: Writer | None = None
+
+    def save(self, state: State) -> Path:
+        """Start to save; a collective call, which first waits for the save before.
+
+        The folder of the checkpoint, which is committed when :meth:`wait` returns, or earlier.
+
+        :raises CheckpointError: on all ranks: the save before failed, or this one cannot start.
+        """
+        self.wait()
+        with self.abandoned_if_it_fails():
+            agreed = self.agree(state)
+        # By value: what the caller changes from now on is of a later step.
+        self.under_way = self.writer_type(self, agreed, copy.deepcopy(state.about))
+        try:
+            self.under_way.tensors = self.snapshot(own_writes(agreed, state, self.rank))
+        except Exception as error:  # noqa: BLE001 - told by wait: no rank waits for it before
+            self.under_way.failure = error
+        self.under_way.start()
+        return agreed.folder
+
+    _copies: Sequence[Tensor] = ()
+
+    @torch.no_grad()
+    def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
+        """Copies in host memory; the memory is that of the copies before, if it fits."""
+        kept = dict(enumerate(self._copies))
+        self._copies = ()
+        copies = []
+        for number, one in enumerate(tensors):
+            old, like = kept.pop(number, None), one.tensor
+            if old is None or old.shape != like.shape or old.dtype != like.dtype:
+                del old
+                old = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            copies.append(old.copy_(like))
+        self._copies = copies
+        return [replace(one, tensor=t) for one, t in zip(tensors, copies, strict=True)]
+
+    def wait(self) -> None:
+        """Return when what was saved last is committed; a collective call.
+
+        :raises CheckpointError: on all ranks, if a rank's writer failed or stands still.
+        """
+        writer, self.under_way = self.under_way, None
+        if writer is None:
+            return
+        with self.abandoned_if_it_fails():
+            try:
+                self.together.all(lambda: writer.result(writer.has_written))
+                self.together.all(lambda: writer.result(writer.has_ended))
+            except BaseException:
+                # Rank 0's would wait for an index that never comes.
+                writer.cancelled.set()
+                writer.join(_LOOKS * _LOOK)
+                raise
+
+    def abort(self) -> None:
+        """The writer commits nothing any more, and ends with the tensor that it writes."""
+        if self.under_way is not None:
+            self.under_way.cancelled.set()

@@ -11,25 +11,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from shardproof.impls.reference.checkpoint.agreement import Agreed
-from shardproof.impls.reference.checkpoint.commit import abandon, begin, commit
 from shardproof.impls.reference.checkpoint.data_file import DTYPES, Held
 from shardproof.impls.reference.checkpoint.files import FileLayer
 from shardproof.impls.reference.checkpoint.full import FILES
-from shardproof.impls.reference.checkpoint.manifest import Listed, Manifest
-from shardproof.impls.reference.checkpoint.reading import Checkpoint
-from shardproof.impls.reference.checkpoint.regions import Place
-from shardproof.impls.reference.checkpoint.reshape import plan
+from shardproof.impls.reference.checkpoint.manifest import Listed
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+from shardproof.impls.reference.checkpoint.reading.regions import Place
+from shardproof.impls.reference.checkpoint.reading.reshape import plan
+from shardproof.impls.reference.checkpoint.root import Branch, Root, named
 from shardproof.impls.reference.checkpoint.writing import close_pair, open_pair, stem_of
 
 #: What is cut; the rest is small, and belongs to somebody.
 CUT = ("parameters", "optimizer")
-#: More than anybody has: nothing is retired beside a copy.
-_ALL = 1 << 30
 
 
 def convert(
@@ -41,14 +40,16 @@ def convert(
     """
     layer = layer or FileLayer()
     manifest = source.manifest
-    agreed = Agreed(begin(layer, root, manifest.run, manifest.about.step), ())
+    # The number of the save as well: what was saved later is newer in a root of copies, too.
+    place, found = Root(layer, root, Branch(manifest.run)), named(Path(manifest.id))
+    agreed = Agreed(place.begin(manifest.about.step, found.number if found else None), ())
     files = whole(source) if kind == "full" else cut(source, ranks)
     try:
         listed = [write(source, layer, agreed, stem, held) for stem, held in files.items() if held]
-        made = Manifest(kind, agreed.id, manifest.run, manifest.about, tuple(listed))
-        commit(layer, agreed.folder, made, keep=_ALL)
+        made = replace(manifest, kind=kind, id=agreed.id, files=tuple(listed))
+        place.commit(agreed.folder, made, keep=None)
     except BaseException:
-        abandon(layer, agreed.folder)
+        place.abandon()
         raise
     return agreed.folder
 

@@ -1,4 +1,4 @@
-"""Tensors in a file of the safetensors format, with a checksum of every page of them.
+"""Tensors in a file of the safetensors format, with a checksum of every chunk of them.
 
 The format (huggingface/safetensors, README "Format")::
 
@@ -10,9 +10,9 @@ The upstream package writes a whole file at once, by itself: it can neither stre
 must not be copied nor go through the file layer.  Its reader knows no checksums, and takes 100 MB
 of header.  So both are written here; tests read the files with the upstream package.
 
-Each tensor is cut into chunks of 4 KiB, a page, which is what a disk reads anyway; the CRC-32 of
-each goes into the file's index.  So who needs a part of a tensor reads and verifies little more.
-A flipped bit always shows, a chunk of noise but for one in 4 billion.
+Each tensor is cut into chunks, whose checksums go into the file's index (checksum.py).  A tensor is
+written block by block: what was summed is still in the processor's cache, and of a tensor that is
+not contiguous, or not in host memory, no more than a block is copied at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,10 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof.impls.reference.checkpoint.checksum import Sums, chunk_for, crc32
 from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, CheckpointError
 from shardproof.impls.reference.checkpoint.files import FileLayer
-from shardproof.impls.reference.checkpoint.guarded_json import Fields, parse
-from shardproof.impls.reference.checkpoint.regions import Place
+from shardproof.impls.reference.checkpoint.reading.guarded_json import Fields, parse
+from shardproof.impls.reference.checkpoint.reading.regions import Place
 
 #: Names of the format -> dtypes.
 DTYPES = {
@@ -49,9 +49,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PAGE = 4096
-#: Checksums of one file; chunks grow in larger ones.
-MOST_SUMS = 1 << 18
+#: Bytes that are summed and written, or read and verified, at once; a multiple of most chunks.
+BLOCK = 4 << 20
 _LENGTH = 8
 
 
@@ -59,7 +58,7 @@ _LENGTH = 8
 class Entry:
     """One tensor of a data file: the ``place`` of ``name`` that it holds, and where it lies.
 
-    ``begin`` and ``end`` are bytes of the file; ``first_sum`` is the number of its first checksum.
+    ``begin`` and ``end`` are bytes of the file; ``first_sum`` is the number of the first checksum.
     ``replica`` and ``owner``: which copy of the name it is, and the rank that held it.
     """
 
@@ -74,6 +73,11 @@ class Entry:
     begin: int
     end: int
     first_sum: int
+
+    @property
+    def chunk(self) -> int:
+        """Bytes that share a checksum."""
+        return chunk_for(self.end - self.begin)
 
 
 @dataclass(frozen=True)
@@ -102,26 +106,34 @@ class DataFile:
     bytes: int
     header_bytes: int
     header_sum: int
-    chunk: int
     sums: array[int]
     entries: tuple[Entry, ...]
 
 
+def blocks_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The elements as they lie in a file, block by block; no block is larger than :data:`BLOCK`.
+
+    The tensor's own memory where that is contiguous and of the host, else copies of a block each.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        data = bytes_of(tensor)
+        yield from (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
+    elif tensor.numel() * tensor.element_size() <= BLOCK:
+        yield bytes_of(tensor.cpu().contiguous())
+    else:  # halves along the first dim that can be cut, which follow one another in the file
+        dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+        half = tensor.shape[dim] // 2
+        for part in tensor.split([half, tensor.shape[dim] - half], dim):
+            yield from blocks_of(part)
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements as they lie in a file; the tensor's own memory, if that is contiguous."""
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    if not plain.numel():
+    """The memory of a contiguous tensor of the host."""
+    if not tensor.numel():
         return memoryview(b"")
-    elements: Any = plain.view(torch.uint8).numpy()
+    elements: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(elements)
-
-
-def chunk_for(sizes: Sequence[int]) -> int:
-    """Bytes of a chunk in a file of tensors of ``sizes`` bytes."""
-    chunk = PAGE
-    while sum(-(-size // chunk) for size in sizes) > MOST_SUMS + len(sizes):
-        chunk *= 2
-    return chunk
 
 
 class Streamed:
@@ -138,7 +150,6 @@ class Streamed:
         self.layer, self.path = layer, path
         self.tensors = sorted(tensors, key=lambda held: -held.tensor.element_size())
         self.head = _head(path, self.tensors, identity)
-        self.chunk = chunk_for([held.bytes for held in self.tensors])
         self.sums = array("I")
         self.entries: list[Entry] = []
         self.at = len(self.head)
@@ -154,22 +165,21 @@ class Streamed:
 
     def add(self, tensor: Tensor) -> None:
         """Append the next of :attr:`tensors`."""
-        held, data = self.tensors[len(self.entries)], bytes_of(tensor)
-        assert len(data) == held.bytes, held.key
-        name, first = self.path.name, len(self.sums)
-        self.sums.extend(
-            zlib.crc32(data[start : start + self.chunk])
-            for start in range(0, len(data), self.chunk)
-        )
-        self.layer.write(self.path, self.file, data)
-        end = self.at + len(data)
-        dtype, owner = NAMES[held.tensor.dtype], held.owner
+        held, sums = self.tensors[len(self.entries)], Sums(chunk_for(tensor.nbytes))
+        assert tensor.nbytes == held.bytes, held.key
+        for block in blocks_of(tensor):
+            sums.feed(block)
+            self.layer.write(self.path, self.file, block)
+        sums.end()
+        end = self.at + held.bytes
         self.entries.append(
             Entry(
-                *(name, held.key, held.kind, held.name, dtype, held.place),
-                *(held.replica, owner, self.at, end, first),
+                *(self.path.name, held.key, held.kind, held.name, NAMES[held.tensor.dtype]),
+                *(held.place, held.replica, held.owner),
+                *(self.at, end, len(self.sums)),
             )
         )
+        self.sums.extend(sums.found)
         self.at = end
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -184,11 +194,8 @@ class Streamed:
     def result(self) -> DataFile:
         """What was written."""
         head = self.head
-        crc = zlib.crc32(head)
-        return DataFile(
-            *(self.path.name, self.at, len(head), crc, self.chunk, self.sums),
-            tuple(self.entries),
-        )
+        found = self.path.name, self.at, len(head), crc32(head), self.sums
+        return DataFile(*found, tuple(self.entries))
 
 
 def _head(path: Path, tensors: Sequence[Held], identity: dict[str, str]) -> bytes:
@@ -256,9 +263,3 @@ def head_bytes(start: bytes, size: int, file: Path, most: int) -> int:
         what = f"has {size} bytes, of which a header would take {length} (at most {most})"
         raise CheckpointError(file, what, TAKE_ANOTHER)
     return _LENGTH + length
-
-
-def chunks(entry: Entry, chunk: int) -> Iterator[tuple[int, int, int]]:
-    """Begin and end in the file, and number of the checksum, of each chunk of a tensor."""
-    for number, begin in enumerate(range(entry.begin, entry.end, chunk), entry.first_sum):
-        yield begin, min(begin + chunk, entry.end), number

@@ -1,8 +1,29 @@
-"""What every reader and writer of checkpoints raises."""
+"""What every reader and writer of checkpoints raises, and the remedies."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+
+#: What to do about a file that is not as it was written.
+TAKE_ANOTHER = "load another checkpoint, or copy this one again from where it is whole"
+_ROOM = "make room there, or name another folder"
+_RIGHTS = "make it writable, or name another folder"
+_NAME = "a file stands where a folder must be: name another folder"
+#: What to do about what the system says.
+REMEDIES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "save with more ranks, so that files are smaller, or on another file system",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.EEXIST: _NAME,
+    errno.ENOTDIR: _NAME,
+    errno.ENAMETOOLONG: "name a folder with a shorter path",
+}
+#: File, what is wrong, and what to do: an error on its way to other ranks.
+Failure = tuple[str, str, str]
 
 
 class CheckpointError(ValueError):
@@ -17,5 +38,17 @@ class NotCommitted(CheckpointError):
     """No manifest: a save that was cut short, or no checkpoint at all."""
 
 
-#: What to do about a file that is not as it was written.
-TAKE_ANOTHER = "load another checkpoint, or copy this one again from where it is whole"
+class CheckpointWarning(UserWarning):
+    """Something of a checkpoint that has no place in the system that loaded it."""
+
+
+def told(error: Exception, place: Path) -> Failure:
+    """What to tell of ``error``, whatever it is, which came up while ``place`` was used."""
+    if isinstance(error, CheckpointError):
+        return error.file, error.what, error.remedy
+    if isinstance(error, OSError):
+        what = f"cannot be used: {error.strerror or error}"
+        remedy = REMEDIES.get(error.errno or 0, "look at that disk, or name another folder")
+        return str(error.filename or place), what, f"{remedy}; what was committed is untouched"
+    what = f"{type(error).__name__} came up: {error or 'without a word'}"
+    return str(place), what, "the traceback of that rank says where"

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from shardproof.contract import Piece
-from shardproof.impls.reference.checkpoint.agreement import Agreed, Described, State, agree, held
+from shardproof.impls.reference.checkpoint.agreement import Agreed, Described, State, held
 from shardproof.impls.reference.checkpoint.data_file import Held
-from shardproof.impls.reference.checkpoint.errors import CheckpointError
+from shardproof.impls.reference.checkpoint.errors import told
 from shardproof.impls.reference.checkpoint.manifest import Listed
-from shardproof.impls.reference.checkpoint.regions import Place
-from shardproof.impls.reference.checkpoint.saver import Saver, told
+from shardproof.impls.reference.checkpoint.reading.regions import Place
+from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.checkpoint.writing import close_pair, open_pair
 from shardproof.impls.reference.engine.state import gather_over, put
 
@@ -58,8 +58,8 @@ class Full(Saver):
 
         :raises CheckpointError: on all ranks, if rank 0 cannot; nothing is committed.
         """
-        agreed = agree(self, state, from_rank0=True)
-        with self.abandoned_if_it_fails(agreed):
+        with self.abandoned_if_it_fails():
+            agreed = self.agree(state, from_rank0=True)
             listed = [self.write(agreed, state, stem, kinds) for stem, kinds in FILES.items()]
             self.commit_everywhere(agreed, state.about, listed)
         return agreed.folder
@@ -75,18 +75,18 @@ class Full(Saver):
         # The order of the file, which all ranks know: one gathers what the others send.
         by_key = {announced(copy).key: copy for copy in copies}
         tensors = (self.gather(by_key[one.key], state) for one in file.tensors)
-        listed, failure = None, None
+        listed, failure, cause = None, None, None
         try:
             if self.rank == 0:
                 with file:
                     for tensor in tensors:
                         file.add(tensor)
                 listed = close_pair(self.layer, agreed, file.result)
-        except (CheckpointError, OSError) as error:
-            failure = told(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
+            failure, cause = told(error, self.root.path), error
         for _ in tensors:  # all of them on other ranks; on rank 0 what a failing disk left over
             pass
-        found: list[Listed | None] = self.all_or_none(listed, failure)
+        found: list[Listed | None] = self.together.all_or_none(listed, failure, cause)
         return found[0]
 
     def gather(self, copy: Copy, state: State) -> Tensor:
@@ -95,7 +95,8 @@ class Full(Saver):
         if {one.rank for one in copy} == {0}:
             pieces: list[Piece] = mine
         else:
-            comms = [self.mesh.comm(axis) for axis in self.mesh.axes]
+            mesh = self.together.mesh
+            comms = [mesh.comm(axis) for axis in mesh.axes]
             pieces = gather_over(mine, comms)
         if len(pieces) == 1 and copy[0].place.is_whole:
             return pieces[0].tensor

@@ -19,18 +19,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardproof.impls.reference.checkpoint.data_file import DTYPES, MOST_SUMS, DataFile, Entry
+from shardproof.impls.reference.checkpoint.data_file import DTYPES, DataFile, Entry
 from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, CheckpointError
-from shardproof.impls.reference.checkpoint.guarded_json import Fields, seal, unseal
-from shardproof.impls.reference.checkpoint.regions import Place
+from shardproof.impls.reference.checkpoint.reading.guarded_json import (
+    MOST_BYTES,
+    Fields,
+    seal,
+    unseal,
+)
+from shardproof.impls.reference.checkpoint.reading.regions import Place
 
-FORMAT, VERSION = "shardproof checkpoint", 1
+FORMAT, VERSION = "shardproof checkpoint", 2
 MANIFEST = "manifest.json"
 DATA, INDEX = ".safetensors", ".json"
 #: What is saved; ``rng`` and ``extra`` are tensors that belong to one rank or to nobody.
 KINDS = ("parameters", "buffers", "optimizer", "rng", "extra")
-#: Data files of a checkpoint; tensors, and bytes of checksums, over all of them.
-MOST_FILES, MOST_TENSORS, MOST_SUM_BYTES = 1 << 14, 50_000, 32 << 20
+#: Data files of a checkpoint; tensors, and bytes of checksums, over all of them.  A tensor is known
+#: by its place for a few hundred bytes, which had to stand in an index: no small file takes much.
+MOST_FILES, MOST_TENSORS, MOST_SUM_BYTES = 1 << 14, 1 << 20, 64 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -38,9 +44,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class About:
     """What a checkpoint says of the training, beside tensors.
 
-    ``mesh`` maps axes to their sizes; ``optimizer`` are the fields of an ``OptimizerSpec``;
-    ``scaler`` is the state of loss scaling; ``data`` the progress in the data; ``extra`` whatever
-    else the caller wants back, as JSON.  ``step`` counts the optimizer steps that were made.
+    ``step`` counts the optimizer steps that were made.  ``mesh`` maps axes to their sizes;
+    ``optimizer`` are the fields of an ``OptimizerSpec``; ``scaler`` is the state of loss scaling;
+    ``precision`` names dtypes; ``aliases`` maps further names of tied tensors to the one that is
+    saved; ``data`` is the progress in the data; ``extra`` whatever else the caller wants back, as
+    JSON; ``versions`` are those of the packages that saved.
     """
 
     step: int
@@ -48,6 +56,9 @@ class About:
     mesh: Mapping[str, int]
     optimizer: Mapping[str, Any] | None = None
     scaler: Mapping[str, Any] | None = None
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -67,11 +78,16 @@ class Listed:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A committed checkpoint; ``id`` is in every file of it."""
+    """A committed checkpoint; ``id`` is in every file of it.
+
+    ``before`` are the ids of those that this one comes from and that stood beside it, the newest
+    first.
+    """
 
     kind: str
     id: str
     run: str
+    before: tuple[str, ...]
     about: About
     files: tuple[Listed, ...]
 
@@ -79,7 +95,8 @@ class Manifest:
         """The file, with its checksum."""
         files = [asdict(file) for file in self.files]
         fields = {"format": FORMAT, "version": VERSION, "kind": self.kind, "id": self.id}
-        return seal(fields | {"run": self.run} | asdict(self.about) | {"files": files})
+        fields |= {"run": self.run, "before": self.before}
+        return seal(fields | asdict(self.about) | {"files": files})
 
 
 def read_manifest(data: bytes, file: Path) -> Manifest:
@@ -96,7 +113,8 @@ def read_manifest(data: bytes, file: Path) -> Manifest:
     mesh = fields.mapping("mesh")
     if any(type(size) is not int or not 1 <= size <= 1 << 20 for size in mesh.values()):
         raise fields.wrong("mesh", "axes and their sizes", mesh)
-    mappings = {name: fields.mapping(name) for name in ("data", "extra")}
+    wanted = ("precision", "aliases", "versions", "data", "extra")
+    mappings = {name: fields.mapping(name) for name in wanted}
     optional = ("optimizer", "scaler")
     mappings |= {n: fields.mapping(n) for n in optional if fields.data.get(n) is not None}
     about = About(fields.number("step"), fields.text("strategy"), mesh, **mappings)
@@ -107,7 +125,11 @@ def read_manifest(data: bytes, file: Path) -> Manifest:
     files = tuple(Listed(_safe(one), one.number("index_sum", 1 << 32)) for one in listed)
     if len({one.name for one in files}) < len(files):
         raise CheckpointError(file, "lists one data file twice", TAKE_ANOTHER)
-    return Manifest(fields.text("kind"), fields.text("id"), fields.text("run"), about, files)
+    before = fields.items("before")
+    if not all(isinstance(one, str) and _NAME.fullmatch(one) for one in before):
+        raise fields.wrong("before", "a list of plain folder names", before)
+    names = fields.text("kind"), fields.text("id"), fields.text("run")
+    return Manifest(*names, tuple(before), about, files)
 
 
 def _safe(fields: Fields) -> str:
@@ -143,7 +165,6 @@ def index_to_json(data: DataFile, identity: str) -> bytes:
             "bytes": data.bytes,
             "header_bytes": data.header_bytes,
             "header_sum": data.header_sum,
-            "chunk": data.chunk,
             "sums": data.sums.tobytes().hex(),
             "tensors": tensors,
         }
@@ -163,9 +184,6 @@ def read_index(data: bytes, file: Path, identity: str) -> DataFile:
     if fields.text("file") != name:
         raise fields.wrong("file", repr(name), fields.text("file"))
     head, size = fields.number("header_bytes"), fields.number("bytes")
-    chunk = fields.number("chunk", 1 << 40)
-    if chunk < 1:
-        raise fields.wrong("chunk", "at least 1", chunk)
     sums = _sums(fields)
     entries, at, first = [], head, 0
     for number, item in enumerate(fields.items("tensors")):
@@ -173,17 +191,17 @@ def read_index(data: bytes, file: Path, identity: str) -> DataFile:
         if entry.begin != at:
             what = f"{entry.key[:100]!r} begins at byte {entry.begin}, not at {at}"
             raise CheckpointError(file, what, TAKE_ANOTHER)
-        at, first = entry.end, first + -(-(entry.end - entry.begin) // chunk)
+        at, first = entry.end, first + -(-(entry.end - entry.begin) // entry.chunk)
         entries.append(entry)
     if at != size or first != len(sums):
         what = f"describes {at} bytes and {first} chunks, and says {size} and {len(sums)}"
         raise CheckpointError(file, what, TAKE_ANOTHER)
     header_sum = fields.number("header_sum", 1 << 32)
-    return DataFile(name, size, head, header_sum, chunk, sums, tuple(entries))
+    return DataFile(name, size, head, header_sum, sums, tuple(entries))
 
 
 def _sums(fields: Fields) -> array[int]:
-    text = fields.text("sums", 8 * (MOST_SUMS + MOST_TENSORS))
+    text = fields.text("sums", MOST_BYTES)
     sums = array("I")
     try:
         sums.frombytes(bytes.fromhex(text))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardproof.impls.reference.checkpoint.agreement import State, agree, own_writes
+from shardproof.impls.reference.checkpoint.agreement import State, own_writes
 from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.checkpoint.writing import stem_of, write_pair
 
@@ -37,11 +37,11 @@ class Sharded(Saver):
 
         :raises CheckpointError: on all ranks, if one cannot; nothing is committed.
         """
-        agreed = agree(self, state)
-        tensors = own_writes(agreed, state, self.rank)
-        with self.abandoned_if_it_fails(agreed):
+        with self.abandoned_if_it_fails():
+            agreed = self.agree(state)
+            tensors = own_writes(agreed, state, self.rank)
             # Nothing is copied: training waits, so no tensor changes under the writer.
-            listed = self.together(
+            listed = self.together.all(
                 lambda: write_pair(self.layer, agreed, stem_of(self.rank), tensors)
             )
             self.commit_everywhere(agreed, state.about, listed)

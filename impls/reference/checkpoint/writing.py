@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardproof.impls.reference.checkpoint.agreement import Agreed
+from shardproof.impls.reference.checkpoint.checksum import crc32
 from shardproof.impls.reference.checkpoint.data_file import DataFile, Held, Streamed
 from shardproof.impls.reference.checkpoint.files import FileLayer
-from shardproof.impls.reference.checkpoint.guarded_json import require_bounds
-from shardproof.impls.reference.checkpoint.manifest import DATA, INDEX, Listed, index_to_json
+from shardproof.impls.reference.checkpoint.manifest import (
+    DATA,
+    INDEX,
+    Listed,
+    index_to_json,
+    read_index,
+)
+from shardproof.impls.reference.checkpoint.reading.guarded_json import require_bounds
+from shardproof.impls.reference.checkpoint.reading.safe_files import read_small
 
 #: The last operation of a rank: whoever sees the index under its name finds all of the pair.
 PART = ".part"
@@ -35,7 +43,17 @@ def close_pair(layer: FileLayer, agreed: Agreed, written: DataFile) -> Listed:
     layer.rename(path.with_name(path.name + PART), path)
     # On a network's disk each machine answers for the names that it gave.
     layer.sync_folder(agreed.folder)
-    return Listed(stem, zlib.crc32(index))
+    return Listed(stem, crc32(index))
+
+
+def listed_in(path: Path, identity: str) -> Listed:
+    """What the manifest of ``identity`` says of the pair whose index another rank left at ``path``.
+
+    :raises CheckpointError: it is not as that rank wrote it.
+    """
+    data = read_small(path)
+    read_index(data, path, identity)
+    return Listed(path.name.removesuffix(INDEX), crc32(data))
 
 
 def write_pair(

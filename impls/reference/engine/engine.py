@@ -34,11 +34,14 @@ from shardproof.contract import (
     StepResult,
 )
 from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
+from shardproof.impls.reference.checkpoint.contents import Contents, aliases_of
 from shardproof.impls.reference.checkpoint.full import Full
-from shardproof.impls.reference.checkpoint.reading import Checkpoint
+from shardproof.impls.reference.checkpoint.loaded import Loaded
+from shardproof.impls.reference.checkpoint.loading import Loading
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+from shardproof.impls.reference.checkpoint.root import Branch
 from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.checkpoint.sharded import Sharded
-from shardproof.impls.reference.checkpoint.system import restore, state_of
 from shardproof.impls.reference.collectives import options as collectives
 from shardproof.impls.reference.collectives.reducer import ByAlgorithm
 from shardproof.impls.reference.engine.handle import Context, Handle
@@ -72,6 +75,11 @@ class Engine(Implementation):
     sharded_type: type[Saver] = Sharded
     asynchronous_type: type[Saver] = AsynchronousSharded
     reader_type: type[Checkpoint] = Checkpoint
+    contents_type: type[Contents] = Contents
+    loading_type: type[Loading] = Loading
+    #: What the last load took, and what it left out.
+    loaded: Loaded | None = None
+    run: str | None = None
 
     @abstractmethod
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
@@ -92,7 +100,7 @@ class Engine(Implementation):
         self.build, self.spec, self.mesh, self.given = build, optimizer, mesh, options
         self.checkpoints = parse_options(Checkpoints, options.get("checkpoint", {}), "checkpoint.")
         self.savers: dict[Path, Saver] = {}
-        self.run: str | None = None
+        self.aliases = aliases_of(module)
         self.groups = self.recompute(module, options)
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.check_norms(module)
@@ -242,18 +250,22 @@ class Engine(Implementation):
             # The reducer comes first: what it has yet to make must not become an optimizer slot.
             pieces = self.reducer.load_pieces(pieces)
         rest = copy_pieces(self.held_pieces(kind), pieces)
-        if kind == "parameters":
-            # Buckets first: masters start again from what lies there.
-            self.handle.loaded()
-            if self.masters:
-                self.masters.restart()
+        self.settle(kind)
         if rest and kind == "optimizer":
-            make_slots(self.optimizer, rest)
+            make_slots(self.optimizer, rest, self.host)
             # Before the first step there was nothing to copy into.
             rest = copy_pieces(self.held_pieces(kind), rest)
         if rest:
             place = rest[0].slices or rest[0].flat_range
             raise ValueError(f"this rank holds no {kind} {rest[0].name!r} at {place}")
+
+    def settle(self, kind: Kind) -> None:
+        """Values were copied into the pieces of ``kind``: what else holds them follows."""
+        if kind == "parameters":
+            # Buckets first: masters start again from what lies there.
+            self.handle.loaded()
+            if self.masters:
+                self.masters.restart()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor | None:
@@ -277,28 +289,46 @@ class Engine(Implementation):
         if saver is None:
             chosen = self.checkpoints
             kind: type[Saver] = getattr(self, f"{chosen.format}_type")
-            saver = self.savers[path] = kind(path, self.mesh, chosen.keep, self.run)
-        saver.save(state_of(self, extra))
-        self.run = saver.run
+            saver = self.savers[path] = kind(path, self.mesh, chosen.keep, self.branch(path))
+        saver.save(self.contents_type(self).state(extra))
+        self.run = saver.root.branch.run
         return saver
+
+    def branch(self, root: Path) -> Branch | None:
+        """What is gone on with in ``root``: what was loaded from there, or another folder's run."""
+        if self.loaded is not None and root.resolve() == self.loaded.folder.parent.resolve():
+            return self.loaded.branch
+        return Branch(self.run) if self.run else None
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Load what any reference strategy saved, in any world; the ``extra`` that was given.
 
+        :attr:`loaded` then says what was left out, and what differs.
+
         :raises CheckpointError: the checkpoint is damaged, or is of another model.
         """
-        loaded = restore(self, path)
-        self.run = loaded.run
-        return loaded.extra
+        self.finish_saves()
+        self.loaded = self.loading_type(self, path).run()
+        self.run = self.loaded.branch.run
+        return self.loaded.extra
+
+    def finish_saves(self) -> None:
+        """Wait for all saves under way."""
+        while self.savers:
+            self.savers.popitem()[1].wait()
 
     def drain(self) -> None:
         """Finish work in flight."""
         self.handle.drain()
 
+    def abort(self) -> None:
+        """Give up saves under way."""
+        for saver in getattr(self, "savers", {}).values():
+            saver.abort()
+
     def close(self) -> None:
         """Leave the module with the hooks and forwards with which it was built."""
-        while self.savers:
-            self.savers.popitem()[1].wait()
+        self.finish_saves()
         self.handle.close()
         while self.groups:
             self.groups.pop().close()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardproof.contract import OptimizerSpec, Piece
+from shardproof.impls.reference.engine.offload import HostMemory
 
 
 def param_groups(spec: OptimizerSpec, named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -71,10 +72,13 @@ Place = Callable[[str, str, Tensor], Piece | list[Piece]]
 
 
 @torch.no_grad()
-def make_slots(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> None:
+def make_slots(
+    optimizer: torch.optim.Optimizer, pieces: Iterable[Piece], host: HostMemory | None = None
+) -> list[tuple[Tensor, str]]:
     """Give ``optimizer`` the slots, of zeros, that pieces called ``<name>.<slot>`` are pieces of.
 
-    Each has the shape of its parameter, or is a single number.
+    Each has the shape of its parameter, or is a single number; it lies in ``host`` memory, if that
+    is given.  Returns what was made, as parameters and slots.
 
     :raises KeyError: a parameter that this optimizer does not update.
     """
@@ -83,13 +87,20 @@ def make_slots(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece]) -> Non
         for group in optimizer.param_groups
         for name, parameter in zip(group["param_names"], group["params"], strict=True)
     }
+    made = []
     for full, like in {piece.name: piece.tensor for piece in pieces}.items():
         name, _, slot = full.rpartition(".")
         if name not in named:
             raise KeyError(f"this rank updates no {name!r}, so it has no place for {full!r}")
         # A counter is one number even where the parameter is not.
         shape = named[name] if like.dim() else like
-        optimizer.state[named[name]][slot] = torch.zeros_like(shape, dtype=like.dtype)
+        slots = optimizer.state[named[name]]
+        if host is None:
+            slots[slot] = torch.zeros_like(shape, dtype=like.dtype)
+        else:
+            slots[slot] = host.zeros(shape.shape, like.dtype)
+        made.append((named[name], slot))
+    return made
 
 
 def slot_pieces(optimizer: torch.optim.Optimizer, place: Place) -> list[Piece]:

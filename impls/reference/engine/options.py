@@ -38,10 +38,14 @@ def declared(*features: str, **fields: Any) -> Capabilities:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """``format``: what ``save`` writes.  ``keep``: how many of a run's checkpoints stay."""
+    """``format``: what ``save`` writes.  ``keep``: how many of a run's checkpoints stay.
+
+    ``reshape``: whether ``load`` takes what another strategy or mesh saved.
+    """
 
     format: Format = "sharded"
     keep: int = 2
+    reshape: bool = True
 
     def __post_init__(self) -> None:
         at_least("checkpoint.keep", self.keep, 1)

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, CheckpointError
-from shardproof.impls.reference.checkpoint.guarded_json import MOST_BYTES
+from shardproof.impls.reference.checkpoint.reading.guarded_json import MOST_BYTES
 
 
 def open_regular(path: Path) -> int:
@@ -56,20 +56,28 @@ def read_small(path: Path) -> bytes:
         os.close(file)
 
 
+def read_into(view: memoryview, file: int, path: Path, begin: int) -> None:
+    """Fill ``view`` with the bytes from ``begin`` on.
+
+    :raises CheckpointError: the file ends before, or cannot be read.
+    """
+    while view:
+        try:
+            count = os.preadv(file, [view], begin)
+        except OSError as error:
+            what = f"cannot be read at byte {begin}: {error.strerror}"
+            raise CheckpointError(path, what, TAKE_ANOTHER) from None
+        if not count:
+            what = f"ends at byte {begin}, before {begin + len(view)}"
+            raise CheckpointError(path, what, TAKE_ANOTHER)
+        view, begin = view[count:], begin + count
+
+
 def exactly(file: int, path: Path, begin: int, end: int) -> bytes:
     """Bytes ``begin`` to ``end``.
 
     :raises CheckpointError: the file ends before, or cannot be read.
     """
-    parts, at = [], begin
-    while at < end:
-        try:
-            part = os.pread(file, end - at, at)
-        except OSError as error:
-            what = f"cannot be read at byte {at}: {error.strerror}"
-            raise CheckpointError(path, what, TAKE_ANOTHER) from None
-        if not part:
-            raise CheckpointError(path, f"ends at byte {at}, before {end}", TAKE_ANOTHER)
-        parts.append(part)
-        at += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    data = bytearray(end - begin)
+    read_into(memoryview(data), file, path, begin)
+    return bytes(data)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardproof.impls.reference.checkpoint.data_file import DTYPES, Entry
-from shardproof.impls.reference.checkpoint.regions import Place, runs_of, shared
+from shardproof.impls.reference.checkpoint.reading.regions import Place, runs_of, shared
 
 
 @dataclass(frozen=True)

@@ -5,33 +5,37 @@ sums before anything is planned, bytes before they reach a tensor.  Reading neve
 
     open      manifest -> every index -> length and header of every data file
               (each has a checksum in the one before it; cover: every name is there, once a copy)
-    read      the chunks that hold what is wanted, each against its checksum, then what is wanted of
-              it into the caller's tensor
+    check     the chunks that hold what is wanted, each against its checksum; nothing is kept
+    fill      the same again, and what is wanted of it into the caller's tensor
 """
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy
-import torch
 from torch import Tensor
 
-from shardproof.impls.reference.checkpoint import commit
 from shardproof.impls.reference.checkpoint.agreement import require_cover
-from shardproof.impls.reference.checkpoint.data_file import DataFile, Entry, head_bytes, read_head
+from shardproof.impls.reference.checkpoint.checksum import crc32
+from shardproof.impls.reference.checkpoint.data_file import (
+    BLOCK,
+    DataFile,
+    Entry,
+    bytes_of,
+    head_bytes,
+    read_head,
+)
 from shardproof.impls.reference.checkpoint.errors import (
     TAKE_ANOTHER,
     CheckpointError,
     NotCommitted,
 )
-from shardproof.impls.reference.checkpoint.guarded_json import MOST_BYTES
 from shardproof.impls.reference.checkpoint.manifest import (
     DATA,
     INDEX,
@@ -42,11 +46,17 @@ from shardproof.impls.reference.checkpoint.manifest import (
     read_index,
     read_manifest,
 )
-from shardproof.impls.reference.checkpoint.reshape import Read
-from shardproof.impls.reference.checkpoint.safe_files import exactly, open_regular, read_small
+from shardproof.impls.reference.checkpoint.reading.guarded_json import MOST_BYTES
+from shardproof.impls.reference.checkpoint.reading.regions import Place
+from shardproof.impls.reference.checkpoint.reading.reshape import Read, plan
+from shardproof.impls.reference.checkpoint.reading.safe_files import (
+    exactly,
+    open_regular,
+    read_into,
+    read_small,
+)
+from shardproof.impls.reference.checkpoint.root import PART, folders, newest
 
-#: Bytes that are read at once.
-_BLOCK = 4 << 20
 _MOST_OPEN = 64
 #: (kind, name)
 Name = tuple[str, str]
@@ -56,15 +66,19 @@ Name = tuple[str, str]
 class Checkpoint:
     """An open checkpoint; a context manager, because its data files stay open.
 
-    ``bytes_read`` counts data, ``metadata_bytes`` manifest, indexes and headers.
+    ``bytes_read`` counts data, as often as it is read; ``metadata_bytes`` manifest, indexes and
+    headers.
     """
 
+    #: What :meth:`verify` cannot see, in sentences.
+    caveats: ClassVar[tuple[str, ...]] = ()
     folder: Path
     manifest: Manifest
     files: dict[str, DataFile]
     metadata_bytes: int
     bytes_read: int = 0
     _open: dict[str, int] = field(default_factory=dict)
+    _scratch: bytearray = field(default_factory=bytearray)
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -92,14 +106,14 @@ class Checkpoint:
             path = self.folder / (listed.name + INDEX)
             data = read_small(path)
             self.metadata_bytes += len(data)
-            if zlib.crc32(data) != listed.index_sum:
+            if crc32(data) != listed.index_sum:
                 what = "is not the index that the manifest lists: of another save, or changed"
                 raise CheckpointError(path, what, TAKE_ANOTHER)
             index = read_index(data, path, self.manifest.id)
             tensors, sums = tensors + len(index.entries), sums + 4 * len(index.sums)
             if tensors > MOST_TENSORS or sums > MOST_SUM_BYTES:
                 what = f"lists over {MOST_TENSORS} tensors or {MOST_SUM_BYTES} bytes of checksums"
-                raise CheckpointError(self.folder / MANIFEST, what, "split the model over runs")
+                raise CheckpointError(self.folder / MANIFEST, what, "save with fewer names")
             self.files[index.name] = index
             self._check_head(index)
 
@@ -116,7 +130,7 @@ class Checkpoint:
             raise CheckpointError(path, what, TAKE_ANOTHER)
         head = exactly(file, path, 0, index.header_bytes)
         self.metadata_bytes += len(head)
-        if zlib.crc32(head) != index.header_sum:
+        if crc32(head) != index.header_sum:
             raise CheckpointError(path, "its header was changed since it was written", TAKE_ANOTHER)
 
     def _file(self, name: str) -> int:
@@ -164,52 +178,63 @@ class Checkpoint:
         copies = self.copies[name]
         return copies.get(replica) or copies[min(copies)]
 
+    def plan(self, wanted: Place, name: Name, replica: int = 0) -> list[Read]:
+        """What to read of one copy of ``name`` for the place ``wanted`` (reshape.py).
+
+        :raises ValueError: it has another shape, or is cut into too many runs.
+        """
+        return plan(wanted, self.entries(name, replica))
+
     # --------------------------------------------------------------------------------- elements
 
+    def check(self, reads: Sequence[Read]) -> None:
+        """:raises CheckpointError: a chunk that ``reads`` need is not as it was written."""
+        for read in reads:
+            for _ in self._blocks(read):
+                pass
+
     def fill(self, target: Tensor, reads: Sequence[Read]) -> None:
-        """Put what ``reads`` name into ``target``, contiguous and of the stored dtype.
+        """Put what ``reads`` name into ``target``, contiguous, of the host and the stored dtype.
 
         :raises CheckpointError: a chunk is not as it was written.
         """
-        if not target.numel():
-            return
-        memory = target.view(-1).view(torch.uint8).numpy()
+        memory = numpy.frombuffer(bytes_of(target), numpy.uint8)
         for read in reads:
-            self._scatter(memory, read)
+            for begin, data in self._blocks(read):
+                _scatter(memory, read, begin, numpy.frombuffer(data, numpy.uint8))
 
-    def _scatter(self, memory: Any, read: Read) -> None:
-        chunk, entry = self.files[read.entry.file].chunk, read.entry
-        ends = read.sources + read.lengths
-        for low, high in _spans(read.sources // chunk, (ends - 1) // chunk, _BLOCK // chunk or 1):
-            block = numpy.frombuffer(self._chunks(entry, low, high), numpy.uint8)
-            begin, stop = low * chunk, low * chunk + len(block)
-            first = numpy.searchsorted(ends, begin, "right")
-            last = numpy.searchsorted(read.sources, stop, "left")
-            for run in range(int(first), int(last)):
-                source, target = int(read.sources[run]), int(read.targets[run])
-                left, right = max(source, begin), min(int(ends[run]), stop)
-                at = target + left - source
-                memory[at : at + right - left] = block[left - begin : right - begin]
+    def _blocks(self, read: Read) -> Iterator[tuple[int, memoryview]]:
+        """First byte (of the stored tensor) and bytes of each block of chunks that ``read`` needs.
 
-    def _chunks(self, entry: Entry, low: int, high: int) -> bytes:
+        A block is valid until the next one.
+        """
+        chunk, ends = read.entry.chunk, read.sources + read.lengths
+        most = max(1, BLOCK // chunk)
+        for low, high in _spans(read.sources // chunk, (ends - 1) // chunk, most):
+            yield low * chunk, self._chunks(read.entry, low, high)
+
+    def _chunks(self, entry: Entry, low: int, high: int) -> memoryview:
         """Chunks ``low`` to ``high - 1`` of a tensor, each as it was written."""
-        file = self.files[entry.file]
-        path = self.folder / entry.file
-        begin = entry.begin + low * file.chunk
-        end = min(entry.end, begin + (high - low) * file.chunk)
-        data = exactly(self._file(entry.file), path, begin, end)
-        self.bytes_read += len(data)
-        view = memoryview(data)
+        path, chunk = self.folder / entry.file, entry.chunk
+        begin = entry.begin + low * chunk
+        length = min(entry.end, begin + (high - low) * chunk) - begin
+        if len(self._scratch) < length:
+            self._scratch = bytearray()  # never two
+            self._scratch = bytearray(length)
+        view = memoryview(self._scratch)[:length]
+        read_into(view, self._file(entry.file), path, begin)
+        self.bytes_read += length
+        sums = self.files[entry.file].sums
         for number in range(low, high):
-            at = (number - low) * file.chunk
-            if zlib.crc32(view[at : at + file.chunk]) != file.sums[entry.first_sum + number]:
+            at = (number - low) * chunk
+            part = view[at : at + chunk]
+            if crc32(part) != sums[entry.first_sum + number]:
                 what = (
                     f"{entry.kind} {entry.name[:200]!r} {entry.place}: bytes {begin + at} to "
-                    f"{begin + at + len(view[at : at + file.chunk])} were changed since they were "
-                    "written"
+                    f"{begin + at + len(part)} were changed since they were written"
                 )
                 raise CheckpointError(path, what, TAKE_ANOTHER)
-        return data
+        return view
 
     def verify(self) -> Iterator[CheckpointError]:
         """All that is wrong: every header against its index, every chunk against its checksum."""
@@ -219,8 +244,8 @@ class Checkpoint:
             except CheckpointError as error:
                 yield error
             for entry in file.entries:
-                step = max(1, _BLOCK // file.chunk)
-                count = -(-(entry.end - entry.begin) // file.chunk)
+                step = max(1, BLOCK // entry.chunk)
+                count = -(-(entry.end - entry.begin) // entry.chunk)
                 for low in range(0, count, step):
                     try:
                         self._chunks(entry, low, min(low + step, count))
@@ -241,6 +266,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the data files."""
+        self._scratch = bytearray()
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -261,17 +287,29 @@ def find(path: Path) -> Path:
     if (path / MANIFEST).exists():
         return path
     try:
-        folder = commit.newest(path)
-        torn = [one.path.name for one in commit.folders(path)]
+        folder = newest(path)
+        torn = [one.path.name for one in folders(path)]
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
         raise NotCommitted(path, what, "name a folder that you may read") from None
     if folder is not None:
         return folder
-    if torn or (path / commit.PART).exists() or any(path.glob("*" + DATA)):
+    if torn or (path / PART).exists() or any(path.glob("*" + DATA)):
         what = f"has no {MANIFEST}: the save was cut short, so this is no checkpoint"
         raise NotCommitted(path, what, "load one that was committed before, or save again")
     raise NotCommitted(path, "holds no checkpoint", "name a folder that a save was given")
+
+
+def _scatter(memory: Any, read: Read, begin: int, block: Any) -> None:
+    """Put what ``read`` wants of ``block``, which begins at byte ``begin``, into ``memory``."""
+    stop, ends = begin + len(block), read.sources + read.lengths
+    first = numpy.searchsorted(ends, begin, "right")
+    last = numpy.searchsorted(read.sources, stop, "left")
+    for run in range(int(first), int(last)):
+        source, target = int(read.sources[run]), int(read.targets[run])
+        left, right = max(source, begin), min(int(ends[run]), stop)
+        at = target + left - source
+        memory[at : at + right - left] = block[left - begin : right - begin]
 
 
 def _spans(first: Any, last: Any, most: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,98 @@
+"""What a reference strategy gives to a checkpoint.
+
+    parameters, buffers    the pieces that the rank holds
+    optimizer              slots and masters
+    extra                  what the reducer carries from step to step (error feedback)
+    rng                    generators: torch's own, the device's, and those in attributes of modules
+    about                  strategy, mesh, optimizer spec, scaler, precision, aliases, versions,
+                           steps done, and the caller's ``extra``
+
+Tensors are those that train, not copies.  State that belongs to one rank ends with ``@<rank>``: in
+another world it has no meaning.  Generators of Python and NumPy are the caller's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import shardproof
+from shardproof.contract import Piece
+from shardproof.impls.reference.checkpoint.agreement import State
+from shardproof.impls.reference.checkpoint.manifest import About
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.engine.engine import Engine
+
+#: In this order: loaded masters know more digits than the parameters, so they come after these.
+TRAINED = ("parameters", "optimizer", "buffers")
+#: Progress in the data, in what callers give and get back.
+DATA = "data"
+
+
+class Contents:
+    """The state of ``system`` on this rank."""
+
+    def __init__(self, system: Engine) -> None:
+        self.system, mesh = system, system.mesh
+        self.rank = mesh.ranks.index(mesh.rank)
+
+    def state(self, extra: Mapping[str, Any]) -> State:
+        """All of it, and ``extra`` of the caller."""
+        system = self.system
+        pieces = {kind: system.held_pieces(kind) for kind in TRAINED}  # type: ignore[arg-type]
+        pieces["extra"] = system.reducer.pieces()
+        states = {name: get(generator) for name, generator in self.generators().items()}
+        pieces["rng"] = [Piece.whole(name, state) for name, state in states.items()]
+        return State(pieces, self.about(extra))
+
+    def about(self, extra: Mapping[str, Any]) -> About:
+        """What is not a tensor."""
+        system = self.system
+        scaler, policy = system.scaler, dataclasses.asdict(system.precision)
+        return About(
+            *(system.steps_done, system.strategy, dict(system.mesh.axes)),
+            optimizer=dataclasses.asdict(system.spec),
+            scaler={"scale": scaler.scale, "good": scaler.good} if scaler else None,
+            precision={name: str(dtype) for name, dtype in policy.items() if dtype is not None},
+            aliases=system.aliases,
+            versions={"shardproof": shardproof.VERSION, "torch": str(torch.__version__)},
+            data=extra.get(DATA, {}),
+            extra={name: value for name, value in extra.items() if name != DATA},
+        )
+
+    def generators(self) -> dict[str, torch.Generator]:
+        """Name -> generator that this rank draws from."""
+        device = torch.device(self.system.mesh.device)
+        found = {"torch": torch.default_generator}
+        if device.type == "cuda":
+            found["cuda"] = torch.cuda.default_generators[device.index or 0]
+        for path, module in self.system.module.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Generator):
+                    found[f"{path}.{name}".lstrip(".")] = value
+        return {f"{name}@{self.rank}": generator for name, generator in found.items()}
+
+
+def get(generator: torch.Generator) -> torch.Tensor:
+    """The state of a generator; a copy."""
+    return generator.get_state()
+
+
+def aliases_of(module: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and buffers -> the first one, under which they are saved."""
+    first: dict[int, str] = {}
+    found = {}
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    for name, tensor in named:
+        kept = first.setdefault(id(tensor), name)
+        if kept != name:
+            found[name] = kept
+    return found

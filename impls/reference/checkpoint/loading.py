@@ -1,0 +1,354 @@
+"""A reference strategy takes what was saved, whatever saved it, in whatever world: all or none.
+
+    find      rank 0 names the checkpoint; all ranks open that one
+    plan      what this rank wants follows from its own pieces alone, so the strategy, mesh or world
+              that saved does not matter; slots of a fresh optimizer are made first
+    check     every chunk that the rank needs is read and compared with its checksum
+    agree     did every rank come so far?  is there a name that nobody wants?
+    fill      read again, tensor by tensor, into the memory that trains
+
+Up to the fourth line nothing is changed, so a load that fails leaves the system as it was, on all
+ranks.  Memory: no second copy of anything; a tensor that is not contiguous, or not of the host, is
+filled by way of one of its size.
+
+Precision: a parameter of another dtype comes from the master that was saved with it, a master from
+its parameter, and a parameter that the policy rounds from the one that was not rounded.  All else
+of another dtype is refused.
+
+What has no place here is told (:attr:`Loaded.notes`, and a warning on rank 0): hyperparameters
+that differ, for the caller's spec counts; state of single ranks in another world; scaling of losses
+that only one of the two has.  A name that this model does not have is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardproof.contract import Piece
+from shardproof.impls.reference.checkpoint.agreement import place_of
+from shardproof.impls.reference.checkpoint.contents import TRAINED, Contents
+from shardproof.impls.reference.checkpoint.data_file import DTYPES
+from shardproof.impls.reference.checkpoint.errors import CheckpointError, CheckpointWarning
+from shardproof.impls.reference.checkpoint.loaded import Loaded
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint, Name, find
+from shardproof.impls.reference.checkpoint.reading.reshape import Read
+from shardproof.impls.reference.checkpoint.root import Branch, folders
+from shardproof.impls.reference.checkpoint.together import Together
+from shardproof.impls.reference.engine.masters import SLOT as MASTER
+from shardproof.impls.reference.engine.optimizer import make_slots
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.engine.engine import Engine
+
+NOUNS = {
+    "parameters": "the parameter",
+    "optimizer": "optimizer state",
+    "buffers": "the buffer",
+    "extra": "the reducer's state",
+    "rng": "the generator",
+}
+#: Slots of one number.
+_COUNTER = "step"
+
+
+@dataclass(frozen=True)
+class Want:
+    """A tensor of this rank, the name that it is read from, and what is read of it."""
+
+    target: Tensor
+    name: Name
+    reads: list[Read]
+
+
+class Loading:
+    """One load of ``path``, a checkpoint or the folder of several, into ``system``."""
+
+    checkpoint: Checkpoint
+
+    def __init__(self, system: Engine, path: Path) -> None:
+        self.system, self.path = system, path
+        self.contents = Contents(system)
+        self.rank, self.ranks = self.contents.rank, Together(system.mesh, path)
+        self.made: list[tuple[Tensor, str]] = []  # slots of the optimizer
+        self.wants: dict[str, list[Want]] = {}
+        self.left_out: list[str] = []
+
+    def run(self) -> Loaded:
+        """Load; a collective call.
+
+        :raises CheckpointError: on all ranks, if one cannot; what they hold is as before.
+        """
+        ranks, whole = self.ranks, False
+        name = ranks.all(lambda: None if self.rank else self.find())[0]
+        try:
+            used = set[Name]().union(*ranks.all(lambda: self.prepare(str(name))))
+            self.left_out += self.require_all(used)
+            whole = True
+            ranks.all(self.fill)
+        except CheckpointError as error:
+            if whole:
+                what = f"{error.what}; it was whole just now, and this system has a part of it"
+                remedy = "set the system up again, and load another checkpoint"
+                raise CheckpointError(error.file, what, remedy) from error
+            self.unmake()
+            raise
+        finally:
+            if hasattr(self, "checkpoint"):
+                self.checkpoint.close()
+        return self.loaded()
+
+    def prepare(self, name: str) -> set[Name]:
+        """All that may fail; the names that this rank reads."""
+        self.open(name)
+        self.plan()
+        return self.check()
+
+    def find(self) -> str:
+        """The name of the checkpoint in ``path``, or that ``path`` is one."""
+        found = find(self.path)
+        return "." if found == self.path else found.name
+
+    def open(self, name: str) -> None:
+        """Open the one that rank 0 found."""
+        self.checkpoint = self.system.reader_type.open(self.path / name)
+        self.require_same_optimizer()
+        if not self.system.checkpoints.reshape:
+            self.require_same_mesh()
+
+    # ------------------------------------------------------------------------------------- wants
+
+    def plan(self) -> None:
+        """Where all that this rank holds is read from; slots are made, nothing else is changed."""
+        system = self.system
+        self.made = make_slots(system.optimizer, self.missing_slots(), system.host)
+        for kind in TRAINED:
+            pieces = system.held_pieces(kind)  # type: ignore[arg-type]
+            self.wants[kind] = [self.want(kind, piece) for piece in pieces]
+        own = self.contents.generators() if self.is_same_world else {}
+        named = {"rng": own.keys(), "extra": {n for n in self.names("extra") if self.is_own(n)}}
+        for kind, names in named.items():
+            saved = [name for name in self.names(kind) if name in names]
+            self.wants[kind] = [self.whole(kind, name) for name in saved]
+
+    def names(self, kind: str) -> list[str]:
+        """What was saved of ``kind``."""
+        return self.checkpoint.names(kind)
+
+    @property
+    def is_same_world(self) -> bool:
+        """Whether state that belongs to one rank by name has a meaning here."""
+        return self.checkpoint.manifest.about.world == self.system.mesh.world
+
+    def is_own(self, name: str) -> bool:
+        """Whether such state is this rank's."""
+        return self.is_same_world and name.endswith(f"@{self.system.mesh.rank}")
+
+    def missing_slots(self) -> Iterator[Piece]:
+        """A stand-in for each slot of what this rank updates that was saved and is not there."""
+        slots = self.checkpoint.slots
+        for group in self.system.optimizer.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                there = self.system.optimizer.state.get(parameter, {})
+                for full in slots.get(name, ()):
+                    slot = full.removeprefix(f"{name}.")
+                    if slot != MASTER and slot not in there:
+                        shape = () if slot == _COUNTER else (1,)
+                        like = torch.empty(shape, dtype=self.dtype(("optimizer", full)))
+                        yield Piece.whole(full, like)
+
+    def dtype(self, name: Name) -> torch.dtype:
+        """As it was saved."""
+        return DTYPES[self.checkpoint.entries(name)[0].dtype]
+
+    def want(self, kind: str, piece: Piece) -> Want:
+        """What is read for ``piece``.
+
+        :raises CheckpointError: it was not saved, or with another dtype or shape.
+        """
+        name = self.source(kind, piece)
+        try:
+            reads = self.checkpoint.plan(place_of(piece), name, piece.replica)
+        except ValueError as error:
+            what = f"{NOUNS[kind]} {piece.name!r} {error}"
+            raise self.refusal(what, "build the model that was saved") from None
+        return Want(piece.tensor, name, reads)
+
+    def whole(self, kind: str, name: str) -> Want:
+        """All of a tensor that belongs to this rank; memory for it comes later."""
+        first = self.checkpoint.entries((kind, name))[0]
+        target = torch.empty(first.place.shape, dtype=DTYPES[first.dtype], device="meta")
+        place = place_of(Piece.whole(name, target))
+        return Want(target, (kind, name), self.checkpoint.plan(place, (kind, name)))
+
+    def source(self, kind: str, piece: Piece) -> Name:
+        """The name that ``piece`` is read from: its own, or, between precisions, another.
+
+        :raises CheckpointError: it was not saved, or with another dtype.
+        """
+        own, wanted = (kind, piece.name), piece.tensor.dtype
+        names = [own]
+        if kind == "parameters":
+            names.append(("optimizer", f"{piece.name}.{MASTER}"))
+        elif piece.name.endswith(f".{MASTER}"):
+            names.append(("parameters", piece.name.removesuffix(f".{MASTER}")))
+        there = {name: self.dtype(name) for name in names if name in self.checkpoint.copies}
+        for dtype in (wanted, self.rounded_from(kind, piece)):
+            for name in there:
+                if there[name] == dtype:
+                    return name
+        if own in there:
+            what = f"{NOUNS[kind]} {piece.name!r} was saved as {there[own]} and is {wanted} here"
+            raise self.refusal(what, "set up with the precision that saved it")
+        what = f"{NOUNS[kind]} {piece.name!r} was not saved"
+        if (first := self.checkpoint.manifest.about.aliases.get(piece.name)) is not None:
+            what += f": it was tied to {first!r}"
+        raise self.refusal(what, "load into a fresh instance of the same model")
+
+    def rounded_from(self, kind: str, piece: Piece) -> torch.dtype | None:
+        """The dtype that the policy of precision rounds to that of ``piece``."""
+        policy, wanted = self.system.precision, piece.tensor.dtype
+        if kind == "parameters" and policy.compute(self.system.built[piece.name]) == wanted:
+            return self.system.built[piece.name]
+        if kind == "buffers" and policy.buffers == wanted:
+            return self.dtype((kind, piece.name)) if piece.name in self.names(kind) else None
+        return None
+
+    # ---------------------------------------------------------------------------------- agreement
+
+    def check(self) -> set[Name]:
+        """Verify every chunk that this rank needs; the names that are read."""
+        wants = [want for some in self.wants.values() for want in some]
+        for want in wants:
+            self.checkpoint.check(want.reads)
+        return {want.name for want in wants}
+
+    def require_all(self, used: set[Name]) -> list[str]:
+        """What nobody here wants, though nothing is wrong with that.
+
+        :raises CheckpointError: a name that this model does not have.
+        """
+        order = (*TRAINED, "extra", "rng")
+        unread = sorted(self.checkpoint.copies.keys() - used, key=lambda n: (order.index(n[0]), n))
+        left_out, unknown = [], []
+        for kind, name in unread:
+            master = ("optimizer", f"{name}.{MASTER}")
+            parameter = ("parameters", name.removesuffix(f".{MASTER}"))
+            if kind not in TRAINED or (name.endswith(f".{MASTER}") and parameter in used):
+                left_out.append(name)
+            elif kind != "parameters" or master not in used:
+                unknown.append((kind, name))
+        if unknown:
+            kind, name = unknown[0]
+            more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            what = f"has {NOUNS[kind]} {name!r}{more}, which this system does not have"
+            if (first := self.system.aliases.get(name)) is not None:
+                what += f": here it is tied to {first!r}"
+            raise self.refusal(what, "build the model that was saved, and train the same of it")
+        return left_out
+
+    def require_same_optimizer(self) -> None:
+        """:raises CheckpointError: moments of another optimizer would be taken for this one's."""
+        saved, own = self.checkpoint.manifest.about.optimizer, self.system.spec.name
+        if saved is not None and saved.get("name") != own:
+            what = f"was saved under {saved.get('name')!r:.40}, this system trains with {own!r}"
+            raise self.refusal(what, "train with the optimizer that saved it")
+
+    def require_same_mesh(self) -> None:
+        """:raises CheckpointError: another strategy or mesh saved, and that was ruled out."""
+        about, system = self.checkpoint.manifest.about, self.system
+        saved, own = (about.strategy, dict(about.mesh)), (system.strategy, dict(system.mesh.axes))
+        if saved != own:
+            what = f"was saved by {saved[0]} on {saved[1]}, this is {own[0]} on {own[1]}"
+            remedy = "set up as it was saved, or allow it: option checkpoint: {reshape: true}"
+            raise self.refusal(what, remedy)
+
+    def refusal(self, what: str, remedy: str) -> CheckpointError:
+        """An error that names the checkpoint."""
+        return CheckpointError(self.checkpoint.folder, what, remedy)
+
+    # ------------------------------------------------------------------------------------ changes
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Read into the memory that trains; everything was verified."""
+        system, about = self.system, self.checkpoint.manifest.about
+        for kind in TRAINED:
+            for want in self.wants[kind]:
+                self.read(want)
+            system.settle(kind)  # type: ignore[arg-type]
+        generators = self.contents.generators()
+        for want in self.wants["rng"]:
+            generators[want.name[1]].set_state(self.read(want))
+        for want in self.wants["extra"]:
+            piece = Piece.whole(want.name[1], self.read(want))
+            self.left_out += [one.name for one in system.reducer.load_pieces([piece])]
+        if system.scaler and about.scaler is not None:
+            system.scaler.scale = float(about.scaler["scale"])
+            system.scaler.good = int(about.scaler["good"])
+        system.steps_done = about.step
+
+    def read(self, want: Want) -> Tensor:
+        """Fill the target, or memory made for it where there is none."""
+        target, dtype = want.target, self.dtype(want.name)
+        is_plain = target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
+        memory = target if is_plain else torch.empty(target.shape, dtype=dtype)
+        self.checkpoint.fill(memory, want.reads)
+        return memory if is_plain or target.is_meta else target.copy_(memory)
+
+    def unmake(self) -> None:
+        """Remove the slots that were made."""
+        for parameter, slot in self.made:
+            state = self.system.optimizer.state[parameter]
+            del state[slot]
+            if not state:
+                del self.system.optimizer.state[parameter]
+
+    def loaded(self) -> Loaded:
+        """What became of it."""
+        manifest, folder = self.checkpoint.manifest, self.checkpoint.folder
+        seen = frozenset(one.path.name for one in folders(folder.parent) if one.is_committed)
+        branch = Branch(manifest.run, (manifest.id, *manifest.before), seen)
+        notes = tuple(self.notes())
+        for note in notes if self.rank == 0 else ():
+            warnings.warn(f"{folder}: {note}", CheckpointWarning, stacklevel=4)
+        return Loaded(folder, branch, manifest.about, tuple(self.left_out), notes)
+
+    def notes(self) -> Iterator[str]:
+        """What has no place here, in sentences; of state of ranks, that of this one."""
+        about, system = self.checkpoint.manifest.about, self.system
+        if self.left_out:
+            shown = ", ".join(self.left_out[:4]) + (", ..." if len(self.left_out) > 4 else "")
+            yield f"state that has no place here was left out: {shown}"
+        read = {want.name[1] for want in self.wants["rng"]}
+        if self.is_same_world and (new := sorted(self.contents.generators().keys() - read)):
+            yield f"the state of {', '.join(new)} was not saved"
+        own: Mapping[str, Any] = self.contents.about({}).optimizer or {}
+        for name, value in own.items():
+            saved = (about.optimizer or {}).get(name)
+            if plain(saved) != plain(value) and not (name == "scaler" and None in (saved, value)):
+                yield f"{name} was {plain(saved)} and is {plain(value)} here, which counts"
+        if (about.scaler is None) != (system.scaler is None):
+            had, has = ("scaled", "not") if about.scaler is not None else ("not scaled", "")
+            yield f"losses were {had} when it was saved, and are {has or 'scaled'} here"
+
+
+def plain(value: object) -> str:
+    """As JSON has it."""
+    return json.dumps(value, default=dataclasses.asdict)
+
+
+def whole(checkpoint: Checkpoint, name: Name) -> Tensor:
+    """All of a tensor, its first copy."""
+    first = checkpoint.entries(name)[0]
+    target = torch.empty(first.place.shape, dtype=DTYPES[first.dtype])
+    checkpoint.fill(target, checkpoint.plan(place_of(Piece.whole(name[1], target)), name))
+    return target

@@ -1,0 +1,445 @@
+"""A load takes all or nothing, on all ranks alike; what has no place is told or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import torch
+from checkpoints import ADAMW, held, make, put_together, saved, train, workload
+from local_ranks import succeed, threads
+from pieces import Rows
+from test_reducers import ErrorFeedback
+from torch import Tensor, nn
+
+from shardproof import registry
+from shardproof.comm import Mesh
+from shardproof.contract import OptimizerSpec, ScalerSpec
+from shardproof.impls.reference.checkpoint.agreement import State
+from shardproof.impls.reference.checkpoint.contents import aliases_of
+from shardproof.impls.reference.checkpoint.errors import CheckpointError, CheckpointWarning
+from shardproof.impls.reference.checkpoint.loading import Loading
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+from shardproof.impls.reference.checkpoint.reading.reshape import Read
+from shardproof.impls.reference.checkpoint.root import newest
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.state import named_state
+from shardproof.impls.reference.parts.reducers import Reducer
+from shardproof.workloads import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def last(root: Path) -> Path:
+    found = newest(root)
+    assert found is not None
+    return found
+
+
+def refused(system: Engine, path: Path) -> str:
+    """What is said, and that nothing of ``system`` changed."""
+    before, steps = held(system), system.steps_done
+    with pytest.raises(CheckpointError) as error:
+        system.load(path)
+    after = held(system)
+    assert steps == system.steps_done and system.loaded is None
+    assert before.keys() == after.keys()
+    for kind, rows in before.items():
+        assert [row["name"] for row in rows] == [row["name"] for row in after[kind]], kind
+        for row, again in zip(rows, after[kind], strict=True):
+            assert torch.equal(row["tensor"], again["tensor"])
+    return str(error.value)
+
+
+# ---------------------------------------------------------------------------------- all or nothing
+
+
+@pytest.mark.parametrize("trained", [0, 1], ids=["fresh", "used"])
+def test_damage_that_one_rank_sees_is_refused_by_all(trained: int, tmp_path: Path) -> None:
+    work = workload(layers=1)
+    saved(tmp_path, "zero3", {"shard": 2}, 2, work=work)
+    file = sorted(last(tmp_path).glob("rank-00001.safetensors"))[0]
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+
+    def body(rank: int, world: int) -> str:
+        system = make("zero3", work, {"shard": 2}, rank)
+        train(system, work, 0, trained)
+        return refused(system, tmp_path)
+
+    said = succeed(body, 2)
+    assert said[0] == said[1] and "were changed since they were written (rank 1)" in said[0]
+
+
+def test_a_file_that_one_rank_cannot_open(tmp_path: Path) -> None:
+    work = workload(layers=1)
+    saved(tmp_path, "zero1", {"shard": 2}, 2, work=work)
+
+    class Unreadable(Checkpoint):
+        @classmethod
+        def open(cls, path: Path) -> Any:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    def body(rank: int, world: int) -> str:
+        system = make("zero1", work, {"shard": 2}, rank)
+        if rank == 1:
+            system.reader_type = Unreadable
+        return refused(system, tmp_path)
+
+    said = succeed(body, 2)
+    assert said[0] == said[1] and "Permission denied (rank 1)" in said[0]
+
+
+def test_all_ranks_load_what_the_first_one_found(tmp_path: Path) -> None:
+    """Another checkpoint became the newest while they looked."""
+    work = workload(layers=1)
+    saved(tmp_path, "ddp", {"replicate": 2}, 1, work=work)
+    first = last(tmp_path).name
+
+    class Before(Loading):
+        def find(self) -> str:
+            return first
+
+    def body(rank: int, world: int) -> int:
+        system = make("ddp", work, {"replicate": 2}, rank)
+        system.load(tmp_path)
+        train(system, work, 1, 2)
+        system.save(tmp_path, {})
+        system = make("ddp", work, {"replicate": 2}, rank)
+        if rank == 0:
+            system.loading_type = Before
+        system.load(tmp_path)
+        return system.steps_done
+
+    assert succeed(body, 2) == [1, 1]
+    assert last(tmp_path).name != first
+
+
+def test_a_disk_that_dies_after_the_check_says_that_the_system_is_spoilt(tmp_path: Path) -> None:
+    work = workload(layers=1)
+    saved(tmp_path, "zero3", {"shard": 2}, 2, work=work)
+
+    class Dies(Checkpoint):
+        def fill(self, target: Tensor, reads: Sequence[Read]) -> None:
+            raise OSError(5, "Input/output error", "rank-00000.safetensors")
+
+    def body(rank: int, world: int) -> str:
+        system = make("zero3", work, {"shard": 2}, rank)
+        if rank == 1:
+            system.reader_type = Dies
+        with pytest.raises(CheckpointError) as error:
+            system.load(tmp_path)
+        return str(error.value)
+
+    said = succeed(body, 2)
+    assert said[0] == said[1] and "it was whole just now, and this system has a part" in said[0]
+    assert "set the system up again" in said[0]
+
+
+def test_any_error_of_one_rank_ends_the_load_on_all(tmp_path: Path) -> None:
+    work = workload(layers=1)
+    saved(tmp_path, "zero3", {"shard": 2}, 2, work=work)
+
+    class Breaks(Checkpoint):
+        def check(self, reads: Sequence[Read]) -> None:
+            raise MemoryError("no more of it")
+
+    def body(rank: int, world: int) -> str:
+        system = make("zero3", work, {"shard": 2}, rank)
+        if rank == 1:
+            system.reader_type = Breaks
+        return refused(system, tmp_path)
+
+    said = succeed(body, 2)
+    assert said[0] == said[1] and "MemoryError came up: no more of it (rank 1)" in said[0]
+
+
+# -------------------------------------------------------------------------------- another model
+
+
+def test_names_that_this_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    big, small = workload(layers=4), workload(layers=2)
+    saved(tmp_path / "big", "ddp", {"replicate": 2}, 2, work=big)
+    saved(tmp_path / "small", "ddp", {"replicate": 2}, 2, work=small)
+
+    def body(rank: int, world: int) -> tuple[str, str]:
+        mesh = {"pipe": world}
+        one = refused(make("pipeline", small, mesh, rank), tmp_path / "big")
+        return one, refused(make("pipeline", big, mesh, rank), tmp_path / "small")
+
+    bigger, smaller = succeed(body, 2)[0]
+    assert "has the parameter 'blocks.2" in bigger and "more), which this system does" in bigger
+    assert "the parameter 'blocks.2" in smaller and "was not saved" in smaller
+
+
+class Changed:
+    """A build whose module is changed before anybody sees it."""
+
+    def __init__(self, work: Workload, rank: int, change: Callable[[nn.Module], None]) -> None:
+        self.build, self.change = work.build_for(rank), change
+
+    def __call__(self, device: str = "cpu") -> nn.Module:
+        module = self.build(device)
+        self.change(module)
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.build, name)
+
+
+def changed(work: Workload, rank: int, change: Callable[[nn.Module], None]) -> Engine:
+    """DDP over two ranks, of a model that is ``change``-d."""
+    system: Engine = registry.load("reference/ddp")()  # type: ignore[assignment]
+    build = Changed(work, rank, change)
+    state = named_state(build()) if rank == 0 else None
+    system.setup(build, state, ADAMW, Mesh({"replicate": 2}), {})
+    return system
+
+
+def untie(module: nn.Module) -> None:
+    for name in aliases_of(module):
+        owner, _, own = name.rpartition(".")
+        tensor = module.get_parameter(name).detach().clone()
+        setattr(module.get_submodule(owner), own, nn.Parameter(tensor))
+
+
+def test_tied_and_untied_weights_are_named(tmp_path: Path) -> None:
+    work = workload("tied", layers=1)
+    saved(tmp_path / "tied", "ddp", {"replicate": 2}, 2, work=work)
+    with Checkpoint.open(tmp_path / "tied") as checkpoint:
+        ((alias, first),) = checkpoint.manifest.about.aliases.items()
+
+    def body(rank: int, world: int) -> tuple[str, str]:
+        untied = changed(work, rank, untie)
+        one = refused(untied, tmp_path / "tied")
+        train(untied, work, 0, 1)
+        untied.save(tmp_path / "untied", {})
+        return one, refused(make("ddp", work, {"replicate": 2}, rank), tmp_path / "untied")
+
+    from_tied, from_untied = succeed(body, 2)[0]
+    assert f"{alias!r} was not saved: it was tied to {first!r}" in from_tied
+    assert f"has the parameter {alias!r}" in from_untied
+    assert f"here it is tied to {first!r}" in from_untied
+
+
+def test_a_slot_of_what_is_not_trained_here_is_refused(tmp_path: Path) -> None:
+    work = workload(layers=1)
+    saved(tmp_path, "ddp", {"replicate": 2}, 2, work=work)
+
+    def freeze(module: nn.Module) -> None:
+        next(module.parameters()).requires_grad_(False)
+
+    def body(rank: int, world: int) -> str:
+        return refused(changed(work, rank, freeze), tmp_path)
+
+    assert "has optimizer state" in succeed(body, 2)[0]
+
+
+def test_another_mesh_or_strategy_is_refused_on_request(tmp_path: Path) -> None:
+    work = workload(layers=1)
+    saved(tmp_path, "zero1", {"shard": 2}, 2, work=work)
+    strict = {"reshape": False}
+
+    def same(rank: int, world: int) -> int:
+        system = make("zero1", work, {"shard": 2}, rank, checkpoint=strict)
+        system.load(tmp_path)
+        return system.steps_done
+
+    def other(rank: int, world: int) -> str:
+        strategy = "zero1" if world == 3 else "zero2"
+        system = make(strategy, work, {"shard": world}, rank, checkpoint=strict)
+        return refused(system, tmp_path)
+
+    assert succeed(same, 2) == [2, 2]
+    for world, words in ((3, "this is zero1 on {'shard': 3}"), (2, "this is zero2 on")):
+        said = succeed(other, world)[0]
+        assert f"was saved by zero1 on {{'shard': 2}}, {words}" in said
+        assert "checkpoint: {reshape: true}" in said
+
+
+# --------------------------------------------------------------------------------- what is told
+
+
+def notes_of(root: Path, spec: OptimizerSpec, world: int = 2) -> tuple[tuple[str, ...], list[str]]:
+    """Notes of the first rank, and warnings of all."""
+
+    def body(rank: int, ranks: int) -> tuple[str, ...]:
+        work = workload(layers=1)
+        system = make("zero1", work, {"shard": ranks}, rank, spec)
+        system.load(root)
+        assert system.loaded is not None
+        return system.loaded.notes
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CheckpointWarning)
+        notes = succeed(body, world)[0]
+    said = [str(one.message) for one in caught if one.category is CheckpointWarning]
+    return notes, said
+
+
+def test_what_differs_is_told_by_one_rank(tmp_path: Path) -> None:
+    saved(tmp_path, "zero1", {"shard": 2}, 2, work=workload(layers=1))
+    assert notes_of(tmp_path, ADAMW) == ((), [])
+    other = dataclasses.replace(ADAMW, lr=5.0, betas=(0.1, 0.2), weight_decay=0.0)
+    notes, said = notes_of(tmp_path, other)
+    assert notes == (
+        "lr was 0.01 and is 5.0 here, which counts",
+        "betas was [0.9, 0.95] and is [0.1, 0.2] here, which counts",
+        "weight_decay was 0.1 and is 0.0 here, which counts",
+    )
+    assert said == [f"{last(tmp_path)}: {note}" for note in notes]
+
+
+def test_loss_scaling_of_only_one_side_is_told(tmp_path: Path) -> None:
+    scaled = dataclasses.replace(ADAMW, scaler=ScalerSpec(initial=8.0))
+    for name, spec in (("with", scaled), ("without", ADAMW)):
+        saved(tmp_path / name, "zero1", {"shard": 2}, 2, spec=spec, work=workload(layers=1))
+    assert notes_of(tmp_path / "with", scaled)[0] == ()
+    assert notes_of(tmp_path / "with", ADAMW)[0] == (
+        "losses were scaled when it was saved, and are not here",
+    )
+    assert notes_of(tmp_path / "without", scaled)[0] == (
+        "losses were not scaled when it was saved, and are scaled here",
+    )
+    finer = dataclasses.replace(ADAMW, scaler=ScalerSpec(initial=8.0, interval=5))
+    assert '"interval": 5' in notes_of(tmp_path / "with", finer)[0][0]
+
+
+def test_state_of_single_ranks_is_left_out_elsewhere_and_told(tmp_path: Path) -> None:
+    saved(tmp_path, "zero1", {"shard": 2}, 2, work=workload(layers=1))
+    notes, said = notes_of(tmp_path, ADAMW, 3)
+    assert notes == ("state that has no place here was left out: torch@0, torch@1",)
+    assert len(said) == 1
+
+
+def test_the_manifest_says_who_saved_with_what(tmp_path: Path) -> None:
+    policy = {"parameters": "bfloat16", "reduce": "float32"}
+
+    def body(rank: int, world: int) -> None:
+        system = make("zero1", workload(layers=1), {"shard": 2}, rank, precision=policy)
+        train(system, workload(layers=1), 0, 1)
+        system.save(tmp_path, {}).wait()
+
+    succeed(body, 2)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        about = checkpoint.manifest.about
+    assert about.precision == {"parameters": "torch.bfloat16", "reduce": "torch.float32"}
+    assert about.versions["torch"] == torch.__version__ and "shardproof" in about.versions
+
+
+# ------------------------------------------------------------------------ state of single ranks
+
+
+@pytest.mark.parametrize("form", checkpoints.FORMATS)
+def test_generators_of_modules_come_back(form: str, tmp_path: Path) -> None:
+    """Dropout that draws from a generator in its module goes on as if it had never stopped."""
+    work, mesh = workload("dropout_stateful", layers=1), {"replicate": 2}
+    saved(tmp_path, "ddp", mesh, 2, form, work=work)
+
+    def straight(rank: int, world: int) -> dict[str, Rows]:
+        system = make("ddp", work, mesh, rank)
+        train(system, work, 0, 4)
+        return held(system)
+
+    def resumed(rank: int, world: int) -> dict[str, Rows]:
+        system = make("ddp", work, mesh, rank)
+        system.load(tmp_path)
+        assert system.loaded is not None and not system.loaded.notes
+        train(system, work, 2, 4)
+        return held(system)
+
+    expected = put_together(succeed(straight, 2))
+    for kind, tensors in put_together(succeed(resumed, 2)).items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, expected[kind][name]), f"{kind} {name}"
+
+
+def test_a_generator_that_was_not_saved_is_told(tmp_path: Path) -> None:
+    work = workload(layers=1)
+    saved(tmp_path, "ddp", {"replicate": 2}, 2, work=work)
+
+    def draw(module: nn.Module) -> None:
+        module.source = torch.Generator()  # type: ignore[assignment]
+
+    def body(rank: int, world: int) -> tuple[str, ...]:
+        system = changed(work, rank, draw)
+        system.load(tmp_path)
+        assert system.loaded is not None
+        return system.loaded.notes
+
+    assert succeed(body, 2)[0] == ("the state of source@0 was not saved",)
+
+
+def compressed(work: Any, rank: int) -> Engine:
+    """DDP whose reducer carries errors from step to step."""
+
+    class Compressed(registry.load("reference/ddp")):  # type: ignore[misc]
+        def make_reducer(self) -> Reducer:
+            return ErrorFeedback(self.mesh.rank)
+
+    system: Engine = Compressed()
+    state = work.state() if rank == 0 else None
+    system.setup(work.build_for(rank), state, ADAMW, Mesh({"replicate": 2}), {})
+    return system
+
+
+def test_state_of_the_reducer_is_named_extra_state(tmp_path: Path) -> None:
+    work = workload(layers=1)
+
+    def save(rank: int, world: int) -> dict[str, Tensor]:
+        system = compressed(work, rank)
+        train(system, work, 0, 2)
+        system.save(tmp_path, {}).wait()
+        reducer = system.reducer
+        assert isinstance(reducer, ErrorFeedback) and reducer.errors
+        return {name: error.clone() for name, error in reducer.errors.items()}
+
+    def load(rank: int, world: int) -> dict[str, Tensor]:
+        system = compressed(work, rank)
+        system.load(tmp_path)
+        assert system.loaded is not None and not system.loaded.left_out
+        assert isinstance(system.reducer, ErrorFeedback)
+        return system.reducer.errors
+
+    def without(rank: int, world: int) -> tuple[str, ...]:
+        system = make("ddp", work, {"replicate": 2}, rank)
+        system.load(tmp_path)
+        assert system.loaded is not None
+        return system.loaded.left_out
+
+    before, after = succeed(save, 2), succeed(load, 2)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert len(checkpoint.names("extra")) == 2 * len(before[0])
+        assert not [name for name in checkpoint.names("optimizer") if "error_" in name]
+    for rank in range(2):
+        assert before[rank].keys() == after[rank].keys()
+        assert all(torch.equal(e, after[rank][n]) for n, e in before[rank].items())
+    left_out = succeed(without, 2)
+    assert all(f"@{rank}" in left_out[rank][0] for rank in range(2))
+
+
+def test_a_rank_that_dies_in_a_save_leaves_no_lock_of_a_living_process(tmp_path: Path) -> None:
+    """The other rank's collective fails; it removes the attempt, and the next job may save."""
+    work = workload(layers=1)
+
+    def body(rank: int, world: int) -> None:
+        system = make("zero1", work, {"shard": 2}, rank)
+        train(system, work, 0, 1)
+        if rank == 1:
+            system.sharded_type = Dying  # type: ignore[assignment]
+        system.save(tmp_path, {})
+
+    class Dying(Engine.sharded_type):  # type: ignore[misc, name-defined]
+        def save(self, state: State) -> Path:
+            self.agree(state)
+            raise KeyboardInterrupt
+
+    _, raised = threads(body, 2)
+    assert all(raised)
+    assert not any(tmp_path.iterdir())
