@@ -38,6 +38,9 @@ _OPS = {
 TAGS = 1 << 12
 #: The peer of a receive from any rank.
 ANY = -1
+#: The description (``new_group(group_desc=)``) of a group that a thread behind the training's back
+#: calls: nobody counts its calls, or tells them to the watchdog.
+BACKGROUND = "background"
 #: The name under which ranks that are threads register with torch.
 THREADED = "threaded"
 

@@ -40,7 +40,6 @@ from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
-    Implementation,
     Kind,
     Observe,
     OptimizerSpec,
@@ -48,7 +47,8 @@ from shardproof.contract import (
     Refused,
     StepResult,
 )
-from shardproof.impls.deepspeed.json_form import ZeroOptimization, parse, section
+from shardproof.impls.deepspeed.checkpoint import Saves, offered
+from shardproof.impls.deepspeed.json_form import ZeroOptimization, checkpoints, parse, section
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     param_groups,
@@ -79,7 +79,7 @@ if importlib.util.find_spec("deepspeed") is not None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
-class Engine(Implementation):
+class Engine(Saves):
     """The adapter's frame; stages fill in where gradients and optimizer state lie."""
 
     stage: ClassVar[int]
@@ -99,6 +99,7 @@ class Engine(Implementation):
             features=cls.features,
             declines=cls.declines,
             packages=("deepspeed",),
+            checkpoints=offered(checkpoints(options), cls.stage > 0),
         )
 
     def setup(
@@ -111,6 +112,7 @@ class Engine(Implementation):
     ) -> None:
         """The engine over all ranks."""
         self.zero: ZeroOptimization = parse(options, self.stage)
+        self.checkpoints = checkpoints(options)
         if optimizer.scaler is not None:
             raise Refused("optimizer.scaler: DeepSpeed scales fp16 only, which it lacks on CPUs")
         self.build, self.spec, self.comm = build, optimizer, mesh.comm(self.axis)
@@ -149,6 +151,7 @@ class Engine(Implementation):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": self.section(module, options),
+            **self.checkpoints.section,
         }
         deepspeed.init_distributed(
             dist_backend="gloo", auto_mpi_discovery=False, dist_init_required=False, verbose=False

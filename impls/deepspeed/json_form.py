@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shardproof.contract import Refused
+from shardproof.impls.deepspeed.checkpoint import Checkpoints, Saved
 from shardproof.impls.reference.engine.options import at_least, parse_options, unknown
 
 #: Sections of the JSON form that the case itself decides, and by what.
@@ -107,7 +108,7 @@ KEYS = tuple(field.name for field in fields(ZeroOptimization))
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Saved):
     """The part of the JSON form that a scenario may give."""
 
     zero_optimization: ZeroOptimization
@@ -153,6 +154,12 @@ def parse(options: Mapping[str, Any], stage: int) -> ZeroOptimization:
             "when the optimizer is offloaded; set offload_optimizer.device to none"
         )
     return chosen
+
+
+def checkpoints(options: Mapping[str, Any]) -> Checkpoints:
+    """The option ``checkpoint``, which is this suite's form of the section of that name."""
+    given = {key: value for key, value in options.items() if key == "checkpoint"}
+    return parse_options(Saved, given).checkpoint
 
 
 def _users(key: str) -> tuple[int, ...]:

@@ -41,7 +41,6 @@ from shardproof.contract import (
     Batch,
     Build,
     Capabilities,
-    Implementation,
     Kind,
     MicroBatch,
     Observe,
@@ -51,6 +50,7 @@ from shardproof.contract import (
     StepResult,
 )
 from shardproof.impls.deepspeed import engine
+from shardproof.impls.deepspeed.checkpoint import Saved, Saves, offered
 from shardproof.impls.deepspeed.engine import ZERO_GRADIENT
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
@@ -76,7 +76,7 @@ ONE_WINDOW = "DeepSpeed's train_batch ends in an optimizer step: one window a st
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Saved):
     """``split``: units of each stage, in forward order (``[]``: as even as possible, larger first).
 
     ``dynamic_shape``: DeepSpeed's own; shapes are told with every message.
@@ -99,7 +99,7 @@ class Layer(nn.Module):
         return output
 
 
-class DeepSpeedPipeline(Implementation):
+class DeepSpeedPipeline(Saves):
     """The adapter."""
 
     strategy = "deepspeed_pipeline"
@@ -108,7 +108,7 @@ class DeepSpeedPipeline(Implementation):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """fp32 on process backends; every rank gets the initial state and keeps its stage's."""
-        is_dynamic = parse_options(Options, options).dynamic_shape
+        chosen = parse_options(Options, options)
         idle = ("unused", "conditional_late_step", "conditional_early_step")
         return Capabilities(
             axes=("pipe",),
@@ -121,9 +121,10 @@ class DeepSpeedPipeline(Implementation):
                 **dict.fromkeys(idle, ZERO_GRADIENT),
                 **NO_BYTES,
                 "incomplete_window": ONE_WINDOW,
-                **({} if is_dynamic else {"variable_lengths": ONE_LENGTH}),
+                **({} if chosen.dynamic_shape else {"variable_lengths": ONE_LENGTH}),
             },
             packages=("deepspeed",),
+            checkpoints=offered(chosen.checkpoint, False),
         )
 
     @classmethod
@@ -142,6 +143,7 @@ class DeepSpeedPipeline(Implementation):
     ) -> None:
         """Build, load, cut; the engine over all ranks."""
         self.options = parse_options(Options, options)
+        self.checkpoints = self.options.checkpoint
         if optimizer.scaler is not None:
             raise Refused("optimizer.scaler: DeepSpeed scales fp16 only, which it lacks on CPUs")
         if mesh.world != torch.distributed.get_world_size():

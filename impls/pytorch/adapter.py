@@ -26,7 +26,6 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import (
     Batch,
     Build,
-    Implementation,
     Kind,
     MicroBatch,
     Observe,
@@ -35,6 +34,7 @@ from shardproof.contract import (
     Refused,
     StepResult,
 )
+from shardproof.impls.pytorch.checkpoint.saves import Saves
 from shardproof.impls.pytorch.recompute import plain
 from shardproof.impls.pytorch.scaling import make_scaler, update
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups
@@ -43,7 +43,7 @@ from shardproof.impls.reference.engine.state import broadcast_tensors, load_stat
 from shardproof.impls.reference.units.plan import Wrap, plan_units
 
 
-class Adapter(Implementation):
+class Adapter(Saves):
     """Base of the adapters; ``sharded`` and ``held`` are theirs."""
 
     module: nn.Module
@@ -110,6 +110,7 @@ class Adapter(Implementation):
         norm, metrics = update(
             self.scaler, self.optimizer, self.spec, self.clip, batch.step, observe
         )
+        self.steps_done = batch.step + 1
         return StepResult(loss=torch.stack(losses).sum(), norm=norm, metrics=metrics)
 
     def loss(self, micro: MicroBatch) -> Tensor:

@@ -35,7 +35,6 @@ from shardproof.contract import (
     Build,
     Capabilities,
     Depth,
-    Implementation,
     Kind,
     Observe,
     OptimizerSpec,
@@ -43,6 +42,8 @@ from shardproof.contract import (
     Refused,
     StepResult,
 )
+from shardproof.impls.pytorch.checkpoint.options import Saved, offered
+from shardproof.impls.pytorch.checkpoint.saves import Saves
 from shardproof.impls.pytorch.recompute import checkpoint_units, plain, single_unit
 from shardproof.impls.pytorch.scaling import make_scaler, update
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups, slot_pieces
@@ -60,7 +61,7 @@ VARYING = (
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Saved):
     """DDP's constructor arguments of the same names, with its defaults, and recomputation.
 
     ``compile``: the backend of ``torch.compile`` around DDP.
@@ -95,7 +96,7 @@ class Options:
         return {}
 
 
-class PyTorchDDP(Implementation):
+class PyTorchDDP(Saves):
     """The adapter."""
 
     strategy = "ddp"
@@ -110,7 +111,9 @@ class PyTorchDDP(Implementation):
         features, buffers = ["accumulation_without_communication", "overlap"], "per_rank"
         if chosen.broadcast_buffers:
             features, buffers = [*features, "buffer_broadcast"], "rank0"
-        return declared(*features, buffers=buffers, axes=(cls.axis,), declines=chosen.declines())
+        saves = offered(chosen.checkpoint)
+        axes, declines = (cls.axis,), chosen.declines()
+        return declared(*features, buffers=buffers, axes=axes, declines=declines, **saves)
 
     def setup(
         self,
@@ -121,7 +124,7 @@ class PyTorchDDP(Implementation):
         options: Mapping[str, Any],
     ) -> None:
         """Build, load on rank 0, wrap."""
-        self.options = parse_options(self.options_type, options)
+        self.options, self.mesh = parse_options(self.options_type, options), mesh
         self.module: nn.Module = build(mesh.device)
         if state is not None:
             load_state(self.module, state)
@@ -159,6 +162,10 @@ class PyTorchDDP(Implementation):
             **rest,
         )
 
+    def modules(self) -> list[nn.Module]:
+        """DDP, whose prefix torch takes off the names."""
+        return [self.ddp]
+
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """Accumulate under ``no_sync``, reduce in the last backward, clip, update."""
         micro_batches = batch.micro_batches
@@ -173,6 +180,7 @@ class PyTorchDDP(Implementation):
         norm, metrics = update(
             self.scaler, self.optimizer, self.spec, self.clip, batch.step, observe
         )
+        self.steps_done = batch.step + 1
         return StepResult(loss=total, norm=norm, metrics=metrics)
 
     def clip(self, limit: float) -> Tensor:

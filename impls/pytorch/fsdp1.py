@@ -50,9 +50,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind, Piece, Refused
 from shardproof.impls.pytorch.adapter import Adapter, unit_features, whole_units
-from shardproof.impls.pytorch.recompute import checkpoint_units, plain, single_unit
+from shardproof.impls.pytorch.checkpoint.options import PROCESSES, Saved, offered
+from shardproof.impls.pytorch.checkpoint.state import own_name
+from shardproof.impls.pytorch.recompute import checkpoint_units, single_unit
 from shardproof.impls.reference.engine.norm import clip_factor, power_sum, total_norm
-from shardproof.impls.reference.engine.optimizer import slot_pieces
+from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups, slot_pieces
 from shardproof.impls.reference.engine.options import Training, at_least, declared, parse_options
 from shardproof.impls.reference.units.plan import Wrap
 
@@ -66,7 +68,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Options(Training):
+class Options(Training, Saved):
     """As the reference's, as far as FSDP1 has them; prefetching is on or off."""
 
     wrap: Wrap = field(default_factory=Wrap)
@@ -157,7 +159,10 @@ class PyTorchFSDP1(Adapter):
         chosen = parse_options(Options, options)
         features = unit_features(chosen.accumulate_without_communication, chosen.precision)
         axes = AXES[chosen.sharding_strategy]
-        return declared(*features, axes=axes, declines=chosen.declines())
+        saves = offered(chosen.checkpoint)
+        if "checkpoint" in options:  # FSDP1 keeps a profile of its state dicts in a class
+            saves = {"backends": PROCESSES, **saves}
+        return declared(*features, axes=axes, declines=chosen.declines(), **saves)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
         """The options, if the mesh has the axes of the strategy."""
@@ -258,6 +263,12 @@ class PyTorchFSDP1(Adapter):
         held = {place.name: place.parameter for place in self.places}
         return {name: p for name, p in held.items() if p.requires_grad}
 
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Over all trainable parameters, those without an element here too: torch's checkpoints ask
+        all ranks for the same ones."""
+        named = {own_name(n): p for n, p in self.module.named_parameters() if p.requires_grad}
+        return build_optimizer(self.spec, param_groups(self.spec, named))
+
     def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
         """Reduce always, or with the last micro-batch only."""
         if self.options.accumulate_without_communication and not is_last:
@@ -294,7 +305,7 @@ class PyTorchFSDP1(Adapter):
         if kind == "buffers":
             named = self.inner.named_buffers()
             rank = self.mesh.rank
-            return [Piece.whole(own(n), b.detach(), replica=rank) for n, b in named]
+            return [Piece.whole(own_name(n), b.detach(), replica=rank) for n, b in named]
         replica = self.replica()
         if kind == "parameters":
             return [place.piece(self.held(place), replica) for place in self.places]
@@ -329,17 +340,12 @@ class PyTorchFSDP1(Adapter):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with FSDP.state_dict_type(self.module, StateDictType.FULL_STATE_DICT, config):
-                whole = {own(n): t for n, t in self.module.state_dict().items()}
+                whole = {own_name(n): t for n, t in self.module.state_dict().items()}
         return {name: whole[name].clone() for name in self.all_names()}
 
     def all_names(self) -> list[str]:
         """Names of all parameters, on whichever rank they lie."""
-        return [own(name) for name, _ in self.module.named_parameters()]
-
-
-def own(name: str) -> str:
-    """``name`` as it was before units were wrapped."""
-    return plain(name.replace("_fsdp_wrapped_module.", ""))
+        return [own_name(name) for name, _ in self.module.named_parameters()]
 
 
 IMPLEMENTATION = PyTorchFSDP1

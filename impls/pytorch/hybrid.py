@@ -25,7 +25,7 @@ always given: to infer them, torch would run stages forward and backward.
 
 Cost: ``torch_hybrid.payload_bytes``.
 Numbers: sums over ranks in the backend's order.
-Left out: parameters tied over stages (torch exchanges no gradients), loss scaling, checkpoints.
+Left out: parameters tied over stages (torch exchanges no gradients), loss scaling.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -55,8 +54,9 @@ from shardproof.contract import (
 )
 from shardproof.impls.pytorch import pipelining
 from shardproof.impls.pytorch.adapter import whole_units
+from shardproof.impls.pytorch.checkpoint.options import SHARDED, offered
 from shardproof.impls.pytorch.fsdp2 import VARYING
-from shardproof.impls.pytorch.pipelining import TORN, Pipelining, evaluating, meta
+from shardproof.impls.pytorch.pipelining import TORN, TORN_STATE, Pipelining, evaluating, meta
 from shardproof.impls.pytorch.tensor_parallel import (
     LOSS_PARALLEL,
     check_length,
@@ -131,6 +131,7 @@ class Hybrid(Pipelining):
                 "empty": "RuntimeError: _chunk_cat expects non-empty tensor",
                 "unequal_micro_batches": "windows end in collectives: ranks must run as many",
             },
+            **offered(chosen.checkpoint, SHARDED, TORN_STATE),
         )
 
     # --------------------------------------------------------------------------------- set-up
@@ -150,7 +151,7 @@ class Hybrid(Pipelining):
 
     def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
         """Rank 0's values everywhere."""
-        self.mesh, self.data = mesh, tuple(axis for axis in DATA_AXES if axis in mesh.axes)
+        self.data = tuple(axis for axis in DATA_AXES if axis in mesh.axes)
         if self.data == ("replicate",):
             raise Refused(
                 "fully_shard replicates beside shards: add the axis 'shard' (of one rank, say)"
@@ -192,6 +193,10 @@ class Hybrid(Pipelining):
         if self.options.loss_parallel and "head" in styles:
             styles["head"] = ColwiseParallel(input_layouts=SEQUENCE if sequence else Replicate())
         return apply_styles(part, styles, self.mesh.device_mesh["tensor"])
+
+    def row_orders(self) -> Mapping[str, Sequence[int]]:
+        """Of fused projections."""
+        return self.orders
 
     # ------------------------------------------------------------------------------- the step
 
@@ -318,14 +323,6 @@ class Hybrid(Pipelining):
             whole = state.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
             whole[tuple(slice(*bounds) for bounds in slices or ())] = tensor
         return state
-
-    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """Refused: torch's checkpoints of DTensors are another matter."""
-        raise Refused("pytorch/hybrid writes no checkpoints")
-
-    def load(self, path: Path) -> Mapping[str, Any]:
-        """Refused as well."""
-        raise Refused("pytorch/hybrid reads no checkpoints")
 
 
 def sharded(part: nn.Module) -> Iterator[FSDPModule]:

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import schedules
 
 from shardproof.by_path import CannotImport, import_module
 from shardproof.contract import Capabilities, Depth, Refused
+from shardproof.impls.pytorch.checkpoint.options import Saved
 from shardproof.impls.pytorch.pipelining import (
     INFERENCE,
     ONE_SHAPE,
@@ -54,7 +55,7 @@ class Chunked:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Saved):
     """``split`` and ``shapes`` as for ``pytorch/pipelining``."""
 
     schedule: str | Chunked = "torch.distributed.pipelining:Schedule1F1B"
@@ -142,7 +143,8 @@ class OwnSchedule(Pipelining):
         """As torch's own schedules; the order of additions is the schedule's."""
         chosen = parse_options(Options, options)
         _ = chosen.chunks  # imports it
-        declared = super().capabilities({})
+        saves = {key: value for key, value in options.items() if key == "checkpoint"}
+        declared = super().capabilities(saves)
         return replace(declared, exactness="reordered-sum", declines=chosen.declines())
 
     @classmethod

@@ -48,7 +48,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
@@ -63,7 +62,6 @@ from shardproof.contract import (
     Build,
     Capabilities,
     Depth,
-    Implementation,
     Kind,
     MicroBatch,
     Observe,
@@ -72,6 +70,8 @@ from shardproof.contract import (
     Refused,
     StepResult,
 )
+from shardproof.impls.pytorch.checkpoint.options import SHARDED, Saved, offered
+from shardproof.impls.pytorch.checkpoint.saves import Saves
 from shardproof.impls.pytorch.scaling import make_scaler, update
 from shardproof.impls.reference.engine.norm import clip_factor, power_sum
 from shardproof.impls.reference.engine.optimizer import (
@@ -118,6 +118,7 @@ FORWARD = ("F", "SF", "RF")
 GATHER = "UNSHARD"
 
 TORN = "its gradients would have to be exchanged between two ranks, which torch does not do"
+TORN_STATE = "torch gathers no full state dict of the stages of several ranks"
 ONE_SHAPE = "schedules cut a window into parts of one shape"
 INFERENCE = "torch's inference of shapes runs a forward in training mode; give shapes: given"
 
@@ -134,7 +135,7 @@ class Chunked:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Saved):
     """``schedule``: a name, or ``{name: interleaved, chunks: 3}``.
 
     ``split``: units of each stage, in forward order (``[]``: evenly, the larger first).
@@ -219,7 +220,7 @@ class Stage(pipelining.PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-class Pipelining(Implementation):
+class Pipelining(Saves):
     """The adapter."""
 
     strategy = "torch_pipelining"
@@ -239,6 +240,7 @@ class Pipelining(Implementation):
             initial_state="everywhere",
             features=cls.features,
             declines=chosen.declines(),
+            **offered(chosen.checkpoint, SHARDED, TORN_STATE),
         )
 
     @classmethod
@@ -256,7 +258,8 @@ class Pipelining(Implementation):
     ) -> None:
         """Build, load, cut; this rank keeps its parts."""
         self.options = parse_options(self.options_type, options)
-        self.build, self.spec, self.comm = build, optimizer, mesh.comm("pipe")
+        self.build, self.spec, self.mesh = build, optimizer, mesh
+        self.comm = mesh.comm("pipe")
         self.device = torch.device(mesh.device)
         self.place = self.options.place(self.comm.size)
         whole = build(mesh.device)
@@ -271,6 +274,10 @@ class Pipelining(Implementation):
         self.scaler = make_scaler(optimizer, mesh.device, self.comm.group)
         self.schedules: dict[tuple[int, ...], Any] = {}
         self.window: tuple[MicroBatch, ...] = ()
+
+    def modules(self) -> list[nn.Module]:
+        """The stages of this rank."""
+        return list(self.parts.values())
 
     def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
         """Give ``whole`` the values that training begins with."""
@@ -389,6 +396,7 @@ class Pipelining(Implementation):
         total = self.total(losses)
         if total is not None:
             total = total / metrics.get("scale", 1.0)
+        self.steps_done = batch.step + 1
         return StepResult(loss=total, norm=norm, metrics=metrics)
 
     def finish(self) -> None:
@@ -464,28 +472,6 @@ class Pipelining(Implementation):
         for stage in self.comm.all_gather_object(own):
             state |= stage
         return state
-
-    def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        """Each rank its own file: nothing is gathered."""
-        parts = {str(number): part.state_dict() for number, part in self.parts.items()}
-        state = {
-            "parts": parts,
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "extra": dict(extra),
-        }
-        torch.save(state, path / f"pipe{self.comm.rank}.pt")
-
-    def load(self, path: Path) -> Mapping[str, Any]:
-        """The counterpart, for as many ranks and the same stages."""
-        state = torch.load(path / f"pipe{self.comm.rank}.pt", weights_only=True)
-        for number, part in self.parts.items():
-            part.load_state_dict(state["parts"][str(number)])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if state["scaler"]:  # empty where nothing is scaled
-            self.scaler.load_state_dict(state["scaler"])
-        extra: Mapping[str, Any] = state["extra"]
-        return extra
 
 
 # ---------------------------------------------------------------------------------------- as data

@@ -56,6 +56,7 @@ from shardproof.contract import (
     Refused,
 )
 from shardproof.impls.pytorch.adapter import Adapter
+from shardproof.impls.pytorch.checkpoint.options import Saved, offered
 from shardproof.impls.pytorch.tensor_styles import (
     apply_styles,
     copy_number,
@@ -71,7 +72,7 @@ UNEQUAL = "SequenceParallel takes every rank's positions for equally many"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Saved):
     """``sequence_parallel``: norms and sums share the positions.  ``loss_parallel``: the loss is
     taken of logits that stay cut on the vocabulary.
     """
@@ -93,7 +94,8 @@ class PyTorchTensorParallel(Adapter):
         """The ``torch_tensor_parallel`` profile."""
         chosen = parse_options(Options, options)
         declines = {"variable_lengths": UNEQUAL} if chosen.sequence_parallel else {}
-        return declared("tensor", axes=("tensor",), declines=declines)
+        saves = offered(chosen.checkpoint)
+        return declared("tensor", axes=("tensor",), declines=declines, **saves)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
         """The options; the mesh is ranks along one axis."""
@@ -133,6 +135,10 @@ class PyTorchTensorParallel(Adapter):
     def updated(self) -> dict[str, Tensor]:
         """The trainable ones."""
         return {name: p for name, p in self.named.items() if p.requires_grad}
+
+    def row_orders(self) -> Mapping[str, Sequence[int]]:
+        """Of fused projections."""
+        return self.orders
 
     def loss(self, micro: MicroBatch) -> Tensor:
         """Of whole logits, or of the ranks' shares of them."""

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shardproof.contract import Capabilities, Depth, MicroBatch, Refused
+from shardproof.impls.pytorch.checkpoint.options import Saved, offered
 from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel, check_scaler
 from shardproof.impls.pytorch.tensor_styles import parallelize
 from shardproof.impls.reference.engine.options import (
@@ -42,7 +43,7 @@ def feed_forward(model: nn.Module) -> Plan:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Saved):
     """The path of the plan."""
 
     tensor_plan: str = "shardproof.impls.pytorch.tensor_plan:feed_forward"
@@ -74,8 +75,9 @@ class TensorPlan(PyTorchTensorParallel):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """As under torch's own styles."""
-        parse_options(Options, options).plan()
-        return declared("tensor", axes=("tensor",))
+        chosen = parse_options(Options, options)
+        chosen.plan()
+        return declared("tensor", axes=("tensor",), **offered(chosen.checkpoint))
 
     def shard(self, module: nn.Module) -> nn.Module:
         """Every module that the plan names under its style."""

@@ -23,14 +23,18 @@ may meet hangs"), partitions by hand.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from shardproof.contract import Capabilities, Kind, Piece
+from shardproof.impls.pytorch.checkpoint.full import Full
+from shardproof.impls.pytorch.checkpoint.options import Checkpoints, offered
+from shardproof.impls.pytorch.checkpoint.state import Training
 from shardproof.impls.pytorch.ddp import Options as DDPOptions
 from shardproof.impls.pytorch.ddp import PyTorchDDP
 from shardproof.impls.reference.engine.optimizer import (
@@ -45,6 +49,31 @@ class Options(DDPOptions):
     """DDP's and the optimizer's."""
 
     parameters_as_bucket_view: bool = False
+    checkpoint: Checkpoints = field(default_factory=lambda: Checkpoints("full"), kw_only=True)
+
+
+#: Why there is one format.
+CONSOLIDATED = (
+    "get_state_dict reads no ZeroRedundancyOptimizer: 'Optimizer state has not been consolidated "
+    "on this rank'"
+)
+
+
+class Consolidated(Full):
+    """The optimizer's state by ``consolidate_state_dict``, under numbers, as torch documents it."""
+
+    def gathered(self, training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Whole on rank 0, the only one that writes."""
+        optimizer = training.optimizer
+        assert isinstance(optimizer, ZeroRedundancyOptimizer)
+        optimizer.consolidate_state_dict(to=0)
+        state = optimizer.state_dict() if training.rank == 0 else {}
+        return get_model_state_dict(training.model), state
+
+    def put(self, training: Training, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Each rank keeps what it updates."""
+        set_model_state_dict(training.model, model)
+        training.optimizer.load_state_dict(optimizer)
 
 
 class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
@@ -55,6 +84,7 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
     options_type: ClassVar[type[Options]] = Options
     axis: ClassVar[str] = "shard"
     options: Options
+    full_type = Consolidated
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -67,7 +97,8 @@ class PyTorchZeroRedundancyOptimizer(PyTorchDDP):
                 "buckets out by their strides: gradients come out of them transposed"
             )
         features = of_ddp.features | {"sharded_optimizer"}
-        return replace(of_ddp, features=features, declines=declines)
+        saves = offered(chosen.checkpoint, ("full",), CONSOLIDATED)
+        return replace(of_ddp, features=features, declines=declines, **saves)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The same kernels as elsewhere, behind ZeroRedundancyOptimizer."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shardproof.backends.errors import CollectiveMismatch, differing_calls, name_ranks
 from shardproof.backends.request import Request, chunks, listed, reduction, root_of, rows
+from shardproof.comm import BACKGROUND
 from shardproof.ledgers import memory, program_order, traffic
 from shardproof.ledgers.program_order import inside_backward
 
@@ -120,6 +121,7 @@ class Handle(dist.Work):
         self._calls: list[traffic.Call] = []
         #: The number under which the listener knows this call.
         self.noted = 0
+        self.in_background = False
 
     def attach(self, ledger: traffic.TrafficLedger, calls: list[traffic.Call]) -> None:
         self._ledger, self._calls = ledger, calls
@@ -148,7 +150,7 @@ class Handle(dist.Work):
         return True
 
     def _block(self, timeout: float | None) -> None:
-        with blocked(self.noted):
+        with nullcontext() if self.in_background else blocked(self.noted):
             self._settle(timeout)
 
     def synchronize(self) -> None:
@@ -244,6 +246,11 @@ class GroupBase(dist.ProcessGroup):
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Devices whose tensors the group takes, asked by FSDP1's and asynchronous checkpoints."""
+        return [torch.device("cpu")]
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long a call may wait for its peers."""
         self._timeout = timeout
@@ -269,6 +276,10 @@ class GroupBase(dist.ProcessGroup):
         """Begin ``request`` without waiting for anybody."""
 
     def _issue(self, request: Request) -> Handle:
+        if self._description == BACKGROUND:  # of no step, and on a thread that is no rank's
+            handle = self._start(request)
+            handle.in_background = True
+            return handle
         injection = INJECTION.get()
         if injection is not None:
             return injection.call(request, self, self._issue_as_it_is)

@@ -113,6 +113,11 @@ class Logged(GroupBase):
         return self.backend.options
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        types: list[torch.device] = self.native._device_types
+        return types
+
+    @property
     def global_ranks(self) -> tuple[int, ...]:
         ranks = tuple(self.backend.options.global_ranks_in_group)
         return ranks or tuple(range(self._size))

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.errors import Problem, SelectionError
+from shardproof.impls.pytorch.checkpoint.folders import holds_dcp
+from shardproof.impls.pytorch.checkpoint.reading import DcpCheckpoint
+from shardproof.impls.pytorch.checkpoint.writing import write_dcp
 from shardproof.impls.reference.checkpoint.convert import convert as convert_checkpoint
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.errors import told as why_not_saved
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Elements that are read at once.
 BLOCK = 1 << 20
-FORMS = ("full", "sharded")
+FORMS = ("full", "sharded", "dcp")
 
 
 @contextmanager
@@ -48,7 +51,8 @@ def opened(path: Path) -> Iterator[Checkpoint]:
 
     :raises SelectionError: there is none, or what is read of it is damaged.
     """
-    with told(), Checkpoint.open(path) as checkpoint:
+    kind = DcpCheckpoint if holds_dcp(path) else Checkpoint
+    with told(), kind.open(path) as checkpoint:
         yield checkpoint
 
 
@@ -75,6 +79,8 @@ def convert(source: Checkpoint, root: Path, form: str, ranks: int) -> Path:
     """
     with told():
         try:
+            if form == "dcp":
+                return write_dcp(source, root)
             return convert_checkpoint(source, root, form, ranks)
         except OSError as error:
             raise CheckpointError(*why_not_saved(error, root)) from None

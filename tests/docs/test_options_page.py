@@ -12,6 +12,7 @@ import yaml
 
 from shardproof import registry
 from shardproof.contract import ScalerSpec
+from shardproof.impls.deepspeed import checkpoint as deepspeed_checkpoint
 from shardproof.impls.deepspeed import json_form
 from shardproof.impls.deepspeed import pipeline as deepspeed_pipeline
 from shardproof.impls.ecosystem import fairscale_sharded_ddp
@@ -29,6 +30,7 @@ from shardproof.impls.pytorch import (
     tensor_plan,
     zero_redundancy_optimizer,
 )
+from shardproof.impls.pytorch.checkpoint import options as torch_options
 from shardproof.impls.reference import ddp, naive_ddp, pipeline, tensor, zero1, zero2, zero3
 from shardproof.impls.reference import hybrid as reference_hybrid
 from shardproof.impls.reference.collectives import options as collective_options
@@ -120,6 +122,8 @@ def test_keys_of_deepspeed_and_their_stages() -> None:
     ("heading", "kind"),
     [
         ("checkpoint", Checkpoints),
+        ("torch.distributed.checkpoint", torch_options.Checkpoints),
+        ("deepspeed.checkpoint", deepspeed_checkpoint.Checkpoints),
         ("precision", Precision),
         ("wrap", Wrap),
         ("schedule", schedule_option.ScheduleOption),

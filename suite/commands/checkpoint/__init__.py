@@ -79,6 +79,8 @@ def verify(path: PathArgument) -> None:
         if problems:
             raise typer.Exit(verdicts.BAD_INPUT)
         echo(f"{checkpoint.folder}: whole, {contents.size(checkpoint)}")
+        for caveat in checkpoint.caveats:
+            echo(caveat)
         echo(f"SHA-256 {contents.digest(checkpoint)}")
 
 
@@ -117,7 +119,7 @@ def convert(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="the folder that the new one goes into")
     ],
-    to: Annotated[Literal["full", "sharded"], typer.Option("--to", help="the format")],
+    to: Annotated[Literal["full", "sharded", "dcp"], typer.Option("--to", help="the format")],
     ranks: Annotated[
         int, typer.Option("--ranks", metavar="N", min=1, max=16384, help="files of sharded")
     ] = 1,

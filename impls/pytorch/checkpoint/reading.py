@@ -1,0 +1,301 @@
+"""A folder of ``torch.distributed.checkpoint``, opened as the suite's own checkpoints are.
+
+Names are taken apart as ``state`` puts them together; other tensors keep their keys, as ``extra``.
+Nothing is carried out: ``.metadata`` is read by ``metadata``, tensors by ``torch.load`` with
+``weights_only=True``, once their file has been looked at.
+
+    in the folder                           here
+    model.<name>                            a parameter, or a buffer where progress.about says so
+    optimizer.state.<name>.<slot>           optimizer state ``<name>.<slot>``
+    rng.<rank>.<generator>                  rng ``<generator>@<rank>``
+    progress.step, .extra, .scaler, .about  what the manifest says of the training
+    optimizer.param_groups...               left out: follows from the optimizer in progress.about
+
+torch writes each chunk as a zip file, which has a CRC-32 of its elements, and does not look at it
+when it loads.  Here it is compared, so that a flipped bit shows.  ``.metadata`` itself has none.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardproof.impls.pytorch.checkpoint import folders, metadata
+from shardproof.impls.pytorch.checkpoint.metadata import Chunk, Stored
+from shardproof.impls.reference.checkpoint.data_file import NAMES, DataFile, Entry, bytes_of
+from shardproof.impls.reference.checkpoint.errors import (
+    TAKE_ANOTHER,
+    CheckpointError,
+    NotCommitted,
+)
+from shardproof.impls.reference.checkpoint.manifest import About, Listed, Manifest
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+from shardproof.impls.reference.checkpoint.reading.regions import Place
+from shardproof.impls.reference.checkpoint.reading.reshape import Read
+from shardproof.impls.reference.checkpoint.reading.safe_files import (
+    exactly,
+    read_small,
+    size_of,
+)
+
+KIND = "dcp"
+#: Bytes of a value that is no tensor, and what a zip file has beside elements.
+MOST_VALUE, MOST_WRAPPING = 1 << 20, 1 << 16
+_DTYPES = {str(dtype).removeprefix("torch."): name for dtype, name in NAMES.items()}
+_PROGRESS = "progress."
+
+
+@dataclass
+class DcpCheckpoint(Checkpoint):
+    """An open folder; ``chunks`` says which chunk an entry is."""
+
+    caveats = (
+        "each tensor and value has a CRC-32, which was compared; .metadata has none: what it says "
+        "was checked for sense only",
+    )
+    chunks: dict[Entry, Chunk] = field(default_factory=dict)
+    values: dict[str, Chunk] = field(default_factory=dict)
+    _last: tuple[Entry | None, bytes] = (None, b"")
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The checkpoint in ``path``, or the newest of the root ``path``.
+
+        :raises NotCommitted: there is none.
+        :raises CheckpointError: it is damaged, hostile, or in a form that is not read here.
+        """
+        folder = find(path)
+        data = _small(folder / folders.DCP)
+        stored = metadata.read(data, folder / folders.DCP)
+        one = cls(folder, _manifest(folder, About(0, "unknown", {})), {}, len(data))
+        try:
+            one.values = {key: s.chunks[0] for key, s in stored.items() if not s.dtype}
+            for chunk in (chunk for s in stored.values() for chunk in s.chunks):
+                one._require_inside(chunk)
+            about, buffers = one._about()
+            one._read_entries(stored, buffers, about.aliases)
+            one.manifest = _manifest(folder, about, sorted(one.files))
+            one._require_whole()
+        except BaseException:
+            one.close()
+            raise
+        return one
+
+    def _require_inside(self, chunk: Chunk) -> None:
+        """:raises CheckpointError: the name leads elsewhere, or the file is too short."""
+        path = self.folder / chunk.file
+        if Path(chunk.file).name != chunk.file or chunk.file in (".", "..", folders.DCP):
+            what = f"names {chunk.file[:80]!r}, which is no file of the folder"
+            raise CheckpointError(self.folder / folders.DCP, what, TAKE_ANOTHER)
+        if chunk.file not in self.files:
+            self.files[chunk.file] = DataFile(chunk.file, size_of(path), 0, 0, array("I"), ())
+        if chunk.begin + chunk.length > self.files[chunk.file].bytes:
+            what = f"ends at byte {self.files[chunk.file].bytes}, before a chunk does"
+            raise CheckpointError(path, what, TAKE_ANOTHER)
+
+    def _about(self) -> tuple[About, frozenset[str]]:
+        """What is said of the training, and the names of buffers."""
+        said: Mapping[str, Any] = self._json("about", {})
+        extra: Mapping[str, Any] = self._json("extra", {})
+        scale, good = self._value("scaler.scale"), self._value("scaler._growth_tracker")
+        try:
+            about = About(
+                int(self._value("step", 0)),
+                str(said.get("strategy", "unknown")),
+                {str(axis): int(size) for axis, size in said.get("mesh", {}).items()},
+                optimizer=said.get("optimizer"),
+                scaler=None if scale is None else {"scale": float(scale), "good": int(good)},
+                aliases={str(n): str(first) for n, first in said.get("aliases", {}).items()},
+                data=extra.get("data", {}),
+                extra={name: value for name, value in extra.items() if name != "data"},
+            )
+            return about, frozenset(map(str, said.get("buffers", ())))
+        except (TypeError, ValueError, AttributeError) as error:
+            what = f"what it says of the training is not in this suite's form: {error}"
+            raise CheckpointError(self.folder / folders.DCP, what, TAKE_ANOTHER) from None
+
+    def _json(self, name: str, missing: Any) -> Any:
+        text = self._value(name)
+        try:
+            return missing if text is None else json.loads(str(text))
+        except (ValueError, RecursionError) as error:
+            what = f"{_PROGRESS}{name} is no JSON: {error}"
+            raise CheckpointError(self.folder / folders.DCP, what, TAKE_ANOTHER) from None
+
+    def _value(self, name: str, missing: Any = None) -> Any:
+        """A number or text of the training's progress."""
+        chunk = self.values.get(_PROGRESS + name)
+        if chunk is None:
+            return missing
+        if chunk.length > MOST_VALUE:
+            what = f"{_PROGRESS}{name} has {chunk.length} bytes, over {MOST_VALUE}"
+            raise CheckpointError(self.folder / chunk.file, what, TAKE_ANOTHER)
+        found = self._load(chunk, MOST_VALUE)
+        if not isinstance(found, (int, float, str)):
+            what = f"{_PROGRESS}{name} is a {type(found).__name__}"
+            raise CheckpointError(self.folder / chunk.file, what, TAKE_ANOTHER)
+        return found
+
+    def _read_entries(
+        self, stored: Mapping[str, Stored], buffers: frozenset[str], aliases: Mapping[str, str]
+    ) -> None:
+        entries: dict[str, list[Entry]] = defaultdict(list)
+        for key, one in sorted(stored.items()):
+            kind, name = kind_of(key, buffers)
+            if kind in ("parameters", "buffers") and name in aliases:
+                continue  # of a tied tensor, which is there under its first name
+            for chunk in one.chunks if one.dtype else ():
+                entry = self._entry(kind, name, key, one, chunk)
+                self.chunks[entry] = chunk
+                entries[chunk.file].append(entry)
+        for file, found in self.files.items():
+            size = found.bytes
+            self.files[file] = DataFile(file, size, 0, 0, array("I"), tuple(entries[file]))
+
+    def _entry(self, kind: str, name: str, key: str, one: Stored, chunk: Chunk) -> Entry:
+        """What is said of a chunk, once it can be."""
+        place_of = self.folder / folders.DCP
+        if one.dtype not in _DTYPES:
+            what = f"{key[:200]!r} is of dtype {one.dtype:.40}, which is not read here"
+            raise CheckpointError(place_of, what, f"known are {', '.join(_DTYPES)}")
+        slices = tuple((o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=False))
+        place = Place(one.shape, slices, None)
+        if len(chunk.offsets) != len(chunk.sizes) or place.problem():
+            raise CheckpointError(place_of, f"{key[:200]!r}: {place.problem()}", TAKE_ANOTHER)
+        size = math.prod(chunk.sizes) * _itemsize(one.dtype)
+        if size > chunk.length or chunk.length > size + MOST_WRAPPING:
+            what = f"{key[:200]!r}: {chunk.length} bytes hold a chunk of {size}"
+            raise CheckpointError(place_of, what, TAKE_ANOTHER)
+        text = chunk.file.strip("_").partition("_")[0]
+        owner = int(text) if text.isdecimal() and len(text) < 10 else 0
+        return Entry(
+            *(chunk.file, key + str(place), kind, name, _DTYPES[one.dtype], place),
+            *(0, owner, chunk.begin, chunk.begin + size, 0),
+        )
+
+    # --------------------------------------------------------------------------------- elements
+
+    def _blocks(self, read: Read) -> Iterator[tuple[int, memoryview]]:
+        """All of the chunk, in one block: a zip file is read as a whole."""
+        entry, data = self._last
+        if entry != read.entry:
+            data = self._elements(read.entry)
+            self._last = (read.entry, data)
+        yield 0, memoryview(data)
+
+    def _elements(self, entry: Entry) -> bytes:
+        """Bytes of a chunk's elements, row-major.
+
+        :raises CheckpointError: they are not as they were written.
+        """
+        chunk = self.chunks[entry]
+        tensor = self._load(chunk, entry.end - entry.begin)
+        shape, dtype = tuple(chunk.sizes), entry.dtype
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.layout != torch.strided
+            or tuple(tensor.shape) != shape
+            or NAMES.get(tensor.dtype) != dtype
+        ):
+            what = f"{entry.kind} {entry.name[:200]!r}: holds no {dtype} of {list(shape)}"
+            raise CheckpointError(self.folder / entry.file, what, TAKE_ANOTHER)
+        return bytes(bytes_of(tensor.contiguous()))
+
+    def _load(self, chunk: Chunk, most: int) -> Any:
+        """What torch saved in ``chunk``, of at most ``most`` bytes of elements."""
+        path = self.folder / chunk.file
+        data = exactly(self._file(chunk.file), path, chunk.begin, chunk.begin + chunk.length)
+        self.bytes_read += len(data)
+        where = f"bytes {chunk.begin} to {chunk.begin + chunk.length}"
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as found:
+                # Before anything is unpacked: nothing is larger than it lies there.
+                sizes = [(i.compress_type, i.file_size > len(data)) for i in found.infolist()]
+                if any(kind != zipfile.ZIP_STORED or large for kind, large in sizes):
+                    raise zipfile.BadZipFile("it is packed, which torch's are not")
+                wrong = found.testzip()
+            if wrong is not None:
+                what = f"{where} were changed since they were written: {wrong} has another CRC-32"
+                raise CheckpointError(path, what, TAKE_ANOTHER)
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except CheckpointError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of two readers, for any bytes at all
+            first = str(error).splitlines() or [type(error).__name__]
+            what = f"{where} are no tensor of torch's: {first[0]:.200}"
+            raise CheckpointError(path, what, TAKE_ANOTHER) from None
+
+    def verify(self) -> Iterator[CheckpointError]:
+        """All that is wrong: every chunk and value against its own checksum."""
+        for entry in self.chunks:
+            try:
+                self._elements(entry)
+            except CheckpointError as error:
+                yield error
+        for chunk in self.values.values():
+            try:
+                self._load(chunk, MOST_VALUE)
+            except CheckpointError as error:
+                yield error
+
+
+def kind_of(key: str, buffers: frozenset[str]) -> tuple[str, str]:
+    """The kind and the name of a tensor that is saved under ``key``."""
+    if key.startswith("model."):
+        name = key.removeprefix("model.")
+        return ("buffers" if name in buffers else "parameters"), name
+    if key.startswith("optimizer.state."):
+        return "optimizer", key.removeprefix("optimizer.state.")
+    first, _, rest = key.partition(".")
+    rank, _, generator = rest.partition(".")
+    if first == "rng" and rank.isdecimal():
+        return "rng", f"{generator}@{rank}"
+    return "extra", key
+
+
+def find(path: Path) -> Path:
+    """The folder ``path``, or the newest in it.
+
+    :raises NotCommitted: there is none of torch's.
+    """
+    try:
+        found = folders.find(path)
+    except OSError as error:
+        remedy = "name a checkpoint, or the folder of several"
+        raise NotCommitted(
+            path, f"holds no checkpoint: {error.strerror or 'none'}", remedy
+        ) from None
+    if not (found / folders.DCP).is_file():
+        what = f"has {folders.FULL}, which is one file of torch's and no folder of checkpoints"
+        raise NotCommitted(found, what, "load it with torch.load(weights_only=True)")
+    return found
+
+
+def _manifest(folder: Path, about: About, files: list[str] | None = None) -> Manifest:
+    listed = tuple(Listed(name, 0) for name in files or ())
+    return Manifest(KIND, folder.name, "0" * 8, (), about, listed)
+
+
+def _small(path: Path) -> bytes:
+    """All of a small file."""
+    size = size_of(path)
+    if size > metadata.MOST_BYTES:
+        what = f"has {size} bytes, this reader takes {metadata.MOST_BYTES}"
+        raise CheckpointError(path, what, "read it with torch, if you trust who wrote it")
+    return read_small(path)
+
+
+def _itemsize(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size
