@@ -72,16 +72,17 @@ def split(total: int, parts: int) -> list[int]:
 
 
 FaultKind = Literal["kill", "stop", "raise", "exit", "delay", "corrupt", "drop", "swap", "shape"]
-FaultPhase = Literal["setup", "forward", "backward", "update"]
+FaultPhase = Literal["setup", "forward", "backward", "update", "save", "load"]
 
 
 @dataclass(frozen=True)
 class Fault(Stored):
     """A fault that the suite makes in ``rank`` on purpose, and what must come of it.
 
-    It happens where the rank comes to ``phase`` of ``step`` (``setup``: before all steps), ``call``
-    calls later; ``seconds`` are those of a ``delay``.  ``verdicts``: any of them will do;
-    ``blames``: the rank that the sentence must name as the reason; ``says``: texts in it.
+    It happens where the rank comes to ``phase`` of ``step`` (``setup``, ``load``: before all steps;
+    ``save``: after that step), ``call`` calls later; ``seconds`` are those of a ``delay``.
+    ``verdicts``: any of them will do; ``blames``: the rank that the sentence must name as the
+    reason; ``says``: texts in it.
     """
 
     kind: FaultKind
@@ -93,6 +94,31 @@ class Fault(Stored):
     seconds: float = 1.0
     blames: int | None = None
     says: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CheckpointPlan(Stored):
+    """When a case saves, and who goes on from there.
+
+    ``saves`` checkpoints, each after a step, the last one when ``save_at`` steps are done.
+    ``into``: the ``implementation``, ``options``, ``mesh`` and ``precision`` of who loads; what is
+    missing is as in the case.
+    """
+
+    save_at: int
+    saves: int = 1
+    into: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def saved_at(self) -> range:
+        """The steps done at each save."""
+        return range(self.save_at - self.saves + 1, self.save_at + 1)
+
+    @staticmethod
+    def extra(step: int) -> dict[str, Any]:
+        """What the caller saves after ``step`` steps: progress, and values of all sorts."""
+        odd: list[Any] = ["", "\u00e9\n\"'", None, True, 0.1, 5e-324, 2**53 + 1, {}]
+        return {"data": {"step": step, "epoch": 0}, "odd": odd}
 
 
 @dataclass(frozen=True)
@@ -134,6 +160,10 @@ class Case(Stored):
     shares: tuple[int, ...] = ()
     loss_scale: float = 1.0
     reload_at: int | None = None
+    checkpoint: CheckpointPlan | None = None
+    #: Set by the leader: the folder to save into, and the one to load from before any step.
+    saves_into: str = ""
+    loads_from: str = ""
     #: What the suite does to a rank, and what must come of it.
     fault: Fault | None = None
     xfail: str | None = None

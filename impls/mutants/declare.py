@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from shardproof.case import Fault, Lane, WorkloadSpec
+from shardproof.case import CheckpointPlan, Fault, Lane, WorkloadSpec
 from shardproof.contract import Implementation, OptimizerSpec
 from shardproof.impls.mutants.triggers import gpt
 
@@ -49,6 +49,8 @@ class Mutant:
     expect: Mapping[str, Any] = field(default_factory=dict)
     #: What the suite does to a rank: of faults in the judge, whose sentences it is held to.
     fault: Fault | None = None
+    #: When the case saves, and who loads.
+    checkpoint: CheckpointPlan | None = None
 
     @property
     def traits(self) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ from shardproof.ledgers import program_order
 
 #: What happens to the process, at a call or between two.
 OF_PROCESSES = ("kill", "stop", "raise", "exit", "delay")
+#: Phases that come before all steps.
+BEFORE_STEPS = ("setup", "load")
 #: Operations whose calls can ask for one element more: their arguments begin with the tensors.
 SHAPED = ("all_reduce", "broadcast", "reduce", "send", "recv")
 EXIT_CODE = 7
@@ -92,7 +94,7 @@ class Injection:
         log = program_order.current()
         if log is None or log.phase != self._fault.phase:
             return False
-        return log.number == (-1 if self._fault.phase == "setup" else self._fault.step)
+        return log.number == (-1 if self._fault.phase in BEFORE_STEPS else self._fault.step)
 
     def _happens(self) -> None:
         self._happened = True

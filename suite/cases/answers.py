@@ -7,6 +7,7 @@ Every function asks one method.
 
 from __future__ import annotations
 
+import json
 import marshal
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -153,6 +154,24 @@ def _tensors(system: object, method: str, value: Any, wanted: str) -> dict[str, 
         if not _is_text(name) or not isinstance(tensor, Tensor):
             raise _broken(system, method, f"{{{name!r:.80}: {type(tensor).__name__}}}", wanted)
     return dict(value)
+
+
+def saved(system: Implementation, value: Any) -> Any:
+    """What ``save`` returned: something to wait for, or ``None``."""
+    if value is not None and not callable(getattr(value, "wait", None)):
+        came = type(value).__name__
+        raise _broken(system, "save(path, extra)", came, "an object with wait(), or None")
+    return value
+
+
+def extra(system: Implementation, value: Any) -> dict[str, Any]:
+    """What ``load`` returned, as JSON gives it back."""
+    wanted = "the mapping that save was given"
+    asked(system, "load(path)", value, Mapping, wanted)
+    try:
+        return dict(json.loads(json.dumps(dict(value))))
+    except (TypeError, ValueError) as error:
+        raise _broken(system, "load(path)", f"what JSON cannot hold ({error})", wanted) from None
 
 
 def events(system: Implementation) -> list[Event]:

@@ -54,7 +54,11 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
     checks = [name for name in GENERAL if name not in left_out]
     if (of_its_own := untrained.of(mutant.workload)) is not None:
         checks = [of_its_own.check]
-    more = {"relations": "relation" in mutant.expect, "faults": mutant.fault is not None}
+    more = {
+        "relations": "relation" in mutant.expect,
+        "checkpoint": mutant.checkpoint is not None,
+        "faults": mutant.fault is not None,
+    }
     own = Case(
         id=f"mutants/{mutant.name}::{mutant.backend}" + (f"::{depth}" if depth else ""),
         scenario="mutants",
@@ -71,6 +75,7 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
         precision=dict(mutant.precision),
         steps=mutant.steps,
         expect=dict(mutant.expect),
+        checkpoint=mutant.checkpoint,
         fault=mutant.fault,
         depth=depth,
     )

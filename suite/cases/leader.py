@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof import backends, registry, tensor_bytes, workloads
+from shardproof import registry, workloads
 from shardproof.case import Case
-from shardproof.cases import answers, called
-from shardproof.cases.rank_program import run_rank, workload_facts
+from shardproof.cases import answers, called, checkpoint_runs
+from shardproof.cases.rank_program import workload_facts
+from shardproof.cases.training_run import Launcher, Run, records_of, without_oracle
 from shardproof.cases.verdict import decide_case, measure_case, problem_of
 from shardproof.checks import relations
 from shardproof.checks.results import CaseResult
@@ -29,20 +30,17 @@ from shardproof.costs.expression import CaseFacts, facts_of
 from shardproof.costs.model import CostModel, NoCostModel
 from shardproof.costs.own import OwnCosts
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
-from shardproof.evidence.assembled import Evidence
-from shardproof.evidence.held import Shared
+from shardproof.evidence.assembled import Beside, Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch import kept_ranks
 from shardproof.launch.mpi.lease import Lease
 from shardproof.launch.mpi.world_keeper import WorldTask
-from shardproof.launch.ranks import Kept, RankOutcome, root_cause, run_ranks
+from shardproof.launch.ranks import Kept, root_cause, run_ranks
 from shardproof.oracle import replay, training
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
 from shardproof.workloads import Workload, untrained
-
-Run = Callable[..., list[RankOutcome]]
 
 
 @dataclass(frozen=True)
@@ -186,14 +184,14 @@ def _run_and_collect(
     if account.cannot_fit or account.unsound_schedules:
         return None
     began = time.monotonic()
-    limits: dict[str, Any] = {"memory_bytes": int(case.memory_gib * 2**30)}
-    if kept is not None and _has_no_globals(declaration) and case.fault is None:
-        limits["kept"] = kept
-    outcomes = _train(case, workload, workdir, run, **limits)
+    launcher = Launcher(workdir, run, kept, case.world)
+    outcomes = launcher.train(checkpoint_runs.first_run(case, workdir), workload, declaration)
     account.timings["ranks"] = time.monotonic() - began
     account.outcomes = outcomes
-    if "refuses" in case.expect or root_cause(outcomes) is not None:
+    if "refuses" in case.expect:
         return None
+    if root_cause(outcomes) is not None:
+        return checkpoint_runs.run_after_fault(case, launcher, cache) if case.fault else None
     if declaration.oracle == "plain":
         account.no_oracle_because = training.no_oracle_because(workload, case.precision)
         if account.no_oracle_because:
@@ -204,10 +202,13 @@ def _run_and_collect(
     account.timings["oracle"] = time.monotonic() - began
     evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
     evidence.own_costs = _own_costs(implementation, evidence)
+    began = time.monotonic()
     if "relations" in case.checks:
-        began = time.monotonic()
-        _run_derived_case(evidence, workdir, run)
-        account.timings["ranks"] += time.monotonic() - began
+        _run_related(evidence, launcher)
+    if case.checkpoint is not None:
+        outcomes = checkpoint_runs.run_beside(evidence, launcher, cache)
+        account.outcomes = outcomes or account.outcomes
+    account.timings["ranks"] += time.monotonic() - began
     return evidence
 
 
@@ -229,51 +230,6 @@ def _own_costs(implementation: type[Implementation], evidence: Evidence) -> OwnC
         return None  # it promises nothing here
     except Exception as error:
         raise BrokenContract(f"{name}.cost_model raised {error!r}") from error
-
-
-def _train(
-    case: Case, workload: Workload, folder: Path, run: Run, **limits: Any
-) -> list[RankOutcome]:
-    """How each rank ended, with the file of what it returned; one that hangs is an outcome, too."""
-    workload.prepare(case.steps, case.data_coordinates)
-    # Calls run_rank on every rank, in a process or thread of its own.
-    return run(
-        case.backend,
-        case.world,
-        RankProgram(case, workload),
-        folder,
-        case.deadline,
-        case.ledgers,
-        disturbances=backends.disturbances_of(case.workload.traits, case.fault),
-        **limits,
-    )
-
-
-def _has_no_globals(declaration: Declaration) -> bool:
-    """Whether processes may be used again after a case of the system; threads could not share
-    module globals either.
-    """
-    return "in_memory" in declaration.backends
-
-
-@dataclass(frozen=True)
-class RankProgram:
-    """What every rank does; where ranks were not forked they make the workload anew."""
-
-    case: Case
-    workload: Workload
-
-    def __call__(self, rank: int, world: int) -> dict[str, Any]:
-        return run_rank(self.case, self.workload, rank).to_dict()
-
-    def __reduce__(self) -> tuple[Callable[[Case], RankProgram], tuple[Case]]:
-        return _for_case, (self.case,)
-
-
-def _for_case(case: Case) -> RankProgram:
-    workload = workloads.for_case(case)
-    workload.prepare(case.steps, case.data_coordinates)  # once, where ranks are threads
-    return RankProgram(case, workload)
 
 
 def _announced_schedules(case: Case, implementation: type[Implementation]) -> dict[int, Schedule]:
@@ -313,50 +269,19 @@ def _why_it_cannot_fit(
     )
 
 
-def _run_derived_case(evidence: Evidence, workdir: Path, run: Run) -> None:
-    """Run the case that a relation derives from this one, and put its records beside this one's."""
-    if run is not run_ranks:
-        evidence.no_derived_run_because = (
-            "these ranks were started elsewhere: they cannot run a second time"
-        )
-        return
+def _run_related(evidence: Evidence, launcher: Launcher) -> None:
+    """Run the case that a relation derives from this one, and put it beside this one."""
     try:
-        case, evidence.no_derived_run_because = relations.derive(evidence)
-        if case is None:
-            return
-        declaration = Declaration.of(registry.load(case.implementation), case.options)
+        case, skip = relations.derive(evidence)
     except (Refused, registry.BrokenImplementation) as error:
-        evidence.derived_run = f"the second run cannot be made: {error}"
+        evidence.beside["relation"] = Beside(problem=f"the second run cannot be made: {error}")
         return
-    reason = declaration.excludes_case(case, declaration.missing_here(case.backend, case.world))
-    if reason:
-        evidence.no_derived_run_because = f"{case.implementation} {reason}"
+    if case is None:
+        evidence.beside["relation"] = Beside(skip=skip)
         return
-    workload = workloads.for_case(case)
-    folder = workdir / "derived"
-    folder.mkdir()
-    outcomes = _train(case, workload, folder, run)
-    cause = root_cause(outcomes)
-    if cause is not None and cause.error_type == "CannotReload":
-        evidence.no_derived_run_because = f"{case.implementation} {cause.message}"
-        return
-    if cause is not None:
-        what = " ".join(filter(None, (cause.status, cause.error_type)))
-        evidence.derived_run = f"in the second run rank {cause.rank} {what}: {cause.message}"
-        return
-    records = records_of(outcomes)
-    evidence.derived_run = Evidence(case, records, Truth(), evidence.workload, {})
-
-
-def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
-    """The records that the ranks left."""
-    files = (outcome.record for outcome in outcomes)
-    records = [RankRecord.from_dict(tensor_bytes.load(f)) for f in files if f is not None]
-    equal: Shared = {}
-    for record in records:
-        for held in record.held():
-            held.share(equal)
-    return records
+    evidence.beside["relation"], _ = launcher.beside(
+        case, "derived", "the second run", without_oracle(evidence)
+    )
 
 
 def _train_oracle(

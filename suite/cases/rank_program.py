@@ -21,6 +21,7 @@ from shardproof import registry, tensor_bytes
 from shardproof.case import Case
 from shardproof.cases import answers
 from shardproof.cases.membership import Membership
+from shardproof.cases.saving import Saving
 from shardproof.comm import Mesh
 from shardproof.contract import (
     KINDS,
@@ -91,6 +92,7 @@ class _Rank:
         self.built: list[weakref.ref[nn.Module]] = []
         #: Dtypes of the outputs that losses of the step under way were taken of.
         self.outputs: set[str] = set()
+        self.saving: Saving | None = None
         #: Pieces that lie in no storage of the rank: computed for the observation.
         self.unmatched: dict[str, None] = {}
 
@@ -109,13 +111,17 @@ class _Rank:
             # Aside: a mesh lists all ranks, and no bound of a system's bytes grows with the world.
             with self._aside():
                 self.members = Membership(self.case, self.cls, self.rank)
+                if self.case.checkpoint is not None:
+                    self.saving = Saving(self.case, self.rank, self.members.mesh.device)
             if self.members.includes_me:
                 self._begin()
             record.coordinate = self.members.mesh.coordinate
             if self.implementation is not None:
                 with self._aside():
                     record.initial = self._holds(("parameters", "buffers"))
-            for step in range(self.case.steps):
+            if self.case.loads_from:
+                record.steps = self._load(record)
+            for step in range(len(record.steps), self.case.steps):
                 if step:
                     self.implementation = self.members.change(
                         step, self.implementation, self._set_up
@@ -125,8 +131,13 @@ class _Rank:
                 if step and step == self.case.steps - 1 and self._judged_between_steps():
                     record.evaluation = self._evaluation(step)
                 record.steps.append(self._step(step))
+                if self.saving is not None and self.implementation is not None:
+                    with self._aside():
+                        self.saving.after_step(self.implementation, step + 1)
             if self._judged_between_steps():
                 record.full_state = self._full_state()
+            if self.saving is not None:
+                self.saving.wait()
             if self.implementation is not None:
                 self.implementation.drain()
                 if self.declaration.oracle == "replay":
@@ -146,11 +157,18 @@ class _Rank:
     def _begin(self) -> None:
         """Set the implementation up; ranks that expect a broadcast get no state."""
         with self._aside():
-            state = self.workload.state() if self._gets_state() else None
+            values = self._other_values if self.case.loads_from else self.workload.state
+            state = values() if self._gets_state() else None
         self._set_up(self.members.mesh, state)
 
     def _gets_state(self) -> bool:
         return self.declaration.initial_state == "everywhere" or self.members.is_first
+
+    def _other_values(self) -> dict[str, Tensor]:
+        """A state that training never has: what is loaded over it shows."""
+        other = self.workload.build_for(self.members.mesh.ranks[0], 0)()
+        named = itertools.chain(other.named_parameters(), other.named_buffers())
+        return {name: tensor.detach() for name, tensor in named}
 
     def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None = None) -> Implementation:
         self.implementation = self.cls()
@@ -171,21 +189,27 @@ class _Rank:
             kind: [_copy(p) for p in answers.pieces(self.implementation, kind)] for kind in LOADED
         }
         self.implementation.close()
-        state = None
-        if self._gets_state():
-            other = self.workload.build_for(self.members.mesh.ranks[0], 0)()
-            named = itertools.chain(other.named_parameters(), other.named_buffers())
-            state = {name: tensor.detach() for name, tensor in named}
-        self._set_up(self.members.mesh, state)
+        self._set_up(self.members.mesh, self._other_values() if self._gets_state() else None)
         for kind, pieces in held.items():
             try:
                 self.implementation.load_pieces(kind, pieces)
             except Refused as error:
                 raise CannotReload(f"refuses load_pieces: {error}") from error
 
+    def _load(self, record: RankRecord) -> list[StepRecord]:
+        """Go on from a checkpoint; in the place of the last step before it, what was loaded."""
+        assert self.implementation is not None and self.saving is not None
+        loaded = record.loaded = self.saving.load(self.implementation)
+        steps = [StepRecord(n, None, None, None, present=False) for n in range(loaded.step)]
+        steps[-1].observed = {"after_update": self._holds(LOADED)}
+        steps[-1].draws = self.saving.draws()
+        return steps
+
     def _watch(self, module: nn.Module, units: Sequence[str]) -> None:
         """Set the suite's hooks on what was built."""
         program_order.watch(module, units)
+        if self.saving is not None:
+            self.saving.watch(module)
         if self.memory:
             watch_memory(module)
             self.built.append(weakref.ref(module))
@@ -310,7 +334,14 @@ class _Rank:
             places=_places(observed) if step == self.case.steps - 1 else {},
             calls=[first_call, len(ledger.calls) if ledger else 0],
             events=[first_event, log.now if log else 0],
+            draws=self.saving.draws() if self.saving else {},
+            samples=_samples(batch) if self.saving else (),
         )
+
+
+def _samples(batch: Batch) -> list[int]:
+    """The ids of the samples of a batch, in order."""
+    return [int(i) for micro in batch.micro_batches for i in micro.sample_ids]
 
 
 def _places(observed: Mapping[str, Pieces]) -> dict[str, str]:

@@ -128,7 +128,27 @@ def _under_fault(case: Case, account: Account, cause: RankOutcome | None) -> Cas
         verdict, reason = verdict_of([audited(_run_check(n, figures), figures) for n in others])
     most = most_idle_looks(case.deadline)
     outcome = faults.judge_end(case.fault, verdict, reason, blamed, account.outcomes, most)
+    if outcome.status == "pass" and cause is not None and case.fault.phase != "load":
+        return _apply_xfail(case, *_after_fault(case, account, outcome))
     return _apply_xfail(case, outcome.status, outcome.message, [outcome])
+
+
+def _after_fault(case: Case, account: Account, end: Outcome) -> tuple[str, str, list[Outcome]]:
+    """``end`` of a fault as it was expected, and whether what had been saved can be loaded."""
+    if "checkpoint" not in case.checks:
+        return end.status, end.message, [end]
+    if account.figures is None:
+        what = "nothing was loaded: the run that saves nothing did not end well either"
+        loaded = Outcome("checkpoint", "undecidable", what)
+    else:
+        loaded = _run_check("checkpoint", account.figures)
+    if loaded.status == "pass":
+        return (
+            end.status,
+            f"{end.message}; the last checkpoint that was committed loads",
+            [end, loaded],
+        )
+    return loaded.status, f"checkpoint: {loaded.message} [{end.message}]", [end, loaded]
 
 
 def problem_of(declaration: Declaration) -> str:

@@ -29,8 +29,8 @@ GENERAL = (
     *("equivalence", "replicas", "norm", "loss_scale"),
     *("traffic", "memory", "overlap", "active", "schedule"),
 )
-#: Checks of something that the scenario names under ``expect``, or of faults that it plans.
-EXPECTED = ("refusals", "relations", "faults")
+#: Checks of something that the scenario names under ``expect``, or of what it plans.
+EXPECTED = ("refusals", "relations", "checkpoint", "faults")
 #: The checks of workloads that train nothing (``calls``, ``epochs``): no other applies there.
 OF_UNTRAINED = ("collectives", "data")
 #: Every check and the module that holds it.

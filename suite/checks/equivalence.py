@@ -92,14 +92,25 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
             _compare_all(evidence, state, initial, bitwise, rows, -1, "initial parameters")
         if evidence.declaration.oracle == "replay":
             _replayed(evidence, rows)
-        elif judged_lane(evidence) == "working_precision":
-            _working_precision(evidence, rows)
         else:
-            _against_oracle(evidence, rows)
+            compare_steps(evidence, rows)
         rows += between_steps.measure(evidence, LOSS_BOUNDS[evidence.case.lowest_dtype])
     except Differs as failure:
         rows.append(ComparisonRow(problem=str(failure)))
     return rows
+
+
+def compare_steps(evidence: Evidence, rows: list[ComparisonRow], buffers: bool = True) -> None:
+    """Add rows of the steps of ``evidence``, which may go on from a checkpoint.
+
+    Then its ``buffers`` may have begun under another rule, or in another world.
+
+    :raises Differs: of the first moment with a failure.
+    """
+    if judged_lane(evidence) == "working_precision":
+        _working_precision(evidence, rows)
+    else:
+        _against_oracle(evidence, rows, buffers)
 
 
 def decide(figures: Figures) -> Outcome:
@@ -153,7 +164,7 @@ def over_budget(figures: Figures) -> str:
     return budget.problem(case.dtype, case.world) or ""
 
 
-def _against_oracle(evidence: Evidence, rows: Rows) -> None:
+def _against_oracle(evidence: Evidence, rows: Rows, buffers: bool) -> None:
     """Every step's loss, gradients, update and buffers."""
     compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
     for step in evidence.steps:
@@ -163,7 +174,8 @@ def _against_oracle(evidence: Evidence, rows: Rows) -> None:
             _replay(evidence, step, rows)
         else:
             _trajectory(evidence, step, compare, rows)
-        _buffers(evidence, step, compare, rows)
+        if buffers:
+            _buffers(evidence, step, compare, rows)
 
 
 def _replayed(evidence: Evidence, rows: Rows) -> None:

@@ -14,8 +14,7 @@ Compared are the final and the clipped gradients of every step, and after the up
 lists; where another order of sums is allowed, under SGD only (AdamW turns the noise of a zero
 gradient into a full-size update).  *split* and *permute* are judged in fp64 at a relative Frobenius
 error of 1e-12, the others bit for bit; *same_as* at that error in lane fp64, bit for bit in others:
-a scenario claims equal bits by its lane.  Two implementations may hold different numbers of copies:
-a copy that only one of them has is compared with the other's first.
+a scenario claims equal bits by its lane.
 
 Sees what depends on the cut (a mean of means), on who holds which data (a rank that counts more or
 not at all), on being one of several (a cast on the way), on absolute size (a weight normalised
@@ -34,34 +33,18 @@ or a branch by micro-batch under *split*, a generator that no piece holds under 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from shardproof import registry, workloads
+from shardproof import workloads
 from shardproof.case import Case
 from shardproof.checks import Outcome, causes
-from shardproof.checks.numbers import (
-    FP64_BOUND,
-    ZERO_FLOOR,
-    Compare,
-    Comparison,
-    Region,
-    Tally,
-    bitwise,
-    powerless,
-    relative_frobenius,
-    root_mean_square,
-    split_zero,
-    take,
-)
-from shardproof.evidence.assembled import Assembled, Evidence, Figures
+from shardproof.checks.numbers import FP64_BOUND, Tally, bitwise, relative_frobenius
+from shardproof.checks.two_runs import Pair, with_other
+from shardproof.evidence.assembled import Beside, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.ledgers.memory.summary import MemoryRow, memory_is_measurable
 
@@ -119,16 +102,7 @@ def _recompute(case: Case, evidence: Figures) -> Case:
 
 
 def _same_as(case: Case, _: Figures) -> Case:
-    other = case.expect["relation"]["same_as"]
-    name = other.get("implementation", case.implementation)
-    kept = case.options if name == case.implementation else {"precision": case.precision}
-    options = {**kept, **other.get("options", {})}
-    if not options.get("precision"):
-        options.pop("precision", None)
-    axes = registry.load(name).capabilities(options).axes
-    usual = case.mesh if set(case.mesh) <= set(axes) else {axes[0]: case.world}
-    mesh = other.get("mesh", usual)
-    return replace(case, implementation=name, options=options, mesh=mesh)
+    return with_other(case, case.expect["relation"]["same_as"])
 
 
 _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
@@ -215,11 +189,12 @@ def _shares(evidence: Figures) -> int:
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
     """Compare the two runs, tensor by tensor and replica by replica, up to the first problem."""
-    other = evidence.derived_run
+    beside = evidence.beside.get("relation", Beside())
+    other = beside.evidence
+    if beside.problem:
+        return [ComparisonRow(problem=beside.problem)]
     if other is None:
-        return [ComparisonRow(skip=evidence.no_derived_run_because or "there was no second run")]
-    if isinstance(other, str):
-        return [ComparisonRow(problem=other)]
+        return [ComparisonRow(skip=beside.skip or "there was no second run")]
     case = evidence.case
     relation = name_of(case.expect["relation"])
     by_order = relation in REORDERED or (relation == "same_as" and case.lane == "fp64")
@@ -227,6 +202,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     after = () if by_order and case.optimizer.name != "sgd" else AFTER[relation]
     moments = [("gradients_final", "gradients"), ("after_clip", "gradients")]
     moments += [("after_update", kind) for kind in after]
+    pair = Pair(evidence, other, compare, relation == "same_as", other.case.loss_scale)
     rows: list[ComparisonRow] = []
     if relation == "recompute" and (kept := _kept_as_well(evidence, other)):
         return [ComparisonRow(problem=kept)]
@@ -236,7 +212,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
             return [*rows, ComparisonRow(problem=text)]
         for point, kind in moments:
             if evidence.has(step, point) and other.has(step, point):
-                rows += _compare(evidence, other, step, point, kind, compare)
+                rows += pair.moment(step, point, kind)
         if any(row.problem for row in rows):
             break
         if step == other.case.reload_at:
@@ -268,85 +244,6 @@ def _activations(memory: Sequence[MemoryRow]) -> dict[int, int]:
         if (row.moment, row.where, row.kind) == ("peak", "forward", "activations"):
             peaks[row.step] += row.bytes
     return peaks
-
-
-def _compare(
-    evidence: Evidence, other: Evidence, step: int, point: str, kind: str, compare: Compare
-) -> list[ComparisonRow]:
-    """Rows of one moment."""
-    base, derived = (_observed(run, step, point, kind) for run in (evidence, other))
-    phase = point if kind == "gradients" else f"{point} {kind}"
-    is_other = name_of(evidence.case.expect["relation"]) == "same_as"
-    if kind == "buffers" and evidence.declaration.buffers != other.declaration.buffers:
-        base, derived = (_of_rank_0(run) for run in (base, derived))
-    problem = _mismatch(base, derived, copies_differ=is_other)
-    if problem:
-        return [ComparisonRow(problem=f"step {step}, {phase}: {problem}")]
-    factor = other.case.loss_scale if kind == "gradients" else 1.0
-    regions = evidence.workload.zero_gradient if kind == "gradients" else {}
-    floor = 0.0
-    if kind == "gradients" and compare is not bitwise:
-        unit = torch.finfo(getattr(torch, evidence.case.dtype)).eps / 2
-        floor = ZERO_FLOOR * unit * root_mean_square(list(base.first().values()))
-    rows: list[ComparisonRow] = []
-    passing = powerless(base.first(), evidence.case.world, compare.parts)
-    for name, copies in base.tensors.items():
-        others = derived.tensors[name]
-        first, first_other = copies[min(copies)], others[min(others)]
-        for replica in sorted({*copies, *others}):
-            want, have = copies.get(replica, first), others.get(replica, first_other)
-            owner = f"replica {replica}"
-            want = want if factor == 1 else want * factor
-            for part, result in _pairs(want, have, regions.get(name, ()), floor, compare):
-                place = (step, phase, name + part, owner)
-                rows.append(ComparisonRow(*place, result.error, result.bound))
-        if passing[name]:
-            rows.append(ComparisonRow(step, phase, name, tested=False))
-    return rows
-
-
-def _observed(run: Evidence, step: int, point: str, kind: str) -> Assembled:
-    """What ``run`` held, without masters: a system may keep them where another needs none."""
-    state = run.observed(step, point, kind)
-    kept = {n: t for n, t in state.tensors.items() if n.rpartition(".")[2] != "master"}
-    return replace(state, tensors=kept if kind == "optimizer" else state.tensors)
-
-
-def _of_rank_0(state: Assembled) -> Assembled:
-    """Only rank 0's copies: they are the same whether other ranks keep buffers or receive its."""
-    kept = {name: {0: copies[0]} for name, copies in state.tensors.items() if 0 in copies}
-    return replace(state, tensors=kept)
-
-
-def _pairs(
-    want: Tensor, have: Tensor, regions: Sequence[Region], floor: float, compare: Compare
-) -> list[tuple[str, Comparison]]:
-    """The tensor's comparison and, where its true value is 0, those of its noise."""
-    if not floor or want.shape != have.shape:
-        return [("", compare(have, want))]
-    quiet = [region for region in regions if root_mean_square([take(want, region)]) <= floor]
-    rest, _ = split_zero(want, quiet)
-    loud, silent = split_zero(have, quiet)
-    if not bool(rest.any()) or not bool(loud.any()):
-        noise = max(root_mean_square([rest]), root_mean_square([loud]))
-        pairs = [("", Comparison(noise if noise == noise else math.inf, floor))]
-    else:
-        pairs = [("", compare(loud, rest))]
-    for part in silent:
-        pairs.append((" (zero slice)", Comparison(root_mean_square([part]), floor)))
-    return pairs
-
-
-def _mismatch(base: Assembled, derived: Assembled, copies_differ: bool) -> str:
-    """Why the two runs' tensors cannot be laid side by side (``""``: they can)."""
-    problems = base.problems or derived.problems
-    if problems:
-        return "; ".join(problems[:3])
-    for name in dict.fromkeys([*base.tensors, *derived.tensors]):
-        here, there = (sorted(run.tensors.get(name, ())) for run in (base, derived))
-        if here != there and not (copies_differ and here and there):
-            return f"{name!r} exists on replicas {here} in one run, on {there} in the other"
-    return ""
 
 
 # ------------------------------------------------------------------------------------- deciding

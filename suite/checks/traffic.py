@@ -30,6 +30,8 @@ from shardproof.ledgers.traffic import Call
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
 CONTROL_BYTES = 4096
 CONTROL_BYTES_A_NAME = 64
+#: Phases of no step, whose calls are not training's.
+_AROUND = ("setup", "save", "load")
 #: Of right sums without a call in the ledger; wrong ones are for ``equivalence`` to tell.
 _ELSEWHERE = "traffic goes through a group that is not of the mesh: no call was seen"
 
@@ -53,7 +55,7 @@ def decide(evidence: Figures) -> Outcome:
         ],
         calls_per_step=len(step_calls(evidence.records[0], last)),
         setup_bytes=_bytes(evidence, lambda call: call.phase == "setup"),
-        control_bytes=_bytes(evidence, lambda call: call.phase != "setup" and not call.floating),
+        control_bytes=_bytes(evidence, lambda call: not (call.floating or call.phase in _AROUND)),
     )
     for step, (value, cost_model) in enumerate(zip(sent, promises, strict=True)):
         if own:

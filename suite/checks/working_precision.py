@@ -62,7 +62,8 @@ def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
     """
     case = evidence.case
     narrow = getattr(torch, case.compute_dtype)
-    states = [evidence.observed(step, "after_update", "parameters") for step in evidence.steps]
+    steps = range(case.steps)  # also those before a checkpoint that was loaded
+    states = [evidence.observed(step, "after_update", "parameters") for step in steps]
     forced = [{n: t.to(narrow) for n, t in state.first().items()} for state in states]
     rule = evidence.declaration.buffers
     runs = []

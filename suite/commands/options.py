@@ -23,7 +23,8 @@ Scenarios = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SCENARIO",
-        help="files, folders, scenario names or case ids (default: scenarios/conformance)",
+        help="files, folders, scenario names or case ids (default: the folders conformance and "
+        "checkpoint of scenarios/)",
     ),
 ]
 Impl = Annotated[

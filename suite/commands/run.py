@@ -78,8 +78,8 @@ def run(
     """Run cases and judge them.
 
     \b
-    shardproof run                                      quick conformance
-    shardproof run scenarios/conformance --tier full    everything
+    shardproof run                                      quick conformance and checkpoints
+    shardproof run --tier full                          everything
     shardproof run ddp-gpt --backend gloo --world 4     one part
     shardproof run --backend mpi                        on MPI, in the cells of other backends
     shardproof run --impl 'pytorch/*' -k 'adamw and not noclip'

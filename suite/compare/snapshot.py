@@ -26,7 +26,7 @@ from shardproof.runs.run_folder import Run
 #: Keys of a case that say how it is run but not what is run; the rest of it is in its id.
 _CELL = (
     *("workload", "optimizer", "options", "dtype", "precision", "steps", "membership"),
-    *("shares", "reload_at"),
+    *("shares", "reload_at", "checkpoint"),
 )
 _TIMED_CELL = ("workload", "base", "optimizer", "dtype", "size", "mode")
 #: Verdicts of a timed line without a ratio that means anything.

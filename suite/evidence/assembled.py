@@ -287,10 +287,10 @@ class Evidence(Figures):
         #: The oracle with its tensors.
         self.truth = truth
         self._assembled: dict[tuple[int, str, str], Assembled] = {}
-        #: The second run of a relation, or what went wrong in it.
-        self.derived_run: Evidence | str | None = None
-        #: Why there is no second run.
-        self.no_derived_run_because = ""
+        #: What else was run of the case: ``relation``, ``unsaved``, ``loaded``.
+        self.beside: dict[str, Beside] = {}
+        #: How many checkpoints are left of a case that saved.
+        self.checkpoints_left: int | None = None
         #: Records of the runs that went on where this one stopped (workload ``epochs``).
         self.later_legs: list[list[RankRecord]] = []
 
@@ -366,6 +366,38 @@ class Evidence(Figures):
             }
             self._assembled[key] = assemble(per_rank)
         return self._assembled[key]
+
+
+class Continued(Evidence):
+    """Of training that went on from a checkpoint that ``base`` saved: earlier steps are its own.
+
+    In the place of the last of these is what was loaded.
+    """
+
+    def __init__(self, base: Evidence, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        loaded = self.records[0].loaded
+        assert loaded is not None
+        self.base, self.first_step = base, loaded.step
+
+    @property
+    def steps(self) -> range:
+        """Numbers of the steps that were run after the load."""
+        return range(self.first_step, self.case.steps)
+
+    def _assemble(self, step: int, point: str, kind: str) -> Assembled:
+        if 0 <= step < self.first_step - 1:
+            return self.base.observed(step, point, kind)
+        return super()._assemble(step, point, kind)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Another run of a case: its evidence; or what went wrong in it; or why there is none."""
+
+    evidence: Evidence | None = None
+    problem: str = ""
+    skip: str = ""
 
 
 def _kinds(states: Iterable[Pieces]) -> list[str]:

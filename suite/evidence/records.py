@@ -52,6 +52,20 @@ class Evaluation:
     retold: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded(Stored):
+    """What a rank loaded before its first step, beside its pieces.
+
+    ``step``: number of that step; ``extra``: what ``load`` returned; ``before``: digests of
+    generators after ``setup``; ``parted``: names that were one parameter until the load.
+    """
+
+    step: int
+    extra: Mapping[str, Any]
+    before: Mapping[str, str]
+    parted: list[list[str]]
+
+
 #: Kind of state -> the point at which its sizes are compared.
 SHOWN_AT: Mapping[str, str] = {
     "parameters": "after_update",
@@ -69,7 +83,8 @@ class StepRecord(Stored):
     of.  ``observed``: pieces by observation point and kind, which the account leaves out.
     ``held``: elements by point, kind and name.  ``places``: where the pieces of each parameter lie
     after the last update, as a digest.  ``calls``, ``events``: the step's range in
-    :attr:`RankRecord.traffic`, and that of its event numbers.
+    :attr:`RankRecord.traffic`, and that of its event numbers.  ``draws``, ``samples``: digests of
+    generators after the step, by name, and the ids of its samples, in cases that save.
     """
 
     step: int
@@ -85,6 +100,8 @@ class StepRecord(Stored):
     places: Mapping[str, str] = field(default_factory=dict)
     calls: Sequence[int] = (0, 0)
     events: Sequence[int] = (0, 0)
+    draws: Mapping[str, str] = field(default_factory=dict)
+    samples: Sequence[int] = ()
 
     @property
     def skipped(self) -> bool:
@@ -126,7 +143,8 @@ class RankRecord(Stored):
     a common step.  ``unmatched``: pieces that lie in no storage of the rank.  ``full_state``:
     parameters as the system gathers them; ``None``, like ``evaluation``: refused, or not asked.
     ``calls``: the calls that it judged, of workload ``calls``; ``drawn``: what its sampler gave, of
-    workload ``epochs``; the account leaves both out.
+    workload ``epochs``; the account leaves both out.  ``loaded``: of a run that goes on from a
+    checkpoint.
     """
 
     rank: int
@@ -146,6 +164,7 @@ class RankRecord(Stored):
     full_state: Mapping[str, TensorDigest] | None = None
     calls: list[ComparisonRow] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
+    loaded: Loaded | None = None
 
     def calls_of(self, step: int) -> list[Call]:
         """The calls that the rank made in ``step``."""

@@ -5,10 +5,11 @@ for) takes the next number of one counter per rank, so "issued before that unit'
 read off exactly on any machine.
 
 Phases: ``setup`` outside of ``step``; inside it ``backward`` while autograd runs (and after it
-began), ``forward`` after a unit's forward, ``update`` once the gradients are final, ``observe``
-inside an observation point, where nothing counts.  All of it comes from hooks that the suite sets
-on the module that it builds; wrapping (DDP), class swaps (FSDP2) and copies keep them.  Where a
-pipeline traces its computations, they are logged as :class:`Done` and set the phase as well.
+began), ``forward`` after a unit's forward, ``update`` once the gradients are final.  Nothing counts
+in ``save`` and ``load``, between steps, nor in ``observe``, inside an observation point.  All of it
+comes from hooks that the suite sets on the module that it builds; wrapping (DDP), class swaps
+(FSDP2) and copies keep them.  Where a pipeline traces its computations, they are logged as
+:class:`Done` and set the phase as well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from shardproof.schedules import Action
 
-Phase = Literal["setup", "forward", "backward", "update", "observe"]
+Phase = Literal["setup", "forward", "backward", "update", "save", "load", "observe"]
 T = TypeVar("T")
 
 # Private, so looked up once and with a fall-back that merely knows no backward pass.
@@ -95,6 +96,7 @@ class RankLog:
         self._in_step = False
         self._observing = 0
         self._stage: Phase = "forward"
+        self._between: Phase = "setup"
         self._step = -1
         #: Forwards of the step by stage and micro-batch.
         self._seen: Counter[tuple[int, int]] = Counter()
@@ -141,7 +143,7 @@ class RankLog:
         if self._observing:
             return "observe"
         if not self._in_step:
-            return "setup"
+            return self._between
         if inside_backward() and self._stage != "update":
             self._stage = "backward"
         return self._stage
@@ -157,6 +159,17 @@ class RankLog:
             yield
         finally:
             self._in_step = False
+
+    @contextmanager
+    def between(self, phase: Literal["save", "load"]) -> Iterator[None]:
+        """The system saves or loads inside: a part of no step."""
+        self.note(phase, "")
+        self._between = phase
+        try:
+            self._tell()
+            yield
+        finally:
+            self._between = "setup"
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:

@@ -349,7 +349,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shardproof.multinode.torchrun", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("scenario", nargs="*", help="file, folder or name (default: conformance)")
+    parser.add_argument("scenario", nargs="*", help="file, folder or name (default: as of run)")
     parser.add_argument("--records", type=Path, default=Path("results/records"), metavar="FOLDER")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--tier", choices=("quick", "full"), default="quick")

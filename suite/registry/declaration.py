@@ -157,6 +157,8 @@ class Declaration(Capabilities, Stored):
                 if word in self.declines:
                     return f"declines {word}: {self.declines[word]}"
             return ""
+        if case.checkpoint is not None and not self.checkpoints:
+            return "declares no checkpoints"
         if case.mesh.get("pipe", 1) > 1 and not BACKENDS[case.backend].sends:
             return f"has stages, and {case.backend} sends nothing from one rank to one other"
         if _sums_by_sending(case.options) and not BACKENDS[case.backend].sends:

@@ -52,7 +52,7 @@ CAPABILITIES: dict[str, str] = {
     "loss-scaling": "losses are scaled, and updates with an overflow left out",
     "recomputation": "activations are computed again instead of kept",
     "offload": "optimizer state or parameters rest on the host",
-    "checkpoint": "a fresh instance goes on with the state of another",
+    "checkpoint": "fresh ranks go on from what was saved, and a fresh instance from pieces",
     "several-axes": "two or more axes of the mesh have several ranks",
     "shared-weights": "tied weights, modules that run twice",
     "partial-gradients": "frozen, unused and conditional parameters",
@@ -74,7 +74,7 @@ CAPABILITIES: dict[str, str] = {
 BY_CHECK: dict[str, tuple[str, ...]] = {
     "numbers": ("equivalence", "replicas", "norm", "relations"),
     **{name: (name,) for name in ("traffic", "memory", "active", "overlap", "schedule")},
-    **{name: (name,) for name in ("refusals", "collectives", "data", "faults")},
+    **{name: (name,) for name in ("checkpoint", "refusals", "collectives", "data", "faults")},
 }
 
 #: Capabilities that a case trains with if its workload has one of these traits.

@@ -19,7 +19,7 @@ NAME = "run.json"
 #: The evidence format that is written (docs/evidence.md), and those whose lines can be read.
 #: Records of others are judged by the suite that wrote them: messages of checks (1) and records of
 #: evaluations (2) differ, sentences on norms, replicas and crashes (3), places of pieces (4), and
-#: lines without loss factors (5).
+#: lines without loss factors or cases that save (5).
 FORMAT = 6
 READABLE = (1, 2, 3, 4, 5, FORMAT)
 

@@ -22,6 +22,8 @@ from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read, 
 #: Scenarios shipped with the suite, used if the working folder has no ``scenarios/``.
 SHIPPED = (Path(__file__).parent / "files").resolve()
 
+#: What is run where nothing is named.
+USUAL = ("conformance", "checkpoint")
 #: Keys of files whose values had other names before 1.0.
 _RENAMED: dict[str, old_words.Kind] = {"lane": "lane", "checks": "check"}
 Shape = typing.TypeVar("Shape", bound=BaseModel)
@@ -122,18 +124,19 @@ def default_folder() -> Path:
 def find(arguments: Sequence[str] = (), folder: Path | None = None) -> list[ScenarioFile]:
     """Load the files, folders (all levels) or scenario names in ``arguments``.
 
-    No arguments mean ``conformance/`` of ``folder`` (default: :func:`default_folder`).
+    No arguments mean the folders :data:`USUAL` of ``folder`` (default: :func:`default_folder`).
 
     :raises ScenarioError: for faulty files and for a scenario name that two files use.
     :raises SelectionError: for a name that no scenario has.
     """
     root = folder or default_folder()
     paths: dict[Path, None] = {}
-    for argument in arguments or [str(root / "conformance")]:
+    usual = [str(root / name) for name in USUAL if (root / name).is_dir()]
+    for argument in arguments or usual:
         for path in _paths(argument, root):
             paths.setdefault(path.resolve(), None)
     if not paths:
-        named = " ".join(arguments) or str(root / "conformance")
+        named = " ".join(arguments) or str(root / USUAL[0])
         raise SelectionError(Problem("no scenario files", "name a file or folder", named))
     return load_all(paths)
 

@@ -15,18 +15,17 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from shardproof.backends import BACKENDS
-from shardproof.case import Case, Fault, WorkloadSpec
+from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.files import from_plain
-from shardproof.scenarios import schema
+from shardproof.scenarios import plans, schema
+from shardproof.scenarios.cells import AXES, Cell, matches
 from shardproof.scenarios.load import SHIPPED, ScenarioFile
 from shardproof.scenarios.vocabulary import Vocabulary
 from shardproof.workloads import untrained
@@ -44,56 +43,6 @@ _DTYPES = {
     "fp64": "float64",
     "working_precision": "float32",
 }
-
-
-#: The outermost first: the order of the cases.
-_AXES = (
-    *("workload", "implementation", "backend", "mesh"),
-    *("optimizer", "clip", "lane", "precision", "fault"),
-)
-
-
-@dataclass(frozen=True)
-class Cell:
-    implementation: schema.ImplementationChoice
-    backend: str
-    mesh: tuple[tuple[str, int], ...]
-    optimizer: schema.OptimizerChoice | None
-    clip: float | None
-    lane: str
-    precision: schema.PrecisionChoice | None
-    workload: schema.WorkloadChoice | None
-    fault: schema.FaultPlan | None = None
-    tier: str | None = None
-
-    @property
-    def system(self) -> str:
-        label = self.implementation.label
-        return self.implementation.name + (f"+{label}" if label else "")
-
-    @cached_property
-    def key(self) -> tuple[str, ...]:
-        """What distinguishes cells; the middle of the id."""
-        variant = f"[{self.workload.label}]" if self.workload else ""
-        variant += f"[{self.fault.name}]" if self.fault else ""
-        optimizer = "none"
-        if self.optimizer is not None:
-            optimizer = self.optimizer.label or self.optimizer.name
-        clip = "noclip" if self.clip is None else f"clip{self.clip:g}"
-        return (
-            variant,
-            self.system,
-            self.backend,
-            mesh_name(self.mesh),
-            optimizer,
-            clip,
-            self.lane + (f"-{self.precision.label}" if self.precision else ""),
-        )
-
-
-def mesh_name(mesh: Iterable[tuple[str, int]]) -> str:
-    """``replicate4``, ``shard2xtensor2``."""
-    return "x".join(f"{axis}{size}" for axis, size in mesh)
 
 
 def expand(file: ScenarioFile, vocabulary: Vocabulary) -> list[Case]:
@@ -116,7 +65,7 @@ class _Expansion:
         self._stop_if_faulty()
         cells = self._cells()
         self._check_cells(cells)
-        self._check_ranks_of_faults(cells)
+        self.problems += plans.problems_of_cells(self.file, cells)
         skips, xfails, quick = (self._marks(cells, key) for key in ("skip", "xfail", "quick"))
         says = self._marks(cells, "xfail", "says")
         self._stop_if_faulty()
@@ -162,7 +111,7 @@ class _Expansion:
             if isinstance(other, schema.SameAs) and other.same_as.implementation is not None:
                 place = [*path, "relation", "same_as", "implementation"]
                 self._check_name(place, "implementation", other.same_as.implementation)
-        self._check_faults()
+        self.problems += plans.problems(self.file, self.vocabulary)
         refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
         refuses = any(e.refuses for e in (scenario.expect, *refusing))
         if refuses != ("refusals" in scenario.checks):
@@ -172,36 +121,6 @@ class _Expansion:
                 "give both or neither",
                 ", ".join(scenario.checks),
             )
-
-    def _check_faults(self) -> None:
-        """Whether fault plans and the check `faults` go together, and each has its own name."""
-        plans = self.scenario.faults
-        if bool(plans) != ("faults" in self.scenario.checks):
-            what = "fault plans and the check `faults` belong together"
-            self._add(["checks"], what, "give both or neither", ", ".join(self.scenario.checks))
-        names = [plan.name for plan in plans]
-        for index, plan in enumerate(plans):
-            at: Keys = ["faults", index]
-            if plan.name in names[:index]:
-                self._add(at, "fault plan named twice", "give it a label", plan.name)
-            last = 0 if plan.phase == "setup" else self.scenario.steps - 1
-            if plan.step > last:
-                what = f"fault plan {plan.name}: no step that has a phase {plan.phase}"
-                self._add([*at, "step"], what, f"valid: 0 to {last}", str(plan.step))
-
-    def _check_ranks_of_faults(self, cells: Sequence[Cell]) -> None:
-        """Whether every fault plan names ranks that all of its cells have."""
-        for index, plan in enumerate(self.scenario.faults):
-            own = [cell for cell in cells if cell.fault is plan]
-            if not own:
-                continue
-            cell = min(own, key=lambda one: math.prod(size for _, size in one.mesh))
-            world = math.prod(size for _, size in cell.mesh)
-            remedy = f"valid: 0 to {world - 1}, or exclude {{mesh: {mesh_name(cell.mesh)}}}"
-            for keys, rank in ((["rank"], plan.rank), (["expect", "rank"], plan.expect.rank)):
-                if rank is not None and rank >= world:
-                    what = f"fault plan {plan.name}: no such rank in {mesh_name(cell.mesh)}"
-                    self._add(["faults", index, *keys], what, remedy, str(rank))
 
     def _check_axes(self, path: Keys, axes: schema.Matrix | schema.Include) -> None:
         for index, choice in enumerate(axes.implementation):
@@ -288,17 +207,20 @@ class _Expansion:
             own: list[Any] = getattr(include, name) if include is not None else []
             return own or getattr(matrix, name) or [None]
 
-        axes = {name: axis(name) for name in _AXES if name != "fault"}
-        axes["fault"] = [*self.scenario.faults] or [None]
+        planned: dict[str, list[Any]] = {
+            "fault": [*self.scenario.faults] or [None],
+            "checkpoint": [*self.scenario.checkpoints] or [None],
+        }
+        axes = {name: planned.get(name) or axis(name) for name in AXES}
         meshes = sum(math.prod(map(len, choice.values())) for choice in axes["mesh"])
-        count = meshes * math.prod(len(axes[name]) for name in _AXES if name != "mesh")
+        count = meshes * math.prod(len(axes[name]) for name in AXES if name != "mesh")
         if count > MAX_CELLS:
             self._add(path, f"more than {MAX_CELLS:,} cells", "split the scenario", f"{count:,}")
             self._stop_if_faulty()
         axes["mesh"] = [mesh for choice in axes["mesh"] for mesh in _meshes(choice)]
         tier = include.tier if include is not None else None
         for values in itertools.product(*axes.values()):
-            yield Cell(**dict(zip(_AXES, values, strict=True)), tier=tier)
+            yield Cell(**dict(zip(AXES, values, strict=True)), tier=tier)
 
     def _check_cells(self, cells: Sequence[Cell]) -> None:
         for cell in cells:
@@ -476,7 +398,8 @@ class _Expansion:
             xfail=xfail,
             xfail_says=tuple(xfail_says),
             source=self._source(choice),
-            fault=_fault(cell.fault) if cell.fault else None,
+            fault=plans.fault(cell.fault) if cell.fault else None,
+            checkpoint=plans.checkpoint(cell.checkpoint) if cell.checkpoint else None,
         )
 
     def _source(self, choice: schema.ImplementationChoice) -> str:
@@ -486,16 +409,6 @@ class _Expansion:
                     line = self.file.node.locate([*path, "implementation", index])
                     return f"{_portable(self.file.file)}:{line}"
         raise AssertionError("no cell has an implementation from outside of the file")
-
-
-def _fault(plan: schema.FaultPlan) -> Fault:
-    expect = plan.expect
-    return Fault(
-        **plan.model_dump(exclude={"label", "expect"}),
-        verdicts=tuple(expect.verdict),
-        blames=expect.rank,
-        says=tuple(expect.says),
-    )
 
 
 @cache
@@ -512,30 +425,6 @@ def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], 
         yield tuple(zip(choice, sizes, strict=True))
 
 
-def matches(rule: schema.Match, cell: Cell) -> bool:
-    label = cell.implementation.label or ""
-    words = {
-        "implementation": (cell.implementation.name, cell.system),
-        "label": (label,),
-        "backend": (cell.backend,),
-        "mesh": (mesh_name(cell.mesh),),
-        "workload": (cell.workload.label if cell.workload else "",),
-        "optimizer": (cell.key[4],),
-        "lane": (cell.lane,),
-        "precision": (cell.precision.label if cell.precision else "",),
-        "fault": (cell.fault.name if cell.fault else "",),
-    }
-    for key, names in words.items():
-        patterns = getattr(rule, key)
-        if patterns and not any(
-            fnmatchcase(name, pattern) for name in names for pattern in patterns
-        ):
-            return False
-    if rule.world and math.prod(size for _, size in cell.mesh) not in rule.world:
-        return False
-    return not rule.clip or cell.clip in rule.clip
-
-
 def substitute(
     cases: Sequence[Case], implementation: str, with_options: bool = False
 ) -> list[Case]:
@@ -544,15 +433,17 @@ def substitute(
     ``with_options``: also with the options of the system whose cell it was, which its label names.
 
     Serves systems that no scenario names: a user's own, or a mutant.  It drops cells that expect a
-    refusal or the result of another system (both depend on options), and ``skip``, ``xfail`` and
-    expected ``buckets``.  A cell is in the quick tier if any implementation has it there, and in
-    both where it has a smaller size there.
+    refusal, or a result or a load of another system (all depend on options), and ``skip``,
+    ``xfail`` and expected ``buckets``.  A cell is in the quick tier if any implementation has it
+    there, and in both where it has a smaller size there.
     """
     substituted: dict[str, Case] = {}
     trained = [case for case in cases if untrained.of(case.workload) is None]
     cases = trained or cases  # who trains models does nothing else, as a rule
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
         if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
+            continue
+        if case.checkpoint is not None and "implementation" in case.checkpoint.into:
             continue
         scenario, _, *middle, tier = case.id.split("::")
         label = re.sub(r"[/+]", ".", case.system) if with_options else ""

@@ -81,7 +81,7 @@ Mesh = Annotated[dict[Axis, Sizes], Field(min_length=1)]
 
 
 class Other(Model):
-    """The second run of `same_as`: another implementation, mesh or options."""
+    """A second run: another implementation, mesh or options."""
 
     implementation: str | None = Field(None, min_length=1, description="default: the case's own")
     options: Values = Field(
@@ -92,8 +92,8 @@ class Other(Model):
     mesh: dict[Axis, Size] | None = Field(
         None,
         min_length=1,
-        description="the same ranks on other axes; default: the case's own mesh, or the one axis "
-        "of another implementation",
+        description="on other axes; default: the case's own mesh, or the one axis of another "
+        "implementation",
     )
 
 
@@ -281,8 +281,10 @@ class FaultPlan(Model):
         "drop (a call is not made), swap (two calls exchanged), shape (one element more)"
     )
     rank: int = Field(ge=0, description="the rank in which it happens")
-    step: int = Field(0, ge=0, description="optimizer step, from 0; of setup: 0")
-    phase: FaultPhase = Field(description="setup, forward, backward or update")
+    step: int = Field(0, ge=0, description="optimizer step, from 0; of setup and load: 0")
+    phase: FaultPhase = Field(
+        description="setup, forward, backward, update, save (after the step) or load"
+    )
     call: int = Field(0, ge=0, description="calls of the phase to let pass")
     seconds: float = Field(1.0, gt=0, le=60, description="of a delay")
     label: Label | None = Field(None, description="name of the plan in ids; default: its kind")
@@ -291,6 +293,25 @@ class FaultPlan(Model):
     @property
     def name(self) -> str:
         return self.label or self.kind
+
+
+class Into(Other):
+    """Who loads a checkpoint."""
+
+    precision: PrecisionChoice | None = Field(
+        None, description="its policy of mixed precision; null: the case's own"
+    )
+
+
+class CheckpointPlan(Model):
+    """When a case saves, and who loads; every plan gives each cell once more."""
+
+    label: Label = Field(description="name of the plan in ids")
+    save_at: int = Field(ge=1, description="steps that are done when the last save begins")
+    saves: int = Field(1, ge=1, description="checkpoints, one after each of the steps up to there")
+    into: Into | None = Field(
+        None, description="another implementation, mesh, options or precision; null: the same"
+    )
 
 
 class Match(Model):
@@ -310,6 +331,7 @@ class Match(Model):
     lane: Lanes = Field([], description="way of comparing numbers")
     precision: Words = Field([], description="glob on the label of the precision policy")
     fault: Words = Field([], description="glob on the label of the fault plan")
+    checkpoint: Words = Field([], description="glob on the label of the checkpoint plan")
 
 
 class Rule(Match):
@@ -357,6 +379,9 @@ class Scenario(Model):
     )
     faults: list[FaultPlan] = Field(
         default_factory=list, description="faults to make; the check `faults` judges each"
+    )
+    checkpoints: list[CheckpointPlan] = Field(
+        default_factory=list, description="saves and loads; the check `checkpoint` judges each"
     )
     include: list[Include] = Field(default_factory=list, description="cells to add")
     exclude: list[Rule] = Field(default_factory=list, description="cells to remove")

@@ -543,7 +543,9 @@ def shipped() -> list[Case]:
 def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]) -> None:
     assert len({case.id for case in shipped}) == len(shipped)
     quick = [case for case in shipped if case.tier == "quick" and "/conformance/" in case.source]
-    assert 150 <= len(quick) <= 340  # what `make bench` runs
+    assert 150 <= len(quick) <= 340  # what `make bench` runs, beside checkpoints
+    saved = [case for case in shipped if case.tier == "quick" and "/checkpoint/" in case.source]
+    assert 30 <= len(saved) <= 40 and all(case.checkpoint for case in saved)
     own = ("pipeline", "deepspeed-pipeline", "tensor", "hybrid")
     assert sum(case.scenario.startswith(own) for case in quick) <= 45  # a minute on two cores
     assert {case.backend for case in quick} == {"in_memory", "gloo", "mpi"}
@@ -560,7 +562,17 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
 OPTIONAL = {name for name, b in BACKENDS.items() if b.device == "cuda" or b.mpirun}
 #: Scenarios of other steps; the rest of ``conformance`` is the sharded family's.
 OTHERS = (
-    *("mpi", "ddp-", "faults-", "collectives", "plain", "relations", "nccl", "gloo-cuda"),
+    *(
+        "mpi",
+        "ddp-",
+        "faults-",
+        "checkpoint-",
+        "collectives",
+        "plain",
+        "relations",
+        "nccl",
+        "gloo-cuda",
+    ),
     *("backends", "algorithms", "large", "memory-ratios", "bubble", "wide"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
@@ -679,7 +691,7 @@ def test_tensor_parallelism_meets_every_condition(shipped: list[Case]) -> None:
     assert updates == {(name, clipped) for name in ("sgd", "adamw") for clipped in (True, False)}
     assert {case.lane for case in own} == {"fp64", "bitwise", "dyadic", "working_precision"}
     assert {case.dtype for case in own} == {"float64", "float32", "bfloat16"}
-    assert sum(case.tier == "quick" for case in own) <= 12
+    assert sum(case.tier == "quick" and case.checkpoint is None for case in own) <= 12
 
 
 def test_mpi_takes_over_the_cells_of_other_backends() -> None:

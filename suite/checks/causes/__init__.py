@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from shardproof.checks.causes.buffers import of_buffers
 from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
+from shardproof.checks.causes.load import Load, moments_of, of_draws, of_load
 from shardproof.checks.causes.losses import of_evaluation, of_loss
 from shardproof.checks.causes.norms import of_norm
 from shardproof.checks.causes.reload import of_reload
@@ -20,12 +21,16 @@ from shardproof.checks.causes.words import said
 from shardproof.errors import is_exhausted
 
 __all__ = [
+    "Load",
     "beside_loss",
+    "moments_of",
     "of_buffers",
     "of_clipping",
+    "of_draws",
     "of_evaluation",
     "of_full_state",
     "of_gradients",
+    "of_load",
     "of_loss",
     "of_norm",
     "of_reload",

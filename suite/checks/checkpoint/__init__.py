@@ -1,0 +1,188 @@
+"""What is loaded is what was saved, and training goes on as if it had never stopped.
+
+The scenario's ``checkpoints`` say when a case saves and who loads.  Two runs are made beside it
+(``cases/checkpoint_runs.py``).  One saves nothing: the case must have its bits after every step, in
+tensors, losses, metrics and generators, also where a save goes on behind training's back.  In the
+other fresh ranks, set up from other values, load the newest checkpoint and go on from the step that
+the returned ``extra`` names.  Right after the load they hold what was held at the save: names,
+dtypes, elements, step counters, masters, tied tensors, generators.  In the same shape the steps
+that follow have the bits of the run that was never interrupted; in another world, mesh, strategy or
+precision each is judged against the oracle by the bounds of ``equivalence``, with the loss scale
+and the samples of the run that saved.  Of several saves the newest ``keep`` are left.  Where a
+planned fault ended the case, what is loaded is one of its checkpoints, whole.
+
+Sees state that is not saved, not loaded, or loaded into the wrong place, rank or order; live
+tensors that a writer saves late; progress, loss scale or generators that start again; ties that a
+load parts; a save that moves numbers or draws.
+
+*Cannot see* what lies on the disk (``shardproof checkpoint verify`` reads that); a fault that shows
+in no piece and in no step that follows, such as a wrong step in what who loaded saves next;
+generators of a GPU; on another mesh, generators, and, if the batch is cut otherwise, buffers of
+other ranks than 0, those of the steps that follow, and these steps as a whole where gradients
+depend on how it is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from shardproof import workloads
+from shardproof.case import Case, Lane
+from shardproof.checks import Outcome, causes
+from shardproof.checks.checkpoint.loaded import OPTION, buffers_go_on, is_same, what_was_loaded
+from shardproof.checks.checkpoint.steps import same_step
+from shardproof.checks.equivalence import compare_steps, exact
+from shardproof.checks.numbers import Differs, Tally
+from shardproof.checks.two_runs import with_other
+from shardproof.evidence.assembled import Beside, Continued, Evidence, Figures
+from shardproof.evidence.records import ComparisonRow
+
+
+def who_loads(case: Case) -> Case:
+    """The case that loads what ``case`` saves.
+
+    :raises Refused: the implementation does not take its options.
+    """
+    assert case.checkpoint is not None
+    other = with_other(case, case.checkpoint.into)
+    return replace(other, id=f"{case.id}::loaded")
+
+
+# ------------------------------------------------------------------------------------ measuring
+
+
+def measure(evidence: Evidence) -> list[ComparisonRow]:
+    """Compare the runs beside this one with it, up to the first thing that is wrong."""
+    if why := _not_defined(evidence):
+        return [ComparisonRow(skip=why)]
+    loaded = evidence.beside.get("loaded", Beside(skip="nothing was loaded"))
+    if loaded.skip:
+        return [ComparisonRow(skip=loaded.skip)]
+    rows: list[ComparisonRow] = []
+    try:
+        _saving_changes_nothing(evidence, rows)
+        _newest_are_left(evidence, rows)
+        if loaded.evidence is None:
+            raise Differs(loaded.problem)
+        assert isinstance(loaded.evidence, Continued)
+        what_was_loaded(evidence, loaded.evidence, rows)
+        _what_follows(evidence, loaded.evidence, rows)
+    except Differs as failure:
+        rows.append(ComparisonRow(problem=str(failure)))
+    return rows
+
+
+def _not_defined(evidence: Figures) -> str:
+    claims = evidence.declaration
+    if evidence.case.checkpoint is None:
+        return "the scenario plans no checkpoint"
+    if claims.oracle != "plain" or claims.exactness not in ("bitwise", "reordered-sum"):
+        return f"declares {claims.exactness} numbers: two runs need not agree"
+    return ""
+
+
+def _saving_changes_nothing(evidence: Evidence, rows: list[ComparisonRow]) -> None:
+    beside = evidence.beside.get("unsaved")
+    if beside is None:
+        return  # a fault ended the case
+    if beside.evidence is None:
+        raise Differs(beside.problem)
+    for step in evidence.steps:
+        try:
+            same_step(evidence, beside.evidence, step, rows)
+        except Differs as failure:
+            raise Differs(f"saving changes the run that saves: {failure}") from None
+
+
+def _newest_are_left(evidence: Evidence, rows: list[ComparisonRow]) -> None:
+    left, plan = evidence.checkpoints_left, evidence.case.checkpoint
+    keep = evidence.case.options.get(OPTION, {}).get("keep")
+    if left is None or plan is None or keep is None:
+        return
+    wanted = min(keep, plan.saves)
+    place = (plan.save_at - 1, "saves", "checkpoints that are left", "the folder")
+    rows.append(ComparisonRow(*place, error=float(abs(left - wanted)), bound=0.0))
+    if left != wanted:
+        raise Differs(f"after {plan.saves} saves {left} checkpoints are left, not {wanted}")
+
+
+def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -> None:
+    """The steps after the load."""
+    for step in other.steps:
+        _same_samples(base, other, step)
+        _same_scale(base, other, step)
+    if is_same(base.case, other.case):
+        for step in other.steps:
+            try:
+                same_step(base, other, step, rows)
+            except Differs as failure:
+                cause = ""
+                if step == other.first_step:
+                    cause = causes.told(partial(causes.of_reload, base, other, step))
+                said = f"{cause}: {failure}" if cause else str(failure)
+                raise Differs(f"what was saved was loaded, and yet: {said}") from None
+        return
+    if _cut_otherwise(base.case, other.case):
+        return
+    cut = base.case.data_coordinates == other.case.data_coordinates
+    if exact(other) and base.case.lane != "dyadic" and not (cut and exact(base)):
+        # Who saved has not the bits of the oracle of who loads.
+        wide = other.case.lowest_dtype == "float64"
+        lane: Lane = "fp64" if wide else "working_precision"
+        other.case = replace(other.case, lane=lane)
+    try:
+        compare_steps(other, rows, buffers=buffers_go_on(base, other))
+    except Differs as failure:
+        raise Differs(f"after the load, {failure}") from None
+
+
+def _cut_otherwise(case: Case, loads: Case) -> bool:
+    """Whether gradients are others by definition."""
+    if case.data_coordinates == loads.data_coordinates:
+        return False
+    return workloads.make(case.workload, case.dtype, case.lane).depends_on_cut
+
+
+def _same_samples(base: Evidence, other: Evidence, step: int) -> None:
+    seen, now = _samples(base, step), _samples(other, step)
+    if seen != now:
+        raise Differs(f"step {step} has samples {now[:4]}... after the load, {seen[:4]}... without")
+
+
+def _samples(run: Evidence, step: int) -> list[int]:
+    """The ids of the samples of all shares, sorted; ranks of one share have the same."""
+    shares = {record.steps[step].share: record.steps[step].samples for record in run.records}
+    return sorted(number for samples in shares.values() for number in samples)
+
+
+def _same_scale(base: Evidence, other: Evidence, step: int) -> None:
+    was, now = (run.records[0].steps[step].metrics.get("scale") for run in (base, other))
+    if was != now:
+        raise Differs(
+            f"the loss scale was not loaded: it is {now:g} at step {step}, {was:g} without a load"
+        )
+
+
+# ------------------------------------------------------------------------------------- deciding
+
+
+def decide(figures: Figures) -> Outcome:
+    """The first thing that is wrong fails; a run that could not be made is a skip."""
+    rows = figures.compared.get("checkpoint", [])
+    for row in rows:
+        if row.skip:
+            return Outcome("checkpoint", "skip", row.skip)
+    tally = Tally.of(rows)
+    plan = figures.case.checkpoint
+    numbers = {
+        "compared": tally.compared,
+        "saved_at": [] if plan is None else list(plan.saved_at),
+        "not_tested": sorted(tally.not_tested),
+    }
+    if tally.problem or tally.failed:
+        message = tally.problem or f"differs: {tally.failed}"
+        return Outcome("checkpoint", "fail", message, tally.worst, numbers)
+    if not tally.compared:
+        return Outcome("checkpoint", "undecidable", "nothing could be compared", None, numbers)
+    return Outcome("checkpoint", "pass", "", tally.worst, numbers)

@@ -1,0 +1,465 @@
+"""The check of checkpoints passes sound systems, and says what others lose; plans are checked.
+
+Faults are planted in ``impls/mutants/checkpoint/`` and in ``tests/support/odd_checkpoints.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from made_case import made_case
+from torch import Tensor
+
+from shardproof import registry
+from shardproof.case import Case, CheckpointPlan, Fault, WorkloadSpec
+from shardproof.cases.kills import pair
+from shardproof.cases.runner import run_cases
+from shardproof.checks import causes, checkpoint
+from shardproof.checks.results import CaseResult
+from shardproof.commands.verify import verify
+from shardproof.contract import OptimizerSpec
+from shardproof.evidence.assembled import Assembled
+from shardproof.evidence.records import ComparisonRow
+from shardproof.runs.run_folder import RunFolder
+from shardproof.scenarios.load import SHIPPED, find, load_text
+from shardproof.scenarios.matrix import expand, substitute
+from shardproof.scenarios.vocabulary import installed
+from tests.support.commands import here
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ADAMW = OptimizerSpec("adamw", lr=3e-3, weight_decay=0.1, warmup_steps=2)
+SAME = CheckpointPlan(save_at=2)
+OFTEN = CheckpointPlan(save_at=2, saves=2)
+NUMBERS = itertools.count()
+
+
+def case(
+    name: str, world: int, plan: CheckpointPlan = SAME, format_: str = "", **more: Any
+) -> Case:
+    """Small, because what is asked is whether runs agree."""
+    axis = "replicate" if name.endswith(("ddp",)) or name.startswith("odd") else "shard"
+    options = {"checkpoint": {"format": format_}} if format_ else {}
+    fields: dict[str, Any] = {
+        "id": f"{name}-{world}-{format_}-{next(NUMBERS)}",
+        "workload": WorkloadSpec(
+            "charnames_gpt",
+            global_batch=10,
+            micro_batches=1,
+            params={"layers": 1, "width": 16, "seq": 8},
+            seed=more.pop("seed", 0),
+            traits=more.pop("traits", ()),
+        ),
+        "optimizer": ADAMW,
+        "checks": ("equivalence", "checkpoint"),
+        "steps": 3,
+        "options": options,
+        "checkpoint": plan,
+    }
+    return made_case(name, more.pop("mesh", {axis: world}), **(fields | more))
+
+
+def into(**other: Any) -> CheckpointPlan:
+    return CheckpointPlan(2, into=other)
+
+
+FORMATS = ("full", "sharded", "asynchronous")
+#: Every world, several seeds, every format.
+SOUND = [
+    *(
+        case(f"reference/{name}", world, format_=FORMATS[(world + n) % 3], seed=world * 7 + n)
+        for n, name in enumerate(("ddp", "zero1", "zero3"))
+        for world in (1, 2, 3, 4, 5)
+    ),
+    *(
+        case(f"reference/{name}", 3, into(mesh={"shard": world}), FORMATS[world % 3], seed=world)
+        for name in ("zero1", "fsdp")
+        for world in (1, 2, 4, 5)
+    ),
+    case("reference/ddp", 2, OFTEN, "asynchronous", lane="bitwise", dtype="float32"),
+    case("reference/ddp", 2, backend="gloo", traits=("dropout_stateful", "tied")),
+    case("odd_checkpoints:SavesLate", 2, OFTEN, "asynchronous", mesh={"shard": 2}),
+    case(
+        "reference/ddp",
+        2,
+        into(mesh={"replicate": 3}),
+        lane="dyadic",
+        dtype="float32",
+        optimizer=OptimizerSpec(lr=0.125, momentum=0.0),
+        workload=WorkloadSpec("dyadic_mlp", global_batch=12),
+    ),
+]
+PLANTED = [
+    pair(registry.load_mutant(n), weigh_all=False)
+    for n in registry.mutant_names()
+    if ".checkpoint." in registry.load_mutant(n).implementation.__module__
+]
+#: A system or a plan -> what the check says.
+ODD = [
+    (
+        case("odd_checkpoints:ReturnsNothing", 2),
+        "ReturnsNothing.load(path) returned None, asked is the mapping that save was given",
+    ),
+    (
+        case("odd_checkpoints:ReturnsAPath", 2),
+        "ReturnsAPath.save(path, extra) returned PosixPath, asked is an object with wait()",
+    ),
+    (case("odd_checkpoints:RoundsExtra", 2), "extra was not loaded on rank 0: 'odd' is "),
+    (
+        case("odd_checkpoints:RankOneIsBehind", 2, OFTEN),
+        "progress was not loaded: rank 1 would go on from step 1, the newest checkpoint is of ",
+    ),
+    (
+        case("odd_checkpoints:LosesDecay", 2),
+        "what was saved was loaded, and yet: gradients and optimizer state are the same",
+    ),
+    (
+        case("reference/ddp", 2, into(options={"bucket_bites": 1})),
+        "who loads cannot be made: unknown option 'bucket_bites'",
+    ),
+    (
+        case("reference/ddp", 2, into(implementation="reference/tensor", mesh={"tensor": 3})),
+        "in the run that loads rank 0 raised Refused: ",
+    ),
+]
+SKIPPED = [
+    (case("odd_checkpoints:SavesNothing", 2), "declares no checkpoints"),
+    (
+        case("reference/ddp", 2, into(implementation="odd_checkpoints:SavesNothing")),
+        "odd_checkpoints:SavesNothing declares no checkpoints",
+    ),
+]
+KILLED = Fault("kill", 1, 1, "save", ("crash",), blames=1)
+FAULTY = {
+    "lost": case(
+        "odd_checkpoints:KeepsNoLastOne",
+        2,
+        OFTEN,
+        mesh={"shard": 2},
+        fault=dataclasses.replace(KILLED, call=2),
+        checks=("equivalence", "checkpoint", "faults"),
+    ),
+    "kept": case(
+        "reference/zero1",
+        2,
+        OFTEN,
+        fault=dataclasses.replace(KILLED, call=2),
+        checks=("equivalence", "checkpoint", "faults"),
+    ),
+    "load": case(
+        "reference/zero1",
+        2,
+        fault=Fault("raise", 1, 0, "load", ("crash",), blames=1),
+        checks=("equivalence", "checkpoint", "faults"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The results by id, and the folder of the run."""
+    planted = [one.case for one in PLANTED]
+    cases = [*SOUND, *planted, *(c for c, _ in (*ODD, *SKIPPED)), *FAULTY.values()]
+    found: dict[str, CaseResult] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SUPPORT))
+        patch.setenv("PYTHONPATH", str(SUPPORT))
+        with RunFolder(tmp_path_factory.mktemp("runs") / "run", ["test"]) as folder:
+            folder.plan(cases)
+
+            def note(result: CaseResult) -> None:
+                folder.add(result)
+                found[result.id] = result
+
+            run_cases(cases, 2, note, on_account=folder.keep)
+        yield SimpleNamespace(results=found, path=folder.path)
+
+
+@pytest.mark.parametrize("case", SOUND, ids=lambda case: case.id)
+def test_sound_systems_pass(run: Any, case: Case) -> None:
+    result = run.results[case.id]
+    assert result.verdict.startswith("pass"), result.reason
+    judged = result.check("checkpoint")
+    assert judged.status == "pass" and judged.figures["compared"] >= 8
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.mutant.name)
+def test_planted_faults_are_told_by_what_was_lost(run: Any, planted: Any) -> None:
+    judged = run.results[planted.case.id].check("checkpoint")
+    assert judged is not None and judged.status == "fail"
+    assert re.search(planted.mutant.says, judged.message), judged.message
+
+
+@pytest.mark.parametrize(("case", "says"), ODD, ids=[case.id for case, _ in ODD])
+def test_what_breaks_the_contract_or_a_plan_is_told(run: Any, case: Case, says: str) -> None:
+    result = run.results[case.id]
+    assert result.verdict == "fail" and says in result.reason, result.reason
+    assert "/shardproof-" not in result.reason, "the case's own folder is another in every run"
+
+
+@pytest.mark.parametrize(("case", "says"), SKIPPED, ids=[case.id for case, _ in SKIPPED])
+def test_skips_give_the_reason(run: Any, case: Case, says: str) -> None:
+    result = run.results[case.id]
+    judged = result.check("checkpoint")
+    told = result.reason if judged is None else judged.message
+    assert says in told and (judged or result.verdict == "skip")
+    assert judged is None or judged.status == "skip"
+
+
+def test_after_a_kill_in_a_save_the_last_checkpoint_must_load(run: Any) -> None:
+    kept, lost = (run.results[FAULTY[name].id] for name in ("kept", "lost"))
+    assert kept.verdict == "pass", kept.reason
+    assert kept.reason.endswith("the last checkpoint that was committed loads")
+    assert [outcome.check for outcome in kept.checks] == ["faults", "checkpoint"]
+    assert lost.verdict == "fail" and lost.reason.startswith("checkpoint: in the run that loads")
+    assert "[as expected, kill (rank 1, step 1, save) gives crash: rank 1 killed" in lost.reason
+
+
+def test_a_fault_of_the_load_falls_on_who_loads(run: Any) -> None:
+    result = run.results[FAULTY["load"].id]
+    assert result.verdict == "pass", result.reason
+    assert "raise (rank 1, step 0, load) gives crash: rank 1 raised InjectedFault" in result.reason
+
+
+def test_a_stored_run_is_judged_the_same(run: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SUPPORT))
+        assert verify(run.path).problems == []
+
+
+def test_traffic_of_saves_is_not_training_s(run: Any) -> None:
+    """The full format gathers everything; the formula knows nothing of it."""
+    ranks = SOUND[0]
+    cases = [
+        case("reference/zero1", 2, OFTEN, "full", checks=("traffic", "checkpoint")),
+        case("reference/zero1", 2, OFTEN, "full", checks=("traffic",), checkpoint=None),
+    ]
+    found: list[CaseResult] = []
+    run_cases(cases, 2, found.append)
+    assert ranks.id in run.results
+    assert {result.verdict for result in found} == {"pass"}, [r.reason for r in found]
+    one, other = (result.figures("traffic") for result in found)
+    for name in ("bytes_sent", "setup_bytes", "control_bytes", "calls_per_step"):
+        assert one[name] == other[name]
+
+
+# --------------------------------------------------------------------------------- sentences
+
+
+def load(kind: str, saved: dict[str, Tensor], held: dict[str, Tensor], **more: Any) -> causes.Load:
+    """Of one copy of every tensor."""
+    states = [Assembled({n: {0: t} for n, t in tensors.items()}) for tensors in (saved, held)]
+    fields: dict[str, Any] = {"before": {}, "moments": {}} | more
+    return causes.Load(kind, 2, *states, **fields)
+
+
+W, V = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
+TWO = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (load("parameters", {"w": W}, {"w": W.clone()}), ""),
+        (load("parameters", {"w": W}, {}), "parameters were not loaded: there is none"),
+        (load("parameters", {"w": W, "v": V}, {"w": W}), "parameters: 'v' is not there"),
+        (
+            load("parameters", {"w": W}, {"w": W, "v": V}),
+            "after the load there is 'v', which was not saved",
+        ),
+        (
+            load("parameters", {"w": W}, {"w": W.double()}),
+            "parameters: 'w' was saved as float32 [3] and is float64 [3] after the load",
+        ),
+        (
+            load("parameters", {"w": W}, {"w": V}, before={"w": V}),
+            "parameters were not loaded: they are as the fresh system was set up",
+        ),
+        (
+            load("parameters", {"w": W}, {"w": V}, moments={3: {"w": V}}),
+            "parameters were not loaded: they are of step 3, and the checkpoint is of step 2",
+        ),
+        (
+            load("parameters", {"w": W, "v": V}, {"w": W, "v": W}),
+            "1 of 2 parameters were not loaded: 'v' has the elements of 'w'",
+        ),
+        (
+            load("optimizer", {"w.exp_avg": W, "w.step": TWO}, {"w.exp_avg": W * 0, "w.step": TWO}),
+            "optimizer state was not loaded: it is zero",
+        ),
+        (
+            load("optimizer", {"w.exp_avg": W, "w.step": TWO}, {"w.exp_avg": W, "w.step": TWO * 0}),
+            "step counters were not loaded: they count from 0, not from 2",
+        ),
+        (
+            load("optimizer", {"w.master": W}, {"w.master": W + 1}),
+            "masters were not loaded: 3 of 3 elements of 'w.master' are others",
+        ),
+    ],
+)
+def test_sentences_say_what_was_not_loaded(told: causes.Load, says: str) -> None:
+    assert causes.of_load(told) == says
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        (("a", "b"), ""),
+        (("a", "a"), "the RNG of rank 1 (torch) is that of rank 0"),
+        (("a", "z"), "the RNG of rank 1 (torch) was not loaded: it is as after set-up"),
+        (("x", "b"), "the RNG of rank 0 (torch) is in another state than when it was saved"),
+    ],
+)
+def test_sentences_on_generators_name_the_rank(held: tuple[str, str], says: str) -> None:
+    saved, now, before = ([{"torch": d} for d in own] for own in (("a", "b"), held, ("y", "z")))
+    assert causes.of_draws(saved, now, before) == says
+
+
+# ----------------------------------------------------------------------------------- deciding
+
+
+def decided(*rows: ComparisonRow) -> tuple[str, str]:
+    figures: Any = SimpleNamespace(case=SOUND[0], compared={"checkpoint": list(rows)})
+    outcome = checkpoint.decide(figures)
+    return outcome.status, outcome.message
+
+
+def test_rows_decide() -> None:
+    right = ComparisonRow(1, "after the load, parameters", "all that was saved", "all ranks", 0, 0)
+    wrong = dataclasses.replace(right, error=1.0)
+    assert decided(right) == ("pass", "")
+    assert decided(wrong, ComparisonRow(problem="lost")) == ("fail", "lost")
+    assert decided(wrong)[0] == "fail"
+    assert decided() == ("undecidable", "nothing could be compared")
+    assert decided(ComparisonRow(skip="why")) == ("skip", "why")
+
+
+# -------------------------------------------------------------------------------------- plans
+
+PLAN = """\
+name: planned
+about: saves
+sees: [nothing]
+workload: {name: charnames_gpt, global_batch: 6, micro_batches: 1, params: {layers: 1, width: 16}}
+matrix:
+  implementation: reference/zero1
+  backend: gloo
+  mesh: {shard: [2, 3]}
+  optimizer: sgd
+checks: [equivalence, checkpoint]
+steps: 3
+checkpoints:
+  - {label: same, save_at: 2, saves: 2}
+"""
+FAULT = "faults:\n  - {kind: kill, rank: 0, step: 0, phase: PHASE, expect: {verdict: crash}}\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "says"),
+    [
+        ("save_at: 2", "save_at: 3", 13, "no step follows the save (3) - valid: 1 to 2"),
+        ("saves: 2", "saves: 3", 13, "more saves than steps before them (3) - valid: 1 to 2"),
+        ("label: same, ", "", 13, "missing key checkpoints[0].label"),
+        (", checkpoint]", "]", 10, "checkpoint plans and the check `checkpoint` belong together"),
+        (
+            "saves: 2}\n",
+            "saves: 2}\n  - {label: same, save_at: 1}\n",
+            14,
+            "checkpoint plan named twice",
+        ),
+        ("saves: 2", "into: {implementation: reference/zero9}", 13, "unknown implementation"),
+        ("saves: 2", "into: {meshes: {shard: 2}}", 13, "unknown key checkpoints[0].into.meshes"),
+        (
+            "saves: 2",
+            "into: {precision: {label: x, built: bfloat16}}",
+            13,
+            "who loads is built in the dtype of who saved",
+        ),
+        (
+            "checkpoint]",
+            "checkpoint, faults]\n" + FAULT.replace("PHASE", "save").replace("step: 0", "step: 2"),
+            12,
+            "no step that has a phase save (2) - valid: 0 to 1",
+        ),
+        (
+            "checkpoint]",
+            "checkpoint, faults]\n" + FAULT.replace("PHASE", "load").replace("step: 0", "step: 1"),
+            12,
+            "no step that has a phase load (1) - valid: 0 to 0",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line_and_exit_code_2(
+    tmp_path: Path, old: str, new: str, line: int, says: str
+) -> None:
+    assert old in PLAN
+    file = tmp_path / "planned.yaml"
+    file.write_text(PLAN.replace(old, new, 1))
+    done = here("run", str(file), "--dry-run")
+    told = done.stdout + done.stderr
+    assert done.returncode == 2, told
+    assert f"{file}:{line}: " in told and says in told, told
+
+
+def test_a_fault_of_a_save_needs_a_plan_of_saves(tmp_path: Path) -> None:
+    text = PLAN[: PLAN.index("checkpoints:")].replace("checkpoint]", "faults]")
+    file = tmp_path / "planned.yaml"
+    file.write_text(text + FAULT.replace("PHASE", "save"))
+    done = here("run", str(file), "--dry-run")
+    told = done.stdout + done.stderr
+    assert done.returncode == 2 and f"{file}:13: " in told, told
+    assert "fault plan kill: nothing is saved or loaded (save) - plan checkpoints" in told
+
+
+def test_plans_are_in_ids_rules_match_them_and_other_systems_leave_loads_by_name_out() -> None:
+    text = PLAN + "  - {label: as-ddp, save_at: 1, into: {implementation: reference/ddp}}\n"
+    text += "quick:\n  - {checkpoint: as-*, world: 3}\ntier: full\n"
+    cells = expand(load_text(text), installed())
+    assert [cell.id.partition("::")[0] for cell in cells] == [
+        "planned[same]",
+        "planned[as-ddp]",
+    ] * 2
+    assert [cell.tier for cell in cells] == ["full", "full", "full", "quick"]
+    assert cells[1].checkpoint == CheckpointPlan(
+        1, into={"implementation": "reference/ddp", "options": {}}
+    )
+    assert all(Case.from_dict(cell.to_dict()) == cell for cell in cells)
+    own = substitute(cells, "mine:Own")
+    assert [c.id.partition("::")[0] for c in own] == ["planned[same]", "planned[same]"]
+
+
+def test_the_suite_saves_by_every_strategy_and_format_into_every_kind_of_world() -> None:
+    every = [c for file in find([str(SHIPPED / "checkpoint")]) for c in expand(file, installed())]
+    cases = [c for c in every if c.implementation.startswith("reference/")]
+    quick = [c for c in cases if c.tier == "quick"]
+
+    def met(of: Callable[[Case], Any]) -> set[Any]:
+        assert {of(c) for c in quick} == {of(c) for c in cases}
+        return {of(c) for c in quick}
+
+    strategies = (
+        "naive_ddp",
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "fsdp",
+        "tensor",
+        "pipeline",
+        "hybrid",
+    )
+    assert met(lambda c: c.implementation) == {f"reference/{name}" for name in strategies}
+    assert met(lambda c: c.options["checkpoint"]["format"]) == {*FORMATS}
+    assert met(lambda c: c.optimizer.name) == {"sgd", "adamw"}
+    assert met(lambda c: c.backend) == {"in_memory", "gloo"}
+    for strategy in strategies[1:]:
+        own = [c for c in quick if c.implementation == f"reference/{strategy}"]
+        assert any(checkpoint.is_same(c, checkpoint.who_loads(c)) for c in own), strategy
+        assert any(checkpoint.who_loads(c).world != c.world for c in own), strategy
