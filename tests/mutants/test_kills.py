@@ -113,7 +113,8 @@ def test_at_depth_family_any_failing_check_kills_and_a_share_may_survive(
 
 def test_every_check_that_faces_faults_kills_one() -> None:
     killers = {name for chosen in representatives() for name in chosen.mutant.killed_by}
-    assert killers == {*GENERAL, *OF_UNTRAINED, *VERDICT_KILLERS, "relations", "faults"}
+    more = {"relations", "checkpoint", "faults"}
+    assert killers == {*GENERAL, *OF_UNTRAINED, *VERDICT_KILLERS, *more}
 
 
 def test_there_are_enough_faults_and_each_names_its_trigger_and_killer() -> None:

@@ -1,0 +1,1 @@
+"""Faults planted in how checkpoints are saved and loaded."""

@@ -1,0 +1,371 @@
+"""Faults of saving: what is written is another rank's, of another step, or of nobody who trains;
+or writing changes the run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardproof.case import CheckpointPlan, WorkloadSpec
+from shardproof.contract import Piece
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.triggers import ADAMW, gpt
+from shardproof.impls.reference.checkpoint.agreement import Agreed, State
+from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
+from shardproof.impls.reference.checkpoint.contents import Contents
+from shardproof.impls.reference.checkpoint.data_file import Held
+from shardproof.impls.reference.checkpoint.files import FileLayer
+from shardproof.impls.reference.checkpoint.full import Full
+from shardproof.impls.reference.checkpoint.manifest import MANIFEST, About, Listed
+from shardproof.impls.reference.checkpoint.saver import Saver
+from shardproof.impls.reference.checkpoint.sharded import Sharded
+from shardproof.impls.reference.ddp import ReferenceDDP
+from shardproof.impls.reference.zero1 import ReferenceZero1
+
+mutant = declare.family(
+    ReferenceDDP,
+    ReferenceZero1,
+    killed_by=("checkpoint",),
+    checkpoint=CheckpointPlan(save_at=2),
+    optimizer=ADAMW,
+    steps=3,
+)
+FULL: Mapping[str, Any] = {"checkpoint": {"format": "full"}}
+BEHIND: Mapping[str, Any] = {"checkpoint": {"format": "asynchronous"}}
+KEEPS_TWO: Mapping[str, Any] = {"checkpoint": {"keep": 2}}
+#: Three saves, of which two stay.
+OFTEN = CheckpointPlan(save_at=3, saves=3)
+SHARDED: Mapping[str, int] = {"shard": 2}
+
+
+@mutant("saves_fresh_optimizer", says="optimizer state was not loaded: there is none", zoo=("K16",))
+class FreshOptimizer(ReferenceDDP):
+    """What is saved is the state of an optimizer that was made for saving."""
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
+        trained, self.optimizer = self.optimizer, self.make_optimizer()
+        try:
+            return super().save(path, extra)
+        finally:
+            self.optimizer = trained
+
+
+@mutant(
+    "saves_rng_of_rank_0",
+    says=r"the RNG of rank 1 \(torch\) is that of rank 0",
+    zoo=("K04",),
+    backend="gloo",
+    mesh=SHARDED,
+    parent=ReferenceZero1,
+)
+class RngOfRank0(Sharded):
+    """Generators are taken for replicas, so that rank 0's is saved for all."""
+
+    def save(self, state: State) -> Path:
+        first = self.together.all(lambda: [piece.tensor for piece in state.pieces["rng"]])[0]
+        own = zip(state.pieces["rng"], first, strict=True)
+        rng = [replace(piece, tensor=tensor) for piece, tensor in own]
+        return super().save(replace(state, pieces={**state.pieces, "rng": rng}))
+
+
+class LateDisk(FileLayer):
+    """Makes no file before training waits for it."""
+
+    def __init__(self) -> None:
+        self.awaited = threading.Event()
+        self.awaited.set()
+
+    def create(self, path: Path) -> int:
+        self.awaited.wait()
+        return super().create(path)
+
+
+@mutant(
+    "saves_live_tensors",
+    says="parameters were not loaded: they are of step 4, and the checkpoint is of step 2",
+    zoo=("K10",),
+    options=BEHIND,
+    steps=4,
+)
+class LiveTensors(AsynchronousSharded):
+    """The writer behind training's back is given the tensors that are trained."""
+
+    # A disk that is slower than training shows it every time.
+    layer_type = LateDisk
+
+    def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
+        self.layer.awaited.clear()  # type: ignore[attr-defined]
+        return list(tensors)
+
+    def wait(self) -> None:
+        self.layer.awaited.set()  # type: ignore[attr-defined]
+        super().wait()
+
+
+@mutant("saves_by_drawing", says=r"saving changes .*the RNG \(torch\)", backend="gloo")
+class Draws(Sharded):
+    """A name for the save is drawn from the generator that training draws from."""
+
+    def save(self, state: State) -> Path:
+        torch.randint(1 << 30, ())
+        return super().save(state)
+
+
+@mutant("saves_and_zeroes", says="saving changes the run that saves", zoo=("K20",), options=FULL)
+class ZeroesWhatIsWritten(Full):
+    """Placeholders of what has been written stand in the system's own tensors."""
+
+    def save(self, state: State) -> Path:
+        folder = super().save(state)
+        for piece in state.pieces["parameters"]:
+            piece.tensor.zero_()
+        return folder
+
+
+@mutant(
+    "saves_and_keeps_one_more",
+    says="after 3 saves 3 checkpoints are left, not 2",
+    checkpoint=OFTEN,
+    options=KEEPS_TWO,
+    steps=4,
+)
+class KeepsOneMore(Sharded):
+    """Old checkpoints are counted without the new one."""
+
+    def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
+        self.keep += 1
+        super().commit(agreed, about, listed)
+        self.keep -= 1
+
+
+@mutant(
+    "saves_and_keeps_the_oldest",
+    says="progress was not loaded: rank 0 would go on from step 1, the newest .* is of step 3",
+    checkpoint=OFTEN,
+    steps=4,
+)
+class KeepsTheOldest(Sharded):
+    """What is removed is the newest checkpoint, as soon as there is an older one."""
+
+    def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
+        super().commit(agreed, about, listed)
+        if len([*self.root.path.glob(f"*/{MANIFEST}")]) > 1:
+            self.layer.remove_all(agreed.folder, first=MANIFEST)
+
+
+@mutant(
+    "saves_moments_of_rank_0",
+    says="optimizer state was not loaded: .* elements of .* are others",
+    zoo=("K07",),
+    mesh=SHARDED,
+    parent=ReferenceZero1,
+)
+class OnlyRank0sMoments(Sharded):
+    """Ranks other than 0 write zeros for the optimizer state that they alone hold."""
+
+    def save(self, state: State) -> Path:
+        if self.rank:
+            own = state.pieces["optimizer"]
+            zeros = [replace(piece, tensor=_zeros(piece)) for piece in own]
+            state = replace(state, pieces={**state.pieces, "optimizer": zeros})
+        return super().save(state)
+
+
+def _zeros(piece: Piece) -> torch.Tensor:
+    return torch.zeros_like(piece.tensor) if piece.tensor.dim() else piece.tensor
+
+
+def _changed(state: State, kind: str, pieces: Sequence[Piece]) -> State:
+    return replace(state, pieces={**state.pieces, kind: pieces})
+
+
+@mutant("saves_no_counters", says="step counters were not loaded: they count from 0, not from 2")
+class NoCounters(Contents):
+    """Adam's counters are saved as they were before the first step."""
+
+    def state(self, extra: Mapping[str, Any]) -> State:
+        state = super().state(extra)
+        slots = [
+            replace(one, tensor=torch.zeros_like(one.tensor)) if one.name.endswith(".step") else one
+            for one in state.pieces["optimizer"]
+        ]
+        return _changed(state, "optimizer", slots)
+
+
+@mutant("saves_rounded", says="parameters were not loaded: .* elements of .* are others")
+class Rounded(Contents):
+    """Parameters go through float32, to save room."""
+
+    def state(self, extra: Mapping[str, Any]) -> State:
+        state = super().state(extra)
+        rounded = [
+            replace(one, tensor=one.tensor.float().to(one.tensor.dtype))
+            for one in state.pieces["parameters"]
+        ]
+        return _changed(state, "parameters", rounded)
+
+
+@mutant(
+    "saves_the_next_step",
+    says="progress was not loaded: rank 0 would go on from step 3, the newest .* is of step 2",
+    zoo=("K11",),
+)
+class TheNextStep(ReferenceDDP):
+    """The step is asked for when the save ends, and training has gone on since."""
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
+        data = extra["data"]
+        return super().save(path, {**extra, "data": {**data, "step": data["step"] + 1}})
+
+
+@mutant("saves_a_part_of_extra", says="extra was not loaded on rank 0: 'odd' is None")
+class APartOfExtra(ReferenceDDP):
+    """Of what the caller gives, only progress is saved."""
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
+        return super().save(path, {"data": extra["data"]})
+
+
+@mutant(
+    "saves_first_copies_again",
+    says="parameters were not loaded: they are of step 1, and the checkpoint is of step 3",
+    options=BEHIND,
+    checkpoint=OFTEN,
+    steps=4,
+)
+class FirstCopiesAgain(AsynchronousSharded):
+    """The memory of the copy before is used again, and not filled."""
+
+    def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
+        if not self._copies:
+            return super().snapshot(tensors)
+        return [replace(one, tensor=t) for one, t in zip(tensors, self._copies, strict=True)]
+
+
+@mutant(
+    "saves_once",
+    says="progress was not loaded: rank 0 would go on from step 1, the newest .* is of step 3",
+    checkpoint=OFTEN,
+    steps=4,
+)
+class Once(Sharded):
+    """A folder that has a checkpoint is taken for saved."""
+
+    saved: Path | None = None
+
+    def save(self, state: State) -> Path:
+        if self.saved is None:
+            self.saved = super().save(state)
+        return self.saved
+
+
+@mutant(
+    "saves_and_keeps_one",
+    says="after 3 saves 1 checkpoints are left, not 2",
+    checkpoint=OFTEN,
+    options=KEEPS_TWO,
+    steps=4,
+)
+class KeepsOne(Sharded):
+    """The new checkpoint counts twice, so that the one before goes."""
+
+    def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
+        self.keep -= 1
+        super().commit(agreed, about, listed)
+        self.keep += 1
+
+
+@mutant(
+    "saves_and_clears_moments",
+    says="saving changes the run that saves",
+)
+class ClearsMoments(ReferenceDDP):
+    """Moments are handed over to the checkpoint, to save memory, and not taken back."""
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
+        saver = super().save(path, extra)
+        for state in self.optimizer.state.values():
+            state["exp_avg"].zero_()
+        return saver
+
+
+@mutant(
+    "saves_in_evaluation",
+    says="saving changes the run that saves",
+    workload=WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1}),
+)
+class InEvaluation(ReferenceDDP):
+    """The model is set to evaluation for the save, and stays there."""
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
+        self.module.eval()
+        self.module.train = lambda mode=True: self.module  # type: ignore[method-assign]
+        return super().save(path, extra)
+
+
+@mutant(
+    "saves_buffers_of_rank_0",
+    says="buffers were not loaded on replica 1 only: they are those of replica 0",
+    parent=ReferenceZero1,
+    mesh=SHARDED,
+    workload=WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1}),
+)
+class BuffersOfRank0(Sharded):
+    """Buffers are taken for copies, so that rank 0's are saved for all."""
+
+    def save(self, state: State) -> Path:
+        first = self.together.all(lambda: [one.tensor.clone() for one in state.pieces["buffers"]])
+        own = zip(state.pieces["buffers"], first[0], strict=True)
+        return super().save(_changed(state, "buffers", [replace(p, tensor=t) for p, t in own]))
+
+
+@mutant(
+    "saves_masters_rounded",
+    says="masters were not loaded",
+    parent=ReferenceZero1,
+    mesh=SHARDED,
+    lane="working_precision",
+    dtype="float32",
+    precision={"parameters": "bfloat16"},
+)
+class MastersRounded(Contents):
+    """Masters are saved as the parameters that are computed with."""
+
+    def state(self, extra: Mapping[str, Any]) -> State:
+        state = super().state(extra)
+        slots = [
+            replace(one, tensor=one.tensor.bfloat16().to(one.tensor.dtype))
+            if one.name.endswith(".master")
+            else one
+            for one in state.pieces["optimizer"]
+        ]
+        return _changed(state, "optimizer", slots)
+
+
+@mutant(
+    "saves_state_of_the_next_parameter",
+    says=r"optimizer state was not loaded",
+    zoo=("K23",),
+    workload=gpt("frozen"),
+)
+class StateOfTheNextParameter(Contents):
+    """Optimizer state is named by a number over all parameters, and frozen ones have none."""
+
+    def state(self, extra: Mapping[str, Any]) -> State:
+        state = super().state(extra)
+        by_shape: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        slots = list(state.pieces["optimizer"])
+        for number, one in enumerate(slots):
+            key = (one.name.rpartition(".")[2], tuple(one.tensor.shape))
+            by_shape.setdefault(key, []).append(number)
+        for numbers in by_shape.values():
+            tensors = [slots[number].tensor for number in numbers]
+            for number, tensor in zip(numbers, [*tensors[1:], tensors[0]], strict=True):
+                slots[number] = replace(slots[number], tensor=tensor)
+        return _changed(state, "optimizer", slots)
