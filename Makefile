@@ -64,8 +64,8 @@ peers: setup ## reference strategies beside their upstream peers, into results/R
 	test $$code -eq 0 -o $$code -eq 3 || exit $$code; \
 	$(BIN)/shardproof report $$run --into results/README.md
 
-conformance: setup ## the whole conformance matrix, all tiers
-	@$(BIN)/shardproof run scenarios/conformance --tier full -j $(JOBS)
+conformance: setup ## all of conformance and of checkpoints, all tiers
+	@$(BIN)/shardproof run --tier full -j $(JOBS)
 
 mutants: setup ## every planted fault against the checks that must catch it
 	@$(BIN)/shardproof mutants -j $(JOBS)
