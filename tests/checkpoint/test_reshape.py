@@ -25,6 +25,7 @@ from shardproof.impls.reference.checkpoint.reading.regions import (
     runs_of,
 )
 from shardproof.impls.reference.checkpoint.reading.reshape import plan, ranges
+from shardproof.workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,12 +42,38 @@ FROM_TO = (
 def test_all_that_was_saved_is_loaded_elsewhere(
     strategy: str, world: int, other: str, other_world: int, tmp_path: Path
 ) -> None:
-    work = workload()
-    before = saved(tmp_path, strategy, {AXES[strategy]: world}, work=work)
+    _all_goes_on(strategy, world, other, other_world, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize(("world", "other", "other_world"), [(4, "zero3", 3), (3, "tensor", 2)])
+def test_kv_heads_that_tensor_ranks_share_are_saved_once(
+    form: str, world: int, other: str, other_world: int, tmp_path: Path
+) -> None:
+    """No copy but the first has all of such a tensor."""
+    work = workload(heads=12, width=24, kv_heads=2 if world == 4 else 1)
+    _all_goes_on("tensor", world, other, other_world, tmp_path, form, work)
+
+
+def _all_goes_on(
+    strategy: str,
+    world: int,
+    other: str,
+    other_world: int,
+    root: Path,
+    form: str = "sharded",
+    work: Workload | None = None,
+) -> None:
+    """Save, load elsewhere, compare.
+
+    :raises AssertionError: something differs.
+    """
+    work = work or workload()
+    before = saved(root, strategy, {AXES[strategy]: world}, 2, form, work=work)
 
     def load(rank: int, world: int) -> dict[str, Rows]:
         system = make(other, work, {AXES[other]: world}, rank)
-        system.load(tmp_path)
+        system.load(root)
         return held(system)
 
     after = put_together(succeed(load, other_world))

@@ -149,8 +149,8 @@ def choose(table: Sequence[Described], from_rank0: bool, root: Path) -> tuple[De
     load: dict[int, int] = defaultdict(int)
     chosen: list[Described] = []
     for (kind, name), by_replica in copies.items():
-        # A copy may leave out what others have; one that does not is always there.
-        whole = {r: c for r, c in by_replica.items() if not any(one.incomplete for one in c)}
+        # A copy may leave out what others have; the first one has it all (contract.Piece).
+        whole = {r: c for r, c in by_replica.items() if not (r and any(p.incomplete for p in c))}
         if kind == "buffers":
             taken = list(whole.values())
         else:
