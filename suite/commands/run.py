@@ -130,13 +130,16 @@ def run(
         from shardproof.studies.campaign import first_cases
 
         cases = first_cases(campaign, seed or 0, impl or ())
-    elif scenarios == ["campaign"] and not (resume or rerun_failed):
-        from shardproof.studies.campaign import by_id
+    elif scenarios in (["campaign"], ["histories"]) and not (resume or rerun_failed):
+        from shardproof.studies import campaign as clean
+        from shardproof.studies import checkpoints as histories
 
-        drawn = by_id((expression or "").strip())
+        study = clean if scenarios == ["campaign"] else histories
+        drawn = study.by_id((expression or "").strip())
         if drawn is None:
             remedy = "give the whole id of one of its cases after -k"
-            raise SelectionError(Problem("not a case of a campaign", remedy, expression or ""))
+            what = f"not a case of {'a campaign' if study is clean else 'the study checkpoints'}"
+            raise SelectionError(Problem(what, remedy, expression or ""))
         cases = [drawn]
     else:
         selection = options.selection(scenarios, impl, backend, world, expression, tier, seed, like)

@@ -25,6 +25,7 @@ studies = typer.Typer(
     shardproof study model-check                does the model of step times hold here?
     shardproof study backends                   equal bits and CPU seconds on gloo and mpi?
     shardproof study autopsies                  are hangs told right, and only where there are some?
+    shardproof study checkpoints 300            random clean saves, loads, reshapes: does any fail?
     """,
 )
 
@@ -175,6 +176,30 @@ def backends(
     for line in [*said, *wrong]:
         echo(line)
     raise typer.Exit(verdicts.BROKEN if wrong else verdicts.HELD)
+
+
+@studies.command(short_help="Random clean saves, loads and reshapes: does any fail?")
+def checkpoints(
+    count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000)],
+    impl: options.Impl = None,
+    seed: options.Seed = None,
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: options.Results = None,
+) -> None:
+    """Judge N random clean histories of saves and loads; one that fails is a false alarm.
+
+    A reference strategy trains, saves once or several times in a format that is drawn, and is
+    loaded by the same ranks, on another mesh, as another strategy or in another precision. The
+    check `checkpoint` judges it: docs/checkpoints.md.
+
+    
+    shardproof study checkpoints 300 --seed 16
+    shardproof study checkpoints 50 --impl 'reference/zero*'
+    """
+    from shardproof.studies.checkpoints import first_cases
+
+    run.run_and_exit(first_cases(count, seed or 0, impl or ()), budget, jobs, results)
 
 
 @studies.command(short_help="Random fault plans and clean cases while every core is busy.")

@@ -17,9 +17,9 @@ load parts; a save that moves numbers or draws.
 
 *Cannot see* what lies on the disk (``shardproof checkpoint verify`` reads that); a fault that shows
 in no piece and in no step that follows, such as a wrong step in what who loaded saves next;
-generators of a GPU; on another mesh, generators, and, if the batch is cut otherwise, buffers of
-other ranks than 0, those of the steps that follow, and these steps as a whole where gradients
-depend on how it is cut.
+generators of a GPU; on another mesh, generators, and the steps that follow where these are drawn
+from; if the batch is cut otherwise, buffers of other ranks than 0, those of the steps that follow,
+and these steps as a whole where gradients depend on how it is cut.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -
                 said = f"{cause}: {failure}" if cause else str(failure)
                 raise Differs(f"what was saved was loaded, and yet: {said}") from None
         return
-    if _cut_otherwise(base.case, other.case):
+    if _has_other_numbers(base.case, other.case):
         return
     cut = base.case.data_coordinates == other.case.data_coordinates
     if exact(other) and base.case.lane != "dyadic" and not (cut and exact(base)):
@@ -137,8 +137,12 @@ def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -
         raise Differs(f"after the load, {failure}") from None
 
 
-def _cut_otherwise(case: Case, loads: Case) -> bool:
-    """Whether gradients are others by definition."""
+def _has_other_numbers(case: Case, loads: Case) -> bool:
+    """Whether losses and gradients are others by definition: drawn from generators that belong to
+    ranks of another mesh, or of a batch that is cut otherwise.
+    """
+    if "dropout_stateful" in case.workload.traits and dict(case.mesh) != dict(loads.mesh):
+        return True
     if case.data_coordinates == loads.data_coordinates:
         return False
     return workloads.make(case.workload, case.dtype, case.lane).depends_on_cut

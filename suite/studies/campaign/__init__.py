@@ -13,7 +13,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -272,12 +272,20 @@ def _workload(
             workloads.check(spec)
         except workloads.WorkloadError:
             continue
-        counts = spec.micro_batch_counts(setup.coordinates if UNEQUAL in declined else 1)
-        sizes = {len(window) for window in setup.windows(spec)}
-        if (
-            len(set(counts)) == 1
-            and system.cuts(setup, spec)
-            and all(has_schedule(system.name, setup.options, setup.mesh, n) for n in sizes)
-        ):
+        if can_train(system, setup, spec, declined):
             return spec
     return None
+
+
+def can_train(system: System, setup: Setup, spec: WorkloadSpec, declined: Collection[str]) -> bool:
+    """Whether ``setup`` can go with a workload, of which it declines some traits."""
+    if not {*spec.traits}.isdisjoint(declined):
+        return False
+    counts = spec.micro_batch_counts(setup.coordinates if UNEQUAL in declined else 1)
+    sizes = {len(window) for window in setup.windows(spec)}
+    return (
+        len(set(counts)) == 1
+        and spec.params.get("layers", system.stages(setup)) >= system.stages(setup)
+        and system.cuts(setup, spec)
+        and all(has_schedule(system.name, setup.options, setup.mesh, n) for n in sizes)
+    )
