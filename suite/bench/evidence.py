@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.bench import lines, stats
+from shardproof.bench.checkpoint.counted import counted
 from shardproof.bench.model import scorecard
 from shardproof.bench.same_training import alike, losses_of, targets_of
 from shardproof.bench.scaling import judge
@@ -50,6 +51,7 @@ def _of_pair(pair: Pair, measured: Measured) -> lines.MeasuredPair:
             "cores": [record.cores for record in first],
             "segment_steps": [ranks[0].segment_steps["a"] for ranks in measured.records],
             "targets_per_step": {side: targets_of(first, side) for side in LETTERS},
+            "counted": counted(pair.world, measured.records),
         }
     return lines.MeasuredPair.model_validate(line)
 
@@ -99,7 +101,7 @@ def conclude(line: lines.MeasuredPair, rows: Sequence[stats.TimedStep]) -> lines
     if goal is not None and figures is not None and same is not None:
         met = figures.high <= goal
     seconds = {} if figures is None else figures.median_seconds
-    samples = line.pair.workload.global_batch
+    trains, samples = line.pair.action == "step", line.pair.workload.global_batch
     return lines.JudgedPair(
         verdict=word,
         blocks=blocks,
@@ -109,9 +111,9 @@ def conclude(line: lines.MeasuredPair, rows: Sequence[stats.TimedStep]) -> lines
         scorecard=scorecard.cards(line) if same else None,
         goal_met=met,
         targets_per_second={
-            side: line.targets_per_step.get(side, 0) / s for side, s in seconds.items()
+            side: line.targets_per_step.get(side, 0) / s for side, s in seconds.items() if trains
         },
-        samples_per_second={side: samples / s for side, s in seconds.items()},
+        samples_per_second={side: samples / s for side, s in seconds.items() if trains},
     )
 
 

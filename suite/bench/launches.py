@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from shardproof.bench.model import alpha_beta
 from shardproof.bench.model.records import AloneSteps, ProbeRecord
-from shardproof.bench.subjects import ALONE_ORDER, ORDER, PLAIN, SCALING, Cell, Side, Subject
+from shardproof.bench.subjects import (
+    ALONE_ORDER,
+    ORDER,
+    PLAIN,
+    SCALING,
+    Action,
+    Cell,
+    Side,
+    Subject,
+)
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.costs import ModelFacts, NoCostModel, cost_model_of
@@ -68,7 +77,8 @@ class SideRun:
 
 @dataclass(frozen=True)
 class Launch:
-    """Blocks that fresh ranks time: of each pair of ``orders``, segments of ``sides`` in turn.
+    """Blocks that fresh ranks time: of each pair of ``orders``, segments of ``sides`` in turn, each
+    of steps or of one other ``action``.
 
     ``number`` is that of the launch, ``blocks`` those of its blocks.  ``pace`` is the side whose
     time sets the steps of every segment; without one each side has its own number of steps.
@@ -82,6 +92,7 @@ class Launch:
     blocks: list[int]
     pace: str = ""
     probed: dict[int, SideRun] = field(default_factory=dict)
+    action: Action = "step"
 
     @property
     def first(self) -> SideRun:
@@ -119,13 +130,29 @@ def cell_launch(
 
 
 @dataclass(frozen=True)
+class RankCounts:
+    """What a rank counted where saves or loads were timed, in bytes.
+
+    ``above``: by side, the most resident memory during a save above that before it (none where the
+    system does not tell).  ``largest``: a whole tensor of A.  ``needed`` and ``read``: what this
+    rank of a smaller world holds of what A saved, and what it read for that (``None``: nobody
+    tells).
+    """
+
+    above: dict[str, int] = field(default_factory=dict)
+    largest: int = 0
+    needed: int = 0
+    read: int | None = None
+
+
+@dataclass(frozen=True)
 class RankTimes:
     """What a rank returns at the end of a timed launch, by side; step times are in its file.
 
     ``losses`` are those of the first steps (``None``: this rank does not learn it),
     ``coordinates`` data coordinates (``None``: it has no part in the side), ``targets`` those of
     one step.  ``alone``: the compute of each run that the launch probed; ``probes``:
-    :meth:`shardproof.bench.model.probes.Probes.record`.
+    :meth:`shardproof.bench.model.probes.Probes.record`; ``counts``: those of a launch of saves.
     """
 
     rank: int
@@ -138,6 +165,7 @@ class RankTimes:
     pci: dict[str, int] | None = None
     alone: list[AloneSteps] = field(default_factory=list)
     probes: ProbeRecord | None = None
+    counts: RankCounts | None = None
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def examine(task: Examination) -> Any:
 def time_launch(task: tuple[Launch, Path]) -> Any:
     """Time the blocks of a launch; where it probes the model a step is watched before."""
     from shardproof.bench import timed_ranks
+    from shardproof.bench.checkpoint import timed_saves
     from shardproof.bench.model import probes
 
     launch, workdir = task
@@ -91,10 +92,13 @@ def time_launch(task: tuple[Launch, Path]) -> Any:
                 lambda rank: probes.watch(run, rank),
                 ledgers=True,
             )
-        ranks = on_ranks(
-            *(launch.first, workdir, RankTimes),
-            lambda rank: timed_ranks.run(launch, watched, workdir, rank),
-        )
+
+        def program(rank: int) -> RankTimes:
+            if launch.action != "step":
+                return timed_saves.run(launch, workdir, rank)
+            return timed_ranks.run(launch, watched, workdir, rank)
+
+        ranks = on_ranks(launch.first, workdir, RankTimes, program)
         return Timed(ranks, watched)
 
     return _reply(answer)

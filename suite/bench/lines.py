@@ -207,6 +207,22 @@ class Memory(StoredModel):
     ratio: float
 
 
+class Counted(StoredModel):
+    """A figure of saves and loads that was counted: ``what`` is ``ratio``, at most ``limit`` (none:
+    nothing is asked of it); ``bytes`` are those above and below the line.
+    """
+
+    what: str
+    ratio: float
+    bytes: tuple[int, int]
+    limit: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        """Whether it is above its limit."""
+        return self.limit is not None and self.ratio > self.limit
+
+
 class ProbedStep(StoredModel):
     """A step of the slowest rank: seconds ``alone``, without traffic, and what it sends and does;
     ``elements`` are those that are trained.
@@ -304,6 +320,7 @@ class MeasuredPair(Line):
     threads: int = 1
     cores: list[list[int]] = Field(default_factory=list)
     segment_steps: list[int] = Field(default_factory=list)
+    counted: list[Counted] = Field(default_factory=list)
 
     @field_serializer("pair")
     def _pair(self, pair: Pair) -> dict[str, Any]:
@@ -338,7 +355,7 @@ class PairLine(MeasuredPair, JudgedPair):
 
     @property
     def missed(self) -> bool:
-        return self.goal_met is False
+        return self.goal_met is False or any(one.missed for one in self.counted)
 
 
 class MeasuredCell(Line):

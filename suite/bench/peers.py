@@ -43,6 +43,8 @@ def lines_of(run: Run) -> list[PairLine]:
 
 def is_peers(line: PairLine) -> bool:
     a, b = line.pair.a.implementation, line.pair.b.implementation
+    if line.pair.action != "step":
+        return False
     return a.startswith(f"{OURS}/") and b.split("/")[0] not in _NOT_UPSTREAM
 
 

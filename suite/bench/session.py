@@ -98,6 +98,12 @@ class Measured:
             (axis,) = self.meshes["ranks"]
             together = not self.refused
             return launches.cell_launch(self.subject, axis, number, list(blocks), together)
+        if (
+            self.subject.action != "step"
+        ):  # without a twin, whose state would take half as much again
+            sides = {side: self.run(side) for side in LETTERS}
+            orders = {"ab": ORDERS["ab"]}
+            return Launch(sides, orders, number, list(blocks), action=self.subject.action)
         sides = {side: self.run(side) for side in SIDES}
         return Launch(sides, ORDERS, number, list(blocks), pace="a")
 

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from shardproof import registry, workloads
 from shardproof.backends import BACKENDS
-from shardproof.bench.subjects import LOSS_TOLERANCE, Pair, Side, Subject
+from shardproof.bench.subjects import LOSS_TOLERANCE, Action, Pair, Side, Subject
 from shardproof.case import AXES, Axis, WorkloadSpec
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
@@ -184,6 +184,8 @@ class PairModel(Model):
     b: SideField = Field(description="the side that it is compared with")
     world: int | None = Field(None, ge=1, le=1024, description="instead of the file's")
     micro_batches: int | None = Field(None, ge=1, le=64, description="instead of the file's")
+    action: Action = Field("step", description="what is timed: a step, or of checkpoints")
+    goal: float | None = Field(None, gt=0, description="instead of the file's")
 
 
 class WorkloadModel(Model):
@@ -276,7 +278,8 @@ def _pair(model: SpeedScenario, item: PairModel) -> Pair:
         optimizer=default_optimizer(model.optimizer),
         dtype=model.dtype,
         size=model.workload.size,
-        goal=model.goal,
+        action=item.action,
+        goal=item.goal or model.goal,
     )
 
 

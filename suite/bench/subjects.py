@@ -16,6 +16,9 @@ from shardproof.launch.process_control import physical_cores
 #: Letters of the sides of a comparison.
 LETTERS = ("a", "b")
 Mode = Literal["strong", "weak"]
+#: What of a side is timed: a training step; a save until it is committed; a load; a save until
+#: training can go on.
+Action = Literal["step", "save", "load", "stall"]
 #: The cases that N ranks are compared with: the ordinary program, and the system alone.
 BASES = ("plain", "wrapped")
 #: What runs as the plain program.
@@ -91,6 +94,7 @@ class Pair(Timed):
 
     a: Side
     b: Side
+    action: Action = "step"
     goal: float | None = None
     blocks: int = BLOCKS
     deadline: float = 900.0

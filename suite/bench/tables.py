@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardproof.bench.lines import InReport, Interval, Memory, NoFigures, PairLine
+from shardproof.bench.lines import Counted, InReport, Interval, Memory, NoFigures, PairLine
 from shardproof.bench.subjects import LETTERS
 from shardproof.bench.telemetry import sampling
 from shardproof.table import Table
@@ -102,6 +102,21 @@ def _memory(memory: Memory | NoFigures | None) -> str:
     return f"{mib} MiB = {memory.ratio:.3f}{advisory}"
 
 
+#: What the times of a checkpoint are of.
+_ACTIONS = {
+    "save": "a save until it is committed",
+    "load": "a load",
+    "stall": "a save until training can go on",
+}
+
+
+def _counted(one: Counted) -> str:
+    above, below = one.bytes
+    asked = "" if one.limit is None else f", at most {one.limit:g}: "
+    met = "" if one.limit is None else "missed" if one.missed else "met"
+    return f"counted: {one.what} {one.ratio:.3f} ({above:,} / {below:,} bytes){asked}{met}"
+
+
 def details(line: PairLine) -> list[str]:
     """Below the table: what was compared, and what to make of it."""
     pair, figures = line.pair, line.figures
@@ -109,10 +124,10 @@ def details(line: PairLine) -> list[str]:
     size = f" {pair.size}" if pair.size else ""
     per_step = line.targets_per_step.get("a")
     tokens = "" if per_step is None else f", {per_step} targets a step"
-    texts = [
-        f"{workload.name}{size}, {workload.micro_batches} micro-batches{tokens}, "
-        f"{pair.optimizer.name} foreach=False, {pair.dtype}, {pair.world} ranks"
-    ]
+    what = f"{workload.micro_batches} micro-batches{tokens}, {pair.optimizer.name} foreach=False"
+    if pair.action != "step":
+        what = f"{_ACTIONS[pair.action]}, {pair.optimizer.name}"
+    texts = [f"{workload.name}{size}, {what}, {pair.dtype}, {pair.world} ranks"]
     for letter in LETTERS:
         side = pair.side(letter)
         shape = " x ".join(f"{axis}={n}" for axis, n in line.meshes.get(letter, {}).items())
@@ -135,6 +150,7 @@ def details(line: PairLine) -> list[str]:
             texts.append("caution: A differs from its own twin here: take no verdict from this run")
         if differ is not None and differ < 0.01:
             texts.append(f"caution: launches differ (p {differ:.1g}), the interval is too narrow")
+    texts += map(_counted, line.counted)
     if isinstance(line.memory, NoFigures):
         texts.append(f"no memory figures: {line.memory.problem}")
     texts += [*_scorecards(line), *sampling.texts(line.telemetry), *_profile(line)]

@@ -153,7 +153,9 @@ def _measure(
     ) as progress:
         session.time(item, progress.update)
         steps = [("memory", session.measure_memory)] if item.on_threads and not item.refused else []
-        if isinstance(subject, Pair):
+        if isinstance(subject, Pair) and subject.action != "step":
+            steps = []
+        elif isinstance(subject, Pair):
             steps = [
                 *([("each side alone", session.run_alone)] if passes.alone else []),
                 *([("memory", session.measure_memory)] if passes.alone else []),

@@ -16,6 +16,8 @@ class Loaded:
     """What was loaded: the checkpoint, what is gone on with, and what had no place here.
 
     ``left_out`` are names; ``notes`` are sentences, of these and of hyperparameters that differ.
+    ``bytes_read``: of this rank, data and metadata, each byte once (what was verified comes from
+    the system's cache when it is read again).
     """
 
     folder: Path
@@ -23,6 +25,7 @@ class Loaded:
     about: About
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
+    bytes_read: int
 
     @property
     def extra(self) -> dict[str, Any]:

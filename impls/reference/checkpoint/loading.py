@@ -73,6 +73,7 @@ class Loading:
     """One load of ``path``, a checkpoint or the folder of several, into ``system``."""
 
     checkpoint: Checkpoint
+    bytes_read = 0
 
     def __init__(self, system: Engine, path: Path) -> None:
         self.system, self.path = system, path
@@ -229,6 +230,7 @@ class Loading:
         wants = [want for some in self.wants.values() for want in some]
         for want in wants:
             self.checkpoint.check(want.reads)
+        self.bytes_read = self.checkpoint.metadata_bytes + self.checkpoint.bytes_read
         return {want.name for want in wants}
 
     def require_all(self, used: set[Name]) -> list[str]:
@@ -320,7 +322,8 @@ class Loading:
         notes = tuple(self.notes())
         for note in notes if self.rank == 0 else ():
             warnings.warn(f"{folder}: {note}", CheckpointWarning, stacklevel=4)
-        return Loaded(folder, branch, manifest.about, tuple(self.left_out), notes)
+        told = (tuple(self.left_out), notes, self.bytes_read)
+        return Loaded(folder, branch, manifest.about, *told)
 
     def notes(self) -> Iterator[str]:
         """What has no place here, in sentences; of state of ranks, that of this one."""

@@ -90,6 +90,10 @@ def bench(
     rounds: Annotated[
         int, typer.Option("--rounds", metavar="R", min=1, max=1000, help="of collectives")
     ] = 7,
+    parameters: Annotated[
+        str,
+        typer.Option("--parameters", metavar="N", help="of checkpoints: the model's, e.g. 200M"),
+    ] = "",
     blocks: Annotated[
         int | None, typer.Option("--blocks", metavar="N", min=2, max=100_000, help="A B B A blocks")
     ] = None,
@@ -139,6 +143,7 @@ def bench(
     shardproof bench scaling                           strong and weak scaling
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
     shardproof bench collectives --world 4             ring, trees, ... beside gloo's own all-reduce
+    shardproof bench checkpoint --parameters 200M      saves, loads, stalls beside PyTorch's own
 
     SCENARIO: a file, a folder, a name (strong) or folder/name (scaling/strong) of scenarios/.
 
@@ -156,6 +161,10 @@ def bench(
     holds, below       efficiency is certain to reach, or to miss, its target (80 %)
     oversubscribed     more ranks than physical cores: not measured, a modelled figure beside it
 
+    Pairs of checkpoints time one save or load a segment, without A/A, and count: bytes read where
+    one rank less loads (at most 1.05 of those needed), and resident memory above the state while
+    saving (at most the largest tensor). Files lie in TMPDIR: that disk is measured.
+
     Of many comparisons some differ by chance: "in this report" says which differences stand beside
     all others (Holm); one that does not is inconclusive there. What does not fit into --budget, by
     past durations, is left out, printed and recorded; no comparison is cut short.
@@ -168,7 +177,7 @@ def bench(
     from shardproof.bench import sides
     from shardproof.bench.subjects import BLOCKS, LAUNCHES, LETTERS, Pair, Side
     from shardproof.bench.time_budget import Passes
-    from shardproof.commands.bench import collectives
+    from shardproof.commands.bench import checkpoint, collectives
     from shardproof.commands.bench_run import Request
     from shardproof.registry import preflight
 
@@ -198,7 +207,8 @@ def bench(
     typed = names is not None and _are_implementations(names)
     if names and not typed and (paths := _scaling_scenarios(names)):
         remedy = "name two implementations, or a scenario of pairs"
-        _refuse(context, (*_OF_PAIR, "profile", "score", "no_memory", "goal"), remedy)
+        alone = ("profile", "score", "no_memory", "goal", "parameters")
+        _refuse(context, (*_OF_PAIR, *alone), remedy)
         if FailOn.slower in request.fail_on:
             what = "--fail-on slower: scaling has a target, and no side that is slower"
             remedy = "write --fail-on goal: exit code 1 below the target"
@@ -208,6 +218,7 @@ def bench(
         preflight.check(cell.system.implementation for cell in cells)
         raise typer.Exit(_measure(cells, request, results, dry_run))
     if names is not None and typed:
+        _refuse(context, ("parameters",), "write `bench checkpoint`", "checkpoints")
         if expression:
             remedy = "leave it out: A and B are one pair"
             raise SelectionError(Problem("-k chooses among pairs of scenarios", remedy, expression))
@@ -239,6 +250,8 @@ def bench(
         _refuse(context, _OF_PAIR, remedy)
         pairs = sides.read(names or [])
         pairs = _matching(pairs, expression, "pair", "pairs", [pair.name for pair in pairs])
+        if parameters:
+            pairs = checkpoint.sized(pairs, parameters)
     changes: dict[str, Any] = {
         "blocks": blocks,
         "launches": launches or min(LAUNCHES, blocks or BLOCKS),

@@ -1,0 +1,1 @@
+"""Saves and loads that are timed, and what is counted beside them."""
