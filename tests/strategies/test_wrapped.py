@@ -53,6 +53,44 @@ def test_a_rank_without_work_follows_rounds_of_the_root_alone(strategy: Any, bus
     assert whole == {"0.weight": 8.0 * busy, "1.weight": 8.0 * busy}
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("zero3", {}),
+        ("zero3", {"recompute_every": 1}),
+        ("fsdp", {"prefetch_forward": 2, "prefetch_backward": 2}),
+    ],
+)
+def test_ranks_without_work_follow_rings_that_move_only_while_all_wait(
+    name: str, more: dict[str, Any]
+) -> None:
+    """Ranks that computed waited for a ring where idle ones waited for their next word."""
+    spec = WorkloadSpec("charnames_gpt", global_batch=12, micro_batches=3, params={"width": 16})
+    work = workloads.make(spec)
+
+    def parameters(**options: Any) -> list[dict[str, Tensor]]:
+        def body(rank: int, size: int) -> dict[str, Tensor]:
+            system = registry.load(f"reference/{name}")()
+            assert isinstance(system, Engine)
+            state = work.state() if rank == 0 else None
+            chosen = {**more, **options}
+            system.setup(
+                work.build_for(rank), state, OptimizerSpec(), Mesh({"shard": size}), chosen
+            )
+            for step in range(2):
+                batch = work.batch(step, size)[rank]
+                assert len(batch.micro_batches) == (3 if rank < 2 else 2)
+                system.step(batch, lambda _: None)
+            return {p.name: p.tensor.clone() for p in system.local_state("parameters")}
+
+        return succeed(body, 5)
+
+    rings = parameters(reduce_scatter="ring", all_gather="ring")
+    for own, usual in zip(rings, parameters(), strict=True):
+        assert own.keys() == usual.keys()
+        torch.testing.assert_close(own, usual)
+
+
 class Noting(Reducer):
     """Sums like its base, and notes which parameters of which step it was given."""
 

@@ -60,10 +60,15 @@ class Rounds:
         """Whether the current round is the step's last."""
         return self.number == self.total - 1
 
+    @property
+    def all_compute(self) -> bool:
+        """Whether no rank is idle in the current round."""
+        return self.number < self.busy
+
     def announce(self, call: int) -> None:
         """Say which call comes next, if some rank is idle in this round."""
-        # Before round `busy` all ranks compute, and know what comes: nothing needs to be sent.
-        if self.number >= self.busy:
+        # Where all ranks compute they know what comes: nothing needs to be sent.
+        if not self.all_compute:
             self.largest([call])
 
     def hear(self) -> int:

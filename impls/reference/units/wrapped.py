@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
+from shardproof.impls.reference.collectives.executor import Lanes, Running
 from shardproof.impls.reference.engine.handle import PLAIN, Context, T
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.units.events import Listener, UnitEvents
@@ -84,7 +85,21 @@ class WrappedModel(ShardedModel, Listener):
 
     def announce(self, call: int, unit: ShardedUnit) -> None:
         """Tell idle ranks which call comes next."""
+        self.settle()
         self.rounds.announce(1 + call * len(self.units) + unit.number)
+
+    def settle(self) -> None:
+        """In a round with idle ranks, wait before each word for what is under way.
+
+        Over send and recv it moves only while all ranks wait for it, and ranks that compute also
+        wait where the others have nothing to wait for, but listen (before the root's backward).
+        """
+        if self.rounds.all_compute:
+            return
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            for work in (flat.parameters.work, flat.gradients.work):
+                if isinstance(work, Running | Lanes):
+                    work.wait()
 
     def start_reduction(self, unit: ShardedUnit) -> None:
         """One reduction at a time is under way, and the root's, which is the last of a round."""
@@ -143,6 +158,7 @@ class WrappedModel(ShardedModel, Listener):
             self.leave_round()
             self.free_all()
             # Last: a rank that hears it goes on to the next round, and would miss what came later.
+            self.settle()
             self.rounds.announce(END)
             self.computing = False
 
@@ -154,11 +170,16 @@ class WrappedModel(ShardedModel, Listener):
         for unit in self.units:
             unit.free()
 
+    def hear(self) -> int:
+        """What the ranks at work announce."""
+        self.settle()
+        return self.rounds.hear()
+
     def idle_rounds(self) -> None:
         """Follow the others through the rounds in which this rank has no micro-batch."""
         self.end_round()
         while self.rounds.next():
-            while call := self.rounds.hear():
+            while call := self.hear():
                 kind, number = divmod(call - 1, len(self.units))
                 unit = self.units[number]
                 if kind == REDUCE:
