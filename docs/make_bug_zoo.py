@@ -34,6 +34,7 @@ CLASSES = {
     "tensor": "Tensor and sequence parallelism",
     "hybrid": "Combined axes (HSDP, 2-D and 3-D meshes, experts)",
     "update": "Optimizer, precision, accumulation and clipping",
+    "compression": "Lossy compression of gradients",
     "checkpoint": "Checkpoints and weight layouts",
     "collective": "Hangs and mismatched collectives",
     "backend": "Operations of a backend",

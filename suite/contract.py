@@ -307,6 +307,7 @@ Depth = Literal["family", "layout", "own"]
 Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
 BufferRule = Literal["rank0", "per_rank", "synced", "none"]
 OracleKind = Literal["plain", "emulated", "replay"]
+Emulated = Literal["step", "round"]
 
 _ACCUMULATES = frozenset({"clipping", "accumulation"})
 _DDP = _ACCUMULATES | {
@@ -373,7 +374,9 @@ class Capabilities:
     a system without a common step has no moment at which gradients are final.  ``exactness`` and
     ``oracle`` belong together: ``plain`` compares with single-process training, ``emulated`` with
     one that imitates the declared loss of precision, ``replay`` with one that repeats
-    :meth:`Implementation.events`.
+    :meth:`Implementation.events`.  ``emulates`` says what one call of the emulator is given: the
+    gradients of a ``step``, or those of each ``round`` (the n-th micro-batch of every coordinate)
+    where the system reduces them by themselves.
 
     At depth ``family`` the largest share of what is sharded may be ``balance`` times the equal
     share (or one parameter, if that is more), and bytes sent and held ``overhead`` times what a
@@ -396,6 +399,7 @@ class Capabilities:
     backends: tuple[str, ...] = ("in_memory", "gloo", "gloo_cuda", "nccl", "mpi")
     exactness: Exactness = "reordered-sum"
     oracle: OracleKind = "plain"
+    emulates: Emulated = "step"
     buffers: BufferRule = "rank0"
     initial_state: Literal["rank0", "everywhere"] = "rank0"
     points: tuple[Point, ...] = ("gradients_final", "after_update")
@@ -406,6 +410,22 @@ class Capabilities:
     overhead: float = 2.0
     loss_factor: str = "1"
     checkpoints: tuple[str, ...] = ()
+
+
+class Emulation(Protocol):
+    """An emulator of reductions that keep something, as optimizer slots whose names have an ``@``.
+
+    Of ``<parameter>.residual@<coordinate>``, what that coordinate did not send, the check
+    ``compression`` asks whether sent + residual = gradient + old residual.
+    """
+
+    #: By coordinate, parameters that have a residual: what was given to the sum in the last call.
+    sent: Sequence[Mapping[str, Tensor]]
+    #: Other slots after the last call, such as ``<parameter>.factor@<coordinate>``.
+    kept: Mapping[str, Tensor]
+
+    def __call__(self, step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The gradients that are applied, of those by coordinate."""
 
 
 _UNTRACED = nullcontext()
@@ -449,12 +469,17 @@ class Implementation(ABC):
     @classmethod
     def emulator(
         cls, options: Options
-    ) -> Callable[[int, Sequence[dict[str, Tensor]]], dict[str, Tensor]]:
+    ) -> Emulation | Callable[[int, Sequence[dict[str, Tensor]]], dict[str, Tensor]]:
         """For ``oracle="emulated"``: what this system's reduction makes of exact gradients.
 
         A fresh function of (step, gradients by name of each data coordinate, in order), called once
-        a step; it may keep state from step to step (error feedback).  A coordinate that did not use
-        a parameter has no gradient of it.  Gives the gradients that are applied.
+        a step or round (``Capabilities.emulates``); it may keep state from call to call (error
+        feedback).  A coordinate that did not use a parameter has no gradient of it; in a round it
+        has zeros of what some coordinate uses in another round of the step.  Gives the gradients
+        that are applied.
+
+        A system that keeps something of its reductions from step to step gives an
+        :class:`Emulation`.
         """
         raise Refused(f"{cls.__name__} has no emulator")
 

@@ -63,11 +63,12 @@ from shardproof.impls.reference.engine.options import (
 )
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
+from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 
 @dataclass(frozen=True)
-class Options(OfWholes, Saved):
+class Options(OfWholes, Compressing, Saved):
     """``bucket_bytes`` limits a bucket, ``first_bucket_bytes`` the first one to leave;
     ``recompute_every`` is the engine's (engine/recompute.py)."""
 
@@ -281,7 +282,12 @@ class ReferenceDDP(Engine):
         features, buffers = ["accumulation_without_communication", "overlap"], "per_rank"
         if chosen.broadcast_buffers:
             features, buffers = [*features, "buffer_broadcast"], "rank0"
-        return declared(*features, buffers=buffers, checkpoints=FORMATS)
+        return lossy(declared(*features, buffers=buffers, checkpoints=FORMATS), chosen)
+
+    @classmethod
+    def summing(cls, options: Mapping[str, Any]) -> Options:
+        """All of them."""
+        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""

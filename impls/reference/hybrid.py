@@ -62,14 +62,14 @@ from shardproof.impls.reference.engine.options import FORMATS, Training, declare
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import gather_over, put
+from shardproof.impls.reference.engine.summing import DATA_AXES
 from shardproof.impls.reference.fsdp.schedule import Options as FSDPOptions
+from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.pipeline import Options as PipelineOptions
 from shardproof.impls.reference.pipeline import ReferencePipeline
 from shardproof.impls.reference.tensor.cuts import Uncut
 from shardproof.impls.reference.units import step_shards
 from shardproof.schedules import Schedule
-
-DATA_AXES = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ReferenceHybrid(ReferencePipeline):
             {"sequence_parallel": chosen.sequence_parallel}
         )
         from_rank0 = chosen.data == "ddp" and inner.broadcast_buffers
-        return declared(
+        exact = declared(
             "stages",
             "tensor",
             axes=("pipe", *DATA_AXES, "tensor"),
@@ -173,6 +173,7 @@ class ReferenceHybrid(ReferencePipeline):
             declines={**layers.declines, **getattr(getattr(inner, "wrap", None), "declines", {})},
             checkpoints=FORMATS,
         )
+        return lossy(exact, inner)
 
     @classmethod
     def schedule(  # type: ignore[override]  # without stages there is none
@@ -191,16 +192,18 @@ class ReferenceHybrid(ReferencePipeline):
     ) -> None:
         """Set up as a pipeline if there is an axis for stages, else as a plain strategy."""
         self.options = parse_options(Options, options)
-        self.check(mesh)
         self.is_cut = mesh.size("pipe") > 1
+        self.check(mesh)
         if self.is_cut:
             super().setup(build, state, optimizer, mesh, options)
         else:
             Engine.setup(self, build, state, optimizer, mesh, options)
 
-    def collective_options(self) -> Mapping[str, Any]:
+    @classmethod
+    def summing(cls, options: Mapping[str, Any]) -> Compressing:
         """Those of the data axes: the other axes sum activations, by the backend's own."""
-        return self.options.data_options
+        chosen: Compressing = parse_options(Options, options).strategy_options
+        return chosen
 
     def check(self, mesh: Mesh) -> None:
         """Whether the strategy of the data axes takes those that the mesh has."""
@@ -212,6 +215,18 @@ class ReferenceHybrid(ReferencePipeline):
                     f"option {name!r} is one of the strategy on the data axes, but this mesh has "
                     f"none, only {' and '.join(mesh.axes)}: add shard: 1"
                 )
+        if inner.compress is not None and mesh.size("tensor") > 1:
+            raise Refused(
+                "option 'data_options.compress': a rank of the axis 'tensor' has parts of "
+                "parameters, and what is made of them is not what is made of the whole; take "
+                "tensor: 1, or leave it out"
+            )
+        if inner.compress is not None and self.is_cut and inner.reduction.each_round:
+            raise Refused(
+                f"option 'data_options.compress' with 'data' = {data!r} in a pipeline: rounds are "
+                "reduced in the order of the schedule; take ddp, zero1, or fsdp with "
+                "accumulate_without_communication"
+            )
         if data.startswith("zero") and mesh.size("replicate") > 1:
             raise Refused(
                 f"option 'data' = {data!r} shards over the axis 'shard' and has no replicas, but "

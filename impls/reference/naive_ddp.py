@@ -33,13 +33,14 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
 from shardproof.impls.reference.engine.options import FORMATS, Saved, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.parts.flat import FlatLayout
 from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 
 
 @dataclass(frozen=True)
-class Options(OfWholes, Saved):
-    """``all_reduce``, and what is saved."""
+class Options(OfWholes, Compressing, Saved):
+    """``all_reduce``, ``compress``, and what is saved."""
 
 
 def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> NaiveDDP:
@@ -84,13 +85,19 @@ class ReferenceNaiveDDP(Engine):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """The ``naive_ddp`` profile; buffers stay with their rank."""
-        parse_options(Options, options)
-        return Capabilities(
+        chosen = parse_options(Options, options)
+        exact = Capabilities(
             dtypes=("float64", "float32", "bfloat16"),
             buffers="per_rank",
             features=frozenset({"clipping", "accumulation", "initial_broadcast"}),
             checkpoints=FORMATS,
         )
+        return lossy(exact, chosen)
+
+    @classmethod
+    def summing(cls, options: Mapping[str, Any]) -> Options:
+        """All of them."""
+        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""

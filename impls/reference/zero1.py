@@ -50,6 +50,7 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
+from shardproof.impls.reference.parts.compressors.options import lossy
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
 
@@ -110,8 +111,13 @@ class ReferenceZero1(Engine):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``zero1`` profile asks for."""
-        parse_options(Options, options)
-        return declared("sharded_optimizer", axes=("shard",), checkpoints=FORMATS)
+        exact = declared("sharded_optimizer", axes=("shard",), checkpoints=FORMATS)
+        return lossy(exact, parse_options(Options, options))
+
+    @classmethod
+    def summing(cls, options: Mapping[str, Any]) -> Options:
+        """All of them."""
+        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

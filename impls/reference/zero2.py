@@ -56,6 +56,7 @@ from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Hand
 from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts import sharded_update
+from shardproof.impls.reference.parts.compressors.options import Reduction, lossy
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.sharded_update import ShardedUpdate
 
@@ -65,6 +66,11 @@ class Options(sharded_update.Options):
     """Smaller buckets than ZeRO-1's: three of them are all that exists of whole gradients."""
 
     bucket_bytes: int = 4 * 2**20
+
+    @property
+    def reduction(self) -> Reduction:
+        """Into shards, in every round."""
+        return Reduction(scattered=True, each_round=True)
 
 
 def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> Zero2:
@@ -164,10 +170,15 @@ class ReferenceZero2(Engine):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Everything that the ``zero2`` profile asks for."""
-        parse_options(Options, options)
-        return declared(
+        exact = declared(
             "sharded_optimizer", "sharded_gradients", axes=("shard",), checkpoints=FORMATS
         )
+        return lossy(exact, parse_options(Options, options))
+
+    @classmethod
+    def summing(cls, options: Mapping[str, Any]) -> Options:
+        """All of them."""
+        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

@@ -64,16 +64,22 @@ from shardproof.impls.reference.engine.options import (
     parse_options,
 )
 from shardproof.impls.reference.engine.state import gather_pieces
+from shardproof.impls.reference.parts.compressors.options import Compressing, Reduction, lossy
 from shardproof.impls.reference.units.plan import Wrap, plan_units
 from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.units.wrapped import WrappedModel
 
 
 @dataclass(frozen=True)
-class Options(OfShards, Training, Saved):
+class Options(OfShards, Training, Compressing, Saved):
     """``wrap`` says which modules are units."""
 
     wrap: Wrap = field(default_factory=Wrap)
+
+    @property
+    def reduction(self) -> Reduction:
+        """Into shards, in every round."""
+        return Reduction(scattered=True, each_round=True)
 
 
 def apply(module: nn.Module, comms: Comms, options: Options, context: Context = PLAIN) -> Zero3:
@@ -130,9 +136,15 @@ class ReferenceZero3(Engine):
         chosen = parse_options(Options, options)
         sharded = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
         declines = chosen.wrap.declines
-        return declared(
+        exact = declared(
             "overlap", *sharded, axes=("shard",), declines=declines, checkpoints=FORMATS
         )
+        return lossy(exact, chosen)
+
+    @classmethod
+    def summing(cls, options: Mapping[str, Any]) -> Options:
+        """All of them."""
+        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

@@ -186,21 +186,32 @@ def events(system: Implementation) -> list[Event]:
     return listed
 
 
-def emulator(system: type[Implementation], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """``emulator(options)``, whose gradients are asked as well."""
+class Emulated:
+    """``emulator(options)``, whose answers are asked as well."""
+
     method = "emulator(options)"
-    try:
-        made = system.emulator(options)
-    except Exception as error:
-        raise BrokenContract(f"{system.__name__}.{method} raised {error!r}") from error
-    fold = asked(system, method, made, Callable, "a function")
 
-    def _folded(step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def __init__(self, system: type[Implementation], options: Mapping[str, Any]) -> None:
+        self.system = system
         try:
-            folded = fold(step, parts)
+            made = system.emulator(options)
         except Exception as error:
-            raise BrokenContract(f"{system.__name__}.{method} raised {error!r}") from error
-        wanted = "a dict of tensors by name"
-        return _tensors(system, f"{method}(step, gradients)", folded, wanted)
+            raise self._raised(error) from error
+        self.fold = asked(system, self.method, made, Callable, "a function")
+        self.sent: list[dict[str, Tensor]] = []
+        self.kept: dict[str, Tensor] = {}
 
-    return _folded
+    def __call__(self, step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        try:
+            folded = self.fold(step, parts)
+        except Exception as error:
+            raise self._raised(error) from error
+        wanted, method = "a dict of tensors by name", f"{self.method}.sent"
+        told = asked(self.system, method, getattr(self.fold, "sent", []), (list, tuple), "a list")
+        self.sent = [_tensors(self.system, method, each, wanted) for each in told]
+        kept = getattr(self.fold, "kept", {})
+        self.kept = _tensors(self.system, f"{self.method}.kept", kept, wanted)
+        return _tensors(self.system, f"{self.method}(step, gradients)", folded, wanted)
+
+    def _raised(self, error: Exception) -> BrokenContract:
+        return BrokenContract(f"{self.system.__name__}.{self.method} raised {error!r}")

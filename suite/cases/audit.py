@@ -1,9 +1,10 @@
 """Does a check that passed hold its proof?  A second look at stored figures, by other code.
 
 A check that compares nothing, too little, or a tensor with itself finds no fault.  So the rows of
-``equivalence`` must cover everything that the ranks held when they were asked, and none may deny
-what two witnesses say that the check does not touch: the norms of what was observed, and those of
-the oracle.  By the reverse triangle inequality they differ by no more than the tensors do.
+``equivalence`` (of what reductions keep, those of ``compression``) must cover everything that the
+ranks held when they were asked, and none may deny what two witnesses say that the check does not
+touch: the norms of what was observed, and those of the oracle.  By the reverse triangle inequality
+they differ by no more than the tensors do.
 
 *Cannot see* a fault of the judge that moves the norm of no tensor; nor, where an update is replayed
 from the system's own state, whether that state is the oracle's.
@@ -12,7 +13,7 @@ from the system's own state, whether that state is the oracle's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from shardproof.case import Lane
@@ -20,7 +21,7 @@ from shardproof.checks import Outcome
 from shardproof.checks.equivalence import judged_lane
 from shardproof.checks.norm import BOUNDS as NORM_BOUNDS
 from shardproof.checks.numbers import FP64_BOUND
-from shardproof.evidence.assembled import Figures
+from shardproof.evidence.assembled import KEPT, Figures
 from shardproof.evidence.records import ComparisonRow, TensorRow
 from shardproof.verdicts import JUDGE_ERROR
 
@@ -32,10 +33,14 @@ Place = tuple[int, str, str]
 
 def audited(outcome: Outcome, figures: Figures) -> Outcome:
     """``outcome``, or that the judge cannot be trusted, where a pass lacks its proof."""
-    if outcome.check != "equivalence" or outcome.status != "pass":
+    if outcome.check not in ("equivalence", "compression") or outcome.status != "pass":
         return outcome
-    rows = figures.compared.get("equivalence", [])
-    problem = _beyond(rows) or _not_compared(figures, rows) or _denied(figures)
+    rows = figures.compared.get(outcome.check, [])
+    is_kept = outcome.check == "compression"
+    problem = _beyond(rows) or _not_compared(
+        _kept(figures) if is_kept else _expected(figures), rows
+    )
+    problem = problem or ("" if is_kept else _denied(figures))
     return replace(outcome, status=JUDGE_ERROR, message=problem) if problem else outcome
 
 
@@ -46,9 +51,9 @@ def _beyond(rows: list[ComparisonRow]) -> str:
     return ""
 
 
-def _not_compared(figures: Figures, rows: list[ComparisonRow]) -> str:
+def _not_compared(expected: Iterable[Place], rows: list[ComparisonRow]) -> str:
     compared = {(row.step, row.phase, row.name) for row in rows if row.error is not None}
-    for place in _expected(figures):
+    for place in expected:
         if place not in compared:
             step, phase, name = place
             return f"passes, though {name!r} was not compared at step {step} ({phase})"
@@ -66,10 +71,19 @@ def _expected(figures: Figures) -> Iterator[Place]:
     update = "replayed update of {}" if replayed else "after_update {}"
     yield from ((step, update.format("parameters"), n) for step in figures.steps for n in names)
     for row in figures.tensors:
+        if KEPT in row.name:
+            continue  # the check compression's
         if row.kind == "optimizer" and row.point == "after_update":
             yield row.step, update.format("optimizer"), row.name
         elif lane != "working_precision" and (phase := _phase(figures, row, replayed)):
             yield row.step, phase, row.name
+
+
+def _kept(figures: Figures) -> Iterator[Place]:
+    """All that reductions kept, of which equivalence knows nothing."""
+    for row in figures.tensors:
+        if KEPT in row.name and row.point == "after_update":
+            yield row.step, "after_update kept", row.name
 
 
 def _denied(figures: Figures) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof import registry, workloads
+from shardproof import backends, registry, workloads
 from shardproof.case import Case
 from shardproof.cases import answers, called, checkpoint_runs
 from shardproof.cases.rank_program import workload_facts
@@ -145,6 +145,9 @@ def _declared(account: Account) -> tuple[type[Implementation], dict[int, Schedul
         return None
     if untrained.of(case.workload) is not None:
         return implementation, {}
+    account.cannot_fit = _why_not_in_this_lane(case, declaration)
+    if account.cannot_fit:
+        return None
     try:
         return implementation, _announced_schedules(case, implementation)
     except announced.NoSchedule as error:
@@ -245,6 +248,23 @@ def _announced_schedules(case: Case, implementation: type[Implementation]) -> di
     return schedules
 
 
+def _why_not_in_this_lane(case: Case, declaration: Declaration) -> str:
+    """Why a system that is compared with an emulation cannot be judged in the lane; empty: it can.
+
+    Elsewhere it would be held to what one device computes, which loses nothing.
+    """
+    if declaration.oracle != "emulated" or case.lane == "fp64":
+        return ""
+    in_order = case.world <= 2 or backends.BACKENDS[case.backend].in_rank_order
+    exact = declaration.exactness == "bitwise" and in_order and "pipe" not in case.mesh
+    if case.lane == "bitwise" and (exact or case.world == 1):
+        return ""
+    return (
+        f"lane {case.lane!r}: what {case.system} loses is emulated, and compared in lane fp64 (in "
+        "lane bitwise where it declares equal bits); write lane: fp64"
+    )
+
+
 def _why_it_has_no_stages(case: Case, workload: Workload) -> str:
     """Why a pipeline cannot cut a user's own model; empty: it can."""
     reason = workload.family.unstaged(workload.params) if "pipe" in case.mesh else ""
@@ -305,7 +325,8 @@ def _train_oracle(
             case.data_coordinates,
             case.steps,
             declaration.buffers,
-            fold=answers.emulator(implementation, case.options),
+            fold=answers.Emulated(implementation, case.options),
+            by_round=declaration.emulates == "round",
         )
     return training.load_or_train(case, declaration.buffers, cache)
 

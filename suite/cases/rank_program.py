@@ -35,6 +35,7 @@ from shardproof.contract import (
     Point,
     Refused,
 )
+from shardproof.evidence.assembled import KEPT
 from shardproof.evidence.held import Held
 from shardproof.evidence.records import (
     SHOWN_AT,
@@ -353,7 +354,8 @@ def _places(observed: Mapping[str, Pieces]) -> dict[str, str]:
 def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
     """Elements by kind and name of what the rank holds at a moment; names of none are left out.
 
-    Of a parameter's optimizer slots the largest counts; counters and masters do not.
+    Of a parameter's optimizer slots the largest counts; counters, masters and what reductions keep
+    do not.
     """
     by_kind: dict[str, dict[str, int]] = {}
     for kind, pieces in kinds.items():
@@ -365,7 +367,7 @@ def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
             slots: dict[str, int] = {}
             for name, size in sizes.items():
                 owner, _, slot = name.rpartition(".")
-                if slot != "step" and not slot.startswith("master"):
+                if slot != "step" and not slot.startswith("master") and KEPT not in slot:
                     slots[owner] = max(slots.get(owner, 0), size)
             sizes = slots
         by_kind[kind] = sizes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardproof import checks
 from shardproof.backends.errors import CollectiveMismatch, name_ranks
@@ -223,7 +223,9 @@ def _refused(case: Case, outcomes: Sequence[RankOutcome]) -> CaseResult:
 
 def is_about_input(case: Case, message: str) -> bool:
     """Whether a refusal names what is at fault: an option that the scenario gives, or an axis."""
-    named = any(name in case.options for name in _OPTION.findall(message))
+    inner = case.options.get("data_options")
+    given = {*case.options, *(inner if isinstance(inner, Mapping) else ())}
+    named = any(name in given for name in _OPTION.findall(message))
     return named or _AXIS.search(message) is not None
 
 

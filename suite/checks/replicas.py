@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 
 from shardproof.checks import Outcome, Worst
-from shardproof.evidence.assembled import Figures
+from shardproof.evidence.assembled import KEPT, Figures
 from shardproof.evidence.records import TensorRow
 
 #: Name -> replica -> what is stored of that copy.
@@ -83,6 +83,8 @@ def _lone(state: Copies, initial: Copies) -> str:
     """
     leaders: dict[frozenset[int], tuple[str, frozenset[int]]] = {}
     for name, copies in state.items():
+        if KEPT in name:
+            continue  # of one rank, or of all together
         parameter = name if name in initial else name.rpartition(".")[0]
         if parameter not in initial:
             continue

@@ -3,7 +3,8 @@
 Counted is the floating-point payload of calls issued inside ``step`` (forward, backward, update;
 not at observation points), by the collective model of ground truth (logical bytes, not bytes on the
 wire), summed over ranks in exact rationals; and the calls, where their number is promised, in
-groups of more than one rank.  A scenario's own ``expect.traffic`` is compared with the sum over
+groups of more than one rank.  Integers count alike where they are promised: indices and signs of
+compressed gradients.  A scenario's own ``expect.traffic`` is compared with the sum over
 all axes instead.  Set-up and control traffic (integers, objects, barriers) stand in rows of their
 own; a step's control traffic is bounded, for gradients can travel disguised as integers.  For a
 upstream system, which is held to its own formula, the textbook's bytes stand beside.
@@ -70,8 +71,15 @@ def decide(evidence: Figures) -> Outcome:
             figures.source = cost_model.source
             figures.flows = [Sent(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
             _set_textbook(figures, cost_model)
-            message = _flow_differs(step, strategy, flows_of(evidence, step), flows)
-            message = message or _rank_differs(evidence, step, strategy, flows)
+            floats, integers = ([f for f in flows if f.integers is kind] for kind in (False, True))
+            counted = _integers(evidence, step, integers)
+            value += sum((size for _, size in counted.values()), Fraction(0))
+            if step == last:
+                rows = sorted(counted.items())
+                figures.sent = [*figures.sent, *(Sent(*k, n, str(size)) for k, (n, size) in rows)]
+            message = _flow_differs(step, strategy, flows_of(evidence, step), floats)
+            message = message or _flow_differs(step, strategy, counted, integers, " of integers")
+            message = message or _rank_differs(evidence, step, strategy, floats)
         elif evidence.family is not None:
             low, high = figures.within = _family_bounds(evidence, evidence.family, step)
             if low and not value:
@@ -91,6 +99,7 @@ def decide(evidence: Figures) -> Outcome:
             worst = Worst("payload bytes", step, "step", "all ranks", distance, 0.0)
             figures.bytes_sent = str(value)
             return Outcome("traffic", "fail", message, worst, figures.to_dict())
+        figures.bytes_sent = str(value)
     problem = _too_much_control(evidence, promises)
     return Outcome("traffic", "fail" if problem else "pass", problem, None, figures.to_dict())
 
@@ -132,18 +141,32 @@ class TrafficFigures(SparselyStored):
 Flows = dict[tuple[str, str], tuple[int, Fraction]]
 
 
-def flows_of(evidence: Figures, step: int, records: Sequence[RankRecord] | None = None) -> Flows:
+def flows_of(
+    evidence: Figures,
+    step: int,
+    records: Sequence[RankRecord] | None = None,
+    floating: bool = True,
+) -> Flows:
     """What the ranks (``records``: these of them) sent in ``step``; groups of one rank send nothing
     and do not count.
     """
     flows: Flows = {}
     for record in evidence.records if records is None else records:
-        for call in step_calls(record, step):
+        for call in step_calls(record, step, floating):
             if len(call.group) > 1:
                 key = axis_of(call.group, evidence.case.mesh), call.operation
                 calls, total = flows.get(key, (0, Fraction(0)))
                 flows[key] = calls + 1, total + call.logical_bytes
     return flows
+
+
+def _integers(evidence: Figures, step: int, promised: Sequence[Flow]) -> Flows:
+    """Integers that were sent by operations of which some are ``promised``; the rest is control."""
+    kinds = {(flow.axis, flow.operation) for flow in promised}
+    if not kinds:
+        return {}
+    sent = flows_of(evidence, step, floating=False)
+    return {key: flow for key, flow in sent.items() if key in kinds}
 
 
 def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
@@ -176,7 +199,7 @@ def _family_bounds(evidence: Figures, family: Family, step: int) -> tuple[int, i
     assert evidence.model_facts is not None
     facts = in_step(evidence.model_facts, step, _was_skipped(evidence, step))
     declared = evidence.declaration
-    is_exact = declared.exactness in ("bitwise", "reordered-sum")
+    is_exact = declared.oracle == "plain" and declared.exactness in ("bitwise", "reordered-sum")
     bound = family.sent(facts, declared.overhead, is_exact)
     return bound.low, bound.high
 
@@ -214,7 +237,9 @@ def _sum_differs(step: int, value: Fraction, formula: str, expected: Fraction) -
 _LARGEST_RATIO = 64
 
 
-def _flow_differs(step: int, strategy: str, sent: Flows, promised: Sequence[Flow]) -> str:
+def _flow_differs(
+    step: int, strategy: str, sent: Flows, promised: Sequence[Flow], of: str = ""
+) -> str:
     """The first axis and operation whose bytes, or else calls, are not those promised."""
     wanted: dict[tuple[str, str], tuple[int, int, Fraction]] = {}
     for flow in promised:
@@ -225,7 +250,7 @@ def _flow_differs(step: int, strategy: str, sent: Flows, promised: Sequence[Flow
         low, high, expected = wanted.get(key, (0, 0, Fraction(0)))
         calls, total = sent.get(key, (0, Fraction(0)))
         axis, operation = key
-        where = f"step {step}, axis {axis}, {operation}"
+        where = f"step {step}, axis {axis}, {operation}{of}"
         if total != expected:
             return (
                 f"{where}: {_text(total)} bytes in {calls} calls over all ranks, "
@@ -309,7 +334,8 @@ def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -
         sends = (c.operation == "send" for r in evidence.records for c in step_calls(r, step))
         # Of a family it is not known who tells shapes: a KiB a message is allowed.
         shapes = cost_model.metadata_bytes() if cost_model else 1024 * sum(sends)
-        most = limit + shapes
+        values = sum(f.bytes for f in cost_model.flows() if f.integers) if cost_model else 0
+        most = limit + shapes + values
         if spent > most:
             return f"step {step} sends {_text(spent)} bytes that are no floats, at most {most:,}"
     return ""

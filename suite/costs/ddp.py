@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from shardproof.costs import collectives
+from shardproof.costs import collectives, compression
+from shardproof.costs.layout import Flat, layouts
 from shardproof.costs.model import Bytes, CostModel, Flow, Local, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, TensorFacts, used
 
@@ -33,7 +34,8 @@ class Single(CostModel):
             "parameters": sum(t.numel * self.item(t) for t in held),
             "masters": sum(t.nbytes for t in trained if facts.compute(t.dtype) != t.dtype),
             "gradients": self.gradient_bytes(rank, step),
-            "optimizer_state": state_bytes(facts, [(t, t.numel) for t in trained], updated),
+            "optimizer_state": state_bytes(facts, [(t, t.numel) for t in trained], updated)
+            + compression.state_bytes(facts, trained, rank, facts.world, step),
         }
 
     def held_by(self, rank: int) -> Sequence[TensorFacts]:
@@ -59,8 +61,8 @@ class NaiveDDP(Single):
 
     def flows(self) -> list[Flow]:
         """2 (N-1) G bytes: one all-reduce for each trained tensor (or what its algorithm sends)."""
-        payloads = [(t.numel, ITEMSIZE[t.dtype]) for t in self.facts.trainable]
-        return collectives.flow(self.facts, "replicate", "all_reduce", payloads)
+        flats = [Flat((t,), 1) for t in self.facts.trainable]
+        return compression.flows(self.facts, "replicate", "all_reduce", flats)
 
 
 class DDP(Single):
@@ -92,24 +94,29 @@ class DDP(Single):
 
         The bytes are the same: every algorithm sends, over all ranks, a multiple of the elements.
         """
-        apart = [(t.numel, ITEMSIZE[t.dtype]) for t in tensors]
-        together = [
-            (sum(t.numel for t in tensors if t.dtype == dtype), ITEMSIZE[dtype])
-            for dtype in {t.dtype: None for t in tensors}
-        ]
-        fewest = collectives.flow(self.facts, "replicate", operation, together)
-        most = collectives.flow(self.facts, "replicate", operation, apart)
+        apart, together = [Flat((t,), 1) for t in tensors], layouts(tensors, 1)
+        fewest, most = (self.moved(operation, flats) for flats in (together, apart))
         # A bucket may have lanes where its tensors, alone, have none, or fewer than all at once.
-        slack = collectives.most_lanes(self.facts, operation, [n for n, _ in together])
+        slack = collectives.most_lanes(self.facts, operation, [flat.numel for flat in together])
         return [
             replace(f, calls=(least.range[0] // slack, f.range[1] * slack), by_rank=None)
             for f, least in zip(most, fewest, strict=True)
         ]
 
+    def moved(
+        self, operation: Literal["all_reduce", "broadcast"], flats: Sequence[Flat]
+    ) -> list[Flow]:
+        """What each of ``flats`` takes: gradients may be compressed, buffers are not."""
+        if operation == "all_reduce":
+            return compression.flows(self.facts, "replicate", operation, flats)
+        payloads = [flat.payload(flat.dtype) for flat in flats]
+        return collectives.flow(self.facts, "replicate", operation, payloads)
+
     def why_overlap_is_not_judged(self) -> str:
-        """Rounds of several buckets are alike in the log."""
+        """Rounds of several buckets, or calls of compressed ones, are alike in the log."""
         chosen = collectives.over_send_recv(self.facts, "all_reduce")
-        return collectives.ROUNDS_ARE_ALIKE if chosen else ""
+        compressed = compression.BY_OTHER_CALLS if compression.chosen(self.facts) else ""
+        return collectives.ROUNDS_ARE_ALIKE if chosen else compressed
 
     def why_not_measured(self) -> str:
         """A bucket with no used parameter holds no gradients; no formula says which ones."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardproof.costs import collectives
+from shardproof.costs import collectives, compression
 from shardproof.costs.collectives import Payload
 from shardproof.costs.layout import Unit
 from shardproof.costs.model import Bound, Flow, Prefetch, norm_flow
@@ -73,13 +73,20 @@ class FSDP(Zero3):
             gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
             flows += collectives.flow(facts, "shard", "all_gather", gathered, self.forwards)
             flows += self.again(gathered, self.gathers_again(unit))
-        reduced = [flat.payload(facts.reduction(flat.dtype)) for flat in self.reduced]
-        crossing = [(elements // facts.size("shard"), item) for elements, item in reduced]
         once = min(facts.rounds, 1)
         times = once if self.is_silent else facts.rounds
-        flows += collectives.flow(facts, "shard", "reduce_scatter", reduced, times)
-        flows += collectives.flow(facts, "replicate", "all_reduce", crossing, once)
+        flows += compression.flows(facts, "shard", "reduce_scatter", self.reduced, times)
+        flows += self.crossing(once)
         return [*flows, *norm_flow(facts, "shard")]
+
+    def crossing(self, times: int) -> list[Flow]:
+        """The sums of shards over the replicas; compressed where a shard is whole."""
+        facts, shards = self.facts, self.facts.size("shard")
+        if shards == 1:
+            return compression.flows(facts, "replicate", "all_reduce", self.reduced, times)
+        reduced = [flat.payload(facts.reduction(flat.dtype)) for flat in self.reduced]
+        payloads = [(elements // shards, item) for elements, item in reduced]
+        return collectives.flow(facts, "replicate", "all_reduce", payloads, times)
 
     def again(self, payloads: list[Payload], times: int) -> list[Flow]:
         """The gathers of one unit over the ranks that it is sharded over between its uses."""
@@ -91,6 +98,7 @@ class FSDP(Zero3):
         crossing = sum(
             collectives.scratch(facts, "all_reduce", replicas, flat.shard_numel)
             * ITEMSIZE[facts.reduction(flat.dtype)]
+            + compression.scratch(facts, flat, replicas)
             for flat in self.reduced
         )
         return super().scratch() + crossing

@@ -17,7 +17,14 @@ from shardproof.costs import model_facts
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 
 Operation = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send", "recv"
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "send",
+    "recv",
 ]
 #: A name's share of what ranks may keep of their last agreement by integers.
 VOTE_BYTES = 16
@@ -36,7 +43,8 @@ class Flow:
 
     ``calls`` is exact, a range, or ``None`` (any number); groups of one rank send nothing and are
     not counted.  ``bytes`` are logical (see :mod:`shardproof.ledgers.traffic`).  ``by_rank``: calls
-    and bytes of each global rank, where ranks differ and each is promised its own.
+    and bytes of each global rank, where ranks differ and each is promised its own.  ``integers``:
+    it moves those, which are counted apart from floats.
     """
 
     axis: str
@@ -44,6 +52,7 @@ class Flow:
     bytes: Fraction
     calls: int | tuple[int, int] | None
     by_rank: tuple[tuple[int, Fraction], ...] | None = None
+    integers: bool = False
 
     @property
     def range(self) -> tuple[int, int]:
@@ -242,18 +251,24 @@ def flow(
 
 
 def grouped_flow(
-    axis: str, operation: Operation, payloads: Iterable[int], ranks: int, times: int
+    axis: str,
+    operation: Operation,
+    payloads: Iterable[int],
+    ranks: int,
+    times: int,
+    integers: bool = False,
 ) -> list[Flow]:
     """The flow of one call per payload (bytes) in groups of ``ranks``, ``times`` in all groups.
 
-    The payload is the whole output of an all-gather and the whole input of a reduce-scatter.
+    The payload is the whole output of an all-gather, the whole input of a reduce-scatter, and what
+    a rank gives to, or gets from, an all-to-all on average over the ranks.
     """
     sizes = [payload for payload in payloads if payload]
     if ranks == 1 or not sizes:
         return []
     factor = 2 * (ranks - 1) if operation == "all_reduce" else ranks - 1
     total = Fraction(factor * sum(sizes) * times)
-    return [Flow(axis, operation, total, len(sizes) * times * ranks)]
+    return [Flow(axis, operation, total, len(sizes) * times * ranks, integers=integers)]
 
 
 def norm_flow(facts: ModelFacts, axis: str) -> list[Flow]:

@@ -59,15 +59,15 @@ class Offloaded(CostModel):
     why_overlap_is_not_judged = _of_inner("why_overlap_is_not_judged")
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """What stays on the device: nothing, or parameters and gradients."""
-        held = self.inner.resident(rank, step, updated)
-        if self.shards_rest_there:
-            return dict.fromkeys(held, 0)
-        return held | {"masters": 0, "optimizer_state": 0}
+        """What stays on the device: what reductions keep, and perhaps parameters and gradients."""
+        held, kept = self.inner.resident(rank, step, updated), self.inner.kept(rank, step)
+        stays = dict.fromkeys(held, 0) if self.shards_rest_there else held
+        return stays | {"masters": 0, "optimizer_state": kept}
 
     def host(self, rank: int, step: int, updated: int) -> Bytes:
         """Optimizer state, and masters of what this rank updates unless its shards are masters."""
         held = self.inner.resident(rank, step, updated)
+        held["optimizer_state"] -= self.inner.kept(rank, step)
         if self.shards_rest_there:  # gradients come down to where those of every step lie
             assert isinstance(self.inner, Zero3)
             ever = used_by(self.facts.parameters, self.facts.steps - 1)

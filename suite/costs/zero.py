@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from shardproof.case import DATA_AXES
-from shardproof.costs import collectives, model
+from shardproof.costs import collectives, compression, model
 from shardproof.costs.layout import Flat, Unit, buckets, units
 from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, Prefetch
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
@@ -60,11 +60,10 @@ class Zero1(CostModel):
     def flows(self) -> list[Flow]:
         """(N-1) (m G + P) bytes: gradients are reduced m times, parameters gathered once."""
         facts = self.facts
-        gradients = [flat.payload(facts.reduction(flat.dtype)) for flat in self.flats]
         parameters = [flat.payload(facts.compute(flat.dtype)) for flat in self.flats]
         return [
             # (N-1) G each time, and (N-1) P
-            *collectives.flow(facts, "shard", "reduce_scatter", gradients, self.reductions),
+            *compression.flows(facts, "shard", "reduce_scatter", self.flats, self.reductions),
             *collectives.flow(facts, "shard", "all_gather", parameters),
             *model.norm_flow(facts, "shard"),
         ]
@@ -84,8 +83,12 @@ class Zero1(CostModel):
             if narrow
             else self.strided_copies,
             "gradients": self.gradient_bytes(rank, step),
-            "optimizer_state": model.state_bytes(facts, parts, updated),
+            "optimizer_state": model.state_bytes(facts, parts, updated) + self.kept(rank, step),
         }
+
+    def kept(self, rank: int, step: int) -> int:
+        """What reductions keep."""
+        return kept_bytes(self.facts, self.flats, rank, step)
 
     @property
     def strided_copies(self) -> int:
@@ -228,10 +231,9 @@ class Zero3(CostModel):
             gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
             times = self.gathers_per_step(unit)
             flows += collectives.flow(facts, "shard", "all_gather", gathered, times)
-        reduced = [flat.payload(facts.reduction(flat.dtype)) for flat in self.reduced]
         return [
             *flows,
-            *collectives.flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
+            *compression.flows(facts, "shard", "reduce_scatter", self.reduced, facts.rounds),
             *model.norm_flow(facts, "shard"),
         ]
 
@@ -269,8 +271,13 @@ class Zero3(CostModel):
             "parameters": sum(f.shard_bytes() for f in self.flats if f.parts(mine)),
             "masters": 0,
             "gradients": self.gradient_bytes(rank, used(self.facts.parameters, step)),
-            "optimizer_state": model.state_bytes(self.facts, self.parts(rank), updated),
+            "optimizer_state": model.state_bytes(self.facts, self.parts(rank), updated)
+            + self.kept(rank, step),
         }
+
+    def kept(self, rank: int, step: int) -> int:
+        """What reductions keep."""
+        return kept_bytes(self.facts, self.reduced, rank, step)
 
     def gradient_bytes(self, rank: int, tensors: Iterable[TensorFacts]) -> int:
         """Shards in which ``rank`` owns a part of some of ``tensors``."""
@@ -410,7 +417,8 @@ class Zero3(CostModel):
         """Rounds of several units are alike in the log."""
         kinds = "reduce_scatter", "all_gather", "all_reduce"
         chosen = collectives.over_send_recv(self.facts, *kinds)
-        return collectives.ROUNDS_ARE_ALIKE if chosen else ""
+        compressed = compression.BY_OTHER_CALLS if compression.chosen(self.facts) else ""
+        return collectives.ROUNDS_ARE_ALIKE if chosen else compressed
 
     @property
     def adds_up(self) -> bool:
@@ -460,8 +468,17 @@ def scratch_of(facts: ModelFacts, flats: Iterable[Flat]) -> list[int]:
     return [
         collectives.scratch(facts, "reduce_scatter", ranks, flat.padded)
         * ITEMSIZE[facts.reduction(flat.dtype)]
+        + compression.scratch(facts, flat, ranks)
         for flat in flats
     ]
+
+
+def kept_bytes(facts: ModelFacts, flats: Iterable[Flat], rank: int, step: int) -> int:
+    """What compressed reductions of ``flats`` keep on ``rank``: of whole parameters."""
+    axis = "shard" if "shard" in facts.axes else "replicate"
+    place, ranks = facts.place(rank, axis), facts.size(axis)
+    members = (tensor for flat in flats for tensor in flat.members)
+    return compression.state_bytes(facts, members, place, ranks, step)
 
 
 def _with_root(sizes: Mapping[str, int], others: int) -> list[int]:

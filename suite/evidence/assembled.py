@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -42,6 +42,9 @@ from shardproof.files import from_plain, to_plain
 from shardproof.oracle.truth import Truth, frobenius
 from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule
+
+#: In names of slots that are no optimizer's, but kept by what reduces gradients.
+KEPT = "@"
 
 
 @dataclass
@@ -299,8 +302,17 @@ class Evidence(Figures):
         return self._assemble(-1, "initial", kind)
 
     def observed(self, step: int, point: str, kind: str) -> Assembled:
-        """State of ``kind`` at an observation point of ``step``."""
-        return self._assemble(step, point, kind)
+        """State of ``kind`` at an observation point of ``step``, less what :meth:`kept` gives."""
+        state = self._assemble(step, point, kind)
+        if kind != "optimizer" or not any(KEPT in name for name in state.tensors):
+            return state
+        shared = {name: copies for name, copies in state.tensors.items() if KEPT not in name}
+        return replace(state, tensors=shared)
+
+    def kept(self, step: int) -> dict[str, Tensor]:
+        """What reductions keep from ``step`` to the next: optimizer slots named ``...@...``."""
+        state = self._assemble(step, "after_update", "optimizer")
+        return {name: tensor for name, tensor in state.first().items() if KEPT in name}
 
     def final(self, kind: str) -> Assembled:
         """State of ``kind`` after the last step and ``drain`` (systems judged by a replay)."""

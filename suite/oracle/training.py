@@ -49,6 +49,7 @@ def train(
     *,
     forced: Sequence[Tensors] = (),
     fold: Fold | None = None,
+    by_round: bool = False,
     precision: Mapping[str, str] = MappingProxyType({}),
 ) -> Truth:
     """Train ``steps`` steps over ``coordinates`` data coordinates and record everything.
@@ -59,7 +60,8 @@ def train(
 
     With ``forced`` (teacher forcing) step ``s`` leaves the parameters ``forced[s]`` behind instead
     of its own.  ``fold(step, parts)`` replaces the sum over coordinates: the oracle of a system
-    that loses precision in a declared manner (``Implementation.emulator``).
+    that loses precision in a declared manner (``Implementation.emulator``).  ``by_round``: it is
+    called for every round (the n-th micro-batch of all coordinates), and what it gives adds up.
 
     A parameter that no coordinate used has no gradient and is not updated; one that only some used
     counts as 0 for the others.
@@ -93,12 +95,13 @@ def train(
             for coordinate, batch in enumerate(batches):
                 _restore(module, buffers[coordinate])
                 restore_draws(module, draws[coordinate])
-                pieces.append(device.accumulate(batch))
+                pieces.append(device.accumulate(batch, apart=by_round))
                 buffers[coordinate] = _buffers(module)
                 draws[coordinate] = read_draws(module)
         losses = [loss for piece in pieces for loss in piece[0]]
-        parts = [piece[1] for piece in pieces]
-        for name, gradient in (fold(step, parts) if fold else left_fold(parts)).items():
+        total, given, sent = _reduced(step, [piece[1] for piece in pieces], fold)
+        kept = _copies(getattr(fold, "kept", {}))
+        for name, gradient in total.items():
             named[name].grad = device.unscaled(name, gradient)
         scale, skipped = device.scale, device.overflowed(named.values())
         gradients, norm, clipped = _update(torch_optimizer, optimizer, step, named, skipped)
@@ -115,6 +118,9 @@ def train(
                 buffers=list(buffers),
                 scale=scale,
                 skipped=skipped,
+                given=given,
+                sent=sent,
+                kept=kept,
             )
         )
         if forced:
@@ -157,17 +163,22 @@ class _Device:
         outputs = self.module(self._cast(inputs, "parameters"))
         return self._cast(outputs, "output")
 
-    def accumulate(self, batch: Batch) -> tuple[list[float], Tensors]:
-        """Loss and scaled gradients of one coordinate; used parameters only."""
+    def accumulate(self, batch: Batch, apart: bool = False) -> tuple[list[float], list[Tensors]]:
+        """Loss and scaled gradients of one coordinate; used parameters only.
+
+        The gradients are one sum, or those of each micro-batch ``apart``.
+        """
         total = 0.0
-        gradients: Tensors = {}
+        gradients: list[Tensors] = [] if apart else [{}]
         for micro in batch.micro_batches:
             loss = self.loss(self.forward(micro.inputs), micro)
             (loss * self.scale).backward()
             total += float(loss.detach())
-            if "reduce" in self.dtypes:
-                gradients = self.take_gradients(gradients)
-        return [total], gradients if "reduce" in self.dtypes else self.take_gradients({})
+            if apart:
+                gradients.append(self.take_gradients({}))
+            elif "reduce" in self.dtypes:
+                gradients = [self.take_gradients(gradients[0])]
+        return [total], gradients if apart else [self.take_gradients(gradients[0])]
 
     def take_gradients(self, before: Tensors) -> Tensors:
         """``before`` plus the module's gradients, in the dtype of reduction; these are cleared."""
@@ -231,6 +242,29 @@ def _force(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> No
             parameter.copy_(values[name])
 
 
+def _reduced(
+    step: int, rounds: Sequence[Sequence[Tensors]], fold: Fold | None
+) -> tuple[Tensors, list[Tensors], list[Tensors]]:
+    """The gradients that are applied, from those of each coordinate in each of its ``rounds``.
+
+    Also what each coordinate gave, and what ``fold`` says that it sent of that.
+    """
+    if fold is None:
+        return left_fold([own for (own,) in rounds]), [], []
+    totals: list[Tensors] = []
+    sent: list[list[Tensors]] = [[] for _ in rounds]
+    depth = max(map(len, rounds))
+    # What another round of the step uses is reduced in this one as well: zeros, and what was kept.
+    elsewhere = {n: torch.zeros_like(g) for own in rounds for each in own for n, g in each.items()}
+    for number in range(depth):
+        now = [own[number] if number < len(own) else {} for own in rounds]
+        totals.append(fold(step, [elsewhere | each for each in now] if depth > 1 else now))
+        for told, each in zip(sent, getattr(fold, "sent", ()), strict=False):
+            told.append(each)
+    given = [left_fold(own) for own in rounds]
+    return left_fold(totals), given, [left_fold(told) for told in sent if told]
+
+
 def left_fold(parts: Sequence[Tensors]) -> Tensors:
     """Left fold in rank order; a part without a tensor that another has adds zeros."""
     names = dict.fromkeys(name for part in parts for name in part)
@@ -268,7 +302,7 @@ def _update(
 
 def _joint(
     device: _Device, batches: Sequence[Batch], buffers: list[Tensors]
-) -> tuple[list[float], Tensors]:
+) -> tuple[list[float], list[Tensors]]:
     """The ``synced`` rule: micro-batches of equal index run as one; updates ``buffers``."""
     counts = [len(batch.micro_batches) for batch in batches]
     if len(set(counts)) > 1:
@@ -281,7 +315,7 @@ def _joint(
         (torch.stack(terms).sum() * device.scale).backward()
         losses = [a + float(term.detach()) for a, term in zip(losses, terms, strict=True)]
     buffers[:] = [_buffers(device.module)] * len(batches)
-    return losses, device.take_gradients({})
+    return losses, [device.take_gradients({})]
 
 
 def evaluator(

@@ -24,7 +24,9 @@ class TruthStep:
     ``min(1, clip / (norm + 1e-6))``; ``None`` with clipping off.  ``parameters`` and ``optimizer``
     (``"<parameter>.<slot>"``) are those after the update; ``buffers`` those of each coordinate
     after its last micro-batch.  ``scale``: what losses are multiplied by; ``skipped``: an overflow
-    left the update out.
+    left the update out.  Of a system that keeps what it does not send ``given`` are the gradients
+    of each coordinate, ``sent`` what it gave to the sum, ``kept`` what else is kept
+    (:class:`~shardproof.contract.Emulation`).
     """
 
     loss: float
@@ -37,6 +39,9 @@ class TruthStep:
     buffers: Sequence[Tensors]
     scale: float
     skipped: bool
+    given: Sequence[Tensors] = ()
+    sent: Sequence[Tensors] = ()
+    kept: Tensors = field(default_factory=dict)
 
     def norms(self) -> dict[str, dict[str, float]]:
         """Frobenius norms in fp64 by kind and name; gradients of a skipped step overflowed."""

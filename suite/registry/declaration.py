@@ -97,6 +97,7 @@ class Declaration(Capabilities, Stored):
             "points": (self.points, get_args(contract.Point)),
             "exactness": ((self.exactness,), get_args(contract.Exactness)),
             "oracle": ((self.oracle,), get_args(contract.OracleKind)),
+            "emulates": ((self.emulates,), get_args(contract.Emulated)),
             "buffers": ((self.buffers,), get_args(contract.BufferRule)),
             "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
             "depth": ((self.depth,), get_args(contract.Depth)),

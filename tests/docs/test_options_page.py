@@ -18,6 +18,7 @@ from shardproof.impls.deepspeed import pipeline as deepspeed_pipeline
 from shardproof.impls.ecosystem import fairscale_sharded_ddp
 from shardproof.impls.pytorch import ddp as pytorch_ddp
 from shardproof.impls.pytorch import (
+    ddp_compressed,
     ddp_hook,
     ddp_optimizer,
     distributed_sampler,
@@ -37,6 +38,7 @@ from shardproof.impls.reference.collectives import options as collective_options
 from shardproof.impls.reference.engine.options import Checkpoints
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.fsdp import schedule
+from shardproof.impls.reference.parts.compressors.options import Compress
 from shardproof.impls.reference.pipeline import schedule_option
 from shardproof.impls.reference.units.plan import Wrap
 
@@ -61,6 +63,7 @@ TAKEN: dict[str, Any] = {
     "pytorch/pipelining": pipelining.Options,
     "pytorch/hybrid": hybrid.Options,
     "pytorch/ddp_hook": ddp_hook.Options,
+    "pytorch/ddp_compressed": ddp_compressed.Options,
     "pytorch/ddp_optimizer": ddp_optimizer.Options,
     "pytorch/own_schedule": own_schedule.Options,
     "pytorch/tensor_plan": tensor_plan.Options,
@@ -122,6 +125,8 @@ def test_keys_of_deepspeed_and_their_stages() -> None:
     ("heading", "kind"),
     [
         ("checkpoint", Checkpoints),
+        ("compress", Compress),
+        ("powersgd_hook", ddp_compressed.Compress),
         ("torch.distributed.checkpoint", torch_options.Checkpoints),
         ("deepspeed.checkpoint", deepspeed_checkpoint.Checkpoints),
         ("precision", Precision),

@@ -548,6 +548,7 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
     assert 30 <= len(saved) <= 40 and all(case.checkpoint for case in saved)
     own = ("pipeline", "deepspeed-pipeline", "tensor", "hybrid")
     assert sum(case.scenario.startswith(own) for case in quick) <= 45  # a minute on two cores
+    assert sum(case.scenario.startswith("compression") for case in quick) <= 14
     assert {case.backend for case in quick} == {"in_memory", "gloo", "mpi"}
     assert {case.scenario for case in shipped if case.backend == "mpi"} == {
         *("mpi", "faults-data", "faults-pipeline")
@@ -577,6 +578,7 @@ OTHERS = (
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
     "samplers",
+    "compression",
 )
 
 

@@ -10,29 +10,30 @@ import pytest
 import torch
 from local_ranks import succeed
 from pieces import assembled
-from torch import Tensor, nn
+from torch import nn
 
 from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
-from shardproof.comm import Comm, Mesh
+from shardproof.comm import Mesh
 from shardproof.contract import Batch, OptimizerSpec, Piece
 from shardproof.impls.reference import ddp
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.parts.buckets import GradientBucket
 from shardproof.impls.reference.parts.flat import FlatLayout
-from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work, rank_piece
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 from shardproof.workloads import Workload
 
-BUCKETS = {"bucket_bytes": 2_000}
+ONE_BIT = {"method": "onebit"}  # which keeps something on both ways
+BUCKETS = {"bucket_bytes": 2_000, "compress": ONE_BIT}
 #: Every way in which gradients are reduced: implementation, mesh, options.
 SYSTEMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("reference/ddp", {"replicate": 2}, BUCKETS),
     ("reference/zero1", {"shard": 2}, BUCKETS),
     ("reference/zero2", {"shard": 2}, BUCKETS),
-    ("reference/zero3", {"shard": 2}, {}),
-    ("reference/fsdp", {"replicate": 2, "shard": 2}, {"sharding_strategy": "HYBRID_SHARD"}),
-    ("reference/hybrid", {"replicate": 2, "tensor": 2}, {"data": "ddp"}),
-    ("reference/hybrid", {"pipe": 2, "shard": 2}, {"data": "zero3"}),
+    ("reference/zero3", {"shard": 2}, {"compress": ONE_BIT}),
+    ("reference/fsdp", {"replicate": 2}, {"sharding_strategy": "NO_SHARD", "compress": ONE_BIT}),
+    ("reference/hybrid", {"pipe": 2, "replicate": 2}, {"data_options": {"compress": ONE_BIT}}),
+    ("reference/hybrid", {"pipe": 2, "shard": 2}, {"data": "zero1", "data_options": BUCKETS}),
 ]
 
 
@@ -82,56 +83,16 @@ def test_the_default_reducer_sums_and_has_no_state() -> None:
     succeed(body, 3)
 
 
-class ErrorFeedback(Reducer):
-    """Sends multiples of 1/1024 and adds what was rounded away to the next gradient."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.errors: dict[str, Tensor] = {}
-        self.steps: list[int] = []
-
-    def round_off(self, bucket: Bucket, operation: str) -> None:
-        self.steps.append(bucket.step)
-        for name, view in bucket.views().items():
-            key = f"{name}.error_{operation}"
-            error = self.errors.setdefault(key, torch.zeros_like(view))
-            wanted = view + error
-            view.copy_((wanted * 1024).round() / 1024)
-            error.copy_(wanted - view)
-
-    def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        self.round_off(bucket, "sum")
-        return super().all_reduce(bucket, comm)
-
-    def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
-        self.round_off(bucket, "scatter")
-        return super().reduce_scatter(bucket, comm, shard)
-
-    def pieces(self) -> list[Piece]:
-        return [rank_piece(name, error, self.rank) for name, error in self.errors.items()]
-
-    def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        for piece in pieces:
-            if is_error(piece):
-                self.errors[piece.name.removesuffix(f"@{self.rank}")] = piece.tensor.clone()
-        return [piece for piece in pieces if not is_error(piece)]
-
-
-def is_error(piece: Piece) -> bool:
-    """Whether this is state of :class:`ErrorFeedback`, not of the optimizer."""
-    return ".error_" in piece.name
+def is_kept(piece: Piece) -> bool:
+    """Whether this is state of a reducer, not of the optimizer."""
+    return "@" in piece.name
 
 
 def make(
     name: str, mesh: dict[str, int], options: dict[str, Any], work: Workload, rank: int
 ) -> Engine:
-    """The implementation with a reducer that has state, set up on this rank."""
-
-    class Compressed(registry.load(name)):  # type: ignore[misc]
-        def make_reducer(self) -> Reducer:
-            return ErrorFeedback(self.mesh.rank)
-
-    system: Engine = Compressed()
+    """The implementation, set up on this rank."""
+    system: Engine = registry.load(name)()
     spec = OptimizerSpec("adamw", 0.01)
     state = work.state() if rank == 0 else None
     system.setup(work.build_for(rank), state, spec, Mesh(mesh), options)
@@ -168,10 +129,10 @@ def test_state_of_a_reducer_survives_saving_and_loading(
             kind: [Piece(**piece) for piece in copies(old.local_state(kind))]
             for kind in ("parameters", "buffers", "optimizer")
         }
-        assert any(is_error(piece) and piece.tensor.any() for piece in saved["optimizer"])
+        assert any(is_kept(piece) and piece.tensor.any() for piece in saved["optimizer"])
         for kind, pieces in saved.items():
             new.load_pieces(kind, pieces)
-            kept = [piece for piece in pieces if not is_error(piece)]
+            kept = [piece for piece in pieces if not is_kept(piece)]
             forgetful.load_pieces(kind, kept)
         for system in (old, new, forgetful):
             run(system, batches[2:])
@@ -181,16 +142,14 @@ def test_state_of_a_reducer_survives_saving_and_loading(
             assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(want, have, strict=True))
         lost = zip(old.local_state("parameters"), forgetful.local_state("parameters"), strict=True)
         assert not all(torch.equal(a.tensor, b.tensor) for a, b in lost), "the state must matter"
-        assert isinstance(old.reducer, ErrorFeedback)
-        assert sorted(set(old.reducer.steps)) == [0, 1, 2, 3]
         return copies(old.local_state("optimizer"))
 
-    # Each rank's errors have names of their own: the judge takes them for whole tensors.
+    # What a rank alone keeps has a name of its own: the judge takes it for a whole tensor.
     state = assembled(dict(enumerate(succeed(body, math.prod(mesh.values())))))
     assert not state.problems, state.problems
-    assert {name.rpartition("@")[2] for name in state.first() if ".error_" in name} == {
-        str(rank) for rank in range(math.prod(mesh.values()))
-    }
+    ranks = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    ends = {name.rpartition("@")[2] for name in state.first() if "@" in name}
+    assert ends == {"all", *map(str, range(ranks))}
 
 
 def test_a_handle_alone_reduces_by_the_backends_own_collectives() -> None:

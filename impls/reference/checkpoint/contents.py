@@ -7,8 +7,9 @@
     about                  strategy, mesh, optimizer spec, scaler, precision, aliases, versions,
                            steps done, and the caller's ``extra``
 
-Tensors are those that train, not copies.  State that belongs to one rank ends with ``@<rank>``: in
-another world it has no meaning.  Generators of Python and NumPy are the caller's.
+Tensors are those that train, not copies.  The state of a generator belongs to one rank, and its
+name ends with ``@<rank>``: in another world it has no meaning.  What reducers carry has such names,
+too, but is shared out anew there.  Generators of Python and NumPy are the caller's.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Contents:
         """All of it, and ``extra`` of the caller."""
         system = self.system
         pieces = {kind: system.held_pieces(kind) for kind in TRAINED}  # type: ignore[arg-type]
-        pieces["extra"] = system.reducer.pieces()
+        pieces["extra"] = system.kept_pieces()
         states = {name: get(generator) for name, generator in self.generators().items()}
         pieces["rng"] = [Piece.whole(name, state) for name, state in states.items()]
         return State(pieces, self.about(extra))

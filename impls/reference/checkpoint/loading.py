@@ -45,6 +45,7 @@ from shardproof.impls.reference.checkpoint.root import Branch, folders
 from shardproof.impls.reference.checkpoint.together import Together
 from shardproof.impls.reference.engine.masters import SLOT as MASTER
 from shardproof.impls.reference.engine.optimizer import make_slots
+from shardproof.impls.reference.parts.reducers import parameter_of, slot_of
 
 if TYPE_CHECKING:
     from shardproof.impls.reference.engine.engine import Engine
@@ -135,7 +136,7 @@ class Loading:
             pieces = system.held_pieces(kind)  # type: ignore[arg-type]
             self.wants[kind] = [self.want(kind, piece) for piece in pieces]
         own = self.contents.generators() if self.is_same_world else {}
-        named = {"rng": own.keys(), "extra": {n for n in self.names("extra") if self.is_own(n)}}
+        named = {"rng": own.keys(), "extra": set(self.carried())}
         for kind, names in named.items():
             saved = [name for name in self.names(kind) if name in names]
             self.wants[kind] = [self.whole(kind, name) for name in saved]
@@ -149,9 +150,11 @@ class Loading:
         """Whether state that belongs to one rank by name has a meaning here."""
         return self.checkpoint.manifest.about.world == self.system.mesh.world
 
-    def is_own(self, name: str) -> bool:
-        """Whether such state is this rank's."""
-        return self.is_same_world and name.endswith(f"@{self.system.mesh.rank}")
+    def carried(self) -> list[str]:
+        """What reducers carried over and this rank goes on from: of parameters that it reduces."""
+        reduced = set(self.system.handle.reduced())
+        names = [n for n in self.names("extra") if parameter_of(n) in reduced]
+        return self.system.reducer.wanted(names)
 
     def missing_slots(self) -> Iterator[Piece]:
         """A stand-in for each slot of what this rank updates that was saved and is not there."""
@@ -244,6 +247,8 @@ class Loading:
         for kind, name in unread:
             master = ("optimizer", f"{name}.{MASTER}")
             parameter = ("parameters", name.removesuffix(f".{MASTER}"))
+            if kind == "extra" and slot_of(name) in self.system.reducer.slots:
+                continue  # a copy of what every rank has
             if kind not in TRAINED or (name.endswith(f".{MASTER}") and parameter in used):
                 left_out.append(name)
             elif kind != "parameters" or master not in used:
@@ -290,9 +295,9 @@ class Loading:
         generators = self.contents.generators()
         for want in self.wants["rng"]:
             generators[want.name[1]].set_state(self.read(want))
-        for want in self.wants["extra"]:
-            piece = Piece.whole(want.name[1], self.read(want))
-            self.left_out += [one.name for one in system.reducer.load_pieces([piece])]
+        # At once: several ranks' of one parameter are added up, and all that was there is replaced.
+        kept = [Piece.whole(want.name[1], self.read(want)) for want in self.wants["extra"]]
+        system.reducer.load_pieces(kept)
         if system.scaler and about.scaler is not None:
             system.scaler.scale = float(about.scaler["scale"])
             system.scaler.good = int(about.scaler["good"])

@@ -57,7 +57,12 @@ class Collectives(OfShards, OfWholes):
     """All three of them."""
 
 
+def of(options: object) -> Collectives:
+    """The collectives that the ``options`` of a strategy choose."""
+    named = {f.name for f in fields(Collectives)}
+    return Collectives(**{name: vars(options)[name] for name in named & vars(options).keys()})
+
+
 def chosen(options: Mapping[str, Any]) -> Collectives:
-    """The collectives that ``options`` of any strategy choose."""
-    names = [field.name for field in fields(Collectives)]
-    return parse_options(Collectives, {n: options[n] for n in names if n in options})
+    """Those that a user names."""
+    return parse_options(Collectives, options)

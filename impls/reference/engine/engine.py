@@ -25,7 +25,6 @@ from shardproof.comm import Mesh
 from shardproof.contract import (
     Batch,
     Build,
-    Implementation,
     Kind,
     MicroBatch,
     Observe,
@@ -42,8 +41,6 @@ from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
 from shardproof.impls.reference.checkpoint.root import Branch
 from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.checkpoint.sharded import Sharded
-from shardproof.impls.reference.collectives import options as collectives
-from shardproof.impls.reference.collectives.reducer import ByAlgorithm
 from shardproof.impls.reference.engine.handle import Context, Handle
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.engine.norm import clip_factor, total_norm
@@ -60,10 +57,10 @@ from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Call, Group, recompute_units
 from shardproof.impls.reference.engine.scaler import LossScaler
 from shardproof.impls.reference.engine.state import copy_pieces, load_state
-from shardproof.impls.reference.parts.reducers import Reducer
+from shardproof.impls.reference.engine.summing import Summing
 
 
-class Engine(Implementation):
+class Engine(Summing):
     """An implementation around one :class:`~shardproof.impls.reference.engine.handle.Handle`."""
 
     steps_done = 0
@@ -124,15 +121,6 @@ class Engine(Implementation):
         """Wrap the units that are computed again in backward."""
         every = options.get("recompute_every", 0)
         return recompute_units(module, self.build.units, every, self.call_type)
-
-    def make_reducer(self) -> Reducer:
-        """How this rank's handles sum gradients over ranks: as the options say."""
-        chosen = collectives.chosen(self.collective_options())
-        return Reducer() if chosen == collectives.Collectives() else ByAlgorithm(chosen)
-
-    def collective_options(self) -> Mapping[str, Any]:
-        """The options among which those of :mod:`collectives` are."""
-        return self.given
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over what this rank updates, or over its masters."""
@@ -228,7 +216,7 @@ class Engine(Implementation):
         """What this rank holds; state of the reducer counts as the optimizer's."""
         held = self.held_pieces(kind)
         # Not placed like the rest: it is this rank's own, wherever its parameters are split.
-        return held + self.reducer.pieces() if kind == "optimizer" else held
+        return held + self.kept_pieces() if kind == "optimizer" else held
 
     def held_pieces(self, kind: Kind) -> list[Piece]:
         """Parameters, gradients, buffers, or slots and masters of the optimizer."""

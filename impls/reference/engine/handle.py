@@ -7,7 +7,7 @@ drives the handle.  Names of parameters survive ``apply``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -88,6 +88,14 @@ class Handle(ABC):
 
     def loaded(self) -> None:
         """Values were copied into the pieces of the parameters: what else holds them follows."""
+
+    def reduced(self) -> Iterable[str]:
+        """Names of the parameters whose gradients this rank takes part in reducing."""
+        return [name for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def numbered(self, piece: Piece) -> Piece:
+        """``piece``, state of a parameter on this rank, as the copy that the rank has of it."""
+        return piece
 
     def drain(self) -> None:
         """Finish work in flight."""

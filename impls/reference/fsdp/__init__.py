@@ -76,6 +76,7 @@ from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Hand
 from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.fsdp.schedule import FSDP, Options
+from shardproof.impls.reference.parts.compressors.options import lossy
 from shardproof.impls.reference.units.plan import plan_units
 
 #: The axes of the mesh that a strategy needs.
@@ -110,9 +111,15 @@ class ReferenceFSDP(Engine):
         chosen = parse_options(Options, options)
         silent = ("accumulation_without_communication",) * chosen.accumulate_without_communication
         axes, declines = AXES[chosen.sharding_strategy], chosen.wrap.declines
-        return declared(
+        exact = declared(
             "wrapped_units", "overlap", *silent, axes=axes, declines=declines, checkpoints=FORMATS
         )
+        return lossy(exact, chosen)
+
+    @classmethod
+    def summing(cls, options: Mapping[str, Any]) -> Options:
+        """All of them."""
+        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the strategy's axes."""

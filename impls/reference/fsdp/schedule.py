@@ -14,13 +14,14 @@ from shardproof.contract import Refused
 from shardproof.impls.reference.collectives.options import OfShards, OfWholes
 from shardproof.impls.reference.engine.handle import PLAIN, Context
 from shardproof.impls.reference.engine.options import Saved, Training, at_least
+from shardproof.impls.reference.parts.compressors.options import Compressing, Reduction
 from shardproof.impls.reference.units.plan import UnitPlan, Wrap
 from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.units.wrapped import WrappedModel
 
 
 @dataclass(frozen=True)
-class Options(OfShards, OfWholes, Training, Saved):
+class Options(OfShards, OfWholes, Training, Compressing, Saved):
     """``reshard_after_forward``: what happens to parameters between forward and backward.
 
     ``true``: freed; ``false``: kept; an integer k: sharded over k neighbours; ``null``: as the
@@ -59,6 +60,12 @@ class Options(OfShards, OfWholes, Training, Saved):
             )
         if self.chunk_ranks is not None:
             at_least("reshard_after_forward", self.chunk_ranks, 2)
+
+    @property
+    def reduction(self) -> Reduction:
+        """Into shards, in every round unless that waits for the last; NO_SHARD: whole, then."""
+        scattered = self.sharding_strategy != "NO_SHARD"
+        return Reduction(scattered, scattered and not self.accumulate_without_communication)
 
     @property
     def chunk_ranks(self) -> int | None:

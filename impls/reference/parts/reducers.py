@@ -58,7 +58,12 @@ class Bucket:
 
 
 class Reducer:
-    """The backend's own collectives, asynchronous and without state; the base of all others."""
+    """The backend's own collectives, asynchronous and without state; the base of all others.
+
+    ``slots`` name what others keep from step to step.
+    """
+
+    slots: tuple[str, ...] = ()
 
     def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
         """Start to sum ``bucket`` over ``comm``, in place."""
@@ -89,10 +94,15 @@ class Reducer:
         """State that a checkpoint must keep, as optimizer slots ``<parameter>.<slot>``."""
         return []
 
+    def wanted(self, names: Sequence[str]) -> list[str]:
+        """Of the ``names`` of saved state, by any number of ranks, those that this rank takes."""
+        return []
+
     def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Take over, by copy, those of ``pieces`` that are this reducer's; return the others.
 
-        Pieces may come before the reducer has any state, which is then made from them.
+        What was there is replaced.  Pieces may come before the reducer has any state, which is then
+        made from them.
         """
         return list(pieces)
 
@@ -100,7 +110,19 @@ class Reducer:
 def rank_piece(name: str, tensor: Tensor, rank: int) -> Piece:
     """State of this rank alone, such as an error of its own, as ``<parameter>.<slot>@<rank>``.
 
+    ``rank`` is its number among those that sum together; whatever has an ``@`` is a reducer's.
+
     The name keeps it from being taken for a copy, or a part, of what other ranks hold: they may
     have other values, other shapes, or nothing of the kind.
     """
     return Piece.whole(f"{name}@{rank}", tensor)
+
+
+def slot_of(name: str) -> str:
+    """The slot of ``<parameter>.<slot>@<rank>``."""
+    return name.rpartition("@")[0].rpartition(".")[2]
+
+
+def parameter_of(name: str) -> str:
+    """The parameter of ``<parameter>.<slot>@<rank>``."""
+    return name.rpartition("@")[0].rpartition(".")[0]

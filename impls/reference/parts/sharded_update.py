@@ -32,12 +32,13 @@ from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.engine.options import Saved, WholeParameters, at_least
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import plan_buckets
+from shardproof.impls.reference.parts.compressors.options import Compressing, Reduction
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.reducers import Reducer
 
 
 @dataclass(frozen=True)
-class Options(OfShards, WholeParameters, Saved):
+class Options(OfShards, WholeParameters, Compressing, Saved):
     """``bucket_bytes`` limits a bucket."""
 
     bucket_bytes: int = 25 * 2**20
@@ -45,6 +46,11 @@ class Options(OfShards, WholeParameters, Saved):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("bucket_bytes", self.bucket_bytes, 1)
+
+    @property
+    def reduction(self) -> Reduction:
+        """Into shards, once a step."""
+        return Reduction(scattered=True)
 
 
 class ShardedUpdate(Handle):

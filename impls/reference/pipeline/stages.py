@@ -30,6 +30,7 @@ from shardproof.comm import Comm, Recv, Send
 from shardproof.contract import Build, Kind, OptimizerSpec, Piece, Refused
 from shardproof.impls.reference.engine.handle import Handle, T
 from shardproof.impls.reference.engine.norm import NormPart
+from shardproof.impls.reference.parts.reducers import parameter_of
 from shardproof.impls.reference.pipeline.split_backward import SplitBackward
 
 Wrap = Callable[[nn.Module], Handle]
@@ -281,6 +282,14 @@ class Stages(Handle):
         handle, copies = self.owners[name]
         placed = handle.place(name, slot, tensor)
         return [copies.renumbered(p) for p in ([placed] if isinstance(placed, Piece) else placed)]
+
+    def reduced(self) -> list[str]:
+        """Every handle's."""
+        return [name for handle, _ in self.handles() for name in handle.reduced()]
+
+    def numbered(self, piece: Piece) -> Piece:
+        """Of a tied tensor several ranks have the same."""
+        return self.owners[parameter_of(piece.name)][1].renumbered(piece)
 
     def loaded(self) -> None:
         """Every handle's."""

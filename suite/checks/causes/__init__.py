@@ -9,6 +9,7 @@ nothing fits.
 from collections.abc import Callable
 
 from shardproof.checks.causes.buffers import of_buffers
+from shardproof.checks.causes.compressed import of_kept
 from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
 from shardproof.checks.causes.load import Load, moments_of, of_draws, of_load
 from shardproof.checks.causes.losses import of_evaluation, of_loss
@@ -30,6 +31,7 @@ __all__ = [
     "of_evaluation",
     "of_full_state",
     "of_gradients",
+    "of_kept",
     "of_load",
     "of_loss",
     "of_norm",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardproof.checks.causes import fits
+from shardproof.checks.causes.compressed import of_sent
 from shardproof.checks.causes.fits import Tensors, multiple, some
 from shardproof.checks.causes.where import Moment, of_place
 from shardproof.checks.causes.words import factor, number, said, same_of_loss
@@ -53,6 +54,10 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
     if not wrong:
         exact = evidence.case.lane == "dyadic"
         return "" if exact else "no more is wrong than another order of sums explains"
+    if evidence.declaration.oracle == "emulated" and (
+        found := of_sent(held, truth, wrong, fits.known(evidence, step))
+    ):
+        return found
     parts = fits.parts(evidence, step)
     if found := _of_sums(evidence, step, held, truth, parts, wrong):
         return found

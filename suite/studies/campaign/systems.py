@@ -286,6 +286,20 @@ _SUMS: Choices = {
     )
 }
 _RINGS: Choices = {"reduce_scatter": ("backend", "ring"), "all_gather": ("backend", "ring")}
+#: Lossy compression: every method, some in narrow dtypes, with and without feedback.
+_LOSSY: Choices = {
+    "compress": (
+        {"method": "cast", "dtype": "float16"},
+        {"method": "cast", "dtype": "bfloat16", "feedback": True},
+        {"method": "topk", "density": 0.1},
+        {"method": "topk", "density": 0.01, "dtype": "float16"},
+        {"method": "randomk", "density": 0.25},
+        {"method": "randomk", "density": 0.25, "dtype": "float16", "feedback": True},
+        {"method": "powersgd", "rank": 2},
+        {"method": "powersgd", "rank": 1, "feedback": False},
+        *({"method": "sign"}, {"method": "onebit"}),
+    )
+}
 _STATE: Choices = {"offload": ("none", "none", "optimizer")}
 _EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
 _ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE, **_RINGS}
@@ -317,6 +331,18 @@ def _fsdp(strategy: str, meshes: Meshes, options: Choices) -> System:
         sums_ranks_first=communicates if "shard" in meshes[0] else never,
         flattens=always,
         only=of_fsdp,
+    )
+
+
+def _compressed(name: str, meshes: Meshes, options: Choices) -> System:
+    return System(
+        name,
+        meshes,
+        {**_LOSSY, **options},
+        flattens=always if name in ("reference/zero3", "reference/fsdp") else never,
+        workloads=("charnames_gpt", NORMED),
+        lanes=("fp64",),
+        chance=0.5,
     )
 
 
@@ -364,6 +390,11 @@ SYSTEMS: Sequence[System] = (
         sums_ranks_first=always,
         flattens=always,
     ),
+    _compressed("reference/ddp", _REPLICAS, {"bucket_bytes": (4096, 25 * 2**20), **_RECOMPUTE}),
+    _compressed("reference/zero1", _SHARDS, {"bucket_bytes": (4096, 49152), **_STATE}),
+    _compressed("reference/zero2", _SHARDS, {"bucket_bytes": (4096, 49152), **_STATE}),
+    _compressed("reference/zero3", _SHARDS, {**_WRAP, **_EVERYTHING}),
+    _compressed("reference/fsdp", _SHARDS, {**_WRAP, **_SILENT, **_EVERYTHING}),
     _fsdp("NO_SHARD", _REPLICAS, _SUMS),
     _fsdp("SHARD_GRAD_OP", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, False)}),
     _fsdp("FULL_SHARD", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, True, 2)}),

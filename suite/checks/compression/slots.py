@@ -1,0 +1,90 @@
+"""What reductions keep from step to step: what each slot holds, and what it must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardproof.backends import BACKENDS
+from shardproof.checks.numbers import (
+    FP64_BOUND,
+    ZERO_FLOOR,
+    Compare,
+    Comparison,
+    bitwise,
+    relative_frobenius,
+    root_mean_square,
+)
+from shardproof.evidence.assembled import Evidence
+
+#: Slots of residuals, but for the number of the coordinate.
+RESIDUAL = ".residual@"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What is ``held`` in the slot ``name``, and what is to be held.
+
+    Of a residual ``held`` stands beside ``sent``: together they are ``due``.
+    """
+
+    name: str
+    held: Tensor | None
+    due: Tensor
+    compare: Compare
+    sent: Tensor | None = None
+
+    def result(self) -> Comparison:
+        """The comparison; of nothing with nothing where no rank holds it."""
+        assert self.held is not None
+        return self.compare(self.held if self.sent is None else self.sent + self.held, self.due)
+
+
+def slots_of(
+    evidence: Evidence, step: int, held: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> Iterator[Slot]:
+    """What must hold after ``step``; ``before`` is what was held before it."""
+    truth = evidence.truth.steps[step]
+    told = set(truth.kept)
+    floor = ZERO_FLOOR * root_mean_square([g for own in truth.given for g in own.values()])
+    close = _above(floor * torch.finfo(torch.float64).eps / 2)
+    exact = bitwise if _same_bits(evidence) else close
+    for coordinate, (given, sent) in enumerate(zip(truth.given, truth.sent, strict=False)):
+        for parameter, tensor in sent.items():
+            name = f"{parameter}{RESIDUAL}{coordinate}"
+            told.add(name)
+            nothing = torch.zeros_like(tensor)
+            due = given.get(parameter, nothing) + before.get(name, nothing)
+            yield Slot(name, held.get(name), due, exact, tensor)
+    for name, tensor in truth.kept.items():
+        yield Slot(name, held.get(name), tensor, close)
+    for name in held.keys() - told:
+        yield Slot(name, held[name], torch.zeros_like(held[name]), bitwise)
+
+
+def _above(floor: float) -> Compare:
+    """Relative errors; what is rounding beside the whole model is no larger in the system."""
+    relative = relative_frobenius(FP64_BOUND)
+
+    def compare(actual: Tensor, truth: Tensor) -> Comparison:
+        if root_mean_square([truth]) > floor:
+            return relative(actual, truth)
+        return Comparison(root_mean_square([actual]), floor)
+
+    return Compare(compare, relative.parts)
+
+
+def _same_bits(evidence: Evidence) -> bool:
+    """Whether gradients of this run have the oracle's bits: all that was added, in its order."""
+    case, facts = evidence.case, evidence.model_facts
+    return (
+        evidence.declaration.exactness == "bitwise"
+        and (case.world <= 2 or BACKENDS[case.backend].in_rank_order)
+        and case.optimizer.clip_norm is None
+        and evidence.declaration.emulates == "step"
+        and case.mesh.get("pipe", 1) == case.mesh.get("tensor", 1) == 1
+        and not any(t.strided for t in (facts.parameters if facts else ()))
+    )

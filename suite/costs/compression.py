@@ -1,0 +1,187 @@
+"""What a compressed reduction sends and keeps: closed formulas of the option ``compress``.
+
+Each parameter is compressed by itself, so no formula depends on buckets but in the number of calls.
+Over N ranks, of a parameter of n elements, b bytes each (b' in the option's dtype):
+
+    method     all-reduce sends, all ranks                      keeps on each rank
+    cast       2 (N-1) b' n                                     n with feedback
+    topk       (N-1) N k (b' + 4), 4 for an index               n with feedback
+    randomk    2 (N-1) b' k                                     n with feedback
+    powersgd   2 (N-1) b r (n1 + n2), the rest dense            n with feedback, and r n2
+    sign       2 (N-1) B + (N-1) N b                            nothing
+    onebit     2 (N-1) B + 2 (N-1) N b                          n, and of the server n/N
+    *_hook     2 (N-1) 2 n, or as powersgd of what is halved    a secret of torch
+
+k = ceil(density n), B = ceil(n/8); sources: the heads of ``impls/reference/parts/compressors/``.
+A reduce-scatter sends the same, for every rank puts the whole sum together; but cast: (N-1) b' n,
+padded to whole shards.  Indices and bits are integers, and count like all else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Any, Literal
+
+from shardproof.costs import collectives
+from shardproof.costs.layout import Flat
+from shardproof.costs.model import Flow, Operation, grouped_flow
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used_by
+
+#: Why ``overlap`` has nothing to count.
+BY_OTHER_CALLS = (
+    "compressed gradients travel by several calls, some of which are made in waits: the log of "
+    "calls does not tell which one starts a reduction"
+)
+_FED_BACK = ("topk", "powersgd", "onebit")
+_INDEX = 4
+#: torch's own, in DDP.
+_HOOKS = ("fp16_hook", "bf16_hook", "powersgd_hook", "batched_hook")
+
+
+def chosen(facts: ModelFacts) -> Mapping[str, Any]:
+    """The option; empty: nothing is compressed."""
+    given: Mapping[str, Any] = facts.option("compress", {})
+    return given
+
+
+def flows(
+    facts: ModelFacts,
+    axis: str,
+    operation: Literal["all_reduce", "reduce_scatter"],
+    flats: Iterable[Flat],
+    times: int = 1,
+) -> list[Flow]:
+    """What it takes to reduce each of ``flats``, ``times`` a rank, compressed or not."""
+    flats = [flat for flat in flats if flat.numel]
+    payloads = [flat.payload(facts.reduction(flat.dtype)) for flat in flats]
+    if not chosen(facts):
+        return collectives.flow(facts, axis, operation, payloads, times)
+    size = facts.size(axis)
+    times *= facts.world // size
+    calls: dict[tuple[int, Operation, bool], list[int]] = {}
+    for flat in flats:
+        for number, call in enumerate(_calls(facts, flat, size, operation == "reduce_scatter")):
+            kind, payload, integers = call
+            calls.setdefault((number, kind, integers), []).append(payload)
+    return [
+        one
+        for (_, kind, integers), sizes in calls.items()
+        for one in grouped_flow(axis, kind, sizes, size, times, integers)
+    ]
+
+
+def _calls(
+    facts: ModelFacts, flat: Flat, ranks: int, scattered: bool
+) -> list[tuple[Operation, int, bool]]:
+    """Operation, payload in bytes and whether it is integers, of the calls that reduce ``flat``."""
+    option, built = chosen(facts), facts.reduction(flat.dtype)
+    method, wide = option["method"], ITEMSIZE[built]
+    item = ITEMSIZE[option.get("dtype") or built]
+    is_narrow = (option.get("dtype") or built) != built
+    members = [t for t in flat.members if t.numel]
+    if method == "cast" and scattered:
+        kind: Operation = "all_to_all" if is_narrow else "reduce_scatter"
+        return [(kind, flat.padded * item, False)]
+    if method in ("cast", "randomk"):
+        values = sum(map(option_count(option), members)) if method == "randomk" else flat.numel
+        kind = "all_to_all" if is_narrow else "all_reduce"
+        return [(kind, values * item, False)] * (2 if is_narrow else 1)
+    if method == "topk":
+        values = ranks * sum(map(option_count(option), members))
+        return [("all_gather", values * item, False), ("all_gather", values * _INDEX, True)]
+    if method in _HOOKS:
+        return [("all_reduce", payload, False) for payload in _by_hook(facts, flat)]
+    if method == "powersgd":
+        first, second = _factors(option, members)
+        both = (first, second) if second else (first,)
+        return [("all_reduce", elements * wide, False) for elements in both]
+    bits, magnitudes = sum(-(-t.numel // 8) for t in members), ranks * len(members) * wide
+    up: list[tuple[Operation, int, bool]] = [
+        ("all_gather", magnitudes, False),
+        ("all_to_all", bits, True),
+    ]
+    return [*up, *up] if method == "onebit" else [*up, up[1]]
+
+
+def _by_hook(facts: ModelFacts, flat: Flat) -> list[int]:
+    """Bytes of the all-reduces of torch's hooks (default_hooks.py, powerSGD_hook.py)."""
+    option, item = chosen(facts), ITEMSIZE[facts.reduction(flat.dtype)]
+    if option["method"] in ("fp16_hook", "bf16_hook"):
+        return [2 * flat.numel]
+    if facts.step < option.get("start", 2):
+        return [item * flat.numel]
+    if option["method"] == "batched_hook":
+        return [item * option.get("rank", 1) * math.ceil(math.sqrt(flat.numel))] * 2
+    rest, lefts, rights = 0, 0, 0
+    for tensor in flat.members:
+        n1, n2, r = _matrix({"rank": option.get("rank", 1)}, tensor, worth=2)
+        rest, lefts, rights = rest + (not r) * tensor.numel, lefts + n1 * r, rights + n2 * r
+    return [item * elements for elements in (rest, lefts, rights)]
+
+
+def option_count(option: Mapping[str, Any]) -> Any:
+    """Elements that are sent of a tensor: its share, rounded up."""
+    density = Fraction(str(option["density"]))
+    return lambda tensor: math.ceil(density * tensor.numel)
+
+
+def _matrix(option: Mapping[str, Any], tensor: TensorFacts, worth: int = 1) -> tuple[int, int, int]:
+    """Rows, columns and rank; zeros: not ``worth`` times smaller, so it is sent as it is."""
+    if len(tensor.shape) < 2:
+        return 0, 0, 0
+    n1, n2 = tensor.shape[0], math.prod(tensor.shape[1:])
+    r = min(int(option["rank"]), n1, n2)
+    return (n1, n2, r) if worth * r * (n1 + n2) < n1 * n2 else (0, 0, 0)
+
+
+def _factors(option: Mapping[str, Any], tensors: Iterable[TensorFacts]) -> tuple[int, int]:
+    """Elements of both all-reduces of PowerSGD."""
+    first = second = 0
+    for tensor in tensors:
+        n1, n2, r = _matrix(option, tensor)
+        first, second = first + (n1 * r or tensor.numel), second + n2 * r
+    return first, second
+
+
+def state_bytes(
+    facts: ModelFacts, tensors: Iterable[TensorFacts], rank: int, ranks: int, step: int
+) -> int:
+    """What rank ``rank`` of ``ranks`` keeps of ``tensors``, which it reduces, after ``step``."""
+    option = chosen(facts)
+    if not option or ranks == 1:
+        return 0
+    method, given = option["method"], option.get("feedback")
+    fed_back = method in _FED_BACK if given is None else given
+    tensors = list(tensors)
+    drawn = {t.name for t in used_by(tensors, step)}
+    total = 0
+    for tensor in tensors:
+        item = ITEMSIZE[facts.reduction(tensor.dtype)]
+        n1, n2, r = _matrix(option, tensor) if method == "powersgd" else (0, 0, 0)
+        if fed_back and (method != "powersgd" or n1):
+            total += tensor.numel * item
+        if tensor.name in drawn:
+            total += n2 * r * item  # where no rank had a gradient there is no factor yet
+        if method == "onebit":
+            total += _served(tensor.numel, rank, ranks) * item
+    return total
+
+
+def _served(numel: int, rank: int, ranks: int) -> int:
+    """Elements that a rank answers for: whole bytes of signs, the first ranks one more."""
+    begin = sum(8 * collectives.chunk(-(-numel // 8), ranks, place) for place in range(rank))
+    length = 8 * collectives.chunk(-(-numel // 8), ranks, rank)
+    return max(0, min(length, numel - begin))
+
+
+def scratch(facts: ModelFacts, flat: Flat, ranks: int) -> int:
+    """Most bytes of buffers that are handed to process groups while ``flat`` is reduced."""
+    if not chosen(facts) or not flat.numel or ranks == 1:
+        return 0
+    item, total = ITEMSIZE[chosen(facts).get("dtype") or facts.reduction(flat.dtype)], 0
+    for kind, payload, _ in _calls(facts, flat, ranks, scattered=True):
+        # What is given, and what arrives; each at most the payload, and what padding adds.
+        total += 2 * payload + 2 * ranks * item * (kind == "all_to_all")
+    return total
