@@ -23,7 +23,7 @@ from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
 from shardproof.launch.mpi.mpirun import Mpirun, unlink_segments
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process
-from shardproof.launch.watchdog import DESYNC_LOOKS, TICK_SECONDS, Watchdog
+from shardproof.launch.watchdog import DESYNC_LOOKS, TICK_SECONDS, WAITING_LOOKS, Watchdog
 
 __all__ = ["RankOutcome", "root_cause", "run_ranks"]
 
@@ -279,7 +279,8 @@ class _Watch:
 
     def _differ(self) -> bool:
         """Whether the calls that ranks have noted cannot match, and nobody goes on."""
-        if self._watchdog.silence < DESYNC_LOOKS or not self._watchdog.idle:
+        least = WAITING_LOOKS if self._watchdog.parting else DESYNC_LOOKS
+        if self._watchdog.silence < least or not self._watchdog.idle:
             return False
         beats = heartbeat.read(self._launch.heartbeat)
         return autopsy.mismatch({beat.rank: beat.noted for beat in beats}) is not None

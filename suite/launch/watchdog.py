@@ -111,6 +111,11 @@ class Watchdog:
         return any(rank.state == heartbeat.FAILED for rank in self._ranks)
 
     @property
+    def parting(self) -> bool:
+        """Whether a rank has returned and gives its peers time: its end wakes who waits for it."""
+        return any(rank.state == heartbeat.RETURNED for rank in self._ranks)
+
+    @property
     def spent(self) -> list[float]:
         """CPU seconds that each rank has computed outside of calls."""
         return [rank.spent for rank in self._ranks]

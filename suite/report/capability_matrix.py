@@ -50,6 +50,7 @@ CAPABILITIES: dict[str, str] = {
     "accumulation": "several micro-batches or windows to a step",
     "mixed-precision": "computing, reducing or storing in lower precisions",
     "loss-scaling": "losses are scaled, and updates with an overflow left out",
+    "compression": "gradients lose what the compressor says, and what was lost is carried over",
     "recomputation": "activations are computed again instead of kept",
     "offload": "optimizer state or parameters rest on the host",
     "checkpoint": "fresh ranks go on from what was saved, and a fresh instance from pieces",
@@ -74,6 +75,7 @@ CAPABILITIES: dict[str, str] = {
 BY_CHECK: dict[str, tuple[str, ...]] = {
     "numbers": ("equivalence", "replicas", "norm", "relations"),
     **{name: (name,) for name in ("traffic", "memory", "active", "overlap", "schedule")},
+    "compression": ("compression",),
     **{name: (name,) for name in ("checkpoint", "refusals", "collectives", "data", "faults")},
 }
 

@@ -393,6 +393,7 @@ OF_PAIRS = {
     "profile": None,
     "score": None,
     "no_memory": None,
+    "parameters": "200M",
 }
 #: Those that change which cells are measured, how, and what their figures come to.
 OF_CELLS = {"names", "expression", "backend", "world", "blocks", "launches", "fail_on", "budget"}

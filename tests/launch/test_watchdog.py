@@ -11,7 +11,7 @@ from shardproof.backends import Backend
 from shardproof.launch import heartbeat, process_control, watchdog
 from shardproof.launch.diagnosis import RankProcess, diagnose
 from shardproof.launch.outcome import mark_consequences
-from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.rank_process import PARTING_SECONDS, RankLaunch
 from shardproof.launch.watchdog import TICK_SECONDS, WAITING_LOOKS, Watchdog
 
 #: Looks after which ranks that sleep outside of calls stand still (a budget of 60 s).
@@ -163,6 +163,20 @@ def test_what_was_computed_outside_of_calls_is_counted(world: Callable[..., Worl
     made.shares = [0.5, 1.0]
     made.look(20)
     assert made.watchdog.spent == pytest.approx([10 * TICK_SECONDS, 20 * TICK_SECONDS])
+
+
+def test_a_rank_that_has_returned_has_time_to_wake_its_peers(world: Callable[..., World]) -> None:
+    """It waits for them a second, as long as ranks in calls that differ are let wait."""
+    made = world()
+    made.look()
+    assert not made.watchdog.parting
+    made.writers[0].state(heartbeat.RETURNED)
+    made.look()
+    assert made.watchdog.parting
+    made.writers[0].state(heartbeat.DONE)
+    made.look()
+    assert not made.watchdog.parting
+    assert WAITING_LOOKS * TICK_SECONDS > 5 * PARTING_SECONDS
 
 
 def test_what_a_kept_process_computed_before_is_not_a_ranks(

@@ -74,7 +74,6 @@ class Loading:
     """One load of ``path``, a checkpoint or the folder of several, into ``system``."""
 
     checkpoint: Checkpoint
-    bytes_read = 0
 
     def __init__(self, system: Engine, path: Path) -> None:
         self.system, self.path = system, path
@@ -136,9 +135,8 @@ class Loading:
             pieces = system.held_pieces(kind)  # type: ignore[arg-type]
             self.wants[kind] = [self.want(kind, piece) for piece in pieces]
         own = self.contents.generators() if self.is_same_world else {}
-        named = {"rng": own.keys(), "extra": set(self.carried())}
-        for kind, names in named.items():
-            saved = [name for name in self.names(kind) if name in names]
+        drawn = [name for name in self.names("rng") if name in own]
+        for kind, saved in {"rng": drawn, "extra": self.carried()}.items():
             self.wants[kind] = [self.whole(kind, name) for name in saved]
 
     def names(self, kind: str) -> list[str]:
@@ -152,9 +150,9 @@ class Loading:
 
     def carried(self) -> list[str]:
         """What reducers carried over and this rank goes on from: of parameters that it reduces."""
-        reduced = set(self.system.handle.reduced())
-        names = [n for n in self.names("extra") if parameter_of(n) in reduced]
-        return self.system.reducer.wanted(names)
+        ours = set(self.system.handle.reduced())
+        saved = [name for name in self.names("extra") if parameter_of(name) in ours]
+        return self.system.reducer.wanted(saved)
 
     def missing_slots(self) -> Iterator[Piece]:
         """A stand-in for each slot of what this rank updates that was saved and is not there."""
@@ -230,10 +228,10 @@ class Loading:
 
     def check(self) -> set[Name]:
         """Verify every chunk that this rank needs; the names that are read."""
-        wants = [want for some in self.wants.values() for want in some]
+        checkpoint, wants = self.checkpoint, [w for some in self.wants.values() for w in some]
         for want in wants:
-            self.checkpoint.check(want.reads)
-        self.bytes_read = self.checkpoint.metadata_bytes + self.checkpoint.bytes_read
+            checkpoint.check(want.reads)
+        self.bytes_read = checkpoint.metadata_bytes + checkpoint.bytes_read
         return {want.name for want in wants}
 
     def require_all(self, used: set[Name]) -> list[str]:
@@ -254,8 +252,8 @@ class Loading:
             elif kind != "parameters" or master not in used:
                 unknown.append((kind, name))
         if unknown:
-            kind, name = unknown[0]
-            more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            (kind, name), *others = unknown
+            more = f" (and {len(others)} more)" if others else ""
             what = f"has {NOUNS[kind]} {name!r}{more}, which this system does not have"
             if (first := self.system.aliases.get(name)) is not None:
                 what += f": here it is tied to {first!r}"
@@ -296,8 +294,8 @@ class Loading:
         for want in self.wants["rng"]:
             generators[want.name[1]].set_state(self.read(want))
         # At once: several ranks' of one parameter are added up, and all that was there is replaced.
-        kept = [Piece.whole(want.name[1], self.read(want)) for want in self.wants["extra"]]
-        system.reducer.load_pieces(kept)
+        pieces = (Piece.whole(want.name[1], self.read(want)) for want in self.wants["extra"])
+        system.reducer.load_pieces(list(pieces))
         if system.scaler and about.scaler is not None:
             system.scaler.scale = float(about.scaler["scale"])
             system.scaler.good = int(about.scaler["good"])
@@ -327,8 +325,7 @@ class Loading:
         notes = tuple(self.notes())
         for note in notes if self.rank == 0 else ():
             warnings.warn(f"{folder}: {note}", CheckpointWarning, stacklevel=4)
-        told = (tuple(self.left_out), notes, self.bytes_read)
-        return Loaded(folder, branch, manifest.about, *told)
+        return Loaded(folder, branch, manifest.about, tuple(self.left_out), notes, self.bytes_read)
 
     def notes(self) -> Iterator[str]:
         """What has no place here, in sentences; of state of ranks, that of this one."""
