@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,22 @@ from shardproof.compare.compare import compare
 from shardproof.report import insert
 from shardproof.runs import run_folder
 from shardproof.runs.bundle import packing
+from shardproof.scenarios.load import find
+from shardproof.scenarios.matrix import expand
+from shardproof.scenarios.vocabulary import installed
 
 ROOT = Path(__file__).parents[2]
 BASELINES = ROOT / "results" / "baselines"
+
+
+def test_the_readmes_baseline_holds_todays_quick_cases() -> None:
+    """A gate against it would miss whatever is no longer quick."""
+    readme = (ROOT / "README.md").read_text()
+    (named,) = set(re.findall(r"--against (results/baselines/\S+)", readme))
+    cases = [case for file in find() for case in expand(file, installed())]
+    quick = {case.id for case in cases if case.tier == "quick"}
+    kept = set(baseline.load(str(ROOT / named)).cases)
+    assert kept and not kept - quick, sorted(kept - quick)
 
 
 def test_the_command_informs_and_only_bad_input_fails(tmp_path: Path, command: Any) -> None:
