@@ -205,10 +205,10 @@ class IdleRankStaysAway(Zero2):
 
 @mutant(
     "zero1_gathers_on_first_rank",
-    says="rank 1 early: .*rank 0 was still in all_gather",
+    says="rank [12] early: .*rank 0 was still in all_gather",
     zoo=("X11",),
     killed_by=("crash",),
-    crash_says="rank 1 early",
+    crash_says=" early: ",
 )
 class GathersOnFirstRank(ReferenceZero1):
     """Rank 0 alone asks for the full state: to gather it takes all ranks."""
