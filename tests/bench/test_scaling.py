@@ -393,7 +393,6 @@ OF_PAIRS = {
     "profile": None,
     "score": None,
     "no_memory": None,
-    "parameters": "200M",
 }
 #: Those that change which cells are measured, how, and what their figures come to.
 OF_CELLS = {"names", "expression", "backend", "world", "blocks", "launches", "fail_on", "budget"}
@@ -410,7 +409,10 @@ def test_every_option_of_bench_counts_for_scaling_or_is_refused() -> None:
     from shardproof.commands.main import app
 
     known = set(inspect.signature(bench.bench).parameters) - {"context"}
-    assert known == OF_CELLS | set(OF_PAIRS) | set(OWN)
+    assert known == OF_CELLS | set(OF_PAIRS) | set(OWN) | {"parameters"}
+    size = ["bench", "strong", "--parameters", "200M", "--dry-run"]
+    told = str(CliRunner().invoke(app, size).exception)
+    assert "--parameters belongs to checkpoints" in told
     for name in OWN:
         option = "--bytes" if name == "sizes" else f"--{name.replace('_', '-')}"
         outcome = CliRunner().invoke(app, ["bench", "strong", option, "4", "--dry-run"])

@@ -27,7 +27,7 @@ from shardproof.scenarios.load import SHIPPED, find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
 from shardproof.studies import autopsies
-from tests.support.commands import here
+from tests.support.commands import assert_refused, here
 
 PLAN = """\
 name: planned
@@ -70,12 +70,7 @@ def test_a_plan_that_cannot_be_is_one_line_and_exit_code_2(
     tmp_path: Path, old: str, new: str, line: int, says: str
 ) -> None:
     assert old in PLAN
-    file = tmp_path / "planned.yaml"
-    file.write_text(PLAN.replace(old, new, 1))
-    done = here("run", str(file), "--dry-run")
-    assert done.returncode == 2, done.stdout + done.stderr
-    told = done.stdout + done.stderr
-    assert f"{file}:{line}: " in told and says in told, told
+    assert_refused(tmp_path / "planned.yaml", PLAN.replace(old, new, 1), line, says)
 
 
 def test_plans_are_in_ids_and_rules_match_them(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from shardproof.runs.run_folder import RunFolder
 from shardproof.scenarios.load import SHIPPED, find, load_text
 from shardproof.scenarios.matrix import expand, substitute
 from shardproof.scenarios.vocabulary import installed
-from tests.support.commands import here
+from tests.support.commands import assert_refused, here
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ADAMW = OptimizerSpec("adamw", lr=3e-3, weight_decay=0.1, warmup_steps=2)
@@ -400,12 +400,7 @@ def test_a_plan_that_cannot_be_is_one_line_and_exit_code_2(
     tmp_path: Path, old: str, new: str, line: int, says: str
 ) -> None:
     assert old in PLAN
-    file = tmp_path / "planned.yaml"
-    file.write_text(PLAN.replace(old, new, 1))
-    done = here("run", str(file), "--dry-run")
-    told = done.stdout + done.stderr
-    assert done.returncode == 2, told
-    assert f"{file}:{line}: " in told and says in told, told
+    assert_refused(tmp_path / "planned.yaml", PLAN.replace(old, new, 1), line, says)
 
 
 def test_a_fault_of_a_save_needs_a_plan_of_saves(tmp_path: Path) -> None:

@@ -42,6 +42,15 @@ def here(
     return _here(main.main, ["shardproof", *arguments], [cwd, *paths])
 
 
+def assert_refused(file: Path, text: str, line: int, says: str) -> None:
+    """A scenario file of ``text`` is bad input, told in one sentence with its line."""
+    file.write_text(text)
+    done = here("run", str(file), "--dry-run")
+    told = done.stdout + done.stderr
+    assert done.returncode == 2, told
+    assert f"{file}:{line}: " in told and says in told, told
+
+
 def script(path: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """What a Python program of a user did that imports the suite, in this process."""
     program = functools.partial(runpy.run_path, str(path), run_name="__main__")

@@ -25,6 +25,8 @@ _OF_PAIR = (
     *("option_a", "option_b", "mesh_a", "mesh_b", "param", "size"),
     *("workload", "batch", "micro_batches", "optimizer", "dtype"),
 )
+#: What to write for an option of checkpoints, and whose it is.
+_OF_CHECKPOINTS = ("write `bench checkpoint`", "checkpoints")
 
 
 def bench(
@@ -207,8 +209,8 @@ def bench(
     typed = names is not None and _are_implementations(names)
     if names and not typed and (paths := _scaling_scenarios(names)):
         remedy = "name two implementations, or a scenario of pairs"
-        alone = ("profile", "score", "no_memory", "goal", "parameters")
-        _refuse(context, (*_OF_PAIR, *alone), remedy)
+        _refuse(context, (*_OF_PAIR, "profile", "score", "no_memory", "goal"), remedy)
+        _refuse(context, ("parameters",), *_OF_CHECKPOINTS)
         if FailOn.slower in request.fail_on:
             what = "--fail-on slower: scaling has a target, and no side that is slower"
             remedy = "write --fail-on goal: exit code 1 below the target"
@@ -218,7 +220,7 @@ def bench(
         preflight.check(cell.system.implementation for cell in cells)
         raise typer.Exit(_measure(cells, request, results, dry_run))
     if names is not None and typed:
-        _refuse(context, ("parameters",), "write `bench checkpoint`", "checkpoints")
+        _refuse(context, ("parameters",), *_OF_CHECKPOINTS)
         if expression:
             remedy = "leave it out: A and B are one pair"
             raise SelectionError(Problem("-k chooses among pairs of scenarios", remedy, expression))
