@@ -279,7 +279,10 @@ def _outcome(rank: int, left: RankRecord | None, end: End | None) -> RankOutcome
     if end is None and (left is None or not left.error):  # still there, or nobody knows
         return RankOutcome(rank, "ok")
     last = end or End(rank)
-    known = RankOutcome(rank, "ok", last_call=last.last_call, calls=last.calls, ended=last.ended)
+    # A script that came to its end did so before its process, by as much as nobody knows: its peers
+    # may have lost it in between.
+    ended = 0.0 if left is not None and left.ended else last.ended
+    known = RankOutcome(rank, "ok", last_call=last.last_call, calls=last.calls, ended=ended)
     if left is not None and left.error:
         return replace(
             known,

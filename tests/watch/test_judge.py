@@ -153,10 +153,11 @@ def test_missing_ranks_are_told_once_beside_a_crash() -> None:
     assert text(Report(judged)).count("ranks 1-2 left no record") == 1
 
 
-def test_a_rank_that_ended_first_is_the_cause() -> None:
+@pytest.mark.parametrize("ended", [1.0, 2.1], ids=["before", "its process later"])
+def test_a_rank_that_ended_first_is_the_cause(ended: float) -> None:
     gone = {"error_type": "RuntimeError", "error": "Connection closed by peer"}
     records = {0: rank(0, **gone, consequence=True, is_comm_error=True, ended=False), 1: rank(1)}
-    judged = decide(records, [End(0, 1, ended=2.0), End(1, 0, ended=1.0)], {})
+    judged = decide(records, [End(0, 1, ended=2.0), End(1, 0, ended=ended)], {})
     assert judged.verdict == "crash"
     assert judged.reason == "rank 1 ended the script; rank 0 could not go on without it"
 

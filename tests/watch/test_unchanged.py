@@ -56,8 +56,9 @@ if rank == 0:
         break
 """
 
-#: Name -> (script, which ranks fail, what its ranks write, how the report begins).
-SCRIPTS: dict[str, tuple[str, list[bool], list[str], str]] = {
+#: Name -> (script, which ranks fail, what its ranks write, how the report begins).  ``None``: torch
+#: now and then ends a rank in whose groups another has failed, after its last line, unwatched, too.
+SCRIPTS: dict[str, tuple[str, list[bool | None], list[str], str]] = {
     "a rank raises and destroys its groups": (
         ENDS.replace("FAULT", "raise ValueError('bad')"),
         [True, True],
@@ -66,13 +67,13 @@ SCRIPTS: dict[str, tuple[str, list[bool], list[str], str]] = {
     ),
     "a rank ends before the others": (
         ENDS.replace("FAULT", "break"),
-        [True, False],
+        [True, None],
         ["left its groups", "left its groups"],
         "crash: rank 1 ended the script and never came to call 9 on ranks 0-1, all_reduce",
     ),
     "a rank ends and leaves its groups to Python": (
         TRAINS.replace("FAULT", "break").replace("LEAVES", "pass"),
-        [True, False],
+        [True, None],
         ["left its groups", "left its groups"],
         "crash: rank 1 ended the script and never came to call 9 on ranks 0-1, all_reduce",
     ),
@@ -110,15 +111,23 @@ def written(folder: Path) -> list[str]:
     return lines
 
 
+def as_planned(failed: list[bool], planned: list[bool | None]) -> bool:
+    """Whether the ranks fail that must."""
+    return all(p is None or f == p for f, p in zip(failed, planned, strict=True))
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_ends_as_it_does_unwatched(command: Any, tmp_path: Path, name: str) -> None:
     body, fail, lines, says = SCRIPTS[name]
     script = tmp_path / "train.py"
     # Imported later, as optimizers do, its default arguments keep the group of that moment.
     script.write_text(f"import sys, torch.distributed.nn\n{HEAD}{body}")
-    assert plain(script) == fail and written(tmp_path) == lines, "the script itself"
+    alone = plain(script)
+    assert as_planned(alone, fail) and written(tmp_path) == lines, f"the script itself: {alone}"
     _, out, err = command("watch", str(script), "--results", str(tmp_path / "run"), "--every", "1")
     ends = json.loads((tmp_path / "run/ends.json").read_text())
-    assert [(end["exit_code"] != 0, end["reason"]) for end in ends] == [(f, "") for f in fail], out
+    failed = [end["exit_code"] != 0 for end in ends]
+    assert as_planned(failed, fail) and {end["reason"] for end in ends} == {""}, out
     assert written(tmp_path) == lines, out + err
-    assert out.startswith(says), out
+    ended = fail[1] is None and failed[1]
+    assert out.startswith("crash: rank 1 " if ended else says), out

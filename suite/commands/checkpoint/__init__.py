@@ -44,7 +44,7 @@ def inspect(
 
     \b
     shardproof checkpoint inspect checkpoints
-    shardproof checkpoint inspect checkpoints/step-00000012-3fa94c11-7be2 --names
+    shardproof checkpoint inspect checkpoints/step-00000012-save-0002-3fa94c11-7be2 --names
     """
     from shardproof.commands.checkpoint import contents
     from shardproof.commands.console import make_console
@@ -95,7 +95,7 @@ def diff(
     codes: 0 no difference, 1 some, 2 one cannot be read.
 
     \b
-    shardproof checkpoint diff checkpoints/step-00000012-3fa94c11-7be2 checkpoints
+    shardproof checkpoint diff checkpoints/step-00000012-save-0002-3fa94c11-7be2 checkpoints
     """
     from shardproof.commands.checkpoint import differences
     from shardproof.commands.console import make_console
