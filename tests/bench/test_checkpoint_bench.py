@@ -53,7 +53,7 @@ def test_sizes_are_written_as_people_write_them(text: str, count: int) -> None:
         (["checkpoint", "--parameters", "3"], "at least 49,152"),
         (["peers", "--parameters", "20M"], "belongs to checkpoints of charnames_gpt (ddp)"),
         (["reference/ddp", "pytorch/ddp", "--parameters", "20M"], "belongs to checkpoints"),
-        (["strong", "--parameters", "20M"], "--parameters belongs to one pair"),
+        (["strong", "--parameters", "20M"], "--parameters belongs to checkpoints"),
         (["collectives", "--parameters", "20M"], "means nothing for collectives"),
     ],
 )
