@@ -108,13 +108,16 @@ def numbered_case(number: int, seed: int) -> Case:
 def _into(source: random.Random, case: Case) -> tuple[Mapping[str, Any], str]:
     """Who loads what ``case`` saves, as scenarios give it, and that in a word."""
     kind = source.choice(("same", "mesh", "mesh", "system", "system", "precision"))
+    if "compress" in case.options:
+        kind = "same"  # what is lost hangs on the shape
     for _ in range(MOST_TRIES if kind != "same" else 0):
         if kind == "precision":
             if (policy := _policy(source, case)) is not None:
                 return {"precision": policy}, f"as-{'-'.join(policy.values()) or case.dtype}"
             continue
         named = kind == "mesh"
-        system = source.choice([s for s in systems() if (s.name == case.implementation) == named])
+        whole = [s for s in systems() if "compress" not in s.options]
+        system = source.choice([s for s in whole if (s.name == case.implementation) == named])
         mesh = dict(source.choice(list(system.meshes)))
         drawn = {name: source.choice(choices) for name, choices in system.options.items()}
         kept = {k: v for k, v in case.options.items() if k not in ("checkpoint", "precision")}

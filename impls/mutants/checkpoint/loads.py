@@ -129,6 +129,21 @@ class NoLossScale(ReferenceDDP):
 
 
 @mutant(
+    "loads_no_residuals",
+    says="what was saved was loaded, and yet: the gradients of the first step",
+    zoo=("G02",),
+    options={"compress": {"method": "topk", "density": 0.25}},
+)
+class NoResiduals(ReferenceDDP):
+    """What compression has left out so far is forgotten."""
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        extra = super().load(path)
+        self.reducer.load_pieces([])
+        return extra
+
+
+@mutant(
     "loads_masters_from_parameters",
     says="masters were not loaded",
     parent=ReferenceZero1,
