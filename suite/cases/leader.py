@@ -32,7 +32,7 @@ from shardproof.costs.own import OwnCosts
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Beside, Evidence
 from shardproof.evidence.records import RankRecord
-from shardproof.launch import kept_ranks
+from shardproof.launch import kept_ranks, process_control
 from shardproof.launch.mpi.lease import Lease
 from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.ranks import Kept, root_cause, run_ranks
@@ -67,6 +67,7 @@ class CaseTask:
 
 def run_case(task: CaseTask) -> dict[str, Any]:
     """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
+    process_control.keep_freed_memory()
     task.workdir.mkdir(parents=True)
     account, result = judge_case(task.case, task.workdir, task.oracles, kept=task.kept)
     return {"result": result.to_dict(), "account": account.to_dict()}

@@ -19,6 +19,7 @@ from pathlib import Path
 _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
 _GET_CHILD_SUBREAPER = 37
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 #: Children of this process that are to outlive what it does now.
 STAYING: set[int] = set()
@@ -179,6 +180,17 @@ def physical_cores() -> int:
     import psutil  # what it counts, cut to what may be used
 
     return min(cores(), psutil.cpu_count(logical=False) or cores())
+
+
+def keep_freed_memory() -> None:
+    """Let this process and those that it forks reuse what they free, where libc is glibc.
+
+    It would give pages back to the kernel after every step of a small model, and get them back
+    zeroed, page fault by page fault: a third of the faults of a case.
+    """
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_TRIM_THRESHOLD, 1 << 28)
+        _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)
 
 
 def thread_count() -> int:

@@ -8,6 +8,7 @@ every other tensor as it was.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -110,6 +111,8 @@ def tie(module: nn.Module, first: str, second: str) -> None:
 
 
 _NORMS = (nn.LayerNorm, nn.BatchNorm2d, nn.GroupNorm)
+#: Elements of the largest tensor whose initial value is kept.
+_FEW = 1 << 16
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
@@ -125,16 +128,24 @@ def initial_value(seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Ten
 
     Biases are not 0 and norm weights not 1, so that a fault in either shows in the first step.
     """
-    leaf, shape = name.rpartition(".")[2], tensor.shape
     if not tensor.is_floating_point():
-        return torch.zeros(shape, dtype=tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    kind = next((kind for kind in (*_NORMS, nn.Embedding) if isinstance(owner, kind)), nn.Module)
+    drawn = _drawn if tensor.numel() <= _FEW else _drawn.__wrapped__
+    return drawn(seed, name, tensor.shape, kind)
+
+
+@functools.lru_cache(maxsize=2048)
+def _drawn(seed: str, name: str, shape: torch.Size, kind: type[nn.Module]) -> Tensor:
+    """Kept, since the ranks of many cases build one model; nobody may change it."""
+    leaf = name.rpartition(".")[2]
     generator = torch.Generator().manual_seed(seed_number(f"{seed}/{name}"))
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
     if leaf == "running_var":
         value = 1 + 0.1 * noise.abs()
-    elif isinstance(owner, _NORMS):
+    elif kind in _NORMS:
         value = 1 + 0.1 * noise if leaf == "weight" else 0.1 * noise
-    elif isinstance(owner, nn.Embedding):
+    elif kind is nn.Embedding:
         value = 0.2 * noise
     elif leaf == "weight" and len(shape) > 1:
         value = noise / math.sqrt(max(1, math.prod(shape[1:])))
