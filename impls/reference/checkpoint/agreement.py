@@ -7,17 +7,19 @@
                    buffers are written as often as there are copies, for these may differ
     rank 0       makes the folder; its name travels with the table
 
+A rank whose pieces are those of its last save says just that.  If all do, the last choice stands,
+so a run makes it once, and training never waits for it again.
+
 What is chosen covers every element once, or the save ends here: a rank that lost a piece is told
 before a byte is written.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,11 +61,13 @@ class Described(NamedTuple):
 class Agreed:
     """The attempt that all ranks are about to make.
 
-    ``writes`` are the pieces of all ranks that are to be written, in one order.
+    ``writes`` are the pieces of all ranks that are to be written, in one order; ``table`` are this
+    rank's, all of them.
     """
 
     folder: Path
     writes: tuple[Described, ...]
+    table: list[Described] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -91,46 +95,64 @@ def describe(state: State, rank: int) -> list[Described]:
     ]
 
 
-def agree(together: Together, root: Root, state: State, from_rank0: bool = False) -> Agreed:
+def agree(
+    together: Together,
+    root: Root,
+    state: State,
+    last: Agreed | None = None,
+    from_rank0: bool = False,
+) -> Agreed:
     """The same on all ranks; a collective call.  Rank 0 makes a folder in ``root``.
 
-    ``from_rank0``: where rank 0 has a copy, that one is written.
+    ``last``: what was agreed before, if it was.  ``from_rank0``: where rank 0 has a copy, that one
+    is written.
 
     :raises CheckpointError: an element is held nowhere or twice, or the root cannot be saved into.
     """
     rank, step = together.rank, state.about.step
+    before = last.table if last else None
 
     def tell() -> Told:
         require_writable(state.about, root.path)
         table = describe(state, rank)
-        return Told(step, table, None if rank else (root.begin(step).name, root.branch))
+        attempt = None if rank else (root.begin(step).name, root.branch)
+        return Told(step, None if table == before else table, attempt)
 
-    told = together.all(tell)  # once: training waits for it
+    told = together.all(tell)  # once, as a rule: training waits for it
     for other, one in enumerate(told):
         if one.step != told[0].step:
             what = f"rank {other} saves step {one.step}, rank 0 step {told[0].step}"
             raise CheckpointError(root.path, what, "save on all ranks after the same step")
-    writes = choose([piece for one in told for piece in one.table], from_rank0, root.path)
+    assert told[0].attempt is not None
+    name, root.branch = told[0].attempt
+    if last is not None and all(one.table is None for one in told):
+        return replace(last, folder=root.path / name)
+    own = told[rank].table if last is None or told[rank].table is not None else last.table
+    tables = [one.table for one in told]
+    if None in tables:  # what was not told now, ranks without that last save do not know
+        tables = together.everyone(own)
+    writes = choose([piece for table in tables for piece in table or ()], from_rank0, root.path)
     if len(writes) > MOST_TENSORS:
         what = f"would have {len(writes)} tensors, readers take {MOST_TENSORS}"
         raise CheckpointError(root.path, what, "save with fewer ranks or names")
-    assert told[0].attempt is not None
-    name, root.branch = told[0].attempt
-    return Agreed(root.path / name, writes)
+    return Agreed(root.path / name, writes, own or [])
 
 
 class Told(NamedTuple):
-    """What each rank tells: its step and pieces, and the first one the folder that it made."""
+    """What each rank tells: its step and pieces, and the first one the folder that it made.
+
+    ``table``: none where the pieces are those of the last save.
+    """
 
     step: int
-    table: list[Described]
+    table: list[Described] | None
     attempt: tuple[str, Branch] | None
 
 
 def require_writable(about: About, root: Path) -> None:
     """:raises CheckpointError: what readers would refuse, asked before anything is written."""
     try:
-        require_bounds(json.dumps(dataclasses.asdict(about)).encode(), root)
+        require_bounds(json.dumps(asdict(about)).encode(), root)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise

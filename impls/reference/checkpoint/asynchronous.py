@@ -10,9 +10,10 @@
                which is a writer's last operation; then it commits.  Nobody has to call for that
     wait       the next save waits for this one: there is one copy, and it is in use
 
-Cost: training's stall is the agreement and one pass over memory; the next save pays for a disk that
-is slower than the time between two.  Memory: at most one copy of the local state, and less where
-copies share the writing; it is kept for the next save.
+Cost: training's stall is one short message of each rank (agreement.py) and one pass over memory;
+the first save agrees at length and takes new memory.  The next save pays for a disk that is slower
+than the time between two.  Memory: at most one copy of the local state, and less where copies share
+the writing; it is kept for the next save.
 Numbers: those of the moment of ``save``, whatever training does since; step, extra and scaler too.
 Errors: of any rank's writer are raised by ``wait`` (or the next ``save``) on all ranks.
 Left out: a process of its own for writing (5 to 20 s to start one, for a stall that is no shorter).
@@ -74,6 +75,7 @@ class Writer(threading.Thread):
         super().__init__(name=f"writes {agreed.id}", daemon=True)
         self.saver, self.agreed, self.about = saver, agreed, about
         self.tensors: Sequence[Held] = ()
+        self.is_given = threading.Event()
         self.has_written, self.has_ended = threading.Event(), threading.Event()
         self.cancelled = threading.Event()
         self.failure: Exception | None = None
@@ -81,6 +83,7 @@ class Writer(threading.Thread):
     def run(self) -> None:
         """What the thread does."""
         saver = self.saver
+        self.is_given.wait()
         try:
             if self.failure is not None:
                 raise self.failure
@@ -149,11 +152,13 @@ class AsynchronousSharded(Saver):
             agreed = self.agree(state)
         # By value: what the caller changes from now on is of a later step.
         self.under_way = self.writer_type(self, agreed, copy.deepcopy(state.about))
+        # Before the copy: a thread that begins with work keeps training from going on.
+        self.under_way.start()
         try:
             self.under_way.tensors = self.snapshot(own_writes(agreed, state, self.rank))
         except Exception as error:  # noqa: BLE001 - told by wait: no rank waits for it before
             self.under_way.failure = error
-        self.under_way.start()
+        self.under_way.is_given.set()
         return agreed.folder
 
     _copies: Sequence[Tensor] = ()

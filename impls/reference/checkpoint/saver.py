@@ -22,6 +22,7 @@ class Saver:
     """
 
     kind: ClassVar[str]
+    agreed: Agreed | None = None
     layer_type: type[FileLayer] = FileLayer
     root_type: type[Root] = Root
 
@@ -59,7 +60,9 @@ class Saver:
 
     def agree(self, state: State, from_rank0: bool = False) -> Agreed:
         """Who writes what into which folder (agreement.py); a collective call."""
-        return agree(self.together, self.root, state, from_rank0)
+        last, self.agreed = self.agreed, None  # of one that fails nothing is left
+        self.agreed = agree(self.together, self.root, state, last, from_rank0)
+        return self.agreed
 
     def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
         """Write the manifest over the files ``listed``, on rank 0."""
