@@ -180,6 +180,12 @@ class Case(Stored):
         return self.implementation + (f"+{self.label}" if self.label else "")
 
     @property
+    def is_borrowed(self) -> bool:
+        """Whether the cell is another system's, and its precision policy all that was given."""
+        given = {**self.options} == {"precision": {**self.precision}}
+        return given and not self.label and self.source.endswith(":")
+
+    @property
     def world(self) -> int:
         """Number of ranks: the product of the mesh's axes."""
         return math.prod(self.mesh.values())

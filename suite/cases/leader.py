@@ -11,6 +11,7 @@ import functools
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,10 @@ def _declared(account: Account) -> tuple[type[Implementation], dict[int, Schedul
         return None
     except Refused as error:
         account.refused = [type(error).__name__, str(error)]
+        if case.is_borrowed:  # what it is without the cell's policy says whether the cell fits
+            with suppress(Refused):
+                account.declaration = Declaration.of(implementation, {})
+                account.missing = account.declaration.missing_here(case.backend, case.world)
         return None
     account.missing = declaration.missing_here(case.backend, case.world)
     if problem_of(declaration) or declaration.excludes_case(case, account.missing):

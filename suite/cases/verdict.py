@@ -77,6 +77,9 @@ def _decided(account: Account) -> CaseResult:
         kind, message = account.refused
         if kind == "BrokenContract":
             return _apply_xfail(case, "fail", message)
+        if case.is_borrowed and account.declaration is not None:
+            reason = account.declaration.excludes_case(case, account.missing)
+            return _result(case, "skip", reason or f"takes no precision policy: {message}")
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
         return _refused(case, [error])
     assert account.declaration is not None

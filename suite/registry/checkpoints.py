@@ -5,7 +5,7 @@ implementations themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,12 +72,25 @@ def blocks(checkpoint: Checkpoint, kind: str, name: str, copy: int) -> Iterator[
         yield begin, target
 
 
+@contextmanager
+def nothing_left(root: Path) -> Iterator[None]:
+    """Where what follows fails: remove ``root`` and what it lies in, as far as made and empty."""
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # one that holds something stays
+            for folder in missing:
+                folder.rmdir()
+        raise
+
+
 def convert(source: Checkpoint, root: Path, form: str, ranks: int) -> Path:
     """Write ``source`` into ``root`` in another format of :data:`FORMS`; the new one's folder.
 
     :raises SelectionError: it is damaged, or ``root`` holds that step or another run.
     """
-    with told():
+    with told(), nothing_left(root):
         try:
             if form == "dcp":
                 return write_dcp(source, root)

@@ -134,7 +134,10 @@ class Selection:
         if self.seed is not None:
             cases = reseed(cases, self.seed)
         cases = [case for case in cases if matches(case.id)]
-        return _some(cases, "-k", expression, hint="`shardproof list cases` shows the ids")
+        shows = "`shardproof list cases` shows the ids"
+        if self.implementations:  # a system outside of all scenarios has its cells only here
+            shows = "`shardproof run --dry-run` with the same --impl and without -k shows the ids"
+        return _some(cases, "-k", expression, hint=shows)
 
     def _of_implementations(self, cases: list[Case], known: list[str]) -> list[Case]:
         from shardproof import registry

@@ -113,7 +113,7 @@ def test_damage_is_bad_input_and_named(own: Path, command: Any, tmp_path: Path) 
     assert "were changed since they were written" in err and "load another checkpoint" in err
     code, _, err = command("checkpoint", "convert", str(own), str(tmp_path / "x"), "--to", "full")
     assert code == 2 and str(file) in err
-    assert not list((tmp_path / "x").glob("*/manifest.json"))
+    assert not (tmp_path / "x").exists()
     assert command("checkpoint", "inspect", str(own))[0] == 0  # it reads no tensor
     file.write_bytes(data[:-1])
     for words in (["inspect"], ["verify"]):
@@ -128,8 +128,39 @@ def test_what_is_no_checkpoint(tmp_path: Path, command: Any, root: Path) -> None
     code, _, err = command("checkpoint", "diff", str(root), str(tmp_path / "none"))
     assert code == 2 and "is no folder" in err
     code, _, err = command("checkpoint", "convert", str(root), str(root), "--to", "full")
-    assert code == 2 and "holds step 2 of this run already" in err
+    assert code == 2 and "holds step 2 of this run already - name another folder" in err
     file = tmp_path / "file"
     file.write_text("x")
     code, _, err = command("checkpoint", "convert", str(root), str(file), "--to", "full")
     assert code == 2 and str(file) in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("to", ["full", "dcp"])
+def test_a_second_convert_names_another_folder(
+    root: Path, tmp_path: Path, command: Any, to: str
+) -> None:
+    words = ("checkpoint", "convert", str(root), str(tmp_path / "new"), "--to", to)
+    assert command(*words)[0] == 0
+    before = sorted((tmp_path / "new").rglob("*"))
+    code, _, err = command(*words)
+    assert code == 2 and err.startswith(str(next((tmp_path / "new").glob("step-*")))), err
+    assert "holds step 2" in err and "already - name another folder" in err
+    assert sorted((tmp_path / "new").rglob("*")) == before
+
+
+@pytest.mark.parametrize("to", ["full", "sharded", "dcp"])
+def test_a_refused_convert_leaves_no_folder(
+    own: Path, tmp_path: Path, command: Any, to: str
+) -> None:
+    """Neither its own nor one that it lies in; one that was there before stays."""
+    file = last(own) / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    (tmp_path / "there").mkdir()
+    for place in ("a/b", "there/c", "there"):
+        words = ("checkpoint", "convert", str(own), str(tmp_path / place), "--to", to)
+        code, _, err = command(*words)
+        assert code == 2 and str(file) in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "there"]
+    assert not list((tmp_path / "there").iterdir())

@@ -76,6 +76,10 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
         (("run", "ddp-gpt", "--backend", "glo"), "did you mean gloo?"),
         (("run", "--world", "99"), "--world matches nothing (99) - there are: 1, 2, 3, 4, 5"),
         (("run", "ddp-gpt", "-k", "nosuchword"), "-k matches nothing (nosuchword)"),
+        (
+            ("run", "ddp-gpt", "--impl", "mutants/backend_offset_is_ignored", "-k", "nosuchword"),
+            "-k matches nothing (nosuchword) - `shardproof run --dry-run` with the same --impl",
+        ),
         (("run", "ddp-gpt", "-k", "a and"), "column 6 (a and)"),
         (("run", f"{CASE}".replace("sgd", "adam")), "no such case"),
         (("run", "--campaign", "3", "ddp-gpt"), "leave out SCENARIO"),

@@ -91,6 +91,9 @@ def defaults(found: list[list[str]], column: int) -> dict[str, Any]:
 def fields(kind: Any) -> dict[str, Any]:
     """Name -> default, of a dataclass; a mapping's is empty."""
     found = {field.name: field.default for field in dataclasses.fields(kind)}
+    for field in dataclasses.fields(kind):
+        if (field.default, field.default_factory) == (dataclasses.MISSING, dataclasses.MISSING):
+            found[field.name] = "required"
     found |= {name: {} for name, value in found.items() if value is dataclasses.MISSING}
     return {n: list(value) if isinstance(value, tuple) else value for n, value in found.items()}
 

@@ -83,7 +83,7 @@ def test_a_policy_is_read_from_names_of_dtypes() -> None:
         ({"precision": {"paramters": "bfloat16"}}, "did you mean 'precision.parameters'"),
         ({"precision": "bfloat16"}, "must be of type mapping"),
         ({"precision": {"reduce": 16}}, "type dtype"),
-        ({"offload": "disk"}, "none or optimizer or parameters"),
+        ({"offload": "disk"}, "valid: none, optimizer, parameters"),
         ({"recompute_every": -1}, "at least 0"),
     ],
 )

@@ -61,7 +61,12 @@ def rows(pieces: list[Piece]) -> list[dict[str, Any]]:
         ({"pipe": 1, "replicate": 2}, {}, ADAMW, "replicates beside shards"),
         ({"shard": 2}, {}, ADAMW, r"need the axis 'pipe' .* not \['shard'\]"),
         ({"pipe": 2}, {}, OptimizerSpec(scaler=ScalerSpec()), "a loss scale"),
-        ({"pipe": 1, "tensor": 2}, {"shapes": "inferred"}, ADAMW, "'shapes' must be of type given"),
+        (
+            {"pipe": 1, "tensor": 2},
+            {"shapes": "inferred"},
+            ADAMW,
+            "'shapes' = 'inferred' is no value of it; valid: given",
+        ),
     ],
 )
 def test_what_torch_cannot_do_is_refused_on_every_rank(

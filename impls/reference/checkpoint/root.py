@@ -142,7 +142,10 @@ class Root:
                 raise CheckpointError(one.path, what, remedy)
             if one.number == number or (one.step == step and one.path.name in self.branch.before):
                 what = f"holds step {one.step} of this run already"
-                raise CheckpointError(one.path, what, "train on before you save again")
+                remedy = "train on before you save again"
+                if number is not None:  # a copy, which nobody trains
+                    remedy = "name another folder for the copy, or remove that one"
+                raise CheckpointError(one.path, what, remedy)
 
     def commit(self, folder: Path, manifest: Manifest, keep: int | None) -> None:
         """Make ``folder``, whose other files are written and synced, a checkpoint.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
@@ -92,10 +93,10 @@ def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -
     """An instance of the dataclass ``kind`` from ``options``.
 
     A field that is a dataclass takes a mapping, one of ``Mapping`` any mapping, one of
-    ``tuple[X, ...]`` a list, one of dtypes a name.  Raises :class:`Refused` for an unknown name
-    (with the nearest valid one) or a value of the wrong type; an ``int`` is taken where a ``float``
-    is wanted, a ``bool`` never counts as a number.  ``within`` is what the message puts before a
-    name.
+    ``tuple[X, ...]`` a list, one of dtypes a name; one without default must be given.  Raises
+    :class:`Refused` for an unknown name (with the nearest valid one) or a value of the wrong type;
+    an ``int`` is taken where a ``float`` is wanted, a ``bool`` never counts as a number.  ``within``
+    is what the message puts before a name.
     """
     if not dataclasses.is_dataclass(kind):
         raise TypeError(f"{kind.__name__} is not a dataclass")
@@ -106,6 +107,11 @@ def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -
             # A class that hands options on knows where this one belongs.
             elsewhere = getattr(kind, "elsewhere", lambda name: "")(name)
             raise Refused(elsewhere or unknown(str(name), within, names))
+    for f in dataclasses.fields(kind):
+        missing = (f.default, f.default_factory) == (dataclasses.MISSING, dataclasses.MISSING)
+        if missing and f.name not in options:
+            choices = ", ".join(map(str, _choices([hints[f.name]])))
+            raise Refused(f"option {within + f.name!r} is missing; valid: {choices}")
     return kind(**{n: _value(within + n, hints[n], value) for n, value in options.items()})
 
 
@@ -200,12 +206,29 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         # Not isinstance, by which True would be the number 1.
         elif type(value) is kind or (kind is float and type(value) is int):
             return value
+    choices = _choices(kinds)
+    meant = _meant(value, map(str, choices)) if isinstance(value, str) else ""
+    if len(choices) == sum(len(get_args(kind)) or 1 for kind in kinds):  # nothing but words
+        valid = ", ".join(map(str, choices))
+        raise Refused(
+            f"option {name!r} = {as_yaml(value)} is no value of it; {meant}valid: {valid}"
+        )
     names = {_kind_name(kind) for kind in kinds} | ({"int"} if float in kinds else set())
     wanted = " or ".join(sorted(names))
-    choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
-    meant = _meant(value, map(str, choices)) if isinstance(value, str) else ""
-    message = f"option {name!r} must be of type {wanted}, not {value!r}; {meant}"
+    message = f"option {name!r} must be of type {wanted}, not {as_yaml(value)}; {meant}"
     raise Refused(message.rstrip("; "))
+
+
+def as_yaml(value: object) -> str:
+    """``value`` as a scenario file writes it."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else repr(value)
+
+
+def _choices(kinds: Iterable[Any]) -> list[object]:
+    """The values that ``kinds`` list by themselves, as they are written."""
+    found = (get_args(k) if get_origin(k) is Literal else () for k in kinds if k is not NoneType)
+    return [*itertools.chain(*found), *("null" for kind in kinds if kind is NoneType)]
 
 
 def _kind_name(kind: Any) -> str:

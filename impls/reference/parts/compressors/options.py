@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from shardproof.contract import Capabilities, Refused
-from shardproof.impls.reference.engine.options import at_least
+from shardproof.impls.reference.engine.options import as_yaml, at_least
 from shardproof.impls.reference.engine.precision import Precision
 
 Method = Literal["cast", "topk", "randomk", "powersgd", "sign", "onebit"]
 #: What a method must be told, and what it may be told besides.
 NEEDS = {"cast": ("dtype",), "topk": ("density",), "randomk": ("density",), "powersgd": ("rank",)}
+EXAMPLES = {"dtype": "bfloat16", "density": 0.01, "rank": 2}
 MAY = {
     "cast": ("feedback",),
     "topk": ("dtype", "feedback"),
@@ -35,7 +36,7 @@ class Compress:
     added to the next gradient (``None``: as published).  ``seed``: of all that is drawn.
     """
 
-    method: Method | None = None
+    method: Method
     density: float | None = None
     rank: int | None = None
     dtype: torch.dtype | None = None
@@ -43,16 +44,15 @@ class Compress:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.method is None:
-            raise Refused(
-                f"option 'compress' names no method; valid: {', '.join(get_args(Method))}"
-            )
         needed, more = NEEDS.get(self.method, ()), MAY.get(self.method, ())
         usual = {"density": None, "rank": None, "dtype": None, "feedback": None, "seed": 0}
         for name, none in usual.items():
             value = getattr(self, name)
             if name in needed and value is None:
-                self._refuse(name, f"{self.method} must be told its {name}")
+                example = f"write {name}: {EXAMPLES[name]}, for example"
+                raise Refused(
+                    f"option 'compress.{name}' is missing: {self.method} needs it; {example}"
+                )
             if name not in needed and name not in more and value != none:
                 takes = ", ".join((*needed, *more)) or "nothing else"
                 self._refuse(name, f"{self.method} takes {takes}; leave it out")
@@ -63,7 +63,7 @@ class Compress:
         at_least("compress.seed", self.seed, 0)
 
     def _refuse(self, name: str, why: str) -> NoReturn:
-        raise Refused(f"option 'compress.{name}' = {getattr(self, name)!r}: {why}")
+        raise Refused(f"option 'compress.{name}' = {as_yaml(getattr(self, name))}: {why}")
 
     @property
     def feeds_back(self) -> bool:
