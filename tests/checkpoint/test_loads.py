@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from shardproof import registry
 from shardproof.comm import Mesh
 from shardproof.contract import OptimizerSpec, ScalerSpec
 from shardproof.impls.reference.checkpoint.agreement import State
-from shardproof.impls.reference.checkpoint.contents import aliases_of
+from shardproof.impls.reference.checkpoint.contents import Contents, aliases_of
 from shardproof.impls.reference.checkpoint.errors import CheckpointError, CheckpointWarning
 from shardproof.impls.reference.checkpoint.loading import Loading
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
@@ -356,6 +357,48 @@ def test_generators_of_modules_come_back(form: str, tmp_path: Path) -> None:
     for kind, tensors in put_together(succeed(resumed, 2)).items():
         for name, tensor in tensors.items():
             assert torch.equal(tensor, expected[kind][name]), f"{kind} {name}"
+
+
+@pytest.mark.parametrize(
+    ("saver", "own", "loader", "others", "kept"),
+    [
+        ("ddp", {"replicate": 2}, "zero3", {"shard": 2}, True),
+        ("ddp", {"replicate": 2}, "hybrid", {"replicate": 2, "tensor": 1}, True),
+        ("ddp", {"replicate": 2}, "tensor", {"tensor": 2}, False),
+        ("zero1", {"shard": 2}, "pipeline", {"pipe": 2}, False),
+        ("tensor", {"tensor": 2}, "ddp", {"replicate": 2}, False),
+        ("pipeline", {"pipe": 2}, "zero3", {"shard": 2}, False),
+        ("hybrid", {"shard": 2, "tensor": 2}, "hybrid", {"pipe": 2, "shard": 2}, False),
+    ],
+)
+def test_generators_stay_where_a_rank_has_the_same_data(
+    saver: str,
+    own: dict[str, int],
+    loader: str,
+    others: dict[str, int],
+    kept: bool,
+    tmp_path: Path,
+) -> None:
+    """Tensor ranks would else draw apart: each from what another share of the batch drew."""
+    work = workload("dropout_stateful")
+    saved(tmp_path, saver, own, 2, work=work)
+
+    def body(rank: int, world: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+        system = make(loader, work, others, rank)
+
+        def states() -> dict[str, Tensor]:
+            found = Contents(system).generators().items()
+            return {n: g.get_state() for n, g in found if not n.startswith("torch@")}
+
+        before = states()
+        system.load(tmp_path)
+        assert system.loaded is not None
+        left = [name for name in system.loaded.left_out if "generator@" in name]
+        return before, states(), len(left)
+
+    for before, after, left in succeed(body, math.prod(others.values())):
+        assert all(torch.equal(before[n], after[n]) != kept for n in before)
+        assert (left == 0) == kept
 
 
 def test_a_generator_that_was_not_saved_is_told(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@
                            steps done, and the caller's ``extra``
 
 Tensors are those that train, not copies.  The state of a generator belongs to one rank, and its
-name ends with ``@<rank>``: in another world it has no meaning.  What reducers carry has such names,
+name ends with ``@<rank>``: on another mesh it has no meaning.  What reducers carry has such names,
 too, but is shared out anew there.  Generators of Python and NumPy are the caller's.
 """
 

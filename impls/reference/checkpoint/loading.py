@@ -16,7 +16,7 @@ its parameter, and a parameter that the policy rounds from the one that was not 
 of another dtype is refused.
 
 What has no place here is told (:attr:`Loaded.notes`, and a warning on rank 0): hyperparameters
-that differ, for the caller's spec counts; state of single ranks in another world; scaling of losses
+that differ, for the caller's spec counts; state of single ranks on another mesh; scaling of losses
 that only one of the two has.  A name that this model does not have is refused.
 """
 
@@ -134,7 +134,7 @@ class Loading:
         for kind in TRAINED:
             pieces = system.held_pieces(kind)  # type: ignore[arg-type]
             self.wants[kind] = [self.want(kind, piece) for piece in pieces]
-        own = self.contents.generators() if self.is_same_world else {}
+        own = self.contents.generators() if self.has_same_ranks else {}
         drawn = [name for name in self.names("rng") if name in own]
         for kind, saved in {"rng": drawn, "extra": self.carried()}.items():
             self.wants[kind] = [self.whole(kind, name) for name in saved]
@@ -144,9 +144,9 @@ class Loading:
         return self.checkpoint.names(kind)
 
     @property
-    def is_same_world(self) -> bool:
+    def has_same_ranks(self) -> bool:
         """Whether state that belongs to one rank by name has a meaning here."""
-        return self.checkpoint.manifest.about.world == self.system.mesh.world
+        return self.checkpoint.manifest.about.has_ranks_of(self.system.mesh.axes)
 
     def carried(self) -> list[str]:
         """What reducers carried over and this rank goes on from: of parameters that it reduces."""
@@ -334,7 +334,7 @@ class Loading:
             shown = ", ".join(self.left_out[:4]) + (", ..." if len(self.left_out) > 4 else "")
             yield f"state that has no place here was left out: {shown}"
         read = {want.name[1] for want in self.wants["rng"]}
-        if self.is_same_world and (new := sorted(self.contents.generators().keys() - read)):
+        if self.has_same_ranks and (new := sorted(self.contents.generators().keys() - read)):
             yield f"the state of {', '.join(new)} was not saved"
         own: Mapping[str, Any] = self.contents.about({}).optimizer or {}
         for name, value in own.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ KINDS = ("parameters", "buffers", "optimizer", "rng", "extra")
 #: Data files of a checkpoint; tensors, and bytes of checksums, over all of them.  A tensor is known
 #: by its place for a few hundred bytes, which had to stand in an index: no small file takes much.
 MOST_FILES, MOST_TENSORS, MOST_SUM_BYTES = 1 << 14, 1 << 20, 64 << 20
+#: Axes of one role: what replicas and shards are given differs in the data alone.
+_ROLES = (("replicate", "shard"), ("pipe",), ("tensor",))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -66,6 +68,24 @@ class About:
     def world(self) -> int:
         """The number of ranks that saved."""
         return math.prod(self.mesh.values())
+
+    def has_ranks_of(self, mesh: Mapping[str, int]) -> bool:
+        """Whether a rank of ``mesh`` has the data, the stage and the part of layers that the rank
+        of its number had: only then does state of one rank, such as a generator, mean anything.
+        """
+        if self.world != math.prod(mesh.values()):
+            return False
+        one, other = self.mesh, mesh
+        return all(_coordinates(one, axes) == _coordinates(other, axes) for axes in _ROLES)
+
+
+def _coordinates(mesh: Mapping[str, int], axes: Sequence[str]) -> list[int]:
+    """Rank by rank its number along ``axes`` together; the last axis of ``mesh`` is innermost."""
+    found = [0]
+    for axis, size in mesh.items():
+        step = size if axis in axes else 1
+        found = [at * step + (n if axis in axes else 0) for at in found for n in range(size)]
+    return found
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -
     A field that is a dataclass takes a mapping, one of ``Mapping`` any mapping, one of
     ``tuple[X, ...]`` a list, one of dtypes a name; one without default must be given.  Raises
     :class:`Refused` for an unknown name (with the nearest valid one) or a value of the wrong type;
-    an ``int`` is taken where a ``float`` is wanted, a ``bool`` never counts as a number.  ``within``
-    is what the message puts before a name.
+    an ``int`` is taken where a ``float`` is wanted, a ``bool`` never counts as a number.
+    ``within`` is what the message puts before a name.
     """
     if not dataclasses.is_dataclass(kind):
         raise TypeError(f"{kind.__name__} is not a dataclass")
