@@ -102,12 +102,14 @@ class CheckpointPlan(Stored):
 
     ``saves`` checkpoints, each after a step, the last one when ``save_at`` steps are done.
     ``into``: the ``implementation``, ``options``, ``mesh`` and ``precision`` of who loads; what is
-    missing is as in the case.
+    missing is as in the case.  ``again_at``: who loads saves, too, when so many steps are done, and
+    fresh ranks of its kind load that (0: not so).
     """
 
     save_at: int
     saves: int = 1
     into: Mapping[str, Any] = field(default_factory=dict)
+    again_at: int = 0
 
     @property
     def saved_at(self) -> range:

@@ -1,8 +1,9 @@
-"""The runs of a case that saves: one that saves nothing, and one that loads and goes on.
+"""The runs of a case that saves: one that saves nothing, and one or two that load and go on.
 
     the case    step | step | save | step | step       judged like every case
     unsaved     step | step |      | step | step       the same bits: saving changes nothing
     loaded                    load | step | step       fresh ranks, set up from other values
+    again                                 load | step  others, if the plan has who loads save, too
 
 Where a planned fault ended the case there is nothing to judge of it; then the run that saves
 nothing stands in its place, and what is loaded is the last checkpoint that was committed.
@@ -81,6 +82,9 @@ def _load(evidence: Evidence, launcher: Launcher, cache: Path) -> list[RankOutco
     root = str(launcher.workdir / ROOT)
     # The log of the program tells when a fault is due.
     loads = replace(loads, loads_from=root, checks=(), fault=fault, ledgers=fault is not None)
+    assert loads.checkpoint is not None
+    saves_again = loads.checkpoint.again_at and case.fault is None
+    loads = replace(loads, saves_into=root) if saves_again else loads
 
     def collect(loads: Case, workload: Workload, records: list[RankRecord]) -> Evidence:
         truth = Truth()
@@ -92,7 +96,25 @@ def _load(evidence: Evidence, launcher: Launcher, cache: Path) -> list[RankOutco
 
     what = "the run that loads"
     evidence.beside["loaded"], outcomes = launcher.beside(loads, "loaded", what, collect)
+    loaded = evidence.beside["loaded"].evidence
+    if saves_again and loaded is not None:
+        evidence.beside["again"] = _load_again(loaded, launcher)
     return outcomes
+
+
+def _load_again(loaded: Evidence, launcher: Launcher) -> Beside:
+    """The run that loads what ``loaded`` saved: its ranks anew."""
+    plan = loaded.case.checkpoint
+    assert plan is not None
+    plan = replace(plan, save_at=plan.again_at, saves=1, again_at=0)
+    again = replace(loaded.case, id=f"{loaded.case.id}::again", saves_into="", checkpoint=plan)
+
+    def collect(again: Case, workload: Workload, records: list[RankRecord]) -> Evidence:
+        return Continued(loaded, again, records, Truth(), loaded.workload, loaded.facts)
+
+    return launcher.beside(
+        again, "again", "the run that loads what was saved after a load", collect
+    )[0]
 
 
 def _unsaved(case: Case) -> Case:

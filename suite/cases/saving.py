@@ -37,7 +37,9 @@ class Saving:
         assert case.checkpoint is not None
         self._plan, self._device = case.checkpoint, device
         self._into, self._from = Path(case.saves_into), Path(case.loads_from)
-        self._saves, self._awaits_fault = bool(case.saves_into), case.fault is not None
+        self._awaits_fault = case.fault is not None
+        saves_at = [self._plan.again_at] if case.loads_from else self._plan.saved_at
+        self._saves_at = saves_at if case.saves_into else ()
         self._log = program_order.current()
         self._built: list[weakref.ref[nn.Module]] = []
         self._under_way: list[Any] = []
@@ -63,7 +65,7 @@ class Saving:
 
         Where a fault is to come, the saves before are committed: there is something to load.
         """
-        if self._saves and done in self._plan.saved_at:
+        if done in self._saves_at:
             if self._awaits_fault:
                 with self._unseen("committed"):
                     self._wait()

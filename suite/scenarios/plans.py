@@ -35,7 +35,7 @@ def checkpoint(plan: schema.CheckpointPlan) -> CheckpointPlan:
     if plan.into is not None and plan.into.precision is not None:
         policy = plan.into.precision.model_dump(exclude={"label"}, exclude_none=True)
         given["precision"] = policy
-    return CheckpointPlan(plan.save_at, plan.saves, given)
+    return CheckpointPlan(plan.save_at, plan.saves, given, plan.again_at or 0)
 
 
 def problems(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
@@ -85,6 +85,12 @@ def _checkpoints(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem
             what = f"checkpoint plan {plan.label}: no step follows the save"
             remedy = f"valid: 1 to {last}" if last else "give the scenario more steps"
             yield file.problem([*at, "save_at"], what, remedy, str(plan.save_at))
+        if plan.again_at is not None and not plan.save_at < plan.again_at <= last:
+            what = f"checkpoint plan {plan.label}: no step before or after the save of who loads"
+            remedy = "give the scenario more steps"
+            if plan.save_at < last:
+                remedy = f"valid: {plan.save_at + 1} to {last}"
+            yield file.problem([*at, "again_at"], what, remedy, str(plan.again_at))
         if plan.saves > plan.save_at:
             what = f"checkpoint plan {plan.label}: more saves than steps before them"
             remedy = f"valid: 1 to {plan.save_at}"

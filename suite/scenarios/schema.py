@@ -312,6 +312,11 @@ class CheckpointPlan(Model):
     into: Into | None = Field(
         None, description="another implementation, mesh, options or precision; null: the same"
     )
+    again_at: int | None = Field(
+        None,
+        ge=2,
+        description="steps that are done when who loads saves in turn; null: it does not",
+    )
 
 
 class Match(Model):

@@ -84,6 +84,7 @@ SOUND = [
         for world in (1, 2, 4, 5)
     ),
     case("reference/ddp", 2, OFTEN, "asynchronous", lane="bitwise", dtype="float32"),
+    case("reference/zero1", 2, CheckpointPlan(1, again_at=2), "full"),
     case("reference/ddp", 2, backend="gloo", traits=("dropout_stateful", "tied")),
     case("odd_checkpoints:SavesLate", 2, OFTEN, "asynchronous", mesh={"shard": 2}),
     case(
@@ -365,6 +366,8 @@ FAULT = "faults:\n  - {kind: kill, rank: 0, step: 0, phase: PHASE, expect: {verd
     ("old", "new", "line", "says"),
     [
         ("save_at: 2", "save_at: 3", 13, "no step follows the save (3) - valid: 1 to 2"),
+        ("save_at: 2", "save_at: 1, again_at: 3", 13, "of who loads (3) - valid: 2 to 2"),
+        ("save_at: 2", "save_at: 2, again_at: 2", 13, "(2) - give the scenario more steps"),
         ("saves: 2", "saves: 3", 13, "more saves than steps before them (3) - valid: 1 to 2"),
         ("label: same, ", "", 13, "missing key checkpoints[0].label"),
         (", checkpoint]", "]", 10, "checkpoint plans and the check `checkpoint` belong together"),

@@ -348,6 +348,47 @@ class MastersRounded(Contents):
         return _changed(state, "optimizer", slots)
 
 
+#: Who loaded saves, too.
+AGAIN = CheckpointPlan(save_at=1, again_at=2)
+
+
+@mutant(
+    "saves_progress_of_the_load",
+    says="of what was saved after a load, progress was not loaded: rank 0 would go on from step 1, "
+    "the newest checkpoint is of step 2",
+    checkpoint=AGAIN,
+)
+class ProgressOfTheLoad(ReferenceDDP):
+    """What a load returned stands before what the caller gives in every save that follows."""
+
+    returned: Mapping[str, Any] = {}
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        self.returned = super().load(path)
+        return self.returned
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
+        return super().save(path, {**extra, **self.returned})
+
+
+@mutant(
+    "saves_counters_since_the_load",
+    says="of what was saved after a load, step counters were not loaded: 1 of 1 elements of",
+    checkpoint=AGAIN,
+)
+class CountersSinceTheLoad(Contents):
+    """Steps are counted from the load on, in what is saved."""
+
+    def state(self, extra: Mapping[str, Any]) -> State:
+        state, loaded = super().state(extra), self.system.loaded
+        before = loaded.about.step if loaded is not None else 0
+        slots = [
+            replace(one, tensor=one.tensor - before) if one.name.endswith(".step") else one
+            for one in state.pieces["optimizer"]
+        ]
+        return _changed(state, "optimizer", slots)
+
+
 @mutant(
     "saves_state_of_the_next_parameter",
     says=r"optimizer state was not loaded",

@@ -8,15 +8,16 @@ the returned ``extra`` names.  Right after the load they hold what was held at t
 dtypes, elements, step counters, masters, tied tensors, generators.  In the same shape the steps
 that follow have the bits of the run that was never interrupted; in another world, mesh, strategy or
 precision each is judged against the oracle by the bounds of ``equivalence``, with the loss scale
-and the samples of the run that saved.  Of several saves the newest ``keep`` are left.  Where a
-planned fault ended the case, what is loaded is one of its checkpoints, whole.
+and the samples of the run that saved.  Of several saves the newest ``keep`` are left.  With
+``again_at`` who loaded saves, too, and what it saved is loaded in the same way.  Where a planned
+fault ended the case, what is loaded is one of its checkpoints, whole.
 
 Sees state that is not saved, not loaded, or loaded into the wrong place, rank or order; live
 tensors that a writer saves late; progress, loss scale or generators that start again; ties that a
 load parts; a save that moves numbers or draws.
 
 *Cannot see* what lies on the disk (``shardproof checkpoint verify`` reads that); a fault that shows
-in no piece and in no step that follows, such as a wrong step in what who loaded saves next;
+in no piece and in no step that follows; what who loaded saves next, without ``again_at``;
 generators of a GPU; on another mesh, generators, and the steps that follow where these are drawn
 from; if the batch is cut otherwise, buffers of other ranks than 0, those of the steps that follow,
 and these steps as a whole where gradients depend on how it is cut.
@@ -68,6 +69,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         assert isinstance(loaded.evidence, Continued)
         what_was_loaded(evidence, loaded.evidence, rows)
         _what_follows(evidence, loaded.evidence, rows)
+        _is_saved_again(evidence.beside.get("again"), loaded.evidence, rows)
     except Differs as failure:
         rows.append(ComparisonRow(problem=str(failure)))
     return rows
@@ -138,6 +140,20 @@ def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -
         compare_steps(other, rows, buffers=buffers_go_on(base, other))
     except Differs as failure:
         raise Differs(f"after the load, {failure}") from None
+
+
+def _is_saved_again(again: Beside | None, loaded: Continued, rows: list[ComparisonRow]) -> None:
+    """Whether what ``loaded`` saved is loaded as well; it has the shape of who loads."""
+    if again is None:
+        return
+    try:
+        if again.evidence is None:
+            raise Differs(again.problem or again.skip)
+        assert isinstance(again.evidence, Continued)
+        what_was_loaded(loaded, again.evidence, rows)
+        _what_follows(loaded, again.evidence, rows)
+    except Differs as failure:
+        raise Differs(f"of what was saved after a load, {failure}") from None
 
 
 def _has_other_numbers(case: Case, loads: Case) -> bool:

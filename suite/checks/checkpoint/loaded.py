@@ -55,7 +55,7 @@ def what_was_loaded(base: Evidence, other: Continued, rows: list[ComparisonRow])
 
 def _progress(base: Evidence, other: Continued) -> None:
     """Whether every rank was given back what the caller saved."""
-    plan = base.case.checkpoint
+    plan = other.case.checkpoint
     assert plan is not None
     extras = {r.rank: r.loaded.extra for r in other.records if r.loaded is not None}
     steps = {rank: _step_of(extra) for rank, extra in extras.items()}
