@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class _Uninitialised:
@@ -131,13 +132,20 @@ def initial_value(seed: str, name: str, tensor: Tensor, owner: nn.Module) -> Ten
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     kind = next((kind for kind in (*_NORMS, nn.Embedding) if isinstance(owner, kind)), nn.Module)
-    drawn = _drawn if tensor.numel() <= _FEW else _drawn.__wrapped__
-    return drawn(seed, name, tensor.shape, kind)
+    keep = tensor.numel() <= _FEW and type(tensor) in (Tensor, nn.Parameter)
+    return (_kept if keep else _drawn)(seed, name, tensor.shape, kind)
 
 
 @functools.lru_cache(maxsize=2048)
+def _kept(seed: str, name: str, shape: torch.Size, kind: type[nn.Module]) -> Tensor:
+    """Drawn once for all ranks and cases that build this model: nobody may change it, and no
+    memory ledger counts it.
+    """
+    with _disable_current_modes():
+        return _drawn(seed, name, shape, kind)
+
+
 def _drawn(seed: str, name: str, shape: torch.Size, kind: type[nn.Module]) -> Tensor:
-    """Kept, since the ranks of many cases build one model; nobody may change it."""
     leaf = name.rpartition(".")[2]
     generator = torch.Generator().manual_seed(seed_number(f"{seed}/{name}"))
     noise = torch.randn(shape, generator=generator, dtype=torch.float64)
