@@ -78,7 +78,8 @@ class ScalerSpec:
     Every loss is multiplied by the scale and gradients are divided by it, before they are observed.
     If, after the reductions, any rank holds a gradient that is not finite, *all* ranks leave the
     update out (nothing is clipped, and no step counter moves) and multiply the scale by
-    ``backoff``; after ``interval`` updates in a row it is multiplied by ``growth``.  Factors should
+    ``backoff``; after ``interval`` updates in a row it is multiplied by ``growth``.  Where data
+    coordinates train alone, each does so by itself, with a scale of its own.  Factors should
     be powers of two, which round nothing.
     """
 
@@ -307,7 +308,7 @@ Depth = Literal["family", "layout", "own"]
 Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
 BufferRule = Literal["rank0", "per_rank", "synced", "none"]
 OracleKind = Literal["plain", "emulated", "replay"]
-Emulated = Literal["step", "round"]
+Emulated = Literal["step", "round", "trajectory"]
 
 _ACCUMULATES = frozenset({"clipping", "accumulation"})
 _DDP = _ACCUMULATES | {
@@ -346,6 +347,7 @@ PROFILES: dict[str, frozenset[str]] = {
     "torch_tensor_parallel": _ZERO | {"tensor"},
     "torch_hybrid": _ZERO | frozenset(_STAGES) | {"stages", "tensor"},
     "hybrid": _ZERO | {"stages", "tensor"},
+    **dict.fromkeys(("local_sgd", "diloco"), _ZERO),
     "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
     "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},
 }
@@ -376,7 +378,8 @@ class Capabilities:
     one that imitates the declared loss of precision, ``replay`` with one that repeats
     :meth:`Implementation.events`.  ``emulates`` says what one call of the emulator is given: the
     gradients of a ``step``, or those of each ``round`` (the n-th micro-batch of every coordinate)
-    where the system reduces them by themselves.
+    where the system reduces them by themselves.  Of a ``trajectory`` there is no emulator: every
+    coordinate trains alone, and :meth:`Implementation.meeting` says when and how they meet.
 
     At depth ``family`` the largest share of what is sharded may be ``balance`` times the equal
     share (or one parameter, if that is more), and bytes sent and held ``overhead`` times what a
@@ -426,6 +429,33 @@ class Emulation(Protocol):
 
     def __call__(self, step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The gradients that are applied, of those by coordinate."""
+
+
+#: In names of optimizer slots (``<parameter>.outer_momentum``): shared by all that meet.
+OUTER = ".outer_"
+
+
+class Meeting(Protocol):
+    """Where data coordinates that train alone meet: the oracle of ``emulates="trajectory"``.
+
+    Between meetings each coordinate has parameters, optimizer state and (under a loss scaler) a
+    scale of its own.  Its gradient is that of its share times their number: an estimate of the
+    whole batch's.
+    """
+
+    def begin(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is kept before the first step, as slots ``<parameter>.outer_...``, if anything."""
+
+    def meets(self, step: int) -> bool:
+        """Whether the update of ``step`` ends in a meeting."""
+
+    def meet(
+        self, ends: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The parameters with which all go on, and what is kept from then on.
+
+        ``ends``: the trained parameters of each coordinate after its own update, in order.
+        """
 
 
 _UNTRACED = nullcontext()
@@ -482,6 +512,11 @@ class Implementation(ABC):
         :class:`Emulation`.
         """
         raise Refused(f"{cls.__name__} has no emulator")
+
+    @classmethod
+    def meeting(cls, options: Options) -> Meeting:
+        """For ``emulates="trajectory"``: when and how the data coordinates meet."""
+        raise Refused(f"{cls.__name__} has no meeting")
 
     @classmethod
     def schedule(cls, options: Options, ranks: int, micro_batches: int) -> Schedule | None:

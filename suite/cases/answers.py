@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardproof.contract import Batch, Event, Implementation, Kind, Piece, StepResult
+from shardproof.contract import OUTER, Batch, Event, Implementation, Kind, Piece, StepResult
 from shardproof.ledgers import traffic
 from shardproof.registry.declaration import BrokenContract
 
@@ -215,3 +215,46 @@ class Emulated:
 
     def _raised(self, error: Exception) -> BrokenContract:
         return BrokenContract(f"{self.system.__name__}.{self.method} raised {error!r}")
+
+
+class Meets:
+    """``meeting(options)``, whose answers are asked as well."""
+
+    method = "meeting(options)"
+
+    def __init__(self, system: type[Implementation], options: Mapping[str, Any]) -> None:
+        self.system = system
+        self.made = self._asked(lambda: system.meeting(options))
+
+    def begin(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is kept before the first step."""
+        return self._slots("begin", self._asked(lambda: self.made.begin(parameters)))
+
+    def meets(self, step: int) -> bool:
+        """Whether the update of ``step`` ends in a meeting."""
+        found = self._asked(lambda: self.made.meets(step))
+        return bool(asked(self.system, f"{self.method}.meets", found, bool, "a bool"))
+
+    def meet(
+        self, ends: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The parameters with which all go on, and what is kept."""
+        met = self._asked(lambda: self.made.meet(ends, kept))
+        method, wanted = f"{self.method}.meet", "two dicts of tensors by name"
+        parameters, after = asked(self.system, method, met, tuple, wanted)
+        return _tensors(self.system, method, parameters, wanted), self._slots("meet", after)
+
+    def _slots(self, name: str, kept: Any) -> dict[str, Tensor]:
+        method, wanted = f"{self.method}.{name}", f"slots <parameter>{OUTER}..., by name"
+        slots = _tensors(self.system, method, kept, wanted)
+        for slot in slots:
+            if OUTER not in slot:
+                raise _broken(self.system, method, repr(slot), wanted)
+        return slots
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except Exception as error:
+            told = f"{self.system.__name__}.{self.method} raised {error!r}"
+            raise BrokenContract(told) from error

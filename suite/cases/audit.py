@@ -95,7 +95,8 @@ def _denied(figures: Figures) -> str:
     replayed, seen = _updates_are_replayed(figures, lane), 0
     for row in figures.tensors:
         phase = _phase(figures, row, replayed)
-        truth = figures.oracle.steps[row.step].norms.get(phase, {}) if phase else {}
+        step = figures.oracle.steps[row.step] if phase else None
+        truth = step.of_share(row.replica).norms.get(phase, {}) if step else {}
         if row.name not in truth or row.dtype != figures.case.dtype:
             continue  # held rounded, beside a master
         seen += 1

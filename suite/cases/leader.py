@@ -37,7 +37,7 @@ from shardproof.launch import kept_ranks, process_control
 from shardproof.launch.mpi.lease import Lease
 from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.ranks import Kept, root_cause, run_ranks
-from shardproof.oracle import replay, training
+from shardproof.oracle import replay, training, trajectories
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
@@ -210,6 +210,8 @@ def _run_and_collect(
     truth = _train_oracle(case, implementation, declaration, workload, records, cache)
     account.timings["oracle"] = time.monotonic() - began
     evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
+    if declaration.trains_alone:
+        evidence.meeting = answers.Meets(implementation, case.options)
     evidence.own_costs = _own_costs(implementation, evidence)
     began = time.monotonic()
     if "relations" in case.checks:
@@ -323,8 +325,13 @@ def _train_oracle(
         shares = {record.steps[0].share for record in records} - {None}
         events = [event for record in records for event in record.history]
         return replay.truth(workload, case.optimizer, case.steps, len(shares), events)
+    if declaration.trains_alone:
+        # Neither of the two is cached: these numbers depend on the implementation's own code.
+        meeting = answers.Meets(implementation, case.options)
+        return trajectories.train_apart(
+            workload, case.optimizer, case.data_coordinates, case.steps, meeting
+        )
     if declaration.oracle == "emulated":
-        # Not cached: these numbers depend on the implementation's own code.
         return training.train(
             workload,
             case.optimizer,

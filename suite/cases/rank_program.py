@@ -250,9 +250,10 @@ class _Rank:
             return {kind: Held.copied(pieces[kind]) for kind in kinds}
 
     def _judged_between_steps(self) -> bool:
-        """Whether state between steps is judged: it takes a plain oracle and fixed members."""
-        plain = self.declaration.oracle == "plain" and "after_update" in self.declaration.points
-        return plain and not self.case.membership and self.implementation is not None
+        """Whether state between steps is judged: it takes an oracle of it and fixed members."""
+        plain = self.declaration.oracle == "plain" or self.declaration.trains_alone
+        shown = "after_update" in self.declaration.points
+        return plain and shown and not self.case.membership and self.implementation is not None
 
     def _evaluation(self, step: int) -> Evaluation | None:
         """An evaluation of the batch of ``step``, and what it changed (``None``: refused)."""

@@ -108,7 +108,7 @@ def _sizes(evidence: Figures) -> str:
         shown = {r.rank: Shown(r.steps[-1].shown(), r.steps[-1].places) for r in evidence.records}
         last = replace(facts, step=evidence.steps[-1])
         return evidence.family.problem(last, shown, evidence.declaration.balance)
-    if cost_model is None:
+    if cost_model is None or cost_model.why_not_local():
         return ""
     for record in evidence.records:
         local = cost_model.local(record.rank)

@@ -45,12 +45,16 @@ def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     batches = workload.batch(step, case.data_coordinates)
     if set(shares) != set(range(len(batches))):
         return _problem(f"evaluation: only the losses of shares {sorted(shares)} are reported")
-    parameters = evidence.observed(step - 1, "after_update", "parameters").first()
+    parameters = [
+        trajectory.observed(step - 1, "after_update", "parameters").first()
+        for trajectory in evidence.trajectories
+    ]
     buffers = evidence.observed(step - 1, "after_update", "buffers").tensors
     loss_of, truth = training.evaluator(workload, case.precision), 0.0
     for number, batch in enumerate(batches):
         own = {name: copies[min(number, max(copies))] for name, copies in buffers.items()}
-        truth += loss_of({**parameters, **own}, batch.micro_batches)
+        held = parameters[min(number, len(parameters) - 1)]
+        truth += loss_of({**held, **own}, batch.micro_batches)
     total = sum(shares.values())
     error = abs(total - truth) / (abs(truth) or 1.0)
     result = Comparison(error if error == error else float("inf"), bound)

@@ -1,6 +1,7 @@
 """Loss scaling: all ranks skip the same steps at the same scale; a skipped step changes no state.
 
-The oracle follows the same policy, so scale and skipped steps must equal its, on every rank.  After
+The oracle follows the same policy, so scale and skipped steps must equal its, on every rank; where
+data coordinates train alone, those of each.  After
 a skipped step parameters, masters, moments and step counters are those of the step before, bit for
 bit.  A case in which nothing ever overflows proves half of this: under the trait
 ``overflow_on_one_rank`` it is a ``precondition``.
@@ -11,7 +12,7 @@ the overflow: only that all act on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardproof.checks import Outcome, Worst
 from shardproof.evidence.assembled import Figures
@@ -25,17 +26,18 @@ def decide(figures: Figures) -> Outcome:
     if figures.case.optimizer.scaler is None:
         return Outcome("loss_scale", "skip", "losses are not scaled")
     truth = figures.oracle.steps
-    skipped = [step for step in figures.steps if truth[step].skipped]
+    skipped = [s for s in figures.steps if truth[s].skipped or any(_alone(truth[s]))]
     numbers = {"scales": [truth[step].scale for step in figures.steps], "skipped": skipped}
     for step in figures.steps:
         for record in figures.records:
             if record.steps[step].present:
-                problem = _metrics(record.steps[step].metrics, truth[step])
+                own = truth[step].of_share(record.steps[step].share)
+                problem = _metrics(record.steps[step].metrics, own)
                 if problem:
                     where = f"step {step}, rank {record.rank}: {problem}"
                     return Outcome("loss_scale", "fail", where, figures=numbers)
     for step in skipped:
-        worst = _moved(figures.tensors, step)
+        worst = None if truth[step].met else _moved(figures.tensors, step, _alone(truth[step]))
         if worst is not None:
             text = f"{worst.name!r} changed in step {step}, which overflowed and is no update"
             return Outcome("loss_scale", "fail", text, worst, numbers)
@@ -58,14 +60,24 @@ def _metrics(metrics: Mapping[str, float], truth: OracleStep) -> str:
     return ""
 
 
-def _moved(rows: list[TensorRow], step: int) -> Worst | None:
-    """A parameter or slot whose bits after ``step`` are not those that it had before."""
+def _alone(truth: OracleStep) -> list[bool]:
+    """Which of the data coordinates that train alone left the update out."""
+    return [bool(step.skipped) for step in truth.apart]
+
+
+def _moved(rows: list[TensorRow], step: int, alone: Sequence[bool]) -> Worst | None:
+    """A parameter or slot whose bits after ``step`` are not those that it had before.
+
+    ``alone``: which copies have none moved, where each is one data coordinate's own.
+    """
     before: dict[tuple[str, str, int], str] = {}
     after: dict[tuple[str, str, int], TensorRow] = {}
     earlier = (step - 1, "after_update" if step else "initial")
     for row in rows:
         key = (row.kind, row.name, row.replica)
         if row.kind not in ("parameters", "optimizer"):
+            continue
+        if alone and not alone[row.replica]:
             continue
         if (row.step, row.point) == earlier:
             before[key] = row.digest

@@ -1,7 +1,8 @@
 """The global gradient norm that clipping used equals the true one, on every rank.
 
-True is the oracle's; in lane working_precision, where trajectories part and every step is judged
-alone, it is the norm of the gradients that the system shows, which ``equivalence`` judges.
+True is the oracle's, or that of a rank's own trajectory where ranks train alone; in lane
+working_precision, where trajectories part from the oracle's and every step is judged alone, it is
+the norm of the gradients that the system shows, which ``equivalence`` judges.
 
 Clipping hides scale: a sum in place of a mean moves the clipped parameters by 1e-7 only, so the
 norm *before* clipping is compared.  A case in which clipping is never active proves nothing and is
@@ -33,7 +34,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     rank = int(worst.owner.removeprefix("rank "))
     record = next(record for record in evidence.records if record.rank == rank)
     held = record.steps[worst.step].norm
-    true = _truths(evidence)[worst.step]
+    true = _truths(evidence)[worst.step][rank]
     if held is None:
         return []
     sentence = causes.told(lambda: causes.of_norm(evidence, worst.step, rank, held, true))
@@ -47,10 +48,11 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("norm", "skip", "clipping is off")
     bound = BOUNDS[evidence.case.lowest_dtype]
     compared, active = list[Worst](), 0
-    for step, truth in _truths(evidence).items():
-        active += truth > limit
+    for step, truths in _truths(evidence).items():
+        active += max(truths.values()) > limit
         for record in evidence.records:
-            if not record.steps[step].present:
+            truth = truths.get(record.rank)
+            if truth is None or not record.steps[step].present:
                 continue
             value = record.steps[step].norm
             if value is None:
@@ -75,14 +77,16 @@ def decide(evidence: Figures) -> Outcome:
     return Outcome("norm", "pass", "", worst, figures)
 
 
-def _truths(evidence: Figures) -> dict[int, float]:
-    """Step -> the norm to clip by; an overflow has none."""
+def _truths(evidence: Figures) -> dict[int, dict[int, float]]:
+    """Step -> rank -> the norm to clip by; an overflow has none."""
     shown = _shown(evidence) if judged_lane(evidence) == "working_precision" else {}
-    return {
-        step: shown.get(step, evidence.oracle.steps[step].norm)
-        for step in evidence.steps
-        if not evidence.oracle.steps[step].skipped
-    }
+    truths: dict[int, dict[int, float]] = {}
+    for step in evidence.steps:
+        for record in evidence.records:
+            truth = evidence.oracle.steps[step].of_share(record.steps[step].share)
+            if not truth.skipped:
+                truths.setdefault(step, {})[record.rank] = shown.get(step, truth.norm)
+    return truths
 
 
 def _shown(evidence: Figures) -> dict[int, float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shardproof.contract import OptimizerSpec
-from shardproof.evidence.assembled import Evidence
+from shardproof.contract import OUTER, OptimizerSpec
+from shardproof.evidence.assembled import Evidence, Trajectory
 from shardproof.oracle.optimizers import (
     build_optimizer,
     largest_terms,
@@ -26,7 +26,9 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Made:
-    """``parameters`` (wide) and ``slots`` after the step; ``terms``: see :func:`largest_terms`."""
+    """``parameters`` (wide) and ``slots`` after the step; ``terms``: see :func:`largest_terms`;
+    of a parameter, where it comes from a sum over ranks.
+    """
 
     parameters: dict[str, Tensor]
     slots: dict[str, Tensor]
@@ -73,9 +75,39 @@ def update_of(evidence: Evidence, step: int) -> Update:
     if step:
         held = evidence.observed(step - 1, "after_update", "optimizer").first()
         # Alone, a master would pass for the state of a parameter that nobody has updated yet.
-        own = {name: tensor for name, tensor in held.items() if not name.endswith(f".{MASTER}")}
+        others = (f".{MASTER}", OUTER)
+        own = {n: t for n, t in held.items() if not any(other in n for other in others)}
     trainable = tuple(evidence.workload.trainable_names)
     return Update(spec, step, trainable, wide(evidence, step - 1), gradients, own)
+
+
+def made_of(evidence: Evidence, step: int) -> Made:
+    """What update ``step`` must have made: the optimizer's, and after it a meeting's.
+
+    A meeting is that of what the updates of all trajectories make.
+    """
+    made, meeting = update_of(evidence, step).make(), evidence.meeting
+    if meeting is None or not isinstance(evidence, Trajectory):
+        return made
+    trained = evidence.workload.trainable_names
+    if step:
+        held = evidence.observed(step - 1, "after_update", "optimizer").first()
+        kept = {name: tensor for name, tensor in held.items() if OUTER in name}
+    else:
+        first = evidence.initial("parameters").first()
+        kept = meeting.begin({name: first[name] for name in trained})
+    if not evidence.truth.steps[step].met:
+        return replace(made, slots={**made.slots, **kept})
+    others = evidence.base.trajectories
+    parameters_of = [update_of(other, step).make().parameters for other in others]
+    ends = [{name: parameters[name] for name in trained} for parameters in parameters_of]
+    together, after = meeting.meet(ends, kept)
+    # A sum over ranks errs by the last place of its terms, however small the sum is.
+    starts = [update_of(evidence, step).before, *parameters_of]
+    terms = {name: torch.stack([p[name].abs() for p in starts]).amax(0) for name in trained}
+    terms |= {slot: terms[slot.partition(OUTER)[0]] for slot in after}
+    parameters = {**made.parameters, **together}
+    return Made(parameters, {**made.slots, **after}, {**made.terms, **terms})
 
 
 def wide(evidence: Evidence, step: int) -> dict[str, Tensor]:

@@ -204,6 +204,9 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     after = () if by_order and case.optimizer.name != "sgd" else AFTER[relation]
     moments = [("gradients_final", "gradients"), ("after_clip", "gradients")]
     moments += [("after_update", kind) for kind in after]
+    alone = [run.declaration.trains_alone for run in (evidence, other)]
+    if alone[0] != alone[1]:  # gradients and optimizer state are each rank's own in one of the two
+        moments = [("after_update", "parameters")]
     pair = Pair(evidence, other, compare, relation == "same_as", other.case.loss_scale)
     rows: list[ComparisonRow] = []
     if relation == "recompute" and (kept := _kept_as_well(evidence, other)):

@@ -1,5 +1,10 @@
 """Replicas of a tensor are equal, bit for bit, on all ranks that hold one.
 
+Where ranks train alone that is so of what they share, and of parameters right after a meeting.
+Between meetings replicas of the parameters must differ, as the oracle's trajectories do: ranks that
+never part have done something else than what they say.  Their gradients and optimizer state are
+their own.
+
 Looks at parameters, gradients (final and after clipping) and optimizer state of every step, and at
 the initial parameters.  Buffers are compared only under the declared rule ``synced``: after a clean
 DDP step the ranks' BatchNorm buffers differ until the next broadcast.
@@ -13,6 +18,7 @@ import math
 from collections.abc import Mapping
 
 from shardproof.checks import Outcome, Worst
+from shardproof.contract import OUTER
 from shardproof.evidence.assembled import KEPT, Figures
 from shardproof.evidence.records import TensorRow
 
@@ -23,10 +29,17 @@ Copies = Mapping[str, Mapping[int, TensorRow]]
 def decide(figures: Figures) -> Outcome:
     """Compare every replica's digest with that of the first one."""
     moments = _moments(figures)
+    steps = figures.oracle.steps
     initial = moments.get((-1, "initial", "parameters"), {})
-    compared = 0
+    compared = parted = 0
     for (step, point, kind), tensors in moments.items():
         phase = f"{point} {kind}" if point == "after_update" else point
+        if step >= 0 and steps and steps[step].parted and kind == "parameters":
+            if not any(row.differs for copies in tensors.values() for row in copies.values()):
+                text = "replicas are equal, though ranks train alone and have not met"
+                return Outcome("replicas", "fail", f"step {step} ({phase}): {text}")
+            parted += 1
+            continue
         first_wrong: Outcome | None = None
         wrong: dict[str, set[int]] = {}
         for name, copies in tensors.items():
@@ -43,7 +56,8 @@ def decide(figures: Figures) -> Outcome:
                     worst = Worst(name, step, phase, f"replica {replica}", row.differs, 0.0)
                     message = (
                         f"replicas {first} and {replica} differ in {row.differs} of "
-                        f"{math.prod(row.shape)} elements of {name!r} at step {step} ({phase})"
+                        f"{math.prod(row.shape)} elements of {name!r} at step {step} ({phase}"
+                        f"{', where ranks that train alone meet' if _meets(figures, step) else ''})"
                     )
                     first_wrong = Outcome("replicas", "fail", message, worst)
         if first_wrong is not None:
@@ -57,17 +71,26 @@ def decide(figures: Figures) -> Outcome:
             return Outcome("replicas", "fail", f"step {step} ({phase}): {lone}")
     if not compared:
         return Outcome("replicas", "skip", "no tensor has more than one replica")
-    return Outcome("replicas", "pass", figures={"compared": compared, "different": 0})
+    found = {"compared": compared, "different": 0} | ({"parted_steps": parted} if parted else {})
+    return Outcome("replicas", "pass", figures=found)
+
+
+def _meets(figures: Figures, step: int) -> bool:
+    """Whether ranks that train alone meet at the end of ``step``."""
+    return step >= 0 and bool(figures.oracle.steps) and figures.oracle.steps[step].met
 
 
 def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]]:
     """The stored copies that must be equal, by moment."""
     kinds = ["parameters", "gradients", "optimizer"]
+    alone = figures.declaration.trains_alone
     if figures.declaration.buffers == "synced":
         kinds.append("buffers")
     moments: dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]] = {}
     for row in figures.tensors:
         if row.kind not in kinds or (row.step < 0 and row.kind != "parameters"):
+            continue
+        if alone and row.kind != "parameters" and OUTER not in row.name:
             continue
         moment = moments.setdefault((row.step, row.point, row.kind), {})
         moment.setdefault(row.name, {})[row.replica] = row

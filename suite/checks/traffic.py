@@ -335,7 +335,8 @@ def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -
         # Of a family it is not known who tells shapes: a KiB a message is allowed.
         shapes = cost_model.metadata_bytes() if cost_model else 1024 * sum(sends)
         values = sum(f.bytes for f in cost_model.flows() if f.integers) if cost_model else 0
-        most = limit + shapes + values
+        own = cost_model.control_limit() if cost_model else None
+        most = (limit if own is None else own) + shapes + values
         if spent > most:
             return f"step {step} sends {_text(spent)} bytes that are no floats, at most {most:,}"
     return ""

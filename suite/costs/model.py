@@ -172,6 +172,12 @@ class CostModel(ABC):
         """Most bytes of integers in one step that tell the shapes of what is sent, all ranks."""
         return 0
 
+    def control_limit(self) -> int | None:
+        """Most bytes of integers in one step that are no values and tell no shapes, all ranks;
+        ``None``: as many as data parallelism may need.
+        """
+        return None
+
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Bytes by judged class where they differ between points; overrides :meth:`resident`."""
         return {}
@@ -186,6 +192,10 @@ class CostModel(ABC):
 
     def why_not_measured(self) -> str:
         """Why there is no formula for the bytes held in this case; ``""``: there is one."""
+        return ""
+
+    def why_not_local(self) -> str:
+        """Why there is no formula for what each rank holds of each name; ``""``: there is one."""
         return ""
 
     def communication_at_rest(self, rank: int, step: int) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardproof import tensor_bytes
 from shardproof.case import DATA_AXES, Case
-from shardproof.contract import Depth, Piece
+from shardproof.contract import Depth, Meeting, Piece
 from shardproof.costs import CostModel, ModelFacts, cost_model_of
 from shardproof.costs.expression import CaseFacts
 from shardproof.costs.families import Family, family_of
@@ -296,6 +296,19 @@ class Evidence(Figures):
         self.checkpoints_left: int | None = None
         #: Records of the runs that went on where this one stopped (workload ``epochs``).
         self.later_legs: list[list[RankRecord]] = []
+        #: When and how data coordinates that train alone meet.
+        self.meeting: Meeting | None = None
+
+    @cached_property
+    def trajectories(self) -> Sequence[Evidence]:
+        """What each data coordinate holds, beside its own oracle, where they train alone.
+
+        Elsewhere there is one trajectory, this one.
+        """
+        steps = self.truth.steps
+        if not steps or not steps[0].apart:
+            return [self]
+        return [Trajectory(self, coordinate) for coordinate in range(len(steps[0].apart))]
 
     def initial(self, kind: str) -> Assembled:
         """State of ``kind`` right after ``setup``."""
@@ -401,6 +414,22 @@ class Continued(Evidence):
         if 0 <= step < self.first_step - 1:
             return self.base.observed(step, point, kind)
         return super()._assemble(step, point, kind)
+
+
+class Trajectory(Evidence):
+    """Of ``base``, the copies of one data coordinate that trains alone, and its oracle."""
+
+    def __init__(self, base: Evidence, coordinate: int) -> None:
+        own = [step.apart[coordinate] for step in base.truth.steps]
+        truth = replace(base.truth, steps=own)
+        records = [r for r in base.records if base.data_coordinate[r.rank] == coordinate]
+        super().__init__(base.case, records, truth, base.workload, base.facts, base.schedules)
+        self.base, self.coordinate, self.meeting = base, coordinate, base.meeting
+
+    @property
+    def steps(self) -> range:
+        """Those of all."""
+        return self.base.steps
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.program_order import Done
 from shardproof.ledgers.traffic import Call
 from shardproof.oracle.exactness import Budget
-from shardproof.oracle.truth import Truth
+from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.registry.declaration import Declaration
 
 #: Pieces of a rank by kind of state.
@@ -281,7 +281,9 @@ class WorkloadFacts(Stored):
 class OracleStep:
     """Loss and norm of one step of the oracle, its loss scale, and whether it overflowed.
 
-    ``norms``: the Frobenius norms of its tensors, by phase of the comparison and name.
+    ``norms``: the Frobenius norms of its tensors, by phase of the comparison and name.  Where data
+    coordinates train alone, ``apart`` has the step of each; ``met``: it ended in a meeting;
+    ``parted``: after it their parameters differ.
     """
 
     loss: float
@@ -289,6 +291,20 @@ class OracleStep:
     scale: float | None
     skipped: bool
     norms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    apart: Sequence[OracleStep] = ()
+    met: bool = False
+    parted: bool = False
+
+    @classmethod
+    def of(cls, step: TruthStep) -> OracleStep:
+        """The facts of ``step``."""
+        numbers = (step.loss, float(step.norm), step.scale, step.skipped, step.norms())
+        apart = [cls.of(one) for one in step.apart]
+        return cls(*numbers, apart=apart, met=step.met, parted=step.parted)
+
+    def of_share(self, share: int | None) -> OracleStep:
+        """The step of one data coordinate, or of all together."""
+        return self.apart[share] if self.apart and share is not None else self
 
 
 @dataclass(frozen=True)
@@ -304,9 +320,7 @@ class OracleFacts(SparselyStored):
     @classmethod
     def of(cls, truth: Truth) -> OracleFacts:
         """The facts of ``truth``."""
-        steps = [
-            OracleStep(s.loss, float(s.norm), s.scale, s.skipped, s.norms()) for s in truth.steps
-        ]
+        steps = [OracleStep.of(step) for step in truth.steps]
         return cls(steps, truth.budget, truth.problem, truth.updates, truth.stale)
 
     def diverges(self) -> str:

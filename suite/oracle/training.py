@@ -73,17 +73,17 @@ def train(
     module = build()
     workload.load(module)
     module.train()
-    device = _Device(module, build.loss, precision, optimizer.scaler)
+    device = Device(module, build.loss, precision, optimizer.scaler)
     parameters = device.masters
     named = {name: p for name, p in parameters.items() if p.requires_grad}
     torch_optimizer = build_optimizer(optimizer, named)
-    buffers = [_buffers(module) for _ in range(coordinates)]
+    buffers = [buffers_of(module) for _ in range(coordinates)]
     draws = [read_draws(module)] * coordinates
     if draws[0]:
         draws = [read_draws(workload.build_for(0, c)("meta")) for c in range(coordinates)]
     if buffers_rule == "synced" and draws[0]:
         raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
-    record = Truth(_copies(parameters))
+    record = Truth(copies(parameters))
     for step in range(steps):
         batches = workload.batch(step, coordinates)
         if buffers_rule == "synced":
@@ -96,15 +96,15 @@ def train(
                 _restore(module, buffers[coordinate])
                 restore_draws(module, draws[coordinate])
                 pieces.append(device.accumulate(batch, apart=by_round))
-                buffers[coordinate] = _buffers(module)
+                buffers[coordinate] = buffers_of(module)
                 draws[coordinate] = read_draws(module)
         losses = [loss for piece in pieces for loss in piece[0]]
         total, given, sent = _reduced(step, [piece[1] for piece in pieces], fold)
-        kept = _copies(getattr(fold, "kept", {}))
+        kept = copies(getattr(fold, "kept", {}))
         for name, gradient in total.items():
             named[name].grad = device.unscaled(name, gradient)
         scale, skipped = device.scale, device.overflowed(named.values())
-        gradients, norm, clipped = _update(torch_optimizer, optimizer, step, named, skipped)
+        gradients, norm, clipped = update(torch_optimizer, optimizer, step, named, skipped)
         slots = read_slots(torch_optimizer, named)
         record.steps.append(
             TruthStep(
@@ -113,8 +113,8 @@ def train(
                 norm=norm,
                 gradients=gradients,
                 clipped=clipped,
-                parameters=_copies(parameters),
-                optimizer=_copies(slots),
+                parameters=copies(parameters),
+                optimizer=copies(slots),
                 buffers=list(buffers),
                 scale=scale,
                 skipped=skipped,
@@ -124,12 +124,12 @@ def train(
             )
         )
         if forced:
-            _force(parameters, forced[step])
+            force(parameters, forced[step])
         device.round_masters()
     return record
 
 
-class _Device:
+class Device:
     """One device: ``module`` computes, ``masters`` (by name, as built) are updated.
 
     They are the same parameters unless ``precision`` wants others to compute with.
@@ -209,7 +209,7 @@ class _Device:
     def round_masters(self) -> None:
         """Compute with the masters' new values."""
         if "parameters" in self.dtypes:
-            _force(dict(self.module.named_parameters()), self.masters)
+            force(dict(self.module.named_parameters()), self.masters)
 
     def _cast(self, tensor: Tensor, what: str) -> Tensor:
         dtype = self.dtypes.get(what)
@@ -236,7 +236,7 @@ def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
     return ""
 
 
-def _force(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def force(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
@@ -275,7 +275,7 @@ def left_fold(parts: Sequence[Tensors]) -> Tensors:
     return total
 
 
-def _update(
+def update(
     torch_optimizer: torch.optim.Optimizer,
     spec: OptimizerSpec,
     step: int,
@@ -301,7 +301,7 @@ def _update(
 
 
 def _joint(
-    device: _Device, batches: Sequence[Batch], buffers: list[Tensors]
+    device: Device, batches: Sequence[Batch], buffers: list[Tensors]
 ) -> tuple[list[float], list[Tensors]]:
     """The ``synced`` rule: micro-batches of equal index run as one; updates ``buffers``."""
     counts = [len(batch.micro_batches) for batch in batches]
@@ -314,7 +314,7 @@ def _joint(
         terms = [device.loss(out, micro) for out, micro in zip(shares, parts, strict=True)]
         (torch.stack(terms).sum() * device.scale).backward()
         losses = [a + float(term.detach()) for a, term in zip(losses, terms, strict=True)]
-    buffers[:] = [_buffers(device.module)] * len(batches)
+    buffers[:] = [buffers_of(device.module)] * len(batches)
     return losses, [device.take_gradients({})]
 
 
@@ -327,7 +327,7 @@ def evaluator(
     build = workload.build_for(0)
     module = build()
     module.train(training_mode)
-    device = _Device(module, build.loss, precision, None)
+    device = Device(module, build.loss, precision, None)
 
     def loss(state: Tensors, micro_batches: Sequence[MicroBatch]) -> float:
         workload.load(module, state)
@@ -344,7 +344,7 @@ def parts(
     build = workload.build_for(0)
     module = build()
     module.train()
-    device = _Device(module, build.loss, precision, None)
+    device = Device(module, build.loss, precision, None)
     found = []
     for micro in batch.micro_batches:
         workload.load(module, state)
@@ -363,19 +363,19 @@ def buffers_after(
     module = workload.build_for(0)()
     module.train()
     workload.load(module, state)
-    device = _Device(module, workload.build_for(0).loss, precision, None)
+    device = Device(module, workload.build_for(0).loss, precision, None)
     with torch.no_grad():
         for micro in micro_batches:
             device.forward(micro.inputs)
-    return _buffers(module)
+    return buffers_of(module)
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
+def copies(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _buffers(module: nn.Module) -> Tensors:
-    return _copies(dict(module.named_buffers()))
+def buffers_of(module: nn.Module) -> Tensors:
+    return copies(dict(module.named_buffers()))
 
 
 def _restore(module: nn.Module, buffers: Tensors) -> None:

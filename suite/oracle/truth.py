@@ -27,6 +27,9 @@ class TruthStep:
     left the update out.  Of a system that keeps what it does not send ``given`` are the gradients
     of each coordinate, ``sent`` what it gave to the sum, ``kept`` what else is kept
     (:class:`~shardproof.contract.Emulation`).
+
+    Where coordinates train alone, ``apart`` has the step of each, and the other fields are those of
+    the first, but the loss; ``met``: it ended in a meeting.
     """
 
     loss: float
@@ -42,6 +45,18 @@ class TruthStep:
     given: Sequence[Tensors] = ()
     sent: Sequence[Tensors] = ()
     kept: Tensors = field(default_factory=dict)
+    apart: Sequence[TruthStep] = ()
+    met: bool = False
+
+    @property
+    def parted(self) -> bool:
+        """Whether coordinates that train alone have other parameters after the update."""
+        first = self.parameters
+        return any(
+            not torch.equal(first[name], tensor)
+            for step in self.apart
+            for name, tensor in step.parameters.items()
+        )
 
     def norms(self) -> dict[str, dict[str, float]]:
         """Frobenius norms in fp64 by kind and name; gradients of a skipped step overflowed."""

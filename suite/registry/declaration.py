@@ -54,6 +54,11 @@ class Declaration(Capabilities, Stored):
     strategy: str = ""
     depth: Depth = "layout"
 
+    @property
+    def trains_alone(self) -> bool:
+        """Whether each data coordinate has a trajectory of its own, until they meet."""
+        return self.oracle == "emulated" and self.emulates == "trajectory"
+
     @classmethod
     def of(cls, system: type[Implementation], options: Options) -> Declaration:
         """What ``system`` declares.

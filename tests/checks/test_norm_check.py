@@ -9,6 +9,7 @@ import pytest
 
 from shardproof.checks import norm
 from shardproof.contract import OptimizerSpec
+from shardproof.evidence.records import OracleStep
 
 
 def figures(lane: str, reported: float, shown: float, oracle: float) -> Any:
@@ -21,12 +22,12 @@ def figures(lane: str, reported: float, shown: float, oracle: float) -> Any:
         for name in ("a", "b")
         for replica in (0, 1)
     ]
-    step = SimpleNamespace(present=True, norm=reported, skipped=False)
+    step = SimpleNamespace(present=True, norm=reported, share=0)
     dtype = "bfloat16" if lane == "working_precision" else "float64"
     return SimpleNamespace(
         case=SimpleNamespace(optimizer=OptimizerSpec(clip_norm=0.1), lowest_dtype=dtype, lane=lane),
         steps=range(1),
-        oracle=SimpleNamespace(steps=[SimpleNamespace(norm=oracle, skipped=False)]),
+        oracle=SimpleNamespace(steps=[OracleStep(1.0, oracle, 1.0, False)]),
         records=[SimpleNamespace(rank=0, steps=[step])],
         tensors=rows,
         compared={},
@@ -52,9 +53,9 @@ def test_what_is_true_of_a_norm(
 
 def test_the_first_wrong_step_is_named_and_not_the_worst() -> None:
     told = figures("fp64", 1.0, 1.0, 1.1)
-    of = lambda norm: SimpleNamespace(present=True, norm=norm, skipped=False)  # noqa: E731
+    of = lambda norm: SimpleNamespace(present=True, norm=norm, share=0)  # noqa: E731
     told.steps = range(3)
-    told.oracle.steps = [SimpleNamespace(norm=1.0, skipped=False)] * 3
+    told.oracle.steps = [OracleStep(1.0, 1.0, 1.0, False)] * 3
     told.records = [
         SimpleNamespace(rank=0, steps=[of(1.0), of(1.0), of(9.0)]),
         SimpleNamespace(rank=1, steps=[of(1.0), of(1.1), of(9.0)]),

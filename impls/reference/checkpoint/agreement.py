@@ -4,7 +4,8 @@
     all ranks    the same table, hence the same choice:
                    a name with copies (DDP's parameters, Adam's step) is written once, from the copy
                    whose ranks have the least to write so far: files of about equal size
-                   buffers are written as often as there are copies, for these may differ
+                   buffers are written as often as there are copies, for these may differ; so is
+                   what is each rank's own where ranks train alone
     rank 0       makes the folder; its name travels with the table
 
 A rank whose pieces are those of its last save says just that.  If all do, the last choice stands,
@@ -37,10 +38,14 @@ from shardproof.impls.reference.checkpoint.together import Together
 
 @dataclass(frozen=True)
 class State:
-    """What one rank has to save: pieces by kind (``manifest.KINDS``), and what is true of all."""
+    """What one rank has to save: pieces by kind (``manifest.KINDS``), and what is true of all.
+
+    ``apart``: kinds whose copies may differ, the same on all ranks; all of them are written.
+    """
 
     pieces: Mapping[str, Sequence[Piece]]
     about: About
+    apart: frozenset[str] = frozenset({"buffers"})
 
 
 class Described(NamedTuple):
@@ -62,12 +67,13 @@ class Agreed:
     """The attempt that all ranks are about to make.
 
     ``writes`` are the pieces of all ranks that are to be written, in one order; ``table`` are this
-    rank's, all of them.
+    rank's, all of them; ``apart`` is the state's.
     """
 
     folder: Path
     writes: tuple[Described, ...]
     table: list[Described] = field(default_factory=list)
+    apart: frozenset[str] = frozenset()
 
     @property
     def id(self) -> str:
@@ -110,7 +116,7 @@ def agree(
     :raises CheckpointError: an element is held nowhere or twice, or the root cannot be saved into.
     """
     rank, step = together.rank, state.about.step
-    before = last.table if last else None
+    before = last.table if last and last.apart == state.apart else None
 
     def tell() -> Told:
         require_writable(state.about, root.path)
@@ -131,11 +137,12 @@ def agree(
     tables = [one.table for one in told]
     if None in tables:  # what was not told now, ranks without that last save do not know
         tables = together.everyone(own)
-    writes = choose([piece for table in tables for piece in table or ()], from_rank0, root.path)
+    pieces = [piece for table in tables for piece in table or ()]
+    writes = choose(pieces, from_rank0, root.path, state.apart)
     if len(writes) > MOST_TENSORS:
         what = f"would have {len(writes)} tensors, readers take {MOST_TENSORS}"
         raise CheckpointError(root.path, what, "save with fewer ranks or names")
-    return Agreed(root.path / name, writes, own or [])
+    return Agreed(root.path / name, writes, own or [], state.apart)
 
 
 class Told(NamedTuple):
@@ -160,7 +167,9 @@ def require_writable(about: About, root: Path) -> None:
         raise CheckpointError(root, what, "give numbers, texts, lists and mappings") from None
 
 
-def choose(table: Sequence[Described], from_rank0: bool, root: Path) -> tuple[Described, ...]:
+def choose(
+    table: Sequence[Described], from_rank0: bool, root: Path, apart: frozenset[str]
+) -> tuple[Described, ...]:
     """Of all pieces those that are written.
 
     :raises CheckpointError: those of a name do not cover it, or do so twice.
@@ -173,7 +182,7 @@ def choose(table: Sequence[Described], from_rank0: bool, root: Path) -> tuple[De
     for (kind, name), by_replica in copies.items():
         # A copy may leave out what others have; the first one has it all (contract.Piece).
         whole = {r: c for r, c in by_replica.items() if not (r and any(p.incomplete for p in c))}
-        if kind == "buffers":
+        if kind in apart:
             taken = list(whole.values())
         else:
             taken = [min(whole.values(), key=lambda copy: _cost(copy, load, from_rank0))]

@@ -49,7 +49,7 @@ class Contents:
         pieces["extra"] = system.kept_pieces()
         states = {name: get(generator) for name, generator in self.generators().items()}
         pieces["rng"] = [Piece.whole(name, state) for name, state in states.items()]
-        return State(pieces, self.about(extra))
+        return State(pieces, self.about(extra), system.handle.apart | {"buffers"})
 
     def about(self, extra: Mapping[str, Any]) -> About:
         """What is not a tensor."""

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardproof.contract import Piece
+from shardproof.contract import OUTER, Piece
 from shardproof.impls.reference.checkpoint.agreement import place_of
 from shardproof.impls.reference.checkpoint.contents import TRAINED, Contents
 from shardproof.impls.reference.checkpoint.data_file import DTYPES
@@ -124,6 +124,7 @@ class Loading:
         self.require_same_optimizer()
         if not self.system.checkpoints.reshape:
             self.require_same_mesh()
+        self.require_same_ranks()
 
     # ------------------------------------------------------------------------------------- wants
 
@@ -154,6 +155,16 @@ class Loading:
         saved = [name for name in self.names("extra") if parameter_of(name) in ours]
         return self.system.reducer.wanted(saved)
 
+    def require_same_ranks(self) -> None:
+        """:raises CheckpointError: ranks that train alone had parted, and others load it."""
+        if not self.system.handle.apart or not self.is_same_world:
+            parted = [n for k, n in self.checkpoint.copies if k == "parameters"]
+            copies = max((len(self.checkpoint.copies["parameters", n]) for n in parted), default=1)
+            if copies > 1:
+                what = f"{copies} ranks that train alone saved it between two of their meetings"
+                remedy = "load it with as many of the same strategy, or save after a meeting"
+                raise self.refusal(what, remedy)
+
     def missing_slots(self) -> Iterator[Piece]:
         """A stand-in for each slot of what this rank updates that was saved and is not there."""
         slots = self.checkpoint.slots
@@ -162,7 +173,8 @@ class Loading:
                 there = self.system.optimizer.state.get(parameter, {})
                 for full in slots.get(name, ()):
                     slot = full.removeprefix(f"{name}.")
-                    if slot != MASTER and slot not in there:
+                    own = slot != MASTER and not full.startswith(f"{name}{OUTER}")
+                    if own and slot not in there:
                         shape = () if slot == _COUNTER else (1,)
                         like = torch.empty(shape, dtype=self.dtype(("optimizer", full)))
                         yield Piece.whole(full, like)
@@ -177,8 +189,10 @@ class Loading:
         :raises CheckpointError: it was not saved, or with another dtype or shape.
         """
         name = self.source(kind, piece)
+        # A rank has a copy of its own of buffers, and of what is apart; else all take the first.
+        own = kind == "buffers" or self.system.handle.apart
         try:
-            reads = self.checkpoint.plan(place_of(piece), name, piece.replica)
+            reads = self.checkpoint.plan(place_of(piece), name, piece.replica if own else 0)
         except ValueError as error:
             what = f"{NOUNS[kind]} {piece.name!r} {error}"
             raise self.refusal(what, "build the model that was saved") from None

@@ -222,7 +222,8 @@ class Engine(Summing):
         """Parameters, gradients, buffers, or slots and masters of the optimizer."""
         if kind == "optimizer":
             slots = slot_pieces(self.optimizer, self.handle.place)
-            return slots + (self.masters.master_pieces(self.handle.place) if self.masters else [])
+            slots += self.masters.master_pieces(self.handle.place) if self.masters else []
+            return slots + self.handle.outer_pieces()
         pieces = self.handle.pieces(kind)
         if kind == "gradients" and self.masters:
             return self.masters.gradient_pieces(pieces)

@@ -32,6 +32,8 @@ class Handle(ABC):
     reducer: Reducer
     #: Number of the optimizer step, from 0.
     step = 0
+    #: Kinds of which every rank's copy is its own now, so that each is saved; buffers always are.
+    apart: frozenset[Kind] = frozenset()
 
     @abstractmethod
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
@@ -81,6 +83,10 @@ class Handle(ABC):
     @abstractmethod
     def pieces(self, kind: Kind) -> list[Piece]:
         """What this rank holds of parameters, gradients or buffers."""
+
+    def outer_pieces(self) -> list[Piece]:
+        """What the strategy itself keeps from step to step, shown as slots of the optimizer."""
+        return []
 
     @abstractmethod
     def place(self, name: str, slot: str, tensor: Tensor) -> Piece | list[Piece]:

@@ -14,6 +14,8 @@ al., arXiv 1710.03740, section 3.2).
     adapt       the same integer went to all ranks, hence the scale stays equal on all
 
 Cost: one int32 all-reduce a mesh axis and step, control traffic.
+Where ranks train alone (:class:`OwnScaler`) nothing is sent: each decides for itself, and has a
+scale of its own.
 Numbers: scales are powers of two, so nothing is rounded that does not overflow or underflow.
 """
 
@@ -41,9 +43,12 @@ class LossScaler:
 
         Over all ranks they must cover every gradient; a collective call.
         """
+        return self.agreed(any(not bool(g.isfinite().all()) for g in gradients if g is not None))
+
+    def agreed(self, own: bool) -> bool:
+        """Whether any rank says so."""
         # An integer travels, not the gradients: every rank learns of an overflow that one shard
         # has.
-        own = any(not bool(g.isfinite().all()) for g in gradients if g is not None)
         overflows = torch.tensor(int(own), dtype=torch.int32, device=self.mesh.device)
         for axis in self.mesh.axes:  # a maximum may be taken axis by axis
             self.mesh.comm(axis).all_reduce(overflows, "max")
@@ -59,3 +64,11 @@ class LossScaler:
         if self.good == self.spec.interval:
             self.scale *= self.spec.growth
             self.good = 0
+
+
+class OwnScaler(LossScaler):
+    """The scale of one rank, whose gradients nobody else has a part in."""
+
+    def agreed(self, own: bool) -> bool:
+        """This rank says so."""
+        return own

@@ -1,0 +1,154 @@
+"""Ranks that train alone and meet at times: what local SGD and DiLoCo have in common.
+
+Between meetings nothing is sent: a rank clips, updates and scales its loss by itself.  Its loss is
+a share of the whole batch's, so its gradient times the number of ranks is an estimate of the whole
+batch's gradient.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardproof.comm import Comm
+from shardproof.contract import Capabilities, Kind, Refused
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Replicated
+from shardproof.impls.reference.engine.options import FORMATS, Saved, at_least, declared
+from shardproof.impls.reference.engine.scaler import LossScaler, OwnScaler
+from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+
+
+#: What ``save`` can write: every rank's own.
+KEPT_APART = tuple(name for name in FORMATS if name != "full")
+
+
+@dataclass(frozen=True)
+class Meets(Saved):
+    """``every``: ranks meet after so many steps."""
+
+    every: int = 8
+
+    def __post_init__(self) -> None:
+        at_least("every", self.every, 1)
+        if self.checkpoint.format not in KEPT_APART:
+            raise Refused(
+                f"option 'checkpoint.format' = {self.checkpoint.format!r}: it has one copy of what "
+                f"each rank has its own of; valid here: {', '.join(KEPT_APART)}"
+            )
+
+    def after(self, step: int) -> bool:
+        """Whether ranks meet after step number ``step``, counted from 0."""
+        return (step + 1) % self.every == 0
+
+
+class Alone(Replicated):
+    """The handle: a whole model that is this rank's own until the next meeting."""
+
+    def __init__(self, module: nn.Module, comm: Comm, meets: Meets) -> None:
+        super().__init__(module, comm)
+        self.meets = meets
+        self.parted = False
+        broadcast_tensors(list(named_state(module).values()), comm)
+
+    @property
+    def apart(self) -> frozenset[Kind]:  # type: ignore[override]
+        """The optimizer's state never meets; parameters have parted since the last meeting."""
+        return frozenset({"optimizer", "parameters"} if self.parted else {"optimizer"})
+
+    def finish(self) -> None:
+        """Gradients of a share become an estimate of the whole batch's."""
+        self.scale_gradients(torch.tensor(float(self.comm.size), dtype=torch.float64))
+
+    def after_update(self) -> None:
+        """Meet, if it is time; an update that was left out is one as well."""
+        self.parted = not self.meets.after(self.step)
+        if not self.parted:
+            self.meet()
+
+    @abstractmethod
+    def meet(self) -> None:
+        """Parameters become the same on all ranks."""
+
+    def loaded(self) -> None:
+        """What was loaded may be of ranks that had parted."""
+        self.parted = True
+
+
+@torch.no_grad()
+def mean(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
+    """The mean over ranks of each of ``tensors``, which stay as they are: one message a dtype."""
+    means: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = torch.cat([tensors[i].reshape(-1) for i in same])
+        comm.all_reduce(flat)
+        flat.div_(comm.size)
+        parts = flat.split([tensors[i].numel() for i in same])
+        means |= {i: part.view(tensors[i].shape) for i, part in zip(same, parts, strict=True)}
+    return [means[i] for i in range(len(tensors))]
+
+
+class TrainsAlone(Engine):
+    """The engine: nothing that ranks decide together."""
+
+    depth = "layout"
+    scaler_type: type[LossScaler] = OwnScaler
+
+    @staticmethod
+    def declares() -> Capabilities:
+        """Compared with as many trajectories on one process, whose bits it has in their order."""
+        return declared(
+            exactness="bitwise",
+            oracle="emulated",
+            emulates="trajectory",
+            checkpoints=KEPT_APART,
+        )
+
+    def full_state(self, kind: Kind) -> dict[str, Tensor]:
+        """Copies of this rank's replica, right after a meeting.
+
+        :raises Refused: ranks have parted, and there is no such thing as the state of all.
+        """
+        if kind in self.handle.apart:
+            raise Refused(
+                f"full_state({kind!r}) after step {self.handle.step}: ranks train alone until they "
+                "meet, and what they hold differs; ask for parameters after a meeting"
+            )
+        return {piece.name: piece.tensor.clone() for piece in self.local_state(kind)}
+
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the oracle is told: the mean, computed on one process."""
+
+    meets_at: Meets
+
+    def begin(self, parameters: Tensors) -> dict[str, Tensor]:
+        """Nothing is kept."""
+        return {}
+
+    def meets(self, step: int) -> bool:
+        """After every ``every``-th step."""
+        return self.meets_at.after(step)
+
+    def meet(
+        self, ends: Sequence[Tensors], kept: Tensors
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The mean of ``ends``, added up in the order of ranks."""
+        return {name: mean_of([end[name] for end in ends]) for name in ends[0]}, {}
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The mean, added up from the first to the last."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total / len(tensors)
