@@ -32,7 +32,17 @@ from shardproof.impls.pytorch import (
     zero_redundancy_optimizer,
 )
 from shardproof.impls.pytorch.checkpoint import options as torch_options
-from shardproof.impls.reference import ddp, naive_ddp, pipeline, tensor, zero1, zero2, zero3
+from shardproof.impls.reference import (
+    ddp,
+    diloco,
+    local_sgd,
+    naive_ddp,
+    pipeline,
+    tensor,
+    zero1,
+    zero2,
+    zero3,
+)
 from shardproof.impls.reference import hybrid as reference_hybrid
 from shardproof.impls.reference.collectives import options as collective_options
 from shardproof.impls.reference.engine.options import Checkpoints
@@ -47,6 +57,8 @@ PAGE = (Path(__file__).parents[2] / "docs/options.md").read_text()
 TAKEN: dict[str, Any] = {
     "reference/naive_ddp": naive_ddp.Options,
     "reference/ddp": ddp.Options,
+    "reference/local_sgd": local_sgd.Options,
+    "reference/diloco": diloco.Options,
     "reference/zero1": zero1.Options,
     "reference/zero2": zero2.Options,
     "reference/zero3": zero3.Options,

@@ -22,7 +22,6 @@ from shardproof.impls.reference.engine.options import FORMATS, Saved, at_least, 
 from shardproof.impls.reference.engine.scaler import LossScaler, OwnScaler
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 
-
 #: What ``save`` can write: every rank's own.
 KEPT_APART = tuple(name for name in FORMATS if name != "full")
 

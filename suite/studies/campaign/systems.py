@@ -300,6 +300,9 @@ _LOSSY: Choices = {
         *({"method": "sign"}, {"method": "onebit"}),
     )
 }
+#: Of ranks that train alone; dyadic sums would not stay exact between means.
+_MEETS: Choices = {"every": (1, 2, 3)}
+_LOSSLESS = ("charnames_gpt", NORMED)
 _STATE: Choices = {"offload": ("none", "none", "optimizer")}
 _EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
 _ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE, **_RINGS}
@@ -395,6 +398,14 @@ SYSTEMS: Sequence[System] = (
     _compressed("reference/zero2", _SHARDS, {"bucket_bytes": (4096, 49152), **_STATE}),
     _compressed("reference/zero3", _SHARDS, {**_WRAP, **_EVERYTHING}),
     _compressed("reference/fsdp", _SHARDS, {**_WRAP, **_SILENT, **_EVERYTHING}),
+    System("reference/local_sgd", _REPLICAS, _MEETS, workloads=_LOSSLESS, lanes=("fp64", "bitwise")),
+    System(
+        "reference/diloco",
+        _REPLICAS,
+        {**_MEETS, "outer_lr": (0.7, 1), "outer_momentum": (0.9, 0)},
+        workloads=_LOSSLESS,
+        lanes=("fp64", "bitwise"),
+    ),
     _fsdp("NO_SHARD", _REPLICAS, _SUMS),
     _fsdp("SHARD_GRAD_OP", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, False)}),
     _fsdp("FULL_SHARD", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, True, 2)}),

@@ -1,0 +1,1 @@
+"""Faults of ranks that train alone and meet at times."""
