@@ -38,6 +38,7 @@ from shardproof.impls.reference.checkpoint.agreement import place_of
 from shardproof.impls.reference.checkpoint.contents import TRAINED, Contents
 from shardproof.impls.reference.checkpoint.data_file import DTYPES
 from shardproof.impls.reference.checkpoint.errors import CheckpointError, CheckpointWarning
+from shardproof.impls.reference.checkpoint.fitting import require_fitting
 from shardproof.impls.reference.checkpoint.loaded import Loaded
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint, Name, find
 from shardproof.impls.reference.checkpoint.reading.reshape import Read
@@ -121,10 +122,7 @@ class Loading:
     def open(self, name: str) -> None:
         """Open the one that rank 0 found."""
         self.checkpoint = self.system.reader_type.open(self.path / name)
-        self.require_same_optimizer()
-        if not self.system.checkpoints.reshape:
-            self.require_same_mesh()
-        self.require_same_ranks()
+        require_fitting(self.system, self.checkpoint)
 
     # ------------------------------------------------------------------------------------- wants
 
@@ -154,16 +152,6 @@ class Loading:
         ours = set(self.system.handle.reduced())
         saved = [name for name in self.names("extra") if parameter_of(name) in ours]
         return self.system.reducer.wanted(saved)
-
-    def require_same_ranks(self) -> None:
-        """:raises CheckpointError: ranks that train alone had parted, and others load it."""
-        if not self.system.handle.apart or not self.is_same_world:
-            parted = [n for k, n in self.checkpoint.copies if k == "parameters"]
-            copies = max((len(self.checkpoint.copies["parameters", n]) for n in parted), default=1)
-            if copies > 1:
-                what = f"{copies} ranks that train alone saved it between two of their meetings"
-                remedy = "load it with as many of the same strategy, or save after a meeting"
-                raise self.refusal(what, remedy)
 
     def missing_slots(self) -> Iterator[Piece]:
         """A stand-in for each slot of what this rank updates that was saved and is not there."""
@@ -273,22 +261,6 @@ class Loading:
                 what += f": here it is tied to {first!r}"
             raise self.refusal(what, "build the model that was saved, and train the same of it")
         return left_out
-
-    def require_same_optimizer(self) -> None:
-        """:raises CheckpointError: moments of another optimizer would be taken for this one's."""
-        saved, own = self.checkpoint.manifest.about.optimizer, self.system.spec.name
-        if saved is not None and saved.get("name") != own:
-            what = f"was saved under {saved.get('name')!r:.40}, this system trains with {own!r}"
-            raise self.refusal(what, "train with the optimizer that saved it")
-
-    def require_same_mesh(self) -> None:
-        """:raises CheckpointError: another strategy or mesh saved, and that was ruled out."""
-        about, system = self.checkpoint.manifest.about, self.system
-        saved, own = (about.strategy, dict(about.mesh)), (system.strategy, dict(system.mesh.axes))
-        if saved != own:
-            what = f"was saved by {saved[0]} on {saved[1]}, this is {own[0]} on {own[1]}"
-            remedy = "set up as it was saved, or allow it: option checkpoint: {reshape: true}"
-            raise self.refusal(what, remedy)
 
     def refusal(self, what: str, remedy: str) -> CheckpointError:
         """An error that names the checkpoint."""

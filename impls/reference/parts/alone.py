@@ -10,12 +10,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Capabilities, Kind, Refused
+from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Replicated
 from shardproof.impls.reference.engine.options import FORMATS, Saved, at_least, declared
@@ -107,6 +110,18 @@ class TrainsAlone(Engine):
             emulates="trajectory",
             checkpoints=KEPT_APART,
         )
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
+        """Save every rank's own.
+
+        :raises Refused: a checkpoint has one loss scale, and each rank has its own.
+        """
+        if self.scaler is not None:
+            raise Refused(
+                "save with a loss scaler: a checkpoint has one loss scale, and ranks that train "
+                "alone have one each; leave the scaler out"
+            )
+        return super().save(path, extra)
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
         """Copies of this rank's replica, right after a meeting.

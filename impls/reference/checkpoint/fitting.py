@@ -1,0 +1,48 @@
+"""Whether a checkpoint may be loaded by this system at all, asked before any tensor is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardproof.impls.reference.checkpoint.errors import CheckpointError
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.engine.engine import Engine
+
+
+def require_fitting(system: Engine, checkpoint: Checkpoint) -> None:
+    """:raises CheckpointError: another optimizer, a mesh that was ruled out, ranks that parted."""
+    _require_same_optimizer(system, checkpoint)
+    if not system.checkpoints.reshape:
+        _require_same_mesh(system, checkpoint)
+    _require_same_ranks(system, checkpoint)
+
+
+def _require_same_optimizer(system: Engine, checkpoint: Checkpoint) -> None:
+    # Moments of another optimizer would be taken for this one's.
+    saved, own = checkpoint.manifest.about.optimizer, system.spec.name
+    if saved is not None and saved.get("name") != own:
+        what = f"was saved under {saved.get('name')!r:.40}, this system trains with {own!r}"
+        raise CheckpointError(checkpoint.folder, what, "train with the optimizer that saved it")
+
+
+def _require_same_mesh(system: Engine, checkpoint: Checkpoint) -> None:
+    about = checkpoint.manifest.about
+    saved, own = (about.strategy, dict(about.mesh)), (system.strategy, dict(system.mesh.axes))
+    if saved != own:
+        what = f"was saved by {saved[0]} on {saved[1]}, this is {own[0]} on {own[1]}"
+        remedy = "set up as it was saved, or allow it: option checkpoint: {reshape: true}"
+        raise CheckpointError(checkpoint.folder, what, remedy)
+
+
+def _require_same_ranks(system: Engine, checkpoint: Checkpoint) -> None:
+    # Between two meetings there are as many parameters as ranks: none of them are all ranks'.
+    if system.handle.apart and checkpoint.manifest.about.has_ranks_of(system.mesh.axes):
+        return
+    names = [(kind, name) for kind, name in checkpoint.copies if kind == "parameters"]
+    copies = max((len(checkpoint.copies[name]) for name in names), default=1)
+    if copies > 1:
+        what = f"{copies} ranks that train alone saved it between two of their meetings"
+        remedy = "load it with as many of the same strategy, or save after a meeting"
+        raise CheckpointError(checkpoint.folder, what, remedy)
