@@ -347,7 +347,7 @@ PROFILES: dict[str, frozenset[str]] = {
     "torch_tensor_parallel": _ZERO | {"tensor"},
     "torch_hybrid": _ZERO | frozenset(_STAGES) | {"stages", "tensor"},
     "hybrid": _ZERO | {"stages", "tensor"},
-    **dict.fromkeys(("local_sgd", "diloco"), _ZERO),
+    **dict.fromkeys(("local_sgd", "diloco", "post_local_sgd"), _ZERO),
     "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
     "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},
 }

@@ -35,8 +35,8 @@ from shardproof.contract import (
     StepResult,
 )
 from shardproof.impls.pytorch.checkpoint.saves import Saves
-from shardproof.impls.pytorch.recompute import plain
-from shardproof.impls.pytorch.scaling import make_scaler, update
+from shardproof.impls.pytorch.parts.recompute import plain
+from shardproof.impls.pytorch.parts.scaling import make_scaler, update
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state

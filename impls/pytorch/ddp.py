@@ -44,8 +44,8 @@ from shardproof.contract import (
 )
 from shardproof.impls.pytorch.checkpoint.options import Saved, offered
 from shardproof.impls.pytorch.checkpoint.saves import Saves
-from shardproof.impls.pytorch.recompute import checkpoint_units, plain, single_unit
-from shardproof.impls.pytorch.scaling import make_scaler, update
+from shardproof.impls.pytorch.parts.recompute import checkpoint_units, plain, single_unit
+from shardproof.impls.pytorch.parts.scaling import make_scaler, update
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups, slot_pieces
 from shardproof.impls.reference.engine.options import at_least, declared, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state

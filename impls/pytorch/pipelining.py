@@ -72,7 +72,7 @@ from shardproof.contract import (
 )
 from shardproof.impls.pytorch.checkpoint.options import SHARDED, Saved, offered
 from shardproof.impls.pytorch.checkpoint.saves import Saves
-from shardproof.impls.pytorch.scaling import make_scaler, update
+from shardproof.impls.pytorch.parts.scaling import make_scaler, update
 from shardproof.impls.reference.engine.norm import clip_factor, power_sum
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,

@@ -31,7 +31,7 @@ from fractions import Fraction
 from shardproof.costs.ddp import DDP, NaiveDDP, Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.hybrid import Hybrid
-from shardproof.costs.local import DiLoCo, LocalSGD
+from shardproof.costs.local import DiLoCo, LocalSGD, PostLocalSGD
 from shardproof.costs.model import Bound as Bound
 from shardproof.costs.model import CostModel
 from shardproof.costs.model import Flow as Flow
@@ -52,7 +52,7 @@ COST_MODELS: dict[str, type[CostModel]] = {
     cost_model.strategy: cost_model
     for cost_model in (
         *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP, TensorParallel),
-        *(LocalSGD, DiLoCo),
+        *(LocalSGD, DiLoCo, PostLocalSGD),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         *(TorchTensorParallel, TorchHybrid),
         *(deepspeed.DeepSpeedZero0, deepspeed.DeepSpeedZero1),

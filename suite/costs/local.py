@@ -20,11 +20,13 @@ class LocalSGD(Single):
     )
     #: What ``every`` is where the options do not say.
     every = 8
+    #: Steps counted before the first one: with 1, ranks meet after step H - 1.
+    ahead = 1
 
     def flows(self) -> list[Flow]:
         """2 (N-1) P bytes where ranks meet: one all-reduce a dtype; elsewhere none."""
         facts = self.facts
-        if (facts.step + 1) % int(facts.option("every", self.every)):
+        if (facts.step + self.ahead) % int(facts.option("every", self.every)):
             return []
         tensors = sorted(facts.trainable, key=lambda tensor: tensor.dtype)
         groups = groupby(tensors, key=lambda tensor: tensor.dtype)
@@ -84,6 +86,14 @@ class DiLoCo(LocalSGD):
     def outer(self) -> int:
         """The start, and momentum unless it is 0."""
         return 2 if self.facts.option("outer_momentum", 0.9) else 1
+
+
+class PostLocalSGD(LocalSGD):
+    """PyTorch's: it meets after the first step already."""
+
+    strategy = "post_local_sgd"
+    source = "torch PeriodicModelAverager: step % period == 0. " + LocalSGD.source
+    ahead = 0
 
 
 def _sizes(tensors: Sequence[TensorFacts]) -> dict[str, int]:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.impls.pytorch.checkpoint.blocks import Blocks, reordered
-from shardproof.impls.pytorch.recompute import plain
+from shardproof.impls.pytorch.parts.recompute import plain
 from shardproof.impls.pytorch.tensor_styles import dtensor_pieces
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -26,7 +26,7 @@ from torch.amp import GradScaler
 from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
 from shardproof.impls.pytorch.checkpoint import folders
 from shardproof.impls.pytorch.checkpoint.state import NAMES
-from shardproof.impls.pytorch.scaling import make_scaler
+from shardproof.impls.pytorch.parts.scaling import make_scaler
 from shardproof.impls.reference.checkpoint.data_file import DTYPES
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
