@@ -9,6 +9,7 @@ is a ``precondition``); *fp64* demands a relative Frobenius error of at most 1e-
 *working_precision* allows a multiple of one device's error (``working_precision.py``).
 Under AdamW parameters are never compared across trajectories: the update is replayed from the
 implementation's own state (at most 4 ULP).
+Data coordinates that train alone are compared with a trajectory each, meetings included.
 Slices whose true gradient is zero are compared absolutely.  Every comparison must fail on spoilt
 copies of the truth; where it cannot, the tensor counts as not tested.
 
