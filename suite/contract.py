@@ -292,12 +292,17 @@ class Event:
     ``order`` is the place in the sequence of all updates (from 0); ``worker`` the data coordinate
     whose gradient was applied, computed on its batch of ``step`` (whose learning rate the update
     uses, too) from the parameters as they were after ``version`` updates.
+
+    ``keys``: the parameters that it updates (empty: all), where several servers own some each; then
+    orders and versions count the updates of these.  Several events of one order are one update, by
+    the sum of their gradients in the order of workers.
     """
 
     order: int
     worker: int
     step: int
     version: int
+    keys: tuple[str, ...] = ()
 
 
 #: How closely a system is held to its strategy.  ``family``: to what every sound member does, and

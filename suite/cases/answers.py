@@ -183,6 +183,8 @@ def events(system: Implementation) -> list[Event]:
         fields = (event.order, event.worker, event.step, event.version)
         if not _numbers(fields):
             raise _broken(system, "events()", f"{event!r:.200}", f"{wanted} of int")
+        if not isinstance(event.keys, tuple) or not all(map(_is_text, event.keys)):
+            raise _broken(system, "events()", f"keys {event.keys!r:.200}", "a tuple of names")
     return listed
 
 

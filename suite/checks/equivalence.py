@@ -10,6 +10,7 @@ is a ``precondition``); *fp64* demands a relative Frobenius error of at most 1e-
 Under AdamW parameters are never compared across trajectories: the update is replayed from the
 implementation's own state (at most 4 ULP).
 Data coordinates that train alone are compared with a trajectory each, meetings included.
+A stale system is compared with a replay of its history, and its staleness with ``max_staleness``.
 Slices whose true gradient is zero are compared absolutely.  Every comparison must fail on spoilt
 copies of the truth; where it cannot, the tensor counts as not tested.
 
@@ -131,7 +132,7 @@ def decide(figures: Figures) -> Outcome:
         numbers["judged_in"] = lane
     if lane == "working_precision":
         numbers["factor"] = working_precision.factor(figures)
-    replayed = {"updates": figures.oracle.updates, "stale": figures.oracle.stale}
+    replayed = {name: getattr(figures.oracle, name) for name in ("updates", "stale", "behind")}
     numbers |= {name: value for name, value in replayed.items() if value is not None}
     if problem:
         return Outcome("equivalence", "fail", problem, tally.worst, numbers)
@@ -186,6 +187,12 @@ def _replayed(evidence: Evidence, rows: Rows) -> None:
     """Where the told history of updates leads is where the system ended."""
     if evidence.oracle.problem:
         raise Differs(f"no possible history: {evidence.oracle.problem}")
+    bound, behind = evidence.case.options.get("max_staleness"), evidence.oracle.behind
+    if bound is not None and behind is not None and behind > bound:
+        raise Differs(f"a gradient was {behind} steps behind, max_staleness allows {bound}")
+    several = len({event.worker for r in evidence.records for event in r.history}) > 1
+    if bound and not behind and several and len(evidence.steps) > 1:
+        raise Differs(f"no gradient was ever stale, though max_staleness = {bound} allows it")
     compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
     state, last = evidence.final("parameters"), evidence.steps[-1]
     final = evidence.truth.final

@@ -316,12 +316,13 @@ class OracleFacts(SparselyStored):
     problem: str | None = None
     updates: int | None = None
     stale: int | None = None
+    behind: int | None = None
 
     @classmethod
     def of(cls, truth: Truth) -> OracleFacts:
         """The facts of ``truth``."""
         steps = [OracleStep.of(step) for step in truth.steps]
-        return cls(steps, truth.budget, truth.problem, truth.updates, truth.stale)
+        return cls(steps, truth.budget, truth.problem, truth.updates, truth.stale, truth.behind)
 
     def diverges(self) -> str:
         """The first of its numbers that is infinite or NaN, as a sentence; empty: none is.

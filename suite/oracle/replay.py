@@ -2,14 +2,17 @@
 
 Such a system applies gradients that were computed from older parameters, in an order that nobody
 chose.  It reports every update (:class:`~shardproof.contract.Event`); repeating them must give the
-parameters that it holds at the end.  What a replay cannot see is a history that is a lie but
-consistent: the checks of order and version catch only what cannot have happened.
+parameters that it holds at the end.  Where several servers own some parameters each, every one has
+a history, and a gradient is of as many versions as there are servers.
+
+What a replay cannot see is a history that is a lie but consistent: the checks of order and version
+catch only what cannot have happened.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +22,38 @@ from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
 from shardproof.oracle.truth import Truth
 from shardproof.workloads import Workload
 
+Tensors = dict[str, Tensor]
+#: The n-th update: the gradients that it adds up, one of each worker.
+Updates = list[list[Event]]
+
+
+class _Owner:
+    """One server's parameters (``keys``; empty: all), and its updates in order."""
+
+    def __init__(
+        self, spec: OptimizerSpec, named: Mapping[str, torch.nn.Parameter], updates: Updates
+    ) -> None:
+        self.spec, self.named, self.updates = spec, named, updates
+        self.optimizer = build_optimizer(spec, named)
+        self.versions = [self.snapshot()]
+        #: Worker and step -> the version that its gradient is of.
+        self.reads = {(e.worker, e.step): e.version for update in updates for e in update}
+
+    def snapshot(self) -> Tensors:
+        return {name: p.detach().clone() for name, p in self.named.items()}
+
+    def apply(self, gradients: Sequence[Tensors], step: int) -> None:
+        for name, parameter in self.named.items():
+            parts = [part[name] for part in gradients if name in part]
+            parameter.grad = sum(parts[1:], parts[0].clone()) if parts else None
+        set_learning_rate(self.optimizer, self.spec, step)
+        self.optimizer.step()
+        self.versions.append(self.snapshot())
+
 
 def replay(
     workload: Workload, spec: OptimizerSpec, shares: int, events: Sequence[Event]
-) -> list[dict[str, Tensor]]:
+) -> list[Tensors]:
     """Parameters after 0, 1, ... updates; the global batch is cut into ``shares``.
 
     Raises:
@@ -34,35 +65,97 @@ def replay(
     workload.load(reader)
     workload.load(writer)
     named = {name: p for name, p in writer.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(spec, named)
+    histories: dict[tuple[str, ...], Updates] = {}
+    for event in sorted(events, key=lambda e: (e.order, e.worker)):
+        updates = histories.setdefault(event.keys, [])
+        _require_possible(event, updates, shares)
+        if event.order == len(updates):
+            updates.append([])
+        updates[-1].append(event)
+    _require_owners(histories, named)
+    owners = [
+        _Owner(spec, {n: named[n] for n in keys or named}, updates)
+        for keys, updates in histories.items()
+    ]
 
-    def snapshot() -> dict[str, Tensor]:
+    def gradients(worker: int, step: int) -> Tensors | None:
+        """Of the versions that were read; ``None``: one of them does not exist yet."""
+        for owner in owners:
+            version = owner.reads.get((worker, step))
+            if version is None:
+                raise ValueError(f"worker {worker} gave step {step} to some servers only")
+            if version >= len(owner.versions):
+                return None
+        with torch.no_grad():
+            for parameter in reader.parameters():
+                parameter.grad = None
+            held = dict(reader.named_parameters())
+            for owner in owners:
+                for name, value in owner.versions[owner.reads[worker, step]].items():
+                    held[name].copy_(value)
+        for micro in workload.batch(step, shares)[worker].micro_batches:
+            build.loss(reader(micro.inputs), micro).backward()
+        return {n: p.grad.clone() for n, p in reader.named_parameters() if p.grad is not None}
+
+    def snapshot() -> Tensors:
         return {name: p.detach().clone() for name, p in writer.named_parameters()}
 
-    versions = [snapshot()]
-    used: Counter[tuple[int, int]] = Counter()
-    for place, event in enumerate(sorted(events, key=lambda e: e.order)):
-        used[event.worker, event.step] += 1
-        if (
-            event.order != place
-            or not 0 <= event.version <= place
-            or not 0 <= event.worker < shares
-            or used[event.worker, event.step] > 1
-        ):
-            raise ValueError(f"update {place} cannot have happened: {event}")
-        with torch.no_grad():
-            for name, parameter in reader.named_parameters():
-                parameter.grad = None
-                parameter.copy_(versions[event.version][name])
-        for micro in workload.batch(event.step, shares)[event.worker].micro_batches:
-            build.loss(reader(micro.inputs), micro).backward()
-        for name, parameter in reader.named_parameters():
-            if name in named:
-                named[name].grad = None if parameter.grad is None else parameter.grad.clone()
-        set_learning_rate(optimizer, spec, event.step)
-        optimizer.step()
-        versions.append(snapshot())
+    versions, known = [snapshot()], dict[tuple[int, int], Tensors]()
+    while pending := [owner for owner in owners if len(owner.versions) <= len(owner.updates)]:
+        moved = False
+        for owner in pending:
+            update = owner.updates[len(owner.versions) - 1]
+            for event in update:
+                key = event.worker, event.step
+                if key not in known and (made := gradients(*key)) is not None:
+                    known[key] = made
+            if all((event.worker, event.step) in known for event in update):
+                owner.apply([known[e.worker, e.step] for e in update], update[-1].step)
+                versions.append(snapshot())
+                moved = True
+        if not moved:
+            raise ValueError("servers wait for versions of each other that are never made")
     return versions
+
+
+def _require_possible(event: Event, updates: Updates, shares: int) -> None:
+    place = len(updates)
+    joins = place and event.order == place - 1
+    twice = any(
+        (e.worker, e.step) == (event.worker, event.step) for update in updates for e in update
+    )
+    if (
+        not (event.order == place or joins)
+        or not 0 <= event.version <= event.order
+        or not 0 <= event.worker < shares
+        or twice
+    ):
+        raise ValueError(f"update {event.order} cannot have happened: {event}")
+
+
+def _require_owners(
+    histories: Mapping[tuple[str, ...], Updates], named: Mapping[str, Tensor]
+) -> None:
+    count = Counter(name for keys in histories for name in keys or named)
+    odd = [name for name in {**named, **count} if count[name] != 1 or name not in named]
+    if histories and odd:
+        raise ValueError(f"{odd[0]!r} has {count[odd[0]]} owners among the servers")
+
+
+def behind(events: Sequence[Event]) -> int:
+    """How many steps the stalest gradient was behind: of step t, it has not seen all gradients of
+    the last so many steps before t.
+    """
+    by_keys: dict[tuple[str, ...], list[Event]] = defaultdict(list)
+    for event in events:
+        by_keys[event.keys].append(event)
+    most = 0
+    for own in by_keys.values():
+        workers = {event.worker for event in own}
+        for event in own:
+            seen = Counter(e.worker for e in own if e.order < event.version)
+            most = max(most, event.step - min(seen[worker] for worker in workers))
+    return most
 
 
 def truth(
@@ -73,12 +166,15 @@ def truth(
     ``events`` are those of all ranks, ``shares`` how many were fed data in each of the ``steps``.
     Without a possible and complete history, ``problem`` says why.
     """
-    if len(events) != shares * steps:
-        text = f"{len(events)} updates are reported, {shares * steps} batches were fed"
+    servers = max(1, len({event.keys for event in events}))
+    if len(events) != shares * steps * servers:
+        text = f"{len(events)} updates are reported, {shares * steps * servers} batches were fed"
         return Truth(problem=text, updates=len(events))
     try:
         versions = replay(workload, spec, shares, events)
     except ValueError as error:
         return Truth(problem=str(error), updates=len(events))
     stale = max((event.order - event.version for event in events), default=0)
-    return Truth(versions[0], final=versions[-1], updates=len(events), stale=stale)
+    found = Truth(versions[0], final=versions[-1], updates=len(events), stale=stale)
+    found.behind = behind(events)
+    return found

@@ -82,8 +82,8 @@ class Truth(Stored):
     """A whole training: the parameters at the start, every step, and what exactness takes.
 
     Of a replay there are no steps, but ``final`` parameters, the number of ``updates``, how many
-    versions the stalest of them was behind (``stale``), or the ``problem`` of a history that cannot
-    have happened.
+    versions and how many steps the stalest of them was behind (``stale``, ``behind``), or the
+    ``problem`` of a history that cannot have happened.
     """
 
     initial: Tensors = field(default_factory=dict)
@@ -93,3 +93,4 @@ class Truth(Stored):
     problem: str | None = None
     updates: int | None = None
     stale: int | None = None
+    behind: int | None = None

@@ -34,6 +34,7 @@ from shardproof.impls.pytorch import (
 )
 from shardproof.impls.pytorch.checkpoint import options as torch_options
 from shardproof.impls.reference import (
+    async_sgd,
     ddp,
     diloco,
     local_sgd,
@@ -60,6 +61,7 @@ TAKEN: dict[str, Any] = {
     "reference/ddp": ddp.Options,
     "reference/local_sgd": local_sgd.Options,
     "reference/diloco": diloco.Options,
+    "reference/async_sgd": async_sgd.Options,
     "reference/zero1": zero1.Options,
     "reference/zero2": zero2.Options,
     "reference/zero3": zero3.Options,

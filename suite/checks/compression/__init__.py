@@ -35,7 +35,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     """Every slot of every step, up to the first step with a failure."""
     rows: list[ComparisonRow] = []
     before: dict[str, Tensor] = {}
-    for step in evidence.steps:
+    for step in evidence.steps if evidence.truth.steps else ():  # of a replay there are none
         held = evidence.kept(step)
         moment = Moment(rows, step, "after_update kept", "what was not sent is not kept")
         wrong = []

@@ -1,0 +1,170 @@
+"""Faults of parameter servers: lost updates, stale and torn reads, wrong owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardproof.contract import Batch, Kind, OptimizerSpec, Piece
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.triggers import gpt
+from shardproof.impls.reference.async_sgd import Message, ReferenceAsyncSGD, Server, pack
+from shardproof.impls.reference.parts.turns import Turn, Turns, in_turn
+
+mutant = declare.family(
+    ReferenceAsyncSGD,
+    options={"max_staleness": 1, "servers": 2},
+    mesh={"replicate": 4},
+    steps=4,
+    killed_by=("equivalence",),
+    says="drained parameters",
+)
+
+
+@mutant("server_loses_an_update")
+class LosesAnUpdate(Server):
+    """Two updates meet, and one overwrites the other: it is counted, and nothing is left of it."""
+
+    def take(self, turn: Turn, message: Message) -> None:
+        before = {name: tensor.detach().clone() for name, tensor in self.owns.items()}
+        super().take(turn, message)
+        if (turn.worker, turn.step) == (0, 1):
+            for name, tensor in self.owns.items():
+                tensor.copy_(before[name])
+
+
+@mutant("server_applies_twice")
+class AppliesTwice(Server):
+    """A push that is sent again, for its answer was late, is applied again."""
+
+    def take(self, turn: Turn, message: Message) -> None:
+        super().take(turn, message)
+        if (turn.worker, turn.step) == (1, 1):
+            self.kept[turn.worker] = message
+            self.update(turn.step)
+            self.version -= 1
+
+
+@mutant(
+    "server_bound_off_by_one",
+    says="2 steps behind, max_staleness allows 1",
+    options={"max_staleness": 1, "order": [0, 0] * 4},
+)
+class BoundOffByOne(Turns):
+    """A pull may be one step staler than the bound."""
+
+    def __init__(self, arrivals: Iterator[int], workers: int, bound: int) -> None:
+        super().__init__(arrivals, workers, bound + 1)
+
+
+@mutant(
+    "server_ignores_the_bound",
+    says="3 steps behind, max_staleness allows 1",
+    options={"max_staleness": 1, "order": [0, 0] * 4},
+    zoo=("G14",),
+)
+class IgnoresTheBound(Turns):
+    """No pull ever waits."""
+
+    def may(self, worker: int) -> bool:
+        return True
+
+
+@mutant("server_waits_for_all", says="no gradient was ever stale", zoo=("G14",))
+class WaitsForAll(Turns):
+    """The bound has no effect but to be 0: every pull waits for all workers."""
+
+    def __init__(self, arrivals: Iterator[int], workers: int, bound: int) -> None:
+        super().__init__(in_turn(workers, 0), workers, 0)
+
+
+@mutant("server_torn_read", zoo=("G13",))
+class TornRead(Server):
+    """An answer is copied while an update is applied: its first parameter is of the version before
+    the one that it tells."""
+
+    before: Tensor | None = None
+
+    def update(self, step: int) -> None:
+        self.before = next(iter(self.owns.values())).detach().clone()
+        super().update(step)
+
+    def answer(self) -> Tensor:
+        first = next(iter(self.owns))
+        torn = {} if self.before is None else {first: self.before}
+        return pack({**self.owns, **torn}, {}, self.version)
+
+
+@mutant(
+    "server_tells_its_own_version",
+    options={"max_staleness": 1, "servers": 2, "order": [0, 0, 0, 1, 0, 1]},
+)
+class TellsItsOwnVersion(Server):
+    """The history tells the version that was updated, not that of which the gradient was taken."""
+
+    def take(self, turn: Turn, message: Message) -> None:
+        super().take(turn, replace(message, version=self.version))
+
+
+@mutant("server_rate_of_its_own_clock", optimizer=OptimizerSpec(warmup_steps=20))
+class RateOfItsOwnClock(Server):
+    """The learning rate follows the number of updates, not the step of the gradient."""
+
+    def update(self, step: int) -> None:
+        super().update(self.version)
+
+
+@mutant(
+    "server_updates_what_nobody_used",
+    workload=gpt("conditional_by_rank"),
+)
+class UpdatesWhatNobodyUsed(Server):
+    """A parameter that a worker did not use is updated by zeros, so that its momentum moves it."""
+
+    def take(self, turn: Turn, message: Message) -> None:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in self.owns.items()}
+        super().take(turn, replace(message, gradients={**zeros, **message.gradients}))
+
+
+@mutant("server_owner_of_anothers", says="owned more than once")
+class OwnerOfAnothers(ReferenceAsyncSGD):
+    """The second server takes a parameter of the first one for its own as well."""
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        held = super().local_state(kind)
+        if kind == "parameters" and self.comm.rank == 1:
+            name = self.owners[0][0]
+            held.append(Piece.whole(name, self.named[name].detach()))
+        return held
+
+
+@mutant("worker_adds_up_gradients")
+class AddsUpGradients(ReferenceAsyncSGD):
+    """A worker does not clear its gradients: the last step's are pushed again."""
+
+    def compute(self, batch: Batch) -> Tensor:
+        kept: Mapping[str, Tensor] = {
+            name: p.grad.clone() for name, p in self.named.items() if p.grad is not None
+        }
+        total = super().compute(batch)
+        for name, gradient in kept.items():
+            if (grad := self.named[name].grad) is not None:
+                grad.add_(gradient)
+        return total
+
+
+@mutant("worker_reads_late", says="drained parameters")
+class ReadsLate(ReferenceAsyncSGD):
+    """A worker tells the version that it pulled, and computes on the parameters of the pull before:
+    a read that is staler than it says."""
+
+    def pull(self) -> list[int]:
+        before = {name: p.detach().clone() for name, p in self.named.items()}
+        versions = super().pull()
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                parameter.copy_(before[name])
+        return versions

@@ -1,0 +1,323 @@
+"""Asynchronous SGD: parameter servers apply every gradient when it comes, and nobody waits for all.
+
+Problem.  In data parallelism a step takes as long as its slowest rank.  A parameter server applies
+each worker's gradient as it comes, and a worker goes on from what is there: no rank waits, but
+gradients are of parameters that others have changed since (Recht et al., arXiv 1106.5730; bounded
+staleness: Ho et al., NIPS 2013).
+
+    what                        where
+    parameters                  each on one server, which owns it; a copy of an earlier version on
+                                every worker
+    gradients                   a worker's, of its share of the batch, on their way to the owners
+    optimizer state             each parameter's on its owner
+    buffers                     every worker, its own
+
+    worker, a step   pull       [1] receive all servers' parameters, each with its version
+                     compute    [2] forward and backward of its micro-batches
+                     push       [3] send each owner its gradients, who was used, the version read
+    server           a turn     [4] a pull is answered with what is there now
+                                [5] a push is applied at once; with max_staleness 0 it is kept until
+                                    all have come, and the sum is applied
+                                [6] a pull of too old a version waits (parts/turns.py)
+
+Staleness is counted in steps: with ``max_staleness`` s a gradient of step t is of parameters that
+have all gradients of steps before t - s.  With s = 0 every update is the sum of all gradients of a
+step, added in the order of workers: data parallelism, with servers.
+
+In what order pulls and pushes come is an option, for what comes of it must be known: servers take
+turns from one list, so that all of them give one snapshot to a pull, and a run can be repeated.
+
+Cost: a worker's step moves P down and G up, a server's N - k times that: 2 (N - k) P bytes a step,
+with k servers of N ranks.
+Numbers: the history of updates (worker, step, version read, order, parameters), repeated on one
+process, gives equal bits.  Buffers are promised by nobody.
+Left out: clipping (no global gradient exists), loss scales, servers that fail, updates by any order
+of arrival that the network makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.comm import Mesh
+from shardproof.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Event,
+    Implementation,
+    Kind,
+    Observe,
+    OptimizerSpec,
+    Piece,
+    Refused,
+    StepResult,
+)
+from shardproof.impls.reference.engine.optimizer import (
+    build_optimizer,
+    param_groups,
+    set_learning_rate,
+    slot_pieces,
+)
+from shardproof.impls.reference.engine.options import at_least, parse_options
+from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
+from shardproof.impls.reference.parts.turns import ORDERS, Turn, Turns, scripted
+
+
+@dataclass(frozen=True)
+class Options:
+    """``max_staleness``: s.  ``servers``: k, the first ranks.  ``order``: of pulls and pushes."""
+
+    max_staleness: int = 1
+    servers: int = 1
+    order: str | tuple[int, ...] = "slow"
+
+    def __post_init__(self) -> None:
+        at_least("max_staleness", self.max_staleness, 0)
+        at_least("servers", self.servers, 1)
+        if isinstance(self.order, str) and self.order not in ORDERS:
+            raise Refused(
+                f"option 'order' = {self.order!r}; valid: {', '.join(ORDERS)}, or a list of workers"
+            )
+        if self.order == "in_turn" and self.max_staleness:
+            raise Refused(
+                f"option 'order' = 'in_turn' with max_staleness = {self.max_staleness}: all wait "
+                "for all, so nothing is stale; take max_staleness: 0, or order: slow"
+            )
+
+    def arrivals(self, workers: int) -> Iterator[int]:
+        """Who comes, in order."""
+        if isinstance(self.order, str):
+            return ORDERS[self.order](workers, self.max_staleness)
+        return scripted(self.order, workers)
+
+
+def owned(parameters: Mapping[str, Tensor], servers: int) -> list[list[str]]:
+    """The parameters of each server: the largest first, each to the server that has least.
+
+    :raises Refused: a server would have none.
+    """
+    if servers > len(parameters):
+        raise Refused(
+            f"option 'servers' = {servers}: the model has {len(parameters)} trainable parameters, "
+            f"and each has one owner; valid: up to {len(parameters)}"
+        )
+    shares: list[list[str]] = [[] for _ in range(servers)]
+    sizes = [0] * servers
+    for name in sorted(parameters, key=lambda name: -parameters[name].numel()):
+        # By number of parameters where sizes are equal: none of them stays without.
+        least = min(range(servers), key=lambda server: (sizes[server], len(shares[server])))
+        shares[least].append(name)
+        sizes[least] += parameters[name].numel()
+    return shares
+
+
+class Server:
+    """The parameters that one server owns, and what it did."""
+
+    turns_type: type[Turns] = Turns
+
+    def __init__(
+        self, owns: Mapping[str, Tensor], spec: OptimizerSpec, workers: int, options: Options
+    ) -> None:
+        self.owns, self.spec, self.workers, self.options = owns, spec, workers, options
+        self.optimizer = build_optimizer(spec, param_groups(spec, owns))
+        self.turns = self.turns_type(options.arrivals(workers), workers, options.max_staleness)
+        self.version = 0
+        self.kept: dict[int, Message] = {}  # gradients that wait for others, by worker
+        self.log: list[Event] = []
+
+    def answer(self) -> Tensor:  # [4]
+        """What a pull gets."""
+        return pack(self.owns, {}, self.version)
+
+    def take(self, turn: Turn, message: Message) -> None:  # [5]
+        """A push came."""
+        self.kept[turn.worker] = message
+        event = Event(self.version, turn.worker, turn.step, message.version, tuple(self.owns))
+        self.log.append(event)
+        if self.options.max_staleness or len(self.kept) == self.workers:
+            self.update(turn.step)
+
+    def update(self, step: int) -> None:
+        """Apply what is kept, in the order of workers."""
+        gradients = [self.kept[worker].gradients for worker in sorted(self.kept)]
+        for name, parameter in self.owns.items():
+            # Not zero but none, or momentum and decay would move what nobody used.
+            parts = [part[name] for part in gradients if name in part]
+            parameter.grad = reduce(torch.add, parts) if parts else None
+        set_learning_rate(self.optimizer, self.spec, step)
+        self.optimizer.step()
+        self.kept.clear()
+        self.version += 1
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a push says: gradients of what was used, from parameters of a version."""
+
+    gradients: Mapping[str, Tensor]
+    version: int
+
+
+def pack(like: Mapping[str, Tensor], used: Mapping[str, Tensor], version: int) -> Tensor:
+    """``used``, or else ``like`` itself, end to end; which are used; and the version."""
+    values = {n: used.get(n, torch.zeros_like(t)) if used else t for n, t in like.items()}
+    flags = [float(name in used) for name in like]
+    first = next(iter(like.values()))
+    tail = torch.tensor([*flags, float(version)], dtype=first.dtype, device=first.device)
+    return torch.cat([*(tensor.detach().reshape(-1) for tensor in values.values()), tail])
+
+
+def unpack(flat: Tensor, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[bool], int]:
+    """What :func:`pack` packed: tensors, which are used, the version."""
+    sizes = [tensor.numel() for tensor in like.values()]
+    *parts, tail = flat.split([*sizes, len(sizes) + 1])
+    pairs = zip(like.items(), parts, strict=True)
+    *flags, version = tail.tolist()
+    return {n: p.view(t.shape) for (n, t), p in pairs}, [bool(f) for f in flags], int(version)
+
+
+class ReferenceAsyncSGD(Implementation):
+    """The strategy as a system under test."""
+
+    strategy = "parameter_server"
+    server_type: type[Server] = Server
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """Stale by design: judged by a replay of its history."""
+        parse_options(Options, options)
+        return Capabilities(
+            exactness="stale",
+            oracle="replay",
+            buffers="none",
+            points=("after_update",),
+            features=frozenset({"initial_broadcast", "roles", "events"}),
+            declines={
+                "clipping": "no global gradient exists",
+                "overflow_on_one_rank": "there is no common step to leave out",
+            },
+        )
+
+    @classmethod
+    def role(cls, rank: int, world: int, options: Mapping[str, Any]) -> str:
+        """The first ranks serve."""
+        servers = parse_options(Options, options).servers
+        if servers >= world:
+            raise Refused(f"option 'servers' = {servers}: of {world} ranks none is left to work")
+        return "server" if rank < servers else "worker"
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """All start from rank 0's values; servers take what they own."""
+        if optimizer.scaler is not None:
+            raise Refused("a loss scaler: there is no common step to leave out; leave it out")
+        self.build, self.comm = build, mesh.comm("replicate")
+        self.options = parse_options(Options, options)
+        self.module = build(mesh.device)
+        if state is not None:
+            load_state(self.module, state)
+        broadcast_tensors(list(named_state(self.module).values()), self.comm)
+        self.named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.owners = owned(self.named, self.options.servers)
+        self.workers = self.comm.size - self.options.servers
+        self.server: Server | None = None
+        self.clock = -1  # the step under way
+        if self.comm.rank < self.options.servers:
+            owns = {name: self.named[name] for name in self.owners[self.comm.rank]}
+            self.server = self.server_type(owns, optimizer, self.workers, self.options)
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """A worker's pull, gradient and push; or the turns that come before the next step's."""
+        loss = None
+        if self.server is None:
+            versions = self.pull()
+            loss = self.compute(batch)
+            self.push(versions)
+        else:
+            self.clock = batch.step
+            while turn := self.server.turns.next(self.clock):
+                self.serve(self.server, turn)
+        observe("after_update")
+        return StepResult(loss=loss)
+
+    def drain(self) -> None:
+        """Serve those who are behind."""
+        if self.server is not None:
+            while turn := self.server.turns.next(self.clock, is_over=True):
+                self.serve(self.server, turn)
+
+    @torch.no_grad()
+    def serve(self, server: Server, turn: Turn) -> None:
+        """One turn."""
+        peer = self.options.servers + turn.worker
+        flat = server.answer()
+        if not turn.is_push:
+            self.comm.send(flat, peer)
+            return
+        self.comm.recv(flat, peer)
+        gradients, used, version = unpack(flat, server.owns)
+        owned_here = zip(gradients.items(), used, strict=True)
+        server.take(turn, Message({n: g for (n, g), is_used in owned_here if is_used}, version))
+
+    @torch.no_grad()
+    def pull(self) -> list[int]:  # [1]
+        """Take all servers' parameters; the version of each."""
+        versions = []
+        for server, names in enumerate(self.owners):
+            like = {name: self.named[name] for name in names}
+            flat = pack(like, {}, 0)
+            self.comm.recv(flat, server)
+            values, _, version = unpack(flat, like)
+            for name, value in values.items():
+                self.named[name].copy_(value)
+            versions.append(version)
+        return versions
+
+    def compute(self, batch: Batch) -> Tensor:  # [2]
+        """Gradients of this worker's share; its loss."""
+        self.module.zero_grad()
+        total = torch.zeros((), dtype=next(self.module.parameters()).dtype)
+        for micro in batch.micro_batches:
+            loss = self.build.loss(self.module(micro.inputs), micro)
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    def push(self, versions: list[int]) -> None:  # [3]
+        """Give every server the gradients of what it owns."""
+        for server, (names, version) in enumerate(zip(self.owners, versions, strict=True)):
+            like = {name: torch.zeros_like(self.named[name]) for name in names}
+            used = {n: g for n in names if (g := self.named[n].grad) is not None}
+            self.comm.send(pack(like, used, version), server)
+
+    def events(self) -> list[Event]:
+        """What this server did."""
+        return list(self.server.log) if self.server else []
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        """What a server owns, and of the first one what nobody trains; a copy is nobody's truth."""
+        if self.server is None or kind in ("gradients", "buffers"):
+            return []
+        if kind == "optimizer":
+            return slot_pieces(self.server.optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t))
+        rest = {} if self.comm.rank else dict(self.module.named_parameters())
+        frozen = {name: tensor for name, tensor in rest.items() if name not in self.named}
+        held = {**frozen, **self.server.owns}
+        return [Piece.whole(name, tensor.detach()) for name, tensor in held.items()]
+
+
+IMPLEMENTATION = ReferenceAsyncSGD

@@ -1,0 +1,121 @@
+"""Whose turn it is at a parameter server: the order of pulls and pushes, and the staleness bound.
+
+A worker pulls parameters and pushes a gradient, once each in every step.  In what order the pulls
+and pushes of several workers come decides everything else, so it is a list of worker numbers here,
+the same on all servers: the n-th time that a worker stands in it is its n-th pull or push, pulls
+and pushes in turns.  A pull that would read too old a version waits, and so does what that worker
+does after it; the slowest worker never waits, so the list always ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardproof.contract import Refused
+
+
+class Turn(NamedTuple):
+    """Worker ``worker`` pulls for, or pushes the gradient of, its step ``step``."""
+
+    worker: int
+    step: int
+    is_push: bool
+
+
+class Turns:
+    """The turns of ``workers`` in the order ``arrivals``, with at most ``bound`` steps of lag.
+
+    A pull for step t waits until all gradients of steps before t - bound are in.  Nobody is asked
+    for more steps than there are: those after ``clock`` come later, or never where all ``is_over``.
+    """
+
+    def __init__(self, arrivals: Iterator[int], workers: int, bound: int) -> None:
+        self.arrivals, self.bound = arrivals, bound
+        self.waiting: list[int] = []
+        self.early: int | None = None  # an arrival after the clock
+        self.taken = [0] * workers  # pulls and pushes so far
+
+    def next(self, clock: int, is_over: bool = False) -> Turn | None:
+        """The next turn: of those who wait, the first that need not any more; else an arrival.
+
+        ``None``: what comes next is after ``clock``, or nothing is left.
+        """
+        for place, worker in enumerate(self.waiting):
+            if self.may(worker):
+                del self.waiting[place]
+                return self.take(worker)
+        while not is_over or min(self.taken) < 2 * (clock + 1):
+            worker = next(self.arrivals) if self.early is None else self.early
+            is_early = self.taken[worker] + self.waiting.count(worker) >= 2 * (clock + 1)
+            self.early = worker if is_early and not is_over else None
+            if is_early and not is_over:
+                return None
+            if not is_early:
+                if worker not in self.waiting and self.may(worker):
+                    return self.take(worker)
+                self.waiting.append(worker)
+        return None
+
+    def may(self, worker: int) -> bool:
+        """Whether the next turn of ``worker`` is a push, or a pull of what is new enough."""
+        step, is_push = divmod(self.taken[worker], 2)
+        return bool(is_push) or min(self.taken) // 2 >= step - self.bound
+
+    def take(self, worker: int) -> Turn:
+        """The turn itself."""
+        step, is_push = divmod(self.taken[worker], 2)
+        self.taken[worker] += 1
+        return Turn(worker, step, bool(is_push))
+
+
+def in_turn(workers: int, bound: int) -> Iterator[int]:
+    """All pull, then all push, another one first each time."""
+    step = 0
+    while True:
+        order = [(step + n) % workers for n in range(workers)]
+        yield from order + order
+        step += 1
+
+
+def slow(workers: int, bound: int) -> Iterator[int]:
+    """The last worker is ``bound`` steps behind the others."""
+    fast = range(workers - 1)
+    for _ in range(bound):
+        for worker in fast:
+            yield from (worker, worker)
+    while True:
+        for worker in fast:
+            yield from (worker, worker)
+        yield from (workers - 1, workers - 1)
+
+
+def burst(workers: int, bound: int) -> Iterator[int]:
+    """Every worker makes as many steps at once as the bound allows."""
+    while True:
+        for worker in range(workers):
+            yield from (worker, worker) * (bound + 1)
+
+
+#: Orders by name.
+ORDERS = {"in_turn": in_turn, "slow": slow, "burst": burst}
+
+
+def scripted(script: Sequence[int], workers: int) -> Iterator[int]:
+    """``script``, and from its end on all in turn, whoever is behind first.
+
+    :raises Refused: it names a worker that there is not.
+    """
+    odd = [worker for worker in script if not 0 <= worker < workers]
+    if odd:
+        raise Refused(f"option 'order' = {list(script)}: there is no worker {odd[0]} of {workers}")
+    counts = [list(script).count(worker) for worker in range(workers)]
+
+    def arrivals() -> Iterator[int]:
+        yield from script
+        while True:
+            worker = counts.index(min(counts))
+            counts[worker] += 1
+            yield worker
+
+    return arrivals()

@@ -1,0 +1,108 @@
+"""Parameter servers: all orders of two workers and three steps, the bound, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardproof.case import WorkloadSpec
+from shardproof.contract import OptimizerSpec, Refused
+from shardproof.impls.reference.async_sgd import (
+    Message,
+    Options,
+    ReferenceAsyncSGD,
+    Server,
+    owned,
+    unpack,
+)
+from shardproof.oracle.replay import behind, replay
+from shardproof.oracle.training import train
+from shardproof.workloads import make
+
+STEPS = 3
+#: Where the six turns of the first of two workers lie among twelve.
+INTERLEAVINGS = [
+    [0 if place in first else 1 for place in range(4 * STEPS)]
+    for first in combinations(range(4 * STEPS), 2 * STEPS)
+]
+
+
+def served(script: list[int], bound: int) -> tuple[Server, list[int]]:
+    """A server after ``script``; the pushes of the workers, each a number of its own."""
+    owns = {"w": torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))}
+    spec = OptimizerSpec(lr=1.0, momentum=0.0)
+    server = Server(owns, spec, 2, Options(max_staleness=bound, order=tuple(script)))
+    read: dict[int, int] = {}
+    pushed: list[int] = []
+    while turn := server.turns.next(STEPS - 1, is_over=True):
+        if turn.is_push:
+            number = -(10 ** (2 * turn.step + turn.worker))
+            pushed.append(number)
+            gradient = torch.tensor([float(number)], dtype=torch.float64)
+            with torch.no_grad():
+                server.take(turn, Message({"w": gradient}, read[turn.worker]))
+        else:
+            _, _, read[turn.worker] = unpack(server.answer(), owns)
+    return server, pushed
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_all_924_interleavings_of_two_workers_and_three_steps(bound: int) -> None:
+    assert len(INTERLEAVINGS) == 924
+    lags = set()
+    for script in INTERLEAVINGS:
+        server, pushed = served(script, bound)
+        assert server.owns["w"].item() == 111111, "an update was lost, or made twice"
+        assert len(pushed) == len(server.log) == 2 * STEPS
+        lags.add(behind(server.log))
+        assert behind(server.log) <= bound, script
+    assert lags == set(range(bound + 1)), "the bound is never reached"
+
+
+def test_without_staleness_the_history_is_that_of_data_parallelism() -> None:
+    """Every order gives the updates of a step as one, by gradients of the step before."""
+    workload = make(
+        WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16, "seq": 8}), "float64"
+    )
+    spec = OptimizerSpec()
+    server, _ = served([1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0], 0)
+    events = [type(e)(e.order, e.worker, e.step, e.version) for e in server.log]
+    found = replay(workload, spec, 2, events)[-1]
+    for name, want in train(workload, spec, 2, STEPS).steps[-1].parameters.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-12, atol=1e-13)
+
+
+def test_every_parameter_has_one_owner_and_every_server_some() -> None:
+    tensors: dict[str, Tensor] = {
+        name: torch.zeros(size) for name, size in zip("abcd", (9, 5, 4, 0), strict=True)
+    }
+    assert owned(tensors, 2) == [["a", "d"], ["b", "c"]] or owned(tensors, 2) == [
+        ["a"],
+        ["b", "c", "d"],
+    ]
+    assert sorted(name for share in owned(tensors, 4) for name in share) == list("abcd")
+    assert all(owned(tensors, 4))
+    with pytest.raises(Refused, match="'servers' = 5: the model has 4 trainable parameters"):
+        owned(tensors, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_staleness": -1}, "'max_staleness' must be at least 0, not -1"),
+        ({"servers": 0}, "'servers' must be at least 1, not 0"),
+        ({"order": "in_turn", "max_staleness": 1}, "take max_staleness: 0, or order: slow"),
+        ({"order": "fast"}, "valid: in_turn, slow, burst"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, object], says: str) -> None:
+    with pytest.raises(Refused, match=says):
+        ReferenceAsyncSGD.capabilities(options)
+
+
+def test_somebody_must_work() -> None:
+    with pytest.raises(Refused, match="of 2 ranks none is left to work"):
+        ReferenceAsyncSGD.role(0, 2, {"servers": 2})
