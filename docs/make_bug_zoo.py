@@ -35,7 +35,7 @@ CLASSES = {
     "hybrid": "Combined axes (HSDP, 2-D and 3-D meshes, experts)",
     "update": "Optimizer, precision, accumulation and clipping",
     "compression": "Lossy compression of gradients",
-    "local": "Ranks that train alone between averages",
+    "local": "Local steps and stale gradients",
     "checkpoint": "Checkpoints and weight layouts",
     "collective": "Hangs and mismatched collectives",
     "backend": "Operations of a backend",

@@ -130,7 +130,7 @@ def _require_possible(event: Event, updates: Updates, shares: int) -> None:
         or not 0 <= event.worker < shares
         or twice
     ):
-        raise ValueError(f"update {event.order} cannot have happened: {event}")
+        raise ValueError(f"update {min(event.order, place)} cannot have happened: {event}")
 
 
 def _require_owners(
