@@ -23,9 +23,9 @@ import torch
 
 from shardproof.checks import Outcome, first_problem
 from shardproof.checks.overlap import REDUCTIONS
-from shardproof.checks.traffic import axis_of, step_calls
+from shardproof.checks.traffic import axis_of, is_compressed, step_calls
 from shardproof.contract import PROFILES
-from shardproof.costs import collectives, compression
+from shardproof.costs import collectives
 from shardproof.costs.families import FAMILIES, Shown
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
@@ -168,7 +168,7 @@ def _silent_accumulation(evidence: Figures) -> str:
     if "accumulation_without_communication" not in features or evidence.case.world == 1:
         return ""
 
-    compressed, mesh = _is_compressed(evidence), evidence.case.mesh
+    compressed, mesh = is_compressed(evidence), evidence.case.mesh
 
     def reduces(call: Call) -> bool:
         # Shards are gathered by such calls as well: those are not told apart.
@@ -185,12 +185,6 @@ def _silent_accumulation(evidence: Figures) -> str:
         return f"{early} {text}" if early else ""
 
     return first_problem(evidence, wrong)
-
-
-def _is_compressed(evidence: Figures) -> bool:
-    """Whether gradients are compressed, so that other calls than sums may reduce them."""
-    facts = evidence.model_facts
-    return facts is not None and bool(compression.chosen(facts))
 
 
 def _over_send_recv(evidence: Figures) -> bool:
@@ -238,7 +232,7 @@ def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
     is_bucketed = evidence.declaration.strategy == "ddp" and evidence.depth == "layout"
     if not is_bucketed or evidence.case.world == 1:
         return ""
-    if _over_send_recv(evidence) or _is_compressed(evidence):
+    if _over_send_recv(evidence) or is_compressed(evidence):
         return ""  # calls of several buckets are alike; ``traffic`` bounds their number
     last = evidence.steps[-1]
     counts = [

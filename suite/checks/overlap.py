@@ -20,7 +20,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shardproof.checks import Outcome
-from shardproof.checks.traffic import step_calls
+from shardproof.checks.traffic import is_compressed, step_calls
+from shardproof.costs import compression
 from shardproof.costs.model import Prefetch
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
@@ -43,6 +44,8 @@ def decide(evidence: Figures) -> Outcome:
     cost_model = evidence.cost_model()
     if cost_model is not None and (reason := cost_model.why_overlap_is_not_judged()):
         return Outcome("overlap", "skip", reason)
+    if cost_model is None and is_compressed(evidence):
+        return Outcome("overlap", "skip", compression.BY_OTHER_CALLS)
     ahead = cost_model.prefetch() if cost_model is not None else None
     settled = [step for step in evidence.steps if step >= SETTLING]
     if not settled:

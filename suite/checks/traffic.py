@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from shardproof.checks import Outcome, Worst
-from shardproof.costs import COST_MODELS, CostModel, Flow, NoCostModel, cost_model_of
+from shardproof.costs import (
+    COST_MODELS,
+    CostModel,
+    Flow,
+    NoCostModel,
+    compression,
+    cost_model_of,
+)
 from shardproof.costs.expression import evaluate
 from shardproof.costs.families import Family
 from shardproof.costs.own import in_step
@@ -58,6 +65,8 @@ def decide(evidence: Figures) -> Outcome:
         setup_bytes=_bytes(evidence, lambda call: call.phase == "setup"),
         control_bytes=_bytes(evidence, lambda call: not (call.floating or call.phase in _AROUND)),
     )
+    # Of a family it is not known which integers are a compressed gradient: all are bounded as one.
+    compressed = evidence.depth == "family" and is_compressed(evidence)
     for step, (value, cost_model) in enumerate(zip(sent, promises, strict=True)):
         if own:
             expected = evaluate(own, evidence.facts)
@@ -82,6 +91,8 @@ def decide(evidence: Figures) -> Outcome:
             message = message or _rank_differs(evidence, step, strategy, floats)
         elif evidence.family is not None:
             low, high = figures.within = _family_bounds(evidence, evidence.family, step)
+            if compressed:
+                value += _payload(evidence, step, floating=False)
             if low and not value:
                 return Outcome("traffic", "undecidable", _ELSEWHERE, None, figures.to_dict())
             message = (
@@ -100,7 +111,7 @@ def decide(evidence: Figures) -> Outcome:
             figures.bytes_sent = str(value)
             return Outcome("traffic", "fail", message, worst, figures.to_dict())
         figures.bytes_sent = str(value)
-    problem = _too_much_control(evidence, promises)
+    problem = "" if compressed else _too_much_control(evidence, promises)
     return Outcome("traffic", "fail" if problem else "pass", problem, None, figures.to_dict())
 
 
@@ -211,7 +222,14 @@ def _out_of_family(evidence: Figures, step: int, value: Fraction, low: int, high
     else:
         overhead = evidence.declaration.overhead
         why = f"at most {high:,} for {name} with overhead {overhead:g} (Capabilities.overhead)"
-    return f"step {step} sends {_text(value)} floating-point bytes, {why}"
+    kind = "" if is_compressed(evidence) else "floating-point "
+    return f"step {step} sends {_text(value)} {kind}bytes, {why}"
+
+
+def is_compressed(evidence: Figures) -> bool:
+    """Whether gradients are compressed, so that other calls than sums may reduce them."""
+    facts = evidence.model_facts
+    return facts is not None and bool(compression.chosen(facts))
 
 
 def _set_textbook(figures: TrafficFigures, cost_model: CostModel) -> None:

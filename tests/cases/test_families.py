@@ -85,6 +85,32 @@ def test_verdicts_at_depth_family(
     assert says in result.reason, result.reason
 
 
+def test_a_sound_compressor_passes_whatever_its_integers_carry() -> None:
+    cases = [
+        made_case(
+            f"reference/{strategy}",
+            {axis: 3},
+            id=f"{strategy} {compress['method']}",
+            workload=SMALL,
+            steps=4,
+            options={"compress": compress},
+            depth="family",
+            checks=GENERAL,
+        )
+        for strategy, axis in (("ddp", "replicate"), ("zero2", "shard"))
+        for compress in (
+            {"method": "topk", "density": 0.5},
+            {"method": "sign"},
+            {"method": "onebit"},
+            {"method": "powersgd", "rank": 2},
+        )
+    ]
+    found: list[CaseResult] = []
+    run_cases(cases, 2, found.append)
+    assert {r.case.id: r.reason for r in found if r.verdict != "pass"} == {}
+    assert len(found) == len(cases)
+
+
 def test_what_was_held_to_a_family_or_an_own_model_is_judged_again_without_the_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
