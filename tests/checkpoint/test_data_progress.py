@@ -7,12 +7,11 @@ from typing import Any
 
 import checkpoints
 import pytest
-import torch
 from checkpoints import FORMATS, make, put_together, train, workload
 from local_ranks import succeed
 from pieces import Rows
 
-from shardproof.contract import SamplerSpec
+from shardproof.contract import OptimizerSpec, SamplerSpec
 from shardproof.impls.reference.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,22 +53,25 @@ def test_an_epoch_goes_on_from_what_a_checkpoint_keeps(
 def test_training_in_the_middle_of_an_epoch_goes_on_with_the_batch_that_follows(
     tmp_path: Path,
 ) -> None:
-    """The step to go on with comes from the data's progress alone; the world is another one."""
-    work = workload("short_epochs")
+    """The step to go on with comes from the data's progress alone; the world is another one.
+
+    SGD: AdamW makes full-size updates of the noise of another world (docs/tolerances.md).
+    """
+    work, spec = workload("short_epochs"), OptimizerSpec("sgd", lr=0.1, momentum=0.9)
 
     def straight(rank: int, world: int) -> dict[str, Rows]:
-        system = make("zero1", work, {"shard": world}, rank)
+        system = make("zero1", work, {"shard": world}, rank, spec)
         train(system, work, 0, 6)
         return checkpoints.held(system)
 
     def saves(rank: int, world: int) -> None:
-        system = make("zero1", work, {"shard": world}, rank)
+        system = make("zero1", work, {"shard": world}, rank, spec)
         train(system, work, 0, 3)
         system.save(tmp_path, {"data": work.progress(3)}).wait()
         system.close()
 
     def resumed(rank: int, world: int) -> dict[str, Rows]:
-        system = make("zero1", work, {"shard": world}, rank)
+        system = make("zero1", work, {"shard": world}, rank, spec)
         extra: Any = system.load(tmp_path)
         assert extra["data"] == {"epoch": 1, "taken": 12}
         train(system, work, work.step_at(extra["data"]), 6)
@@ -79,4 +81,4 @@ def test_training_in_the_middle_of_an_epoch_goes_on_with_the_batch_that_follows(
     whole, after = put_together(succeed(straight, 2)), put_together(succeed(resumed, 2))
     for kind, tensors in whole.items():
         for name, tensor in tensors.items():
-            torch.testing.assert_close(after[kind][name], tensor, rtol=1e-9, atol=1e-12)
+            assert (after[kind][name] - tensor).norm() <= 1e-12 * tensor.norm(), (kind, name)

@@ -579,6 +579,7 @@ OTHERS = (
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
     "samplers",
     "compression",
+    *("local", "async"),
 )
 
 

@@ -322,7 +322,7 @@ def test_frozen_model_takes_its_steps() -> None:
         ("reference/ddp", {"bucket_byte": 1}, "did you mean 'bucket_bytes'"),
         ("reference/ddp", {"bucket_bytes": 0}, "at least 1"),
         ("reference/ddp", {"bucket_bytes": 1.5}, "type int, not 1.5"),
-        ("reference/ddp", {"bucket_bytes": True}, "type int, not True"),
+        ("reference/ddp", {"bucket_bytes": True}, "type int, not true"),
         ("reference/ddp", {"join": True}, "'join' = True"),
         ("reference/naive_ddp", {"bucket_bytes": 1}, "unknown option 'bucket_bytes'"),
         ("pytorch/ddp", {"find_unused": True}, "did you mean 'find_unused_parameters'"),

@@ -61,7 +61,7 @@ def make(work: Workload, rank: int, ranks: int, **options: Any) -> Implementatio
         ({"schedule": {"name": "1f1b", "chunks": 2}}, "1f1b takes 1 a rank"),
         ({"schedule": {"name": "looped_bfs", "chunks": -1}}, "takes at least 1 a rank"),
         ({"split": 2}, "'split' must be of type list of int"),
-        ({"shapes": "static"}, "inferred or given"),
+        ({"shapes": "static"}, "inferred, given"),
         ({"splits": [2, 2]}, "did you mean 'split'"),
     ],
 )
