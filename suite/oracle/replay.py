@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -66,9 +68,11 @@ def replay(
     workload.load(writer)
     named = {name: p for name, p in writer.named_parameters() if p.requires_grad}
     histories: dict[tuple[str, ...], Updates] = {}
+    applied = Counter((event.keys, event.worker, event.step) for event in events)
     for event in sorted(events, key=lambda e: (e.order, e.worker)):
         updates = histories.setdefault(event.keys, [])
-        _require_possible(event, updates, shares)
+        is_new = applied[event.keys, event.worker, event.step] == 1
+        _require_possible(event, len(updates), shares, is_new)
         if event.order == len(updates):
             updates.append([])
         updates[-1].append(event)
@@ -118,17 +122,14 @@ def replay(
     return versions
 
 
-def _require_possible(event: Event, updates: Updates, shares: int) -> None:
-    place = len(updates)
+def _require_possible(event: Event, place: int, shares: int, is_new: bool) -> None:
+    """After ``place`` updates of these parameters ``event`` is the next, or a part of the last."""
     joins = place and event.order == place - 1
-    twice = any(
-        (e.worker, e.step) == (event.worker, event.step) for update in updates for e in update
-    )
     if (
         not (event.order == place or joins)
         or not 0 <= event.version <= event.order
         or not 0 <= event.worker < shares
-        or twice
+        or not is_new
     ):
         raise ValueError(f"update {min(event.order, place)} cannot have happened: {event}")
 
@@ -146,15 +147,17 @@ def behind(events: Sequence[Event]) -> int:
     """How many steps the stalest gradient was behind: of step t, it has not seen all gradients of
     the last so many steps before t.
     """
-    by_keys: dict[tuple[str, ...], list[Event]] = defaultdict(list)
+    by_keys, by_order = defaultdict[tuple[str, ...], list[Event]](list), attrgetter("order")
     for event in events:
         by_keys[event.keys].append(event)
     most = 0
     for own in by_keys.values():
-        workers = {event.worker for event in own}
-        for event in own:
-            seen = Counter(e.worker for e in own if e.order < event.version)
-            most = max(most, event.step - min(seen[worker] for worker in workers))
+        seen = Counter({event.worker: 0 for event in own})
+        slowest = [0]  # version -> steps that it has of every worker
+        for _, update in groupby(sorted(own, key=by_order), key=by_order):
+            seen.update(event.worker for event in update)
+            slowest.append(min(seen.values()))
+        most = max(most, *(event.step - slowest[event.version] for event in own))
     return most
 
 

@@ -231,7 +231,7 @@ class QuickSize(Model):
     """What quick cells train in place of the workload; a variant's own values stay."""
 
     global_batch: int | None = Field(None, ge=1, le=4096)
-    steps: int | None = Field(None, ge=1, le=1000, description="optimizer steps")
+    steps: int | None = Field(None, ge=1, le=3000, description="optimizer steps")
     params: Values = Field(default_factory=dict, description="knobs of the workload")
 
 
@@ -377,7 +377,7 @@ class Scenario(Model):
     tier: Tier = Field("quick", description="tier of the cells that no `quick` rule matches")
     workload: Workload = Field(description="model, data and batch shape")
     matrix: Matrix = Field(description="axes, multiplied into cells")
-    steps: int = Field(3, ge=1, le=1000, description="optimizer steps")
+    steps: int = Field(3, ge=1, le=3000, description="optimizer steps")
     checks: Words = Field(description="what is judged; `shardproof list checks` shows all")
     expect: Expect = Field(
         default_factory=lambda: Expect.model_validate({}), description="costs and refusals"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, islice
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from shardproof.impls.reference.async_sgd import (
     owned,
     unpack,
 )
+from shardproof.impls.reference.parts.turns import all_orders
 from shardproof.oracle.replay import behind, replay
 from shardproof.oracle.training import train
 from shardproof.workloads import make
@@ -60,6 +61,14 @@ def test_all_924_interleavings_of_two_workers_and_three_steps(bound: int) -> Non
         lags.add(behind(server.log))
         assert behind(server.log) <= bound, script
     assert lags == set(range(bound + 1)), "the bound is never reached"
+
+
+def test_the_order_of_all_orders_has_each_of_them_once_and_begins_again() -> None:
+    turns = all_orders(2, bound=1)
+    tried = [list(islice(turns, 4 * STEPS)) for _ in INTERLEAVINGS]
+    assert sorted(tried) == sorted(INTERLEAVINGS)
+    assert list(islice(turns, 4 * STEPS)) == tried[0]
+    assert STEPS * len(tried) == 2772, "the steps of scenarios/conformance/local/async-orders.yaml"
 
 
 def test_without_staleness_the_history_is_that_of_data_parallelism() -> None:

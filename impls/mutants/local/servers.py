@@ -36,6 +36,19 @@ class LosesAnUpdate(Server):
                 tensor.copy_(before[name])
 
 
+@mutant(
+    "server_drops_what_was_overtaken",
+    mesh={"replicate": 3},
+    options={"max_staleness": 2, "order": [0, 1, 1, 1, 1, 1, 1, 0]},
+)
+class DropsWhatWasOvertaken(Server):
+    """A gradient of a version that three updates have replaced is counted, but not applied."""
+
+    def take(self, turn: Turn, message: Message) -> None:
+        overtaken = self.version - message.version > 2
+        super().take(turn, replace(message, gradients={}) if overtaken else message)
+
+
 @mutant("server_applies_twice")
 class AppliesTwice(Server):
     """A push that is sent again, for its answer was late, is applied again."""

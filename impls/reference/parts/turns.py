@@ -97,8 +97,26 @@ def burst(workers: int, bound: int) -> Iterator[int]:
             yield from (worker, worker) * (bound + 1)
 
 
+def all_orders(workers: int, bound: int) -> Iterator[int]:
+    """Every order in which three steps of all workers can come, one after another: of two workers
+    924, of 12 turns each, so that 2772 steps try them all.
+    """
+
+    def merged(left: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        if not any(left):
+            yield ()
+        for worker, turns in enumerate(left):
+            if turns:
+                for rest in merged([*left[:worker], turns - 1, *left[worker + 1 :]]):
+                    yield (worker, *rest)
+
+    while True:
+        for order in merged([2 * 3] * workers):
+            yield from order
+
+
 #: Orders by name.
-ORDERS = {"in_turn": in_turn, "slow": slow, "burst": burst}
+ORDERS = {"in_turn": in_turn, "slow": slow, "burst": burst, "all_orders": all_orders}
 
 
 def scripted(script: Sequence[int], workers: int) -> Iterator[int]:
@@ -108,7 +126,10 @@ def scripted(script: Sequence[int], workers: int) -> Iterator[int]:
     """
     odd = [worker for worker in script if not 0 <= worker < workers]
     if odd:
-        raise Refused(f"option 'order' = {list(script)}: there is no worker {odd[0]} of {workers}")
+        raise Refused(
+            f"option 'order' = {list(script)}: there is no worker {odd[0]} of {workers}; "
+            f"valid: 0 to {workers - 1}"
+        )
     counts = [list(script).count(worker) for worker in range(workers)]
 
     def arrivals() -> Iterator[int]:
