@@ -211,7 +211,10 @@ class ReferenceAsyncSGD(Implementation):
         """The first ranks serve."""
         servers = parse_options(Options, options).servers
         if servers >= world:
-            raise Refused(f"option 'servers' = {servers}: of {world} ranks none is left to work")
+            raise Refused(
+                f"option 'servers' = {servers}: of {world} ranks none is left to work; valid: "
+                f"up to {world - 1}"
+            )
         return "server" if rank < servers else "worker"
 
     def setup(
