@@ -24,7 +24,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 #: A seed by which so many cases show every value of every option.
-SEED, COUNT = 2, 800
+SEED, COUNT = 11, 1200
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,14 @@ def test_stages_have_units_and_windows_have_a_schedule(drawn: list[Case]) -> Non
                 schedule = kind.schedule(case.options, case.mesh["pipe"], len(window))
                 assert schedule is not None, case.id
                 assert len(schedule.place) <= case.workload.params["layers"], case.id
+
+
+def test_ranks_that_serve_leave_some_to_work_and_have_no_data(drawn: list[Case]) -> None:
+    served = [case for case in drawn if "servers" in case.options]
+    assert {case.options["max_staleness"] for case in served} == {0, 1, 2}
+    for case in served:
+        setup = systems.Setup(case.options, case.mesh, case.workload.name)
+        assert setup.coordinates == case.world - case.options["servers"] > 0, case.id
 
 
 def test_layers_are_split_where_ranks_can_share_them(drawn: list[Case]) -> None:

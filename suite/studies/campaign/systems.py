@@ -48,7 +48,12 @@ class Setup:
 
     @property
     def coordinates(self) -> int:
-        return math.prod(self.size(axis) for axis in DATA_AXES)
+        """Those that have data: all but ranks that serve."""
+        return math.prod(self.size(axis) for axis in DATA_AXES) - self.servers
+
+    @property
+    def servers(self) -> int:
+        return int(self.options.get("servers", 0))
 
     def windows(self, spec: WorkloadSpec) -> list[list[int]]:
         """Samples of every micro-batch of every window of every data coordinate."""
@@ -116,6 +121,12 @@ def whole_nodes(setup: Setup) -> bool:
     inner = setup.options.get("data_options", {})
     chosen = {**setup.options, **inner}.get("all_reduce")
     return not isinstance(chosen, Mapping) or setup.size("replicate") % 2 == 0
+
+
+def somebody_works(setup: Setup) -> bool:
+    """Of parameter servers: some ranks do not serve, and what is in turn is never stale."""
+    in_turn = setup.options["order"] == "in_turn"
+    return setup.coordinates > 0 and not (in_turn and setup.options["max_staleness"])
 
 
 def of_fsdp(setup: Setup) -> bool:
@@ -303,6 +314,12 @@ _LOSSY: Choices = {
 #: Of ranks that train alone; dyadic sums would not stay exact between means.
 _MEETS: Choices = {"every": (1, 2, 3)}
 _LOSSLESS = ("charnames_gpt", NORMED)
+#: In every order but ``in_turn`` the first worker is ahead of the others, as far as it may.
+_SERVES: Choices = {
+    "max_staleness": (0, 1, 2),
+    "servers": (1, 2, 3),
+    "order": ("in_turn", "slow", "burst", "all_orders", [0, 0, 0, 0, 0]),
+}
 _STATE: Choices = {"offload": ("none", "none", "optimizer")}
 _EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
 _ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE, **_RINGS}
@@ -405,6 +422,14 @@ SYSTEMS: Sequence[System] = (
         {**_MEETS, "outer_lr": (0.7, 1), "outer_momentum": (0.9, 0)},
         workloads=_LOSSLESS,
         lanes=("fp64",),
+    ),
+    System(
+        "reference/async_sgd",
+        _REPLICAS,
+        _SERVES,
+        only=somebody_works,
+        lanes=("fp64",),
+        clips=False,
     ),
     _fsdp("NO_SHARD", _REPLICAS, _SUMS),
     _fsdp("SHARD_GRAD_OP", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, False)}),
