@@ -24,14 +24,17 @@ Staleness is counted in steps: with ``max_staleness`` s a gradient of step t is 
 have all gradients of steps before t - s.  With s = 0 every update is the sum of all gradients of a
 step, added in the order of workers: data parallelism, with servers.
 
-In what order pulls and pushes come is an option, for what comes of it must be known: servers take
-turns from one list, so that all of them give one snapshot to a pull, and a run can be repeated.
+A worker that dies takes with it what it has not pushed; the others go on, and nobody waits for it.
+
+In what order pulls and pushes come, and who dies when, is an option, for what comes of it must be
+known: servers take turns from one list, so that all of them give one snapshot to a pull, and a run
+can be repeated.
 
 Cost: a worker's step moves P down and G up, a server's N - k times that: 2 (N - k) P bytes a step,
 with k servers of N ranks.
 Numbers: the history of updates (worker, step, version read, order, parameters), repeated on one
 process, gives equal bits.  Buffers are promised by nobody.
-Left out: clipping (no global gradient exists), loss scales, servers that fail, updates by any order
+Left out: clipping (no global gradient exists), loss scales, servers that die, updates by any order
 of arrival that the network makes.
 """
 
@@ -67,16 +70,19 @@ from shardproof.impls.reference.engine.optimizer import (
 )
 from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
-from shardproof.impls.reference.parts.turns import ORDERS, Turn, Turns, scripted
+from shardproof.impls.reference.parts.turns import ORDERS, Death, Turn, Turns, scripted
 
 
 @dataclass(frozen=True)
 class Options:
-    """``max_staleness``: s.  ``servers``: k, the first ranks.  ``order``: of pulls and pushes."""
+    """``max_staleness``: s.  ``servers``: k, the first ranks.  ``order``: of pulls and pushes.
+    ``dies``: a worker, and after how many of its pulls and pushes.
+    """
 
     max_staleness: int = 1
     servers: int = 1
     order: str | tuple[int, ...] = "slow"
+    dies: Death | None = None
 
     def __post_init__(self) -> None:
         at_least("max_staleness", self.max_staleness, 0)
@@ -93,6 +99,11 @@ class Options:
 
     def arrivals(self, workers: int) -> Iterator[int]:
         """Who comes, in order."""
+        if self.dies and (workers < 2 or self.dies.worker >= workers):
+            raise Refused(
+                f"option 'dies.worker' = {self.dies.worker}: of {workers} workers one of several "
+                f"may die; valid: 0 to {workers - 1}, of at least 2"
+            )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)
         return scripted(self.order, workers)
@@ -128,7 +139,8 @@ class Server:
     ) -> None:
         self.owns, self.spec, self.workers, self.options = owns, spec, workers, options
         self.optimizer = build_optimizer(spec, param_groups(spec, owns))
-        self.turns = self.turns_type(options.arrivals(workers), workers, options.max_staleness)
+        arrivals, bound = options.arrivals(workers), options.max_staleness
+        self.turns = self.turns_type(arrivals, workers, bound, options.dies)
         self.version = 0
         self.kept: dict[int, Message] = {}  # gradients that wait for others, by worker
         self.log: list[Event] = []
@@ -142,7 +154,12 @@ class Server:
         self.kept[turn.worker] = message
         event = Event(self.version, turn.worker, turn.step, message.version, tuple(self.owns))
         self.log.append(event)
-        if self.options.max_staleness or len(self.kept) == self.workers:
+        self.settle(turn)
+
+    def settle(self, turn: Turn) -> None:
+        """Update, unless what is kept waits for others."""
+        living = {worker for worker in range(self.workers) if self.turns.lives(worker)}
+        if self.kept and (self.options.max_staleness or living <= self.kept.keys()):
             self.update(turn.step)
 
     def update(self, step: int) -> None:
@@ -247,15 +264,26 @@ class ReferenceAsyncSGD(Implementation):
         """A worker's pull, gradient and push; or the turns that come before the next step's."""
         loss = None
         if self.server is None:
-            versions = self.pull()
-            loss = self.compute(batch)
-            self.push(versions)
+            if self.has_turn(2 * batch.step):
+                versions = self.pull()
+                loss = self.compute(batch)
+            if self.has_turn(2 * batch.step + 1):
+                self.push(versions)
         else:
             self.clock = batch.step
             while turn := self.server.turns.next(self.clock):
                 self.serve(self.server, turn)
         observe("after_update")
         return StepResult(loss=loss)
+
+    def has_turn(self, turn: int) -> bool:
+        """Whether this worker lives to make its pull or push number ``turn``."""
+        dies = self.options.dies
+        return (
+            dies is None
+            or self.comm.rank - self.options.servers != dies.worker
+            or turn < dies.turns
+        )
 
     def drain(self) -> None:
         """Serve those who are behind."""
@@ -270,6 +298,7 @@ class ReferenceAsyncSGD(Implementation):
         flat = server.answer()
         if not turn.is_push:
             self.comm.send(flat, peer)
+            server.settle(turn)  # it may have been the last turn of who was waited for
             return
         self.comm.recv(flat, peer)
         gradients, used, version = unpack(flat, server.owns)

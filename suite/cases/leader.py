@@ -324,7 +324,8 @@ def _train_oracle(
     if declaration.oracle == "replay":
         shares = {record.steps[0].share for record in records} - {None}
         events = [event for record in records for event in record.history]
-        return replay.truth(workload, case.optimizer, case.steps, len(shares), events)
+        fed = replay.fed(case.options, case.steps, len(shares))
+        return replay.truth(workload, case.optimizer, fed, events)
     if declaration.trains_alone:
         # Neither of the two is cached: these numbers depend on the implementation's own code.
         meeting = answers.Meets(implementation, case.options)

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,10 +63,11 @@ def replay(
         ValueError: the events are no history: a gap, a version from the future, a worker that does
             not exist, or a batch that was applied twice.
     """
-    build = workload.build_for(0)
-    reader, writer = build(), build()
-    workload.load(reader)
-    workload.load(writer)
+    # A worker computes on a model of its own, whose stateful dropout nobody else advances.
+    builds = [workload.build_for(0, worker) for worker in range(shares)]
+    *readers, writer = [build() for build in (*builds, builds[0])]
+    for module in (*readers, writer):
+        workload.load(module)
     named = {name: p for name, p in writer.named_parameters() if p.requires_grad}
     histories: dict[tuple[str, ...], Updates] = {}
     applied = Counter((event.keys, event.worker, event.step) for event in events)
@@ -90,6 +92,7 @@ def replay(
                 raise ValueError(f"worker {worker} gave step {step} to some servers only")
             if version >= len(owner.versions):
                 return None
+        reader = readers[worker]
         with torch.no_grad():
             for parameter in reader.parameters():
                 parameter.grad = None
@@ -98,7 +101,7 @@ def replay(
                 for name, value in owner.versions[owner.reads[worker, step]].items():
                     held[name].copy_(value)
         for micro in workload.batch(step, shares)[worker].micro_batches:
-            build.loss(reader(micro.inputs), micro).backward()
+            builds[worker].loss(reader(micro.inputs), micro).backward()
         return {n: p.grad.clone() for n, p in reader.named_parameters() if p.grad is not None}
 
     def snapshot() -> Tensors:
@@ -152,32 +155,49 @@ def behind(events: Sequence[Event]) -> int:
         by_keys[event.keys].append(event)
     most = 0
     for own in by_keys.values():
-        seen = Counter({event.worker: 0 for event in own})
-        slowest = [0]  # version -> steps that it has of every worker
+        seen, given = Counter[int](), Counter(event.worker for event in own)
+        slowest = [0]  # version -> steps that it has of every worker that is not done, or dead
         for _, update in groupby(sorted(own, key=by_order), key=by_order):
             seen.update(event.worker for event in update)
-            slowest.append(min(seen.values()))
+            going = [seen[worker] for worker in given if seen[worker] < given[worker]]
+            slowest.append(min(going, default=max(seen.values())))
         most = max(most, *(event.step - slowest[event.version] for event in own))
     return most
 
 
 def truth(
-    workload: Workload, spec: OptimizerSpec, steps: int, shares: int, events: Sequence[Event]
+    workload: Workload, spec: OptimizerSpec, fed: Sequence[int], events: Sequence[Event]
 ) -> Truth:
     """What the judge compares with: ``initial`` and ``final`` parameters, updates, staleness.
 
-    ``events`` are those of all ranks, ``shares`` how many were fed data in each of the ``steps``.
+    ``events`` are those of all ranks, ``fed`` of how many steps every worker gave gradients.
     Without a possible and complete history, ``problem`` says why.
     """
-    servers = max(1, len({event.keys for event in events}))
-    if len(events) != shares * steps * servers:
-        text = f"{len(events)} updates are reported, {shares * steps * servers} batches were fed"
+    servers = {event.keys for event in events} or {()}
+    if len(events) != sum(fed) * len(servers):
+        text = f"{len(events)} updates are reported, {sum(fed) * len(servers)} batches were fed"
         return Truth(problem=text, updates=len(events))
+    told = {(event.worker, event.step) for event in events}
+    for worker, step in ((w, step) for w, steps in enumerate(fed) for step in range(steps)):
+        if (worker, step) not in told:
+            text = f"no update by the gradient of worker {worker} in step {step} is reported"
+            return Truth(problem=text, updates=len(events))
     try:
-        versions = replay(workload, spec, shares, events)
+        versions = replay(workload, spec, len(fed), events)
     except ValueError as error:
         return Truth(problem=str(error), updates=len(events))
     stale = max((event.order - event.version for event in events), default=0)
     found = Truth(versions[0], final=versions[-1], updates=len(events), stale=stale)
     found.behind = behind(events)
     return found
+
+
+def fed(options: Mapping[str, Any], steps: int, workers: int) -> list[int]:
+    """Of how many steps every worker gives gradients: all, but one that the option ``dies`` names,
+    which makes so many pulls and pushes.
+    """
+    dies = options.get("dies") or {}
+    return [
+        min(steps, dies["turns"] // 2) if worker == dies.get("worker") else steps
+        for worker in range(workers)
+    ]

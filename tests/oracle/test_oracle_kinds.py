@@ -92,5 +92,5 @@ def test_events_that_are_no_history_are_named(wrong: list[Event]) -> None:
 
 
 def test_a_history_with_holes_is_a_problem() -> None:
-    found = truth(make(SMALL), OptimizerSpec(), 2, 2, events()[:3])
+    found = truth(make(SMALL), OptimizerSpec(), [2, 2], events()[:3])
     assert found.problem == "3 updates are reported, 4 batches were fed"

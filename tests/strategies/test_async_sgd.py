@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardproof.case import WorkloadSpec
-from shardproof.contract import OptimizerSpec, Refused
+from shardproof.contract import Event, OptimizerSpec, Refused
 from shardproof.impls.reference.async_sgd import (
     Message,
     Options,
@@ -18,8 +18,8 @@ from shardproof.impls.reference.async_sgd import (
     owned,
     unpack,
 )
-from shardproof.impls.reference.parts.turns import all_orders
-from shardproof.oracle.replay import behind, replay
+from shardproof.impls.reference.parts.turns import Death, all_orders
+from shardproof.oracle.replay import behind, fed, replay, truth
 from shardproof.oracle.training import train
 from shardproof.workloads import make
 
@@ -31,11 +31,11 @@ INTERLEAVINGS = [
 ]
 
 
-def served(script: list[int], bound: int) -> tuple[Server, list[int]]:
+def served(script: list[int], bound: int, dies: Death | None = None) -> tuple[Server, list[int]]:
     """A server after ``script``; the pushes of the workers, each a number of its own."""
     owns = {"w": torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))}
     spec = OptimizerSpec(lr=1.0, momentum=0.0)
-    server = Server(owns, spec, 2, Options(max_staleness=bound, order=tuple(script)))
+    server = Server(owns, spec, 2, Options(bound, order=tuple(script), dies=dies))
     read: dict[int, int] = {}
     pushed: list[int] = []
     while turn := server.turns.next(STEPS - 1, is_over=True):
@@ -47,6 +47,8 @@ def served(script: list[int], bound: int) -> tuple[Server, list[int]]:
                 server.take(turn, Message({"w": gradient}, read[turn.worker]))
         else:
             _, _, read[turn.worker] = unpack(server.answer(), owns)
+            with torch.no_grad():
+                server.settle(turn)
     return server, pushed
 
 
@@ -63,6 +65,32 @@ def test_all_924_interleavings_of_two_workers_and_three_steps(bound: int) -> Non
     assert lags == set(range(bound + 1)), "the bound is never reached"
 
 
+@pytest.mark.parametrize("bound", [0, 1, 2])
+@pytest.mark.parametrize("turns", range(2 * STEPS))
+def test_who_dies_leaves_what_it_pushed_and_nobody_waits_for_it(turns: int, bound: int) -> None:
+    """Worker 0 makes all of its steps, worker 1 half of its turns, rounded down."""
+    want = 10101 + sum(10 ** (2 * step + 1) for step in range(turns // 2))
+    for script in INTERLEAVINGS[::10]:
+        server, _ = served(script, bound, Death(1, turns))
+        assert server.owns["w"].item() == want, script
+        assert behind(server.log) <= bound, script
+        assert not server.kept
+
+
+def test_the_judge_knows_whose_gradients_must_come() -> None:
+    """One that is told for another's, or not at all, is no history."""
+    assert fed({}, 3, 2) == [3, 3]
+    assert fed({"dies": {"worker": 1, "turns": 3}}, 3, 2) == [3, 1]
+    workload = make(WorkloadSpec("dyadic_mlp", params={"layers": 1}), "float64")
+    events = [Event(0, 0, 0, 0), Event(1, 0, 1, 1), Event(2, 1, 0, 2)]
+    assert truth(workload, OptimizerSpec(), [2, 1], events).problem is None
+    found = truth(workload, OptimizerSpec(), [1, 2], events).problem
+    assert found == "no update by the gradient of worker 1 in step 1 is reported"
+    assert "3 updates are reported, 4" in (
+        truth(workload, OptimizerSpec(), [2, 2], events).problem or ""
+    )
+
+
 def test_the_order_of_all_orders_has_each_of_them_once_and_begins_again() -> None:
     turns = all_orders(2, bound=1)
     tried = [list(islice(turns, 4 * STEPS)) for _ in INTERLEAVINGS]
@@ -71,11 +99,13 @@ def test_the_order_of_all_orders_has_each_of_them_once_and_begins_again() -> Non
     assert STEPS * len(tried) == 2772, "the steps of scenarios/conformance/local/async-orders.yaml"
 
 
-def test_without_staleness_the_history_is_that_of_data_parallelism() -> None:
-    """Every order gives the updates of a step as one, by gradients of the step before."""
-    workload = make(
-        WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16, "seq": 8}), "float64"
-    )
+@pytest.mark.parametrize("traits", [(), ("dropout_stateful",)])
+def test_without_staleness_the_history_is_that_of_data_parallelism(traits: tuple[str, ...]) -> None:
+    """Every order gives the updates of a step as one, by gradients of the step before; workers draw
+    apart.
+    """
+    params = {"layers": 1, "width": 16, "seq": 8}
+    workload = make(WorkloadSpec("charnames_gpt", traits=traits, params=params), "float64")
     spec = OptimizerSpec()
     server, _ = served([1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0], 0)
     events = [type(e)(e.order, e.worker, e.step, e.version) for e in server.log]
@@ -105,6 +135,7 @@ def test_every_parameter_has_one_owner_and_every_server_some() -> None:
         ({"servers": 0}, "'servers' must be at least 1, not 0"),
         ({"order": "in_turn", "max_staleness": 1}, "take max_staleness: 0, or order: slow"),
         ({"order": "fast"}, "valid: in_turn, slow, burst"),
+        ({"dies": {"worker": -1, "turns": 0}}, "'dies.worker' must be at least 0, not -1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, object], says: str) -> None:

@@ -12,7 +12,7 @@ from shardproof.contract import Batch, Kind, OptimizerSpec, Piece
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import gpt
 from shardproof.impls.reference.async_sgd import Message, ReferenceAsyncSGD, Server, pack
-from shardproof.impls.reference.parts.turns import Turn, Turns, in_turn
+from shardproof.impls.reference.parts.turns import Death, Turn, Turns, in_turn
 
 mutant = declare.family(
     ReferenceAsyncSGD,
@@ -69,8 +69,10 @@ class AppliesTwice(Server):
 class BoundOffByOne(Turns):
     """A pull may be one step staler than the bound."""
 
-    def __init__(self, arrivals: Iterator[int], workers: int, bound: int) -> None:
-        super().__init__(arrivals, workers, bound + 1)
+    def __init__(
+        self, arrivals: Iterator[int], workers: int, bound: int, dies: Death | None = None
+    ) -> None:
+        super().__init__(arrivals, workers, bound + 1, dies)
 
 
 @mutant(
@@ -90,8 +92,49 @@ class IgnoresTheBound(Turns):
 class WaitsForAll(Turns):
     """The bound has no effect but to be 0: every pull waits for all workers."""
 
-    def __init__(self, arrivals: Iterator[int], workers: int, bound: int) -> None:
-        super().__init__(in_turn(workers, 0), workers, 0)
+    def __init__(
+        self, arrivals: Iterator[int], workers: int, bound: int, dies: Death | None = None
+    ) -> None:
+        super().__init__(in_turn(workers, 0), workers, 0, dies)
+
+
+@mutant(
+    "server_frees_all_by_a_death",
+    says="3 steps behind, max_staleness allows 1",
+    options={"max_staleness": 1, "order": [0, 0] * 4, "dies": {"worker": 1, "turns": 0}},
+)
+class FreesAllByADeath(Turns):
+    """The bound is of the last worker that came; from the death of one on no pull waits."""
+
+    def may(self, worker: int) -> bool:
+        return super().may(worker) or not all(map(self.lives, range(len(self.taken))))
+
+
+@mutant(
+    "server_drops_what_the_dead_left",
+    options={"max_staleness": 0, "order": "in_turn", "dies": {"worker": 1, "turns": 2}},
+)
+class DropsWhatTheDeadLeft(Server):
+    """A worker dies after its push: its gradient is thrown away with its place."""
+
+    def update(self, step: int) -> None:
+        living = {worker: m for worker, m in self.kept.items() if self.turns.lives(worker)}
+        self.kept = living
+        super().update(step)
+
+
+@mutant(
+    "server_waits_for_the_dead",
+    says="2 steps behind, max_staleness allows 0",
+    options={"max_staleness": 0, "order": "in_turn", "dies": {"worker": 1, "turns": 2}},
+)
+class WaitsForTheDead(Server):
+    """The sum of a step waits for a gradient of every worker, also of one that died: no update is
+    made any more."""
+
+    def settle(self, turn: Turn) -> None:
+        if len(self.kept) == self.workers:
+            self.update(turn.step)
 
 
 @mutant("server_torn_read", zoo=("G13",))

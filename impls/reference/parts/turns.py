@@ -4,15 +4,18 @@ A worker pulls parameters and pushes a gradient, once each in every step.  In wh
 and pushes of several workers come decides everything else, so it is a list of worker numbers here,
 the same on all servers: the n-th time that a worker stands in it is its n-th pull or push, pulls
 and pushes in turns.  A pull that would read too old a version waits, and so does what that worker
-does after it; the slowest worker never waits, so the list always ends.
+does after it; the slowest worker never waits, so the list always ends.  A worker that dies has no
+turns any more, and nobody waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardproof.contract import Refused
+from shardproof.impls.reference.engine.options import at_least
 
 
 class Turn(NamedTuple):
@@ -23,6 +26,18 @@ class Turn(NamedTuple):
     is_push: bool
 
 
+@dataclass(frozen=True)
+class Death:
+    """Worker ``worker`` makes ``turns`` pulls and pushes, and no more."""
+
+    worker: int
+    turns: int
+
+    def __post_init__(self) -> None:
+        at_least("dies.worker", self.worker, 0)
+        at_least("dies.turns", self.turns, 0)
+
+
 class Turns:
     """The turns of ``workers`` in the order ``arrivals``, with at most ``bound`` steps of lag.
 
@@ -30,8 +45,10 @@ class Turns:
     for more steps than there are: those after ``clock`` come later, or never where all ``is_over``.
     """
 
-    def __init__(self, arrivals: Iterator[int], workers: int, bound: int) -> None:
-        self.arrivals, self.bound = arrivals, bound
+    def __init__(
+        self, arrivals: Iterator[int], workers: int, bound: int, dies: Death | None = None
+    ) -> None:
+        self.arrivals, self.bound, self.dies = arrivals, bound, dies
         self.waiting: list[int] = []
         self.early: int | None = None  # an arrival after the clock
         self.taken = [0] * workers  # pulls and pushes so far
@@ -41,26 +58,36 @@ class Turns:
 
         ``None``: what comes next is after ``clock``, or nothing is left.
         """
+        self.waiting = [worker for worker in self.waiting if self.lives(worker)]
         for place, worker in enumerate(self.waiting):
             if self.may(worker):
                 del self.waiting[place]
                 return self.take(worker)
-        while not is_over or min(self.taken) < 2 * (clock + 1):
+        while not is_over or self.fewest() < 2 * (clock + 1):
             worker = next(self.arrivals) if self.early is None else self.early
             is_early = self.taken[worker] + self.waiting.count(worker) >= 2 * (clock + 1)
             self.early = worker if is_early and not is_over else None
             if is_early and not is_over:
                 return None
-            if not is_early:
+            if not is_early and self.lives(worker):
                 if worker not in self.waiting and self.may(worker):
                     return self.take(worker)
                 self.waiting.append(worker)
         return None
 
+    def lives(self, worker: int) -> bool:
+        """Whether ``worker`` has another turn."""
+        dies = self.dies
+        return dies is None or worker != dies.worker or self.taken[worker] < dies.turns
+
+    def fewest(self) -> int:
+        """Turns of the slowest worker that lives."""
+        return min(taken for worker, taken in enumerate(self.taken) if self.lives(worker))
+
     def may(self, worker: int) -> bool:
         """Whether the next turn of ``worker`` is a push, or a pull of what is new enough."""
         step, is_push = divmod(self.taken[worker], 2)
-        return bool(is_push) or min(self.taken) // 2 >= step - self.bound
+        return bool(is_push) or self.fewest() // 2 >= step - self.bound
 
     def take(self, worker: int) -> Turn:
         """The turn itself."""

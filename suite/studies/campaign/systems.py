@@ -124,9 +124,9 @@ def whole_nodes(setup: Setup) -> bool:
 
 
 def somebody_works(setup: Setup) -> bool:
-    """Of parameter servers: some ranks do not serve, and what is in turn is never stale."""
-    in_turn = setup.options["order"] == "in_turn"
-    return setup.coordinates > 0 and not (in_turn and setup.options["max_staleness"])
+    """Of parameter servers: somebody is left to work, and what is in turn is never stale."""
+    in_turn, dies = setup.options["order"] == "in_turn", bool(setup.options["dies"])
+    return setup.coordinates > dies and not (in_turn and setup.options["max_staleness"])
 
 
 def of_fsdp(setup: Setup) -> bool:
@@ -319,6 +319,7 @@ _SERVES: Choices = {
     "max_staleness": (0, 1, 2),
     "servers": (1, 2, 3),
     "order": ("in_turn", "slow", "burst", "all_orders", [0, 0, 0, 0, 0]),
+    "dies": (None, None, {"worker": 0, "turns": 3}, {"worker": 1, "turns": 4}),
 }
 _STATE: Choices = {"offload": ("none", "none", "optimizer")}
 _EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
