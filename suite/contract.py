@@ -296,6 +296,9 @@ class Event:
     ``keys``: the parameters that it updates (empty: all), where several servers own some each; then
     orders and versions count the updates of these.  Several events of one order are one update, by
     the sum of their gradients in the order of workers.
+
+    The judge reads two options of such systems: no gradient may be more than ``max_staleness``
+    steps behind; ``dies: {worker, turns}`` is the one excuse for a gradient that never comes.
     """
 
     order: int

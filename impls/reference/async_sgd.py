@@ -101,8 +101,8 @@ class Options:
         """Who comes, in order."""
         if self.dies and (workers < 2 or self.dies.worker >= workers):
             raise Refused(
-                f"option 'dies.worker' = {self.dies.worker}: of {workers} workers one of several "
-                f"may die; valid: 0 to {workers - 1}, of at least 2"
+                f"option 'dies.worker' = {self.dies.worker}: there are {workers} workers; valid: 0 "
+                f"to {workers - 1}, where another one is left"
             )
         if isinstance(self.order, str):
             return ORDERS[self.order](workers, self.max_staleness)

@@ -196,8 +196,8 @@ def fed(options: Mapping[str, Any], steps: int, workers: int) -> list[int]:
     """Of how many steps every worker gives gradients: all, but one that the option ``dies`` names,
     which makes so many pulls and pushes.
     """
-    dies = options.get("dies") or {}
-    return [
-        min(steps, dies["turns"] // 2) if worker == dies.get("worker") else steps
-        for worker in range(workers)
-    ]
+    given = [steps] * workers
+    match options.get("dies"):
+        case {"worker": int(worker), "turns": int(turns)} if 0 <= worker < workers:
+            given[worker] = min(steps, turns // 2)
+    return given
