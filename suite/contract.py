@@ -297,8 +297,9 @@ class Event:
     orders and versions count the updates of these.  Several events of one order are one update, by
     the sum of their gradients in the order of workers.
 
-    The judge reads two options of such systems: no gradient may be more than ``max_staleness``
-    steps behind; ``dies: {worker, turns}`` is the one excuse for a gradient that never comes.
+    No gradient may be more than ``Capabilities.max_staleness`` steps behind.  The judge reads one
+    option of such systems: ``dies: {worker, turns}`` is the one excuse for a gradient that never
+    comes.
     """
 
     order: int
@@ -400,6 +401,9 @@ class Capabilities:
     ``checkpoints`` are the formats that :meth:`Implementation.save` offers, by the names that the
     option ``checkpoint: {format: ...}`` takes; none: nothing is saved.
 
+    ``max_staleness``: how many steps behind a gradient of a stale system may be; ``None``: it
+    promises no bound.
+
     ``packages`` are modules that the machine may lack: then cases become ``skip``, while options
     are still refused, so :meth:`Implementation.capabilities` must do without them.
     """
@@ -421,6 +425,7 @@ class Capabilities:
     overhead: float = 2.0
     loss_factor: str = "1"
     checkpoints: tuple[str, ...] = ()
+    max_staleness: int | None = None
 
 
 class Emulation(Protocol):

@@ -210,8 +210,9 @@ class ReferenceAsyncSGD(Implementation):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Stale by design: judged by a replay of its history."""
-        parse_options(Options, options)
+        chosen = parse_options(Options, options)
         return Capabilities(
+            max_staleness=chosen.max_staleness,
             exactness="stale",
             oracle="replay",
             buffers="none",

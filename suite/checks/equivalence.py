@@ -187,7 +187,7 @@ def _replayed(evidence: Evidence, rows: Rows) -> None:
     """Where the told history of updates leads is where the system ended."""
     if evidence.oracle.problem:
         raise Differs(f"no possible history: {evidence.oracle.problem}")
-    bound, behind = evidence.case.options.get("max_staleness"), evidence.oracle.behind
+    bound, behind = evidence.declaration.max_staleness, evidence.oracle.behind
     if bound is not None and behind is not None and behind > bound:
         raise Differs(f"a gradient was {behind} steps behind, max_staleness allows {bound}")
     several = len({event.worker for r in evidence.records for event in r.history}) > 1
