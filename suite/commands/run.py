@@ -5,6 +5,7 @@ Next: ``cases/runner.py``, which keeps every core busy with the cases that were 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -277,6 +278,7 @@ def execute(
     from shardproof.commands.supervision import supervised
     from shardproof.runs import junit
     from shardproof.runs.run_folder import read
+    from shardproof.scenarios.budget import fit_cases
 
     console = make_console()
     results = [*kept]
@@ -285,13 +287,10 @@ def execute(
         broken = (verdicts.kind(result.verdict) in verdicts.RED for result in results[len(kept) :])
         return fail_fast is not None and sum(broken) >= fail_fast
 
-    def body(interrupts: Interrupts) -> int:
-        folder.plan(schedule.chosen + schedule.left_out)
-        no_room = "" if budget is None else f"no room in a budget of {budget:g} minutes"
-        for case in schedule.left_out:
-            folder.leave_out(case, no_room)
-        chosen, expected = schedule.chosen, schedule.expected
-        with Progress(console, chosen, "judging", expected, jobs) as progress:
+    def run_some(interrupts: Interrupts, planned: CaseSchedule, end: float | None) -> list[Case]:
+        """Run what was ``planned``; the cases that time until ``end`` did not allow."""
+        seconds = None if end is None else max(0.0, end - time.monotonic())
+        with Progress(console, planned.chosen, "judging", planned.expected, jobs) as progress:
 
             def note(result: CaseResult) -> None:
                 with interrupts.held():  # a line on disk and a result that counts are one thing
@@ -301,21 +300,35 @@ def execute(
                     durations.note(result.id, result.seconds)
                 progress.step(result)
 
-            seconds = None if budget is None else budget * 60
-            # In: cases, and what to do with each result.  Out: the cases that time did not allow.
             _, late = run_cases(
-                chosen, jobs, note, seconds, folder.keep, progress.started, failed_fast
+                planned.chosen, jobs, note, seconds, folder.keep, progress.started, failed_fast
             )
+        return late
+
+    def body(interrupts: Interrupts) -> int:
+        folder.plan(schedule.chosen + schedule.left_out)
+        no_room = "" if budget is None else f"no room in a budget of {budget:g} minutes"
+        for case in schedule.left_out:
+            folder.leave_out(case, no_room)
+        end = None if budget is None else time.monotonic() + budget * 60
+        left_out, late = schedule.left_out, run_some(interrupts, schedule, end)
+        # Earlier durations may be those of a busier machine: what now has room runs as well.
+        while end is not None and not late and not failed_fast():
+            again = fit_cases(left_out, durations, jobs, (end - time.monotonic()) / 60)
+            left_out = again.left_out
+            if not again.chosen:
+                break
+            late = run_some(interrupts, again, end)
         if late and failed_fast():
             why = f"--fail-fast {fail_fast}: so many cases had broken"
             print_line(console, f"{why}; {len(late)} are left out (run --resume goes on)")
         elif late:
             why = f"the budget of {budget:g} minutes was used up"
-        reasons = dict.fromkeys((case.id for case in schedule.left_out), no_room)
+        reasons = dict.fromkeys((case.id for case in left_out), no_room)
         for case in late:
             folder.leave_out(case, why)
             reasons[case.id] = why
-        left_out = [*schedule.left_out, *late]
+        left_out = [*left_out, *late]
         stay = _results_of(folder, left_out)
         results.extend(stay)
         if results:

@@ -259,6 +259,28 @@ def test_a_run_leaves_evidence_and_can_be_shown_again(
     assert "2 judged" in here("report", str(folder), cwd=tmp_path).stdout
 
 
+def test_what_still_has_room_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Durations of a busier machine leave a case out of the plan, not out of the run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    arguments = ("run", "ddp-gpt", "--backend", "in_memory", "--budget", "15", "-j", "1")
+    selection = ("-k", "replicate2 and small_buckets and fp64")
+    plan = here(*arguments, *selection, "--dry-run", cwd=tmp_path)
+    ids = [line for line in plan.stdout.splitlines() if line.startswith("ddp-gpt")]
+    assert len(ids) == 2, plan.stdout
+    known = tmp_path / "caches/shardproof/durations.json"
+    known.parent.mkdir(parents=True)
+    known.write_text(json.dumps({key: [500.0] for key in ids}))
+    assert "1 left out by the budget" in here(*arguments, *selection, "--dry-run").stderr
+    done = here(*arguments, *selection, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 judged (2 pass), 0 xfailed, 0 skipped, 0 left out" in done.stdout
+    [folder] = (tmp_path / "results").iterdir()
+    assert len(read(folder).cases) == 2
+    assert here("verify", str(folder)).returncode == 0
+
+
 def test_one_folder_takes_a_run_and_its_mutants(tmp_path: Path) -> None:
     folder = tmp_path / "both"
     first = here("run", CASE, "--results", str(folder), "-j", "1")
