@@ -143,7 +143,7 @@ def test_a_dump_that_is_none_is_refused_and_carries_nothing_out(tmp_path: Path, 
 
 
 RECORDED = """\
-import sys
+import pickle, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import torch._C._distributed_c10d as c10d
@@ -153,7 +153,9 @@ dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4))
 if rank == 0:
     work = dist.all_reduce(torch.ones(6), async_op=True)
-(folder / f"nccl_trace_rank_{rank}").write_bytes(c10d._dump_fr_trace())
+while len(pickle.loads(trace := c10d._dump_fr_trace())["entries"]) < 2 - rank:
+    time.sleep(0.05)  # gloo's thread has not begun the call
+(folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
 (folder / f"done{rank}").touch()
 while not all((folder / f"done{r}").exists() for r in (0, 1)):
     pass
