@@ -74,7 +74,7 @@ class Writer(threading.Thread):
         # A rank that crashes must end, whatever its disk does.
         super().__init__(name=f"writes {agreed.id}", daemon=True)
         self.saver, self.agreed, self.about = saver, agreed, about
-        self.tensors: Sequence[Held] = ()
+        self.tensors: Sequence[Held] | None = None
         self.is_given = threading.Event()
         self.has_written, self.has_ended = threading.Event(), threading.Event()
         self.cancelled = threading.Event()
@@ -87,6 +87,9 @@ class Writer(threading.Thread):
         try:
             if self.failure is not None:
                 raise self.failure
+            if self.tensors is None:
+                what = "the copy of the state was interrupted"
+                raise CheckpointError(self.agreed.folder, what, "save again")
             write_pair(saver.layer, self.agreed, stem_of(saver.rank), self.tensors)
             self.has_written.set()
             if saver.rank == 0:
@@ -151,14 +154,15 @@ class AsynchronousSharded(Saver):
         with self.abandoned_if_it_fails():
             agreed = self.agree(state)
         # By value: what the caller changes from now on is of a later step.
-        self.under_way = self.writer_type(self, agreed, copy.deepcopy(state.about))
+        writer = self.under_way = self.writer_type(self, agreed, copy.deepcopy(state.about))
         # Before the copy: a thread that begins with work keeps training from going on.
-        self.under_way.start()
+        writer.start()
         try:
-            self.under_way.tensors = self.snapshot(own_writes(agreed, state, self.rank))
+            writer.tensors = self.snapshot(own_writes(agreed, state, self.rank))
         except Exception as error:  # noqa: BLE001 - told by wait: no rank waits for it before
-            self.under_way.failure = error
-        self.under_way.is_given.set()
+            writer.failure = error
+        finally:  # also where Ctrl-C ends the copy: nobody waits for a writer that waits for ever
+            writer.is_given.set()
         return agreed.folder
 
     _copies: Sequence[Tensor] = ()
