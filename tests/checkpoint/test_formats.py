@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import checkpoints
@@ -21,6 +22,7 @@ from shardproof.contract import OptimizerSpec
 from shardproof.impls.mutants.declare import family
 from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
 from shardproof.impls.reference.checkpoint.contents import Contents
+from shardproof.impls.reference.checkpoint.data_file import Held
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.files import FileLayer
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
@@ -163,6 +165,27 @@ def test_one_snapshot_at_a_time_and_its_memory_is_kept(tmp_path: Path) -> None:
         return [one.step for one in folders(tmp_path) if one.is_committed]
 
     assert succeed(body, 2)[0] == [3, 2, 1]
+
+
+def test_a_copy_that_is_interrupted_commits_nothing_and_leaves_no_writer(tmp_path: Path) -> None:
+    class Interrupted(AsynchronousSharded):
+        def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
+            raise KeyboardInterrupt
+
+    def body(rank: int, world: int) -> None:
+        system = make("zero1", workload(), {"shard": 1}, rank)
+        saver = Interrupted(tmp_path, system.mesh)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(Contents(system).state({}))
+        writer = saver.under_way
+        assert writer is not None
+        with pytest.raises(CheckpointError, match="the copy of the state was interrupted"):
+            saver.wait()
+        writer.join(60.0)
+        assert not writer.is_alive()
+
+    succeed(body, 1)
+    assert newest(tmp_path) is None
 
 
 @pytest.mark.parametrize("form", FORMATS)
