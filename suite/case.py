@@ -172,6 +172,9 @@ class Case(Stored):
     #: Texts, all of which the failure that ``xfail`` expects must contain; empty: any will do.
     xfail_says: tuple[str, ...] = ()
     skip: str | None = None
+    #: The cell is another system's, without its options but for the precision policy: what this
+    #: system cannot take of it was not asked of it by name.
+    is_borrowed: bool = False
     #: ``file:line`` of the implementation's entry in the scenario; ``file:``: its cell has another
     #: there; empty: no file gave it.
     source: str = field(default="", compare=False)
@@ -180,12 +183,6 @@ class Case(Stored):
     def system(self) -> str:
         """The implementation with the label of its options."""
         return self.implementation + (f"+{self.label}" if self.label else "")
-
-    @property
-    def is_borrowed(self) -> bool:
-        """Whether the cell is another system's, and its precision policy all that was given."""
-        given = {**self.options} == {"precision": {**self.precision}}
-        return given and not self.label and self.source.endswith(":")
 
     @property
     def world(self) -> int:

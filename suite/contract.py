@@ -444,16 +444,21 @@ class Emulation(Protocol):
         """The gradients that are applied, of those by coordinate."""
 
 
-#: In names of optimizer slots (``<parameter>.outer_momentum``): shared by all that meet.
-OUTER = ".outer_"
+#: Begins the names of optimizer slots (``<parameter>.outer_momentum``) that all who meet share.
+OUTER = "outer_"
+
+
+def is_outer(slot: str) -> bool:
+    """Whether an optimizer slot is shared by all who meet, whatever its parameter is called."""
+    return slot.rpartition(".")[2].startswith(OUTER)
 
 
 class Meeting(Protocol):
     """Where data coordinates that train alone meet: the oracle of ``emulates="trajectory"``.
 
     Between meetings each coordinate has parameters, optimizer state and (under a loss scaler) a
-    scale of its own.  Its gradient is that of its share times their number: an estimate of the
-    whole batch's.
+    scale of its own, told as replica number ``coordinate``.  Its gradient is that of its share
+    times their number: an estimate of the whole batch's.  It is given copies.
     """
 
     def begin(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -229,9 +229,9 @@ class ReferenceAsyncSGD(Implementation):
         """The first ranks serve."""
         servers = parse_options(Options, options).servers
         if servers >= world:
+            valid = f"valid: up to {world - 1}" if world > 1 else "take 2 ranks or more"
             raise Refused(
-                f"option 'servers' = {servers}: of {world} ranks none is left to work; valid: "
-                f"up to {world - 1}"
+                f"option 'servers' = {servers}: of {world} ranks none is left to work; {valid}"
             )
         return "server" if rank < servers else "worker"
 

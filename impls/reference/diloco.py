@@ -40,13 +40,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.comm import Comm, Mesh
-from shardproof.contract import OUTER, Capabilities, Piece, Refused
+from shardproof.comm import Comm
+from shardproof.contract import OUTER, Piece, Refused
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context
 from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.parts.alone import Alone, Meeting, Meets, TrainsAlone, mean, mean_of
 
-START, MOMENTUM = f"{OUTER}start", f"{OUTER}momentum"
+START, MOMENTUM = f".{OUTER}start", f".{OUTER}momentum"
 
 
 @dataclass(frozen=True)
@@ -119,23 +119,14 @@ class ReferenceDiLoCo(TrainsAlone):
     """The strategy as a system under test."""
 
     strategy = "diloco"
-    handle_type: type[DiLoCo] = DiLoCo
-
-    @classmethod
-    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """What its profile asks for."""
-        parse_options(Options, options)
-        return cls.declares()
+    options_type = Options
+    handle_type = DiLoCo
 
     @classmethod
     def meeting(cls, options: Mapping[str, Any]) -> Meeting:
         """The outer step, by torch's optimizer."""
         chosen = parse_options(Options, options)
         return OuterStep(chosen, chosen)
-
-    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> DiLoCo:
-        """Apply the handle along the replicate axis."""
-        return self.handle_type(module, mesh.comm("replicate"), parse_options(Options, options))
 
 
 Tensors = Mapping[str, Tensor]

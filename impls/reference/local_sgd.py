@@ -39,8 +39,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.comm import Mesh
-from shardproof.contract import Capabilities
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.parts.alone import Alone, Meeting, Meets, TrainsAlone, mean
@@ -70,22 +68,13 @@ class ReferenceLocalSGD(TrainsAlone):
     """The strategy as a system under test."""
 
     strategy = "local_sgd"
-    handle_type: type[LocalSGD] = LocalSGD
-
-    @classmethod
-    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
-        """What its profile asks for."""
-        parse_options(Options, options)
-        return cls.declares()
+    options_type = Options
+    handle_type = LocalSGD
 
     @classmethod
     def meeting(cls, options: Mapping[str, Any]) -> Meeting:
         """The mean of the parameters."""
         return Meeting(parse_options(Options, options))
-
-    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> LocalSGD:
-        """Apply the handle along the replicate axis."""
-        return self.handle_type(module, mesh.comm("replicate"), parse_options(Options, options))
 
 
 IMPLEMENTATION = ReferenceLocalSGD

@@ -15,8 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from shardproof.contract import OUTER, Batch, Event, Implementation, Kind, Piece, StepResult
+from shardproof.contract import (
+    OUTER,
+    Batch,
+    Event,
+    Implementation,
+    Kind,
+    Piece,
+    StepResult,
+    is_outer,
+)
 from shardproof.ledgers import traffic
+from shardproof.oracle.training import copies
 from shardproof.registry.declaration import BrokenContract
 
 
@@ -230,7 +240,7 @@ class Meets:
 
     def begin(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What is kept before the first step."""
-        return self._slots("begin", self._asked(lambda: self.made.begin(parameters)))
+        return self._slots("begin", self._asked(lambda: self.made.begin(copies(parameters))))
 
     def meets(self, step: int) -> bool:
         """Whether the update of ``step`` ends in a meeting."""
@@ -241,18 +251,20 @@ class Meets:
         self, ends: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The parameters with which all go on, and what is kept."""
-        met = self._asked(lambda: self.made.meet(ends, kept))
+        given = [copies(end) for end in ends], copies(kept)
+        met = self._asked(lambda: self.made.meet(*given))
         method, wanted = f"{self.method}.meet", "two dicts of tensors by name"
         parameters, after = asked(self.system, method, met, tuple, wanted)
-        return _tensors(self.system, method, parameters, wanted), self._slots("meet", after)
+        together = _tensors(self.system, method, parameters, wanted)
+        return copies(together), self._slots("meet", after)
 
     def _slots(self, name: str, kept: Any) -> dict[str, Tensor]:
-        method, wanted = f"{self.method}.{name}", f"slots <parameter>{OUTER}..., by name"
+        method, wanted = f"{self.method}.{name}", f"slots <parameter>.{OUTER}..., by name"
         slots = _tensors(self.system, method, kept, wanted)
         for slot in slots:
-            if OUTER not in slot:
+            if not is_outer(slot):
                 raise _broken(self.system, method, repr(slot), wanted)
-        return slots
+        return copies(slots)
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
         try:

@@ -141,7 +141,9 @@ def _declared(account: Account) -> tuple[type[Implementation], dict[int, Schedul
         return None
     except Refused as error:
         account.refused = [type(error).__name__, str(error)]
-        if case.is_borrowed:  # what it is without the cell's policy says whether the cell fits
+        if (
+            case.is_borrowed and case.precision
+        ):  # what it is without the cell's policy says whether the cell fits
             with suppress(Refused):
                 account.declaration = Declaration.of(implementation, {})
                 account.missing = account.declaration.missing_here(case.backend, case.world)

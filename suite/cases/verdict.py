@@ -77,9 +77,9 @@ def _decided(account: Account) -> CaseResult:
         kind, message = account.refused
         if kind == "BrokenContract":
             return _apply_xfail(case, "fail", message)
-        if case.is_borrowed and account.declaration is not None:
+        if case.is_borrowed and case.precision and account.declaration is not None:
             reason = account.declaration.excludes_case(case, account.missing)
-            return _result(case, "skip", reason or f"takes no precision policy: {message}")
+            return _result(case, "skip", reason or f"takes no such policy: {message}")
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
         return _refused(case, [error])
     assert account.declaration is not None
@@ -90,6 +90,8 @@ def _decided(account: Account) -> CaseResult:
     if reason:
         return _result(case, "skip", reason)
     rank_outcomes: Sequence[RankOutcome] = account.outcomes
+    if account.cannot_fit and case.is_borrowed:
+        return _result(case, "skip", account.cannot_fit)
     if account.cannot_fit:
         error = RankOutcome(0, status="raised", error_type="Misfit", message=account.cannot_fit)
         if "refuses" not in case.expect:

@@ -108,13 +108,14 @@ def _sizes(evidence: Figures) -> str:
         shown = {r.rank: Shown(r.steps[-1].shown(), r.steps[-1].places) for r in evidence.records}
         last = replace(facts, step=evidence.steps[-1])
         return evidence.family.problem(last, shown, evidence.declaration.balance)
-    if cost_model is None or cost_model.why_not_local():
+    if cost_model is None:
         return ""
+    unpromised = ("gradients", "optimizer") if cost_model.why_state_is_not_promised() else ()
     for record in evidence.records:
         local = cost_model.local(record.rank)
         for kind, point in SHOWN_AT.items():
             held = record.steps[-1].held.get(point, {}).get(kind)
-            if held is None:
+            if held is None or kind in unpromised:
                 continue
             wanted: Mapping[str, int] = getattr(local, kind)
             # No strategy promises which rank holds a piece without elements.

@@ -1,9 +1,9 @@
 """Loss scaling: all ranks skip the same steps at the same scale; a skipped step changes no state.
 
 The oracle follows the same policy, so scale and skipped steps must equal its, on every rank; where
-data coordinates train alone, those of each.  After
-a skipped step parameters, masters, moments and step counters are those of the step before, bit for
-bit.  A case in which nothing ever overflows proves half of this: under the trait
+data coordinates train alone, those of each.  After a skipped step parameters, masters, moments and
+step counters are those of the step before, bit for bit; where ranks meet at its end, all but what
+a meeting makes.  A case in which nothing ever overflows proves half of this: under the trait
 ``overflow_on_one_rank`` it is a ``precondition``.
 
 *Cannot see* whether finite gradients were divided by the scale (``equivalence`` can), nor who found
@@ -12,9 +12,10 @@ the overflow: only that all act on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shardproof.checks import Outcome, Worst
+from shardproof.contract import is_outer
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import OracleStep, TensorRow
 
@@ -37,7 +38,7 @@ def decide(figures: Figures) -> Outcome:
                     where = f"step {step}, rank {record.rank}: {problem}"
                     return Outcome("loss_scale", "fail", where, figures=numbers)
     for step in skipped:
-        worst = None if truth[step].met else _moved(figures.tensors, step, _alone(truth[step]))
+        worst = _moved(figures.tensors, step, truth[step])
         if worst is not None:
             text = f"{worst.name!r} changed in step {step}, which overflowed and is no update"
             return Outcome("loss_scale", "fail", text, worst, numbers)
@@ -65,11 +66,12 @@ def _alone(truth: OracleStep) -> list[bool]:
     return [bool(step.skipped) for step in truth.apart]
 
 
-def _moved(rows: list[TensorRow], step: int, alone: Sequence[bool]) -> Worst | None:
+def _moved(rows: list[TensorRow], step: int, truth: OracleStep) -> Worst | None:
     """A parameter or slot whose bits after ``step`` are not those that it had before.
 
-    ``alone``: which copies have none moved, where each is one data coordinate's own.
+    Where each copy is one data coordinate's own, those that left the update out are asked.
     """
+    alone = _alone(truth)
     before: dict[tuple[str, str, int], str] = {}
     after: dict[tuple[str, str, int], TensorRow] = {}
     earlier = (step - 1, "after_update" if step else "initial")
@@ -79,13 +81,15 @@ def _moved(rows: list[TensorRow], step: int, alone: Sequence[bool]) -> Worst | N
             continue
         if alone and not alone[row.replica]:
             continue
+        if truth.met and (row.kind == "parameters" or is_outer(row.name)):
+            continue
         if (row.step, row.point) == earlier:
             before[key] = row.digest
         elif (row.step, row.point) == (step, "after_update"):
             after[key] = row
     for key, row in after.items():
-        fresh_master = not step and row.name.endswith(".master")
-        if not fresh_master and before.get(key) != row.digest:
+        is_fresh = not step and (row.name.endswith(".master") or is_outer(row.name))
+        if not is_fresh and before.get(key) != row.digest:
             phase = f"after_update {row.kind}"
             owner = f"ranks {row.owners}"
             return Worst(row.name, step, phase, owner, float("inf"), 0.0)

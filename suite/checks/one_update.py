@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardproof.contract import OUTER, OptimizerSpec
+from shardproof.contract import OptimizerSpec, is_outer
 from shardproof.evidence.assembled import Evidence, Trajectory
 from shardproof.oracle.optimizers import (
     build_optimizer,
@@ -75,8 +75,7 @@ def update_of(evidence: Evidence, step: int) -> Update:
     if step:
         held = evidence.observed(step - 1, "after_update", "optimizer").first()
         # Alone, a master would pass for the state of a parameter that nobody has updated yet.
-        others = (f".{MASTER}", OUTER)
-        own = {n: t for n, t in held.items() if not any(other in n for other in others)}
+        own = {n: t for n, t in held.items() if not (n.endswith(f".{MASTER}") or is_outer(n))}
     trainable = tuple(evidence.workload.trainable_names)
     return Update(spec, step, trainable, wide(evidence, step - 1), gradients, own)
 
@@ -92,7 +91,7 @@ def made_of(evidence: Evidence, step: int) -> Made:
     trained = evidence.workload.trainable_names
     if step:
         held = evidence.observed(step - 1, "after_update", "optimizer").first()
-        kept = {name: tensor for name, tensor in held.items() if OUTER in name}
+        kept = {name: tensor for name, tensor in held.items() if is_outer(name)}
     else:
         first = evidence.initial("parameters").first()
         kept = meeting.begin({name: first[name] for name in trained})
@@ -105,7 +104,7 @@ def made_of(evidence: Evidence, step: int) -> Made:
     # A sum over ranks errs by the last place of its terms, however small the sum is.
     starts = [update_of(evidence, step).before, *parameters_of]
     terms = {name: torch.stack([p[name].abs() for p in starts]).amax(0) for name in trained}
-    terms |= {slot: terms[slot.partition(OUTER)[0]] for slot in after}
+    terms |= {slot: terms[slot.rpartition(".")[0]] for slot in after}
     parameters = {**made.parameters, **together}
     return Made(parameters, {**made.slots, **after}, {**made.terms, **terms})
 

@@ -2,7 +2,8 @@
 
 Where ranks train alone that is so of what they share, and of parameters right after a meeting.
 Between meetings replicas of the parameters must differ, as the oracle's trajectories do: ranks that
-never part have done something else than what they say.  Their gradients and optimizer state are
+never part have done something else than what they say.  A case in which they never meet is a
+``precondition``.  Their gradients and optimizer state are
 their own.
 
 Looks at parameters, gradients (final and after clipping) and optimizer state of every step, and at
@@ -18,7 +19,7 @@ import math
 from collections.abc import Mapping
 
 from shardproof.checks import Outcome, Worst
-from shardproof.contract import OUTER
+from shardproof.contract import is_outer
 from shardproof.evidence.assembled import KEPT, Figures
 from shardproof.evidence.records import TensorRow
 
@@ -30,6 +31,12 @@ def decide(figures: Figures) -> Outcome:
     """Compare every replica's digest with that of the first one."""
     moments = _moments(figures)
     steps = figures.oracle.steps
+    if figures.declaration.trains_alone and not any(step.met for step in steps):
+        text = (
+            f"ranks that train alone meet in none of the {len(steps)} steps: whether they meet as "
+            "they say is not seen; meet more often, or take more steps"
+        )
+        return Outcome("replicas", "precondition", text)
     initial = moments.get((-1, "initial", "parameters"), {})
     compared = parted = 0
     for (step, point, kind), tensors in moments.items():
@@ -80,6 +87,10 @@ def _meets(figures: Figures, step: int) -> bool:
     return step >= 0 and bool(figures.oracle.steps) and figures.oracle.steps[step].met
 
 
+def _is_shared_slot(row: TensorRow) -> bool:
+    return row.kind == "optimizer" and is_outer(row.name)
+
+
 def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]]:
     """The stored copies that must be equal, by moment."""
     kinds = ["parameters", "gradients", "optimizer"]
@@ -90,7 +101,7 @@ def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int,
     for row in figures.tensors:
         if row.kind not in kinds or (row.step < 0 and row.kind != "parameters"):
             continue
-        if alone and row.kind != "parameters" and OUTER not in row.name:
+        if alone and not (row.kind == "parameters" or _is_shared_slot(row)):
             continue
         moment = moments.setdefault((row.step, row.point, row.kind), {})
         moment.setdefault(row.name, {})[row.replica] = row

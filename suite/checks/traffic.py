@@ -111,7 +111,7 @@ def decide(evidence: Figures) -> Outcome:
             figures.bytes_sent = str(value)
             return Outcome("traffic", "fail", message, worst, figures.to_dict())
         figures.bytes_sent = str(value)
-    problem = "" if compressed else _too_much_control(evidence, promises)
+    problem = "" if compressed and not own else _too_much_control(evidence, promises)
     return Outcome("traffic", "fail" if problem else "pass", problem, None, figures.to_dict())
 
 
@@ -227,9 +227,12 @@ def _out_of_family(evidence: Figures, step: int, value: Fraction, low: int, high
 
 
 def is_compressed(evidence: Figures) -> bool:
-    """Whether gradients are compressed, so that other calls than sums may reduce them."""
+    """Whether gradients are compressed, so that other calls than sums may reduce them: such a
+    system is compared with one that imitates its loss.
+    """
     facts = evidence.model_facts
-    return facts is not None and bool(compression.chosen(facts))
+    lossy = evidence.declaration.oracle == "emulated"
+    return lossy and facts is not None and bool(compression.chosen(facts))
 
 
 def _set_textbook(figures: TrafficFigures, cost_model: CostModel) -> None:

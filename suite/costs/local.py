@@ -43,7 +43,7 @@ class LocalSGD(Single):
             f"{idle[0]!r} goes unused: which ranks hold its state is not promised" if idle else ""
         )
 
-    def why_not_local(self) -> str:
+    def why_state_is_not_promised(self) -> str:
         """The same."""
         return self.why_not_measured()
 

@@ -194,8 +194,8 @@ class CostModel(ABC):
         """Why there is no formula for the bytes held in this case; ``""``: there is one."""
         return ""
 
-    def why_not_local(self) -> str:
-        """Why there is no formula for what each rank holds of each name; ``""``: there is one."""
+    def why_state_is_not_promised(self) -> str:
+        """Why no formula tells whose gradients and optimizer state a rank has; ``""``: one does."""
         return ""
 
     def communication_at_rest(self, rank: int, step: int) -> int | None:

@@ -330,7 +330,8 @@ class OracleFacts(SparselyStored):
         No comparison with such a number can fail: NaN beside NaN is equal bits.  Buffers are not
         asked: one may be a mask of infinities.
         """
-        for number, step in enumerate(self.steps):
+        steps = [(n, one) for n, step in enumerate(self.steps) for one in step.apart or (step,)]
+        for number, step in steps:
             for phase, norms in step.norms.items():
                 for name, norm in norms.items():
                     if not math.isfinite(norm):

@@ -74,7 +74,7 @@ def replay(
     for event in sorted(events, key=lambda e: (e.order, e.worker)):
         updates = histories.setdefault(event.keys, [])
         is_new = applied[event.keys, event.worker, event.step] == 1
-        _require_possible(event, len(updates), shares, is_new)
+        _require_possible(event, updates, shares, is_new)
         if event.order == len(updates):
             updates.append([])
         updates[-1].append(event)
@@ -125,9 +125,12 @@ def replay(
     return versions
 
 
-def _require_possible(event: Event, place: int, shares: int, is_new: bool) -> None:
-    """After ``place`` updates of these parameters ``event`` is the next, or a part of the last."""
-    joins = place and event.order == place - 1
+def _require_possible(event: Event, updates: Updates, shares: int, is_new: bool) -> None:
+    """After ``updates`` of these parameters ``event`` is the next, or a part of the last, whose
+    gradients are all of one step, by whose rate they are applied.
+    """
+    place = len(updates)
+    joins = place and event.order == place - 1 and event.step == updates[-1][0].step
     if (
         not (event.order == place or joins)
         or not 0 <= event.version <= event.order
@@ -155,12 +158,16 @@ def behind(events: Sequence[Event]) -> int:
         by_keys[event.keys].append(event)
     most = 0
     for own in by_keys.values():
-        seen, given = Counter[int](), Counter(event.worker for event in own)
+        given = Counter(event.worker for event in own)
+        seen, first = defaultdict[int, set[int]](set), Counter[int]()  # the first step not seen
         slowest = [0]  # version -> steps that it has of every worker that is not done, or dead
         for _, update in groupby(sorted(own, key=by_order), key=by_order):
-            seen.update(event.worker for event in update)
-            going = [seen[worker] for worker in given if seen[worker] < given[worker]]
-            slowest.append(min(going, default=max(seen.values())))
+            for event in update:
+                seen[event.worker].add(event.step)
+                while first[event.worker] in seen[event.worker]:
+                    first[event.worker] += 1
+            going = [first[worker] for worker in given if len(seen[worker]) < given[worker]]
+            slowest.append(min(going, default=max(first.values(), default=0)))
         most = max(most, *(event.step - slowest[event.version] for event in own))
     return most
 

@@ -465,6 +465,7 @@ def substitute(
                 skip=None,
                 xfail=None,
                 xfail_says=(),
+                is_borrowed=not with_options,
                 # The file, to run it again; its line names another system.
                 source=f"{case.source.rpartition(':')[0]}:",
             ),

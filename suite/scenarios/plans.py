@@ -91,6 +91,9 @@ def _checkpoints(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem
             if plan.save_at < last:
                 remedy = f"valid: {plan.save_at + 1} to {last}"
             yield file.problem([*at, "again_at"], what, remedy, str(plan.again_at))
+        if plan.again_at is not None and scenario.faults:
+            what = f"checkpoint plan {plan.label}: beside faults who loads does not save in turn"
+            yield file.problem([*at, "again_at"], what, "leave it out", str(plan.again_at))
         if plan.saves > plan.save_at:
             what = f"checkpoint plan {plan.label}: more saves than steps before them"
             remedy = f"valid: 1 to {plan.save_at}"

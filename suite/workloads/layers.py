@@ -113,7 +113,7 @@ def tie(module: nn.Module, first: str, second: str) -> None:
 
 _NORMS = (nn.LayerNorm, nn.BatchNorm2d, nn.GroupNorm)
 #: Elements of the largest tensor whose initial value is kept.
-_FEW = 1 << 16
+_FEW = 1 << 13
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
@@ -148,7 +148,7 @@ def _kept(seed: str, name: str, shape: torch.Size, kind: type[nn.Module]) -> Ten
 def _drawn(seed: str, name: str, shape: torch.Size, kind: type[nn.Module]) -> Tensor:
     leaf = name.rpartition(".")[2]
     generator = torch.Generator().manual_seed(seed_number(f"{seed}/{name}"))
-    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     if leaf == "running_var":
         value = 1 + 0.1 * noise.abs()
     elif kind in _NORMS:

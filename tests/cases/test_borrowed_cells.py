@@ -33,7 +33,10 @@ def cell(axis: str) -> Case:
     ("axis", "says"),
     [
         ("shard", "has no axis shard; its axes: replicate"),
-        ("replicate", "takes no precision policy: unknown option 'precision'; valid: all_reduce"),
+        (
+            "replicate",
+            "takes no such policy: unknown option 'precision'; valid: all_reduce",
+        ),
     ],
 )
 def test_a_policy_that_a_class_does_not_take(axis: str, says: str, tmp_path: Path) -> None:

@@ -76,6 +76,15 @@ def test_upstream_to_reference_and_back(
     assert (code, out, err) == (0, "no difference\n", "")
 
 
+def test_what_each_rank_has_of_its_own_is_not_made_into_one(tmp_path: Path, command: Any) -> None:
+    checkpoints.saved(tmp_path / "ours", "local_sgd", {"replicate": 2}, work=workload())
+    words = [str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "dcp"]
+    code, _, err = command("checkpoint", "convert", *words)
+    assert code == 2
+    assert "has 2 copies of" in err and "convert it to full or sharded" in err
+    assert not (tmp_path / "theirs").exists()
+
+
 def test_reference_goes_on_as_upstream(tmp_path: Path, command: Any) -> None:
     """What a reference strategy saved, torch's own system loads, and trains on alike."""
     work = workload()

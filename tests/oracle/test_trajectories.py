@@ -3,12 +3,21 @@ plain SGD they are data parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
+from own_models import SLOT_LIKE
+from torch import Tensor
 
+from shardproof import prove
 from shardproof.case import WorkloadSpec
-from shardproof.contract import OptimizerSpec, Refused
+from shardproof.cases import answers
+from shardproof.contract import OptimizerSpec, Refused, is_outer
+from shardproof.evidence.records import OracleFacts
 from shardproof.impls.reference import diloco, local_sgd
+from shardproof.impls.reference.parts.alone import Meeting, Meets, Tensors
 from shardproof.oracle.training import train
 from shardproof.oracle.trajectories import train_apart
 from shardproof.workloads import make
@@ -58,3 +67,51 @@ def test_the_outer_step_by_hand() -> None:
 def test_a_momentum_that_never_ends_is_refused(momentum: float) -> None:
     with pytest.raises(Refused, match="outer_momentum"):
         diloco.ReferenceDiLoCo.capabilities({"outer_momentum": momentum})
+
+
+class Careless(local_sgd.ReferenceLocalSGD):
+    """Its meeting works in what it is given, and returns that."""
+
+    @classmethod
+    def meeting(cls, options: Mapping[str, Any]) -> Meeting:
+        class Counts(Meeting):
+            def begin(self, parameters: Tensors) -> dict[str, Tensor]:
+                return {f"{next(iter(parameters))}.outer_count": torch.zeros(1)}
+
+            def meet(
+                self, ends: Sequence[Tensors], kept: Tensors
+            ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+                for count in kept.values():
+                    count.add_(1)
+                return super().meet(ends, kept)[0], {**kept}
+
+        return Counts(Meets(every=1))
+
+
+def test_a_meeting_that_works_in_place_changes_nothing_that_is_recorded() -> None:
+    steps = train_apart(SMALL, SGD, 2, 3, answers.Meets(Careless, {})).steps
+    slot = next(name for name in steps[0].optimizer if name.endswith("outer_count"))
+    assert [step.apart[1].optimizer[slot].item() for step in steps] == [1, 2, 3]
+
+
+def test_a_number_that_one_trajectory_alone_loses_is_told() -> None:
+    truth = train_apart(SMALL, SGD, 2, 2, local_sgd.ReferenceLocalSGD.meeting({"every": 2}))
+    assert OracleFacts.of(truth).diverges() == ""
+    lost = truth.steps[0].apart[1].gradients
+    assert lost
+    next(iter(lost.values()))[:] = float("nan")
+    assert "the oracle itself diverges" in OracleFacts.of(truth).diverges()
+
+
+def test_a_layer_may_be_called_as_slots_are() -> None:
+    assert is_outer("net.weight.outer_start") and not is_outer("net.outer_one.weight.exp_avg")
+    rows = prove(
+        "reference/ddp", worlds=(2,), optimizer="adamw", workload=SLOT_LIKE, backends=("in_memory",)
+    )
+    assert list(rows["verdict"]) == ["pass"], list(rows["reason"])
+
+
+def test_a_case_in_which_ranks_never_meet_proves_nothing() -> None:
+    rows = prove("reference/local_sgd", worlds=(2,), options={"every": 9}, backends=("in_memory",))
+    assert list(rows["verdict"]) == ["precondition"], list(rows["reason"])
+    assert "meet in none of the 3 steps" in rows["reason"][0]

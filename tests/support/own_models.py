@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,14 @@ def distances(outputs: Tensor, targets: Tensor) -> Tensor:
     return squares(outputs, targets).sum(1)
 
 
+def slot_like() -> nn.Module:
+    """Layers whose names look like those of optimizer slots."""
+    layers = {"outer_one": nn.Linear(6, 8), "master_two": nn.Linear(8, 2)}
+    return nn.Sequential(OrderedDict(layers))
+
+
 ONE_LAYER = OwnWorkload(one_layer, each, points)
+SLOT_LIKE = OwnWorkload(slot_like, each, points)
 CHAIN = OwnWorkload(chain, each, points)
 ATTENDING = OwnWorkload(Attending, each, words)
 NORMED = OwnWorkload(Normed, squares, vectors)

@@ -39,16 +39,25 @@ from shardproof.impls.reference.engine.optimizer import (
 )
 
 
+def _require_one_copy(source: Checkpoint) -> None:
+    for (kind, name), copies in source.copies.items():
+        if kind in ("parameters", "optimizer") and len(copies) > 1:
+            what = f"has {len(copies)} copies of {name!r}, each a rank's own: dcp has one of a name"
+            raise CheckpointError(source.folder, what, "convert it to full or sharded")
+
+
 def write_dcp(source: Checkpoint, root: Path) -> Path:
     """Write ``source`` into ``root``; the new folder.
 
-    :raises CheckpointError: ``source`` is damaged, tells no optimizer, or that step is there.
+    :raises CheckpointError: ``source`` is damaged, tells no optimizer, is of ranks that
+        train alone, or that step is there.
     """
     about = source.manifest.about
     folder = folders.folder(root, about.step)
     if folder.exists():
         remedy = "name another folder, or remove that one"
         raise CheckpointError(folder, f"holds step {about.step} already", remedy)
+    _require_one_copy(source)
     spec = spec_of(source)
     model = dict(parameters(source))
     slots = {

@@ -161,7 +161,7 @@ class Loading:
                 there = self.system.optimizer.state.get(parameter, {})
                 for full in slots.get(name, ()):
                     slot = full.removeprefix(f"{name}.")
-                    own = slot != MASTER and not full.startswith(f"{name}{OUTER}")
+                    own = slot != MASTER and not full.startswith(f"{name}.{OUTER}")
                     if own and slot not in there:
                         shape = () if slot == _COUNTER else (1,)
                         like = torch.empty(shape, dtype=self.dtype(("optimizer", full)))

@@ -111,7 +111,8 @@ def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -
         missing = (f.default, f.default_factory) == (dataclasses.MISSING, dataclasses.MISSING)
         if missing and f.name not in options:
             choices = ", ".join(map(str, _choices([hints[f.name]])))
-            raise Refused(f"option {within + f.name!r} is missing; valid: {choices}")
+            valid = choices or f"any {_kind_name(hints[f.name])}"
+            raise Refused(f"option {within + f.name!r} is missing; valid: {valid}")
     return kind(**{n: _value(within + n, hints[n], value) for n, value in options.items()})
 
 

@@ -8,7 +8,7 @@ batch's gradient.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.comm import Comm
+from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
 from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Replicated
-from shardproof.impls.reference.engine.options import FORMATS, Saved, at_least, declared
+from shardproof.impls.reference.engine.options import (
+    FORMATS,
+    Saved,
+    at_least,
+    declared,
+    parse_options,
+)
 from shardproof.impls.reference.engine.scaler import LossScaler, OwnScaler
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 
@@ -100,16 +106,24 @@ class TrainsAlone(Engine):
 
     depth = "layout"
     scaler_type: type[LossScaler] = OwnScaler
+    options_type: type[Meets]
+    handle_type: Callable[..., Alone]
 
-    @staticmethod
-    def declares() -> Capabilities:
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Compared with as many trajectories on one process, whose bits it has in their order."""
+        parse_options(cls.options_type, options)
         return declared(
             exactness="bitwise",
             oracle="emulated",
             emulates="trajectory",
             checkpoints=KEPT_APART,
         )
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Alone:
+        """Apply the handle along the replicate axis."""
+        chosen = parse_options(self.options_type, options)
+        return self.handle_type(module, mesh.comm("replicate"), chosen)
 
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
         """Save every rank's own.

@@ -64,6 +64,8 @@ def of_meeting(evidence: Trajectory, step: int) -> str:
     before = evidence.truth.steps[met[-1]].parameters if met else evidence.truth.initial
     start = flat(before)
     due, made = want - start, have - start
+    if not due.norm():
+        return ""
     ratio = float(made @ due / (due @ due))
     if float((made - ratio * due).norm()) > max(near, _LEFT_OVER * float(made.norm())):
         return ""
