@@ -77,7 +77,14 @@ def test_upstream_to_reference_and_back(
 
 
 def test_what_each_rank_has_of_its_own_is_not_made_into_one(tmp_path: Path, command: Any) -> None:
-    checkpoints.saved(tmp_path / "ours", "local_sgd", {"replicate": 2}, work=workload())
+    work = workload()
+
+    def saves(rank: int, _: int) -> None:
+        system = checkpoints.make("local_sgd", work, {"replicate": 2}, rank)
+        checkpoints.train(system, work, 0, 1)
+        system.save(tmp_path / "ours", {"data": {}}).wait()
+
+    succeed(saves, 2)
     words = [str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "dcp"]
     code, _, err = command("checkpoint", "convert", *words)
     assert code == 2
