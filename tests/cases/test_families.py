@@ -49,7 +49,13 @@ EXPECTED = {
     "WholeEmbedding": ("tensor", "pass", ""),
     "SplitsNothing": ("tensor", "fail", "nothing is sharded on any rank"),
 }
-WORLDS = (2, 3, 5)
+#: Class and world: every class in two of three worlds.
+CELLS = [
+    (name, world)
+    for number, name in enumerate(EXPECTED)
+    for place, world in enumerate((2, 3, 5))
+    if place != number % 3
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +63,13 @@ def results() -> dict[tuple[str, int], CaseResult]:
     cases = [
         made_case(
             f"adopted:{name}",
-            {axis: world},
+            {EXPECTED[name][0]: world},
             id=f"{name} {world}",
             workload=SMALL,
             optimizer=OptimizerSpec("adamw", lr=0.003),
             checks=GENERAL,
         )
-        for name, (axis, _, _) in EXPECTED.items()
-        for world in WORLDS
+        for name, world in CELLS
     ]
     found: list[CaseResult] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -74,8 +79,7 @@ def results() -> dict[tuple[str, int], CaseResult]:
     return {(r.case.implementation.partition(":")[2], r.case.world): r for r in found}
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(("name", "world"), CELLS)
 def test_verdicts_at_depth_family(
     results: dict[tuple[str, int], CaseResult], name: str, world: int
 ) -> None:
@@ -97,12 +101,12 @@ def test_a_sound_compressor_passes_whatever_its_integers_carry() -> None:
             depth="family",
             checks=GENERAL,
         )
-        for strategy, axis in (("ddp", "replicate"), ("zero2", "shard"))
-        for compress in (
-            {"method": "topk", "density": 0.5},
-            {"method": "sign"},
-            {"method": "onebit"},
-            {"method": "powersgd", "rank": 2},
+        for strategy, axis, compress in (
+            ("ddp", "replicate", {"method": "topk", "density": 0.5}),
+            ("zero2", "shard", {"method": "topk", "density": 0.5}),
+            ("ddp", "replicate", {"method": "sign"}),
+            ("zero2", "shard", {"method": "onebit"}),
+            ("ddp", "replicate", {"method": "powersgd", "rank": 2}),
         )
     ]
     found: list[CaseResult] = []

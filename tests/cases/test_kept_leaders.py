@@ -62,8 +62,8 @@ def exact(figures: dict[str, Any]) -> Any:
 
 
 def test_what_is_measured_is_the_same_in_any_order() -> None:
-    cases = [case for name in ("ddp-gpt", "fsdp-gpt", "pipeline") for case in quick(name)[:4]]
-    assert len(cases) > 6
+    cases = [case for name in ("ddp-gpt", "fsdp-gpt", "pipeline") for case in quick(name)[:2]]
+    assert len(cases) > 4
     cases.append(replace(cases[0], id="planted", implementation="mutants/ddp_never_reduces"))
 
     def accounts(order: list[Case]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import pytest
@@ -39,14 +40,27 @@ def counted(schedule: Schedule, ranks: int, length: int) -> list[tuple[int, int,
     return [(found.rounds, messages, elements) for messages, elements in pairs]
 
 
-@pytest.mark.parametrize("ranks", [*range(1, 65)])
-def test_the_formulas_are_what_is_sent(ranks: int) -> None:
-    """Rounds, messages and elements of each rank, for every length up to three chunks."""
+def check_formulas(ranks: int, lengths: Iterable[int]) -> None:
     for kind, name in ANY_WORLD:
         schedule = ALGORITHMS[kind][name]
-        for length in lengths(ranks):
+        for length in lengths:
             promised = told(costs.sent(kind, name, ranks, length))
             assert promised == counted(schedule, ranks, length), (kind, name, length)
+
+
+@pytest.mark.parametrize("ranks", [*range(1, 65)])
+def test_the_formulas_are_what_is_sent(ranks: int) -> None:
+    """Rounds, messages and elements of each rank, for every length up to three chunks; of large
+    worlds for lengths around whole chunks and some between.
+    """
+    around = {n * ranks + more for n in range(4) for more in (-1, 0, 1, ranks // 2)}
+    check_formulas(ranks, lengths(ranks) if ranks < 24 else sorted(around & {*lengths(ranks)}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [*range(24, 65)])
+def test_the_formulas_are_what_is_sent_whatever_the_length(ranks: int) -> None:
+    check_formulas(ranks, lengths(ranks))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12, 24, 60, 64])
