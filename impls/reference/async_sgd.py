@@ -31,7 +31,8 @@ known: servers take turns from one list, so that all of them give one snapshot t
 can be repeated.
 
 Cost: a worker's step moves P down and G up, a server's N - k times that: 2 (N - k) P bytes a step,
-with k servers of N ranks.
+with k servers of N ranks; in which step a server meets them follows from the order.  A server holds
+what it owns and the optimizer state of it, a worker P and G.
 Numbers: the history of updates (worker, step, version read, order, parameters), repeated on one
 process, gives equal bits.  Buffers are promised by nobody.
 Left out: clipping (no global gradient exists), loss scales, servers that die, updates by any order
@@ -171,6 +172,7 @@ class Server:
             parameter.grad = reduce(torch.add, parts) if parts else None
         set_learning_rate(self.optimizer, self.spec, step)
         self.optimizer.step()
+        self.optimizer.zero_grad()  # or they would keep whole messages
         self.kept.clear()
         self.version += 1
 
@@ -205,6 +207,7 @@ class ReferenceAsyncSGD(Implementation):
     """The strategy as a system under test."""
 
     strategy = "parameter_server"
+    depth = "layout"
     server_type: type[Server] = Server
 
     @classmethod
@@ -258,8 +261,12 @@ class ReferenceAsyncSGD(Implementation):
         self.server: Server | None = None
         self.clock = -1  # the step under way
         if self.comm.rank < self.options.servers:
-            owns = {name: self.named[name] for name in self.owners[self.comm.rank]}
-            self.server = self.server_type(owns, optimizer, self.workers, self.options)
+            own = self.owners[self.comm.rank]
+            rest = {} if self.comm.rank else dict(self.module.named_parameters())
+            self.frozen = {name: p for name, p in rest.items() if name not in self.named}
+            self.named = {name: self.named[name] for name in own}
+            self.server = self.server_type(self.named, optimizer, self.workers, self.options)
+            del self.module  # and with it what others own
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """A worker's pull, gradient and push; or the turns that come before the next step's."""
@@ -347,9 +354,7 @@ class ReferenceAsyncSGD(Implementation):
             return []
         if kind == "optimizer":
             return slot_pieces(self.server.optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t))
-        rest = {} if self.comm.rank else dict(self.module.named_parameters())
-        frozen = {name: tensor for name, tensor in rest.items() if name not in self.named}
-        held = {**frozen, **self.server.owns}
+        held = {**self.frozen, **self.server.owns}
         return [Piece.whole(name, tensor.detach()) for name, tensor in held.items()]
 
 

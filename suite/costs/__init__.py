@@ -10,6 +10,7 @@ optimizer state; Psi, where a paper is cited, is the number of elements):
     ddp           ddp.py        DDP              2 (N-1) G + (N-1) buffers
     local_sgd     local.py      LocalSGD         2 (N-1) P in every H-th step, else nothing
     diloco        local.py      DiLoCo           the same
+    parameter_server  local.py  ParameterServer  2 (N-k) P, with k servers, where nothing is late
     zero1         zero.py       Zero1            (N-1) (G + P)
     zero2         zero.py       Zero2            (N-1) (m G + P)
     zero3         zero.py       Zero3            (N-1) (m G + 2 m P)
@@ -31,7 +32,7 @@ from fractions import Fraction
 from shardproof.costs.ddp import DDP, NaiveDDP, Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.hybrid import Hybrid
-from shardproof.costs.local import DiLoCo, LocalSGD, PostLocalSGD
+from shardproof.costs.local import DiLoCo, LocalSGD, ParameterServer, PostLocalSGD
 from shardproof.costs.model import Bound as Bound
 from shardproof.costs.model import CostModel
 from shardproof.costs.model import Flow as Flow
@@ -52,7 +53,7 @@ COST_MODELS: dict[str, type[CostModel]] = {
     cost_model.strategy: cost_model
     for cost_model in (
         *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP, TensorParallel),
-        *(LocalSGD, DiLoCo, PostLocalSGD),
+        *(LocalSGD, DiLoCo, PostLocalSGD, ParameterServer),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         *(TorchTensorParallel, TorchHybrid),
         *(deepspeed.DeepSpeedZero0, deepspeed.DeepSpeedZero1),

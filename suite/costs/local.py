@@ -1,13 +1,14 @@
-"""Ranks that train alone and meet in every H-th step: local SGD, DiLoCo."""
+"""Ranks that do not step together: local SGD, DiLoCo, parameter servers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from itertools import groupby
 
 from shardproof.costs.ddp import Single
-from shardproof.costs.model import Bytes, Flow, Local, flow
-from shardproof.costs.model_facts import TensorFacts
+from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow, state_bytes
+from shardproof.costs.model_facts import ITEMSIZE, TensorFacts
 
 
 class LocalSGD(Single):
@@ -94,6 +95,134 @@ class PostLocalSGD(LocalSGD):
     strategy = "post_local_sgd"
     source = "torch PeriodicModelAverager: step % period == 0. " + LocalSGD.source
     ahead = 0
+
+
+class ParameterServer(Single):
+    """Each parameter on one server; a worker's step moves them down and its gradients up.
+
+    In what step of its own a server meets a pull or a push follows from the order in which they
+    come: there is a formula for orders that repeat, none for those of a script.
+    """
+
+    strategy = "parameter_server"
+    source = (
+        "a worker pulls P and pushes G in every step, servers as often as there are workers: Li et "
+        "al., OSDI 2014, section 2; each server's message ends with a flag for each of its "
+        "parameters and the version"
+    )
+
+    @property
+    def servers(self) -> int:
+        """k: the first ranks."""
+        return int(self.facts.option("servers", 1))
+
+    @property
+    def workers(self) -> int:
+        """All others."""
+        return self.facts.world - self.servers
+
+    def owner(self) -> Mapping[str, int]:
+        """The server of each trained parameter: the largest first, each to who has least."""
+        sizes, names, owner = [0] * self.servers, [0] * self.servers, {}
+        for tensor in sorted(self.facts.trainable, key=lambda tensor: -tensor.numel):
+            least = min(range(self.servers), key=lambda s: (sizes[s], names[s]))
+            owner[tensor.name] = least
+            sizes[least] += tensor.numel
+            names[least] += 1
+        return owner
+
+    def lives(self, worker: int, turn: int) -> bool:
+        """Whether ``worker`` makes its pull or push number ``turn``."""
+        dies: Mapping[str, int] = self.facts.option("dies", {})
+        return not dies or worker != dies["worker"] or turn < dies["turns"]
+
+    def served(self, step: int) -> list[tuple[int, int]]:
+        """Worker and step of every pull that a server meets in ``step``; pushes follow pulls.
+
+        :raises NoCostModel: the order follows no formula.
+        """
+        order = self.facts.option("order", "slow")
+        bound, last = int(self.facts.option("max_staleness", 1)), self.workers - 1
+        dies = self.facts.option("dies", {})
+        if order == "in_turn":
+            return [(worker, step) for worker in range(self.workers)]
+        if order == "slow" and (not dies or last == 0 or last - (dies["worker"] != last) > 0):
+            behind = [(last, step - bound)] if step >= bound else []
+            return [(worker, step) for worker in range(last)] + (behind if last else [(0, step)])
+        if order == "burst" and not dies:
+            if step % (bound + 1) < bound:
+                return [(0, step)]
+            others = range(1, self.workers)
+            return [(0, step), *((w, step - bound + n) for w in others for n in range(bound + 1))]
+        raise NoCostModel(f"order {order!r} follows no formula of what comes in which step")
+
+    def flows(self) -> list[Flow]:
+        """Pulls that servers answer, and pushes of workers: one message each a server."""
+        trained, step = self.facts.trainable, self.facts.step
+        kinds = {tensor.dtype for tensor in trained}
+        if len(kinds) > 1:
+            raise NoCostModel(f"parameters of {len(kinds)} dtypes go in one message")
+        item = ITEMSIZE[next(iter(kinds))]
+        message = item * (sum(t.numel for t in trained) + len(trained) + self.servers)
+        met = self.served(step)
+        answered = sum(self.lives(worker, 2 * own) for worker, own in met)
+        taken = sum(self.lives(worker, 2 * own + 1) for worker, own in met)
+        pulled, pushed = (
+            sum(self.lives(worker, 2 * step + turn) for worker in range(self.workers))
+            for turn in (0, 1)
+        )
+        sent, received = answered + pushed, taken + pulled
+        return [
+            Flow("replicate", "send", Fraction(message * sent), self.servers * sent),
+            Flow("replicate", "recv", Fraction(0), self.servers * received),
+        ]
+
+    def control_limit(self) -> int:
+        """No integers: versions and flags go with the values."""
+        return 0
+
+    def why_not_measured(self) -> str:
+        """Which worker used a parameter by then no formula says."""
+        idle = [t.name for t in self.facts.trainable if not t.in_every_backward]
+        return f"{idle[0]!r} goes unused: when its owner has state is not promised" if idle else ""
+
+    def why_state_is_not_promised(self) -> str:
+        """The same."""
+        return self.why_not_measured()
+
+    def owned_by(self, rank: int) -> list[TensorFacts]:
+        """What a server owns; the first one has also what nobody trains."""
+        owner = self.owner()
+        return [t for t in self.facts.parameters if owner.get(t.name, 0) == rank]
+
+    def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """A server has what it owns and state for it, a worker all parameters and its gradients."""
+        trained = self.facts.trainable
+        if rank >= self.servers:
+            computes = self.lives(rank - self.servers, 0)
+            return {
+                "parameters": sum(t.nbytes for t in self.facts.parameters),
+                "masters": 0,
+                "gradients": sum(t.nbytes for t in trained) if computes else 0,
+                "optimizer_state": 0,
+            }
+        held = self.owned_by(rank)
+        state = [(t, t.numel) for t in held if t.trainable]
+        return {
+            "parameters": sum(t.nbytes for t in held),
+            "masters": 0,
+            "gradients": 0,
+            "optimizer_state": state_bytes(self.facts, state, updated),
+        }
+
+    def unclassified_limit(self, rank: int, step: int) -> int | None:
+        """Servers keep no message once it is applied; workers have not been asked."""
+        return 0 if rank < self.servers else None
+
+    def local(self, rank: int) -> Local:
+        """Servers show what they own, and keep no gradient; workers show nothing."""
+        own = Local.of(self.facts, {t.name: t.numel for t in self.owned_by(rank)})
+        return Local(own.parameters, {}, own.optimizer)
 
 
 def _sizes(tensors: Sequence[TensorFacts]) -> dict[str, int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardproof.contract import Batch, Kind, OptimizerSpec, Piece
+from shardproof.contract import Batch, Build, Kind, OptimizerSpec, Piece
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import gpt
 from shardproof.impls.reference.async_sgd import Message, ReferenceAsyncSGD, Server, pack
@@ -193,8 +194,52 @@ class OwnerOfAnothers(ReferenceAsyncSGD):
         held = super().local_state(kind)
         if kind == "parameters" and self.comm.rank == 1:
             name = self.owners[0][0]
-            held.append(Piece.whole(name, self.named[name].detach()))
+            theirs = self.build("cpu").get_parameter(name)
+            held.append(Piece.whole(name, theirs.detach()))
         return held
+
+
+@mutant("server_keeps_what_others_own", killed_by=("memory",), says="parameters: ")
+class KeepsWhatOthersOwn(ReferenceAsyncSGD):
+    """A server keeps the whole model, of which it needs no more than its own parameters."""
+
+    def setup(self, build: Build, *args: Any) -> None:
+        def kept(device: str) -> nn.Module:
+            self.whole = build(device)
+            return self.whole
+
+        super().setup(cast("Build", kept), *args)
+        self.build = build
+
+
+@mutant("server_keeps_gradients", killed_by=("memory",), says="activations and temporaries: ")
+class KeepsGradients(Server):
+    """A server keeps the sum of gradients from one update to the next."""
+
+    def update(self, step: int) -> None:
+        super().update(step)
+        for parameter in self.owns.values():
+            parameter.grad = torch.zeros_like(parameter)
+
+
+@mutant(
+    "server_answers_twice",
+    killed_by=("traffic",),
+    says="calls over all ranks, parameter_server promises",
+)
+class AnswersTwice(ReferenceAsyncSGD):
+    """A pull is sent again before its answer has come: every answer goes twice."""
+
+    def serve(self, server: Server, turn: Turn) -> None:
+        if not turn.is_push:
+            self.comm.send(server.answer(), self.options.servers + turn.worker)
+        super().serve(server, turn)
+
+    def pull(self) -> list[int]:
+        for rank, names in enumerate(self.owners):
+            like = {name: self.named[name] for name in names}
+            self.comm.recv(pack(like, {}, 0), rank)
+        return super().pull()
 
 
 @mutant("worker_adds_up_gradients")
