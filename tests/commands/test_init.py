@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from commands import here, python
+from commands import here, pytest_here
 
 from shardproof import VERSION
 from shardproof.commands import main
@@ -87,7 +87,7 @@ def test_git_ignores_runs_and_whatever_it_ignored_before(
 
 
 def test_its_test_passes(repository: Path) -> None:
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=repository)
+    done = pytest_here("-q", cwd=repository)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 

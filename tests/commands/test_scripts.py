@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from commands import here, python, script
+from commands import here, module, pytest_here, python, script
 
 from shardproof import prove
 from shardproof.errors import SelectionError
@@ -90,7 +90,7 @@ def test_a_wrong_one_in_a_script_fails(tmp_path: Path) -> None:
 
 def test_it_is_named_by_its_file_and_the_command_takes_that(tmp_path: Path) -> None:
     program(tmp_path / "of mine", "prove(Mine, worlds=2)", name="a-script.py")
-    done = python("of mine/a-script.py", cwd=tmp_path)
+    done = script(Path("of mine/a-script.py"), cwd=tmp_path)
     name = "of mine/a-script.py:Mine"
     assert done.stdout.startswith(f"prove::{name}::in_memory::shard2::"), done.stdout + done.stderr
     done = here("run", "ddp-gpt", "--impl", name, "--dry-run", cwd=tmp_path)
@@ -102,7 +102,7 @@ def test_it_is_named_by_its_file_and_the_command_takes_that(tmp_path: Path) -> N
 def test_a_module_of_a_package_is_a_program_too(tmp_path: Path) -> None:
     file = program(tmp_path / "package", "prove(Mine, worlds=2)")
     file.write_text(file.read_text().replace("import beside", "from package import beside"))
-    done = python("-m", "package.mine", cwd=tmp_path)
+    done = module("package.mine", cwd=tmp_path)
     assert done.stdout.startswith("prove::package.mine:Mine::"), done.stdout + done.stderr
 
 
@@ -118,11 +118,10 @@ def test_children_of_multiprocessing_judge_what_the_script_defines(tmp_path: Pat
 
 def test_without_a_guard_ranks_stop_where_the_program_begins(tmp_path: Path) -> None:
     file = program(tmp_path, "prove(hook=mean, worlds=2)", guard="")
-    done = python(file.name, cwd=tmp_path)
-    assert done.stdout.split()[1:2] == ["pass"], done.stdout + done.stderr
     line = len(file.read_text().splitlines())
     file.write_text(file.read_text() + "def later(group, bucket): ...\nprove(hook=later)\n")
     done = python(file.name, cwd=tmp_path)
+    assert done.stdout.split()[1:2] == ["pass"], done.stdout + done.stderr
     assert f"has no 'later' in mine.py before its call of prove() in line {line}" in done.stderr
     assert 'put such calls under `if __name__ == "__main__":`' in done.stderr
 
@@ -131,8 +130,9 @@ def test_a_module_that_calls_prove_when_it_is_imported_is_told_so(tmp_path: Path
     program(tmp_path / "package", "prove(Mine, worlds=2)", guard="", name="mine.py")
     file = tmp_path / "package" / "mine.py"
     file.write_text(file.read_text().replace("import beside", "from package import beside"))
-    done = python("-m", "package.mine", cwd=tmp_path)
-    told = done.stderr.splitlines()[-1]
+    with pytest.raises(SelectionError) as refused:
+        module("package.mine", cwd=tmp_path)
+    told = str(refused.value)
     assert "'package.mine:Mine' calls prove() when it is imported, which ranks do" in told
     assert 'put the call under `if __name__ == "__main__":`' in told
 
@@ -173,7 +173,7 @@ def test_pytest_shows_a_user_their_own_line_alone(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "def test_mine(shardproof):\n    shardproof('reference/dpd')\n"
     )
-    done = python("-m", "pytest", "-p", "no:cacheprovider", "-q", cwd=tmp_path)
+    done = pytest_here("-q", cwd=tmp_path)
     assert "did you mean reference/ddp?" in done.stdout and done.returncode == 1, done.stdout
     assert "prove.py" not in done.stdout and "registry/" not in done.stdout, done.stdout
 
@@ -184,7 +184,7 @@ def test_what_is_loaded_by_its_file_is_called_by_the_file(tmp_path: Path) -> Non
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "hooks.py").write_text(text)
     code = "from shardproof import prove; print(*prove(hook='sub/hooks.py:mean', worlds=2).loc[0])"
-    done = python("-c", code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "judge.py").write_text(code)
+    done = script(tmp_path / "judge.py", cwd=tmp_path)
     assert "an <class 'sub/hooks.py.Odd'>" in done.stdout, done.stdout
     assert "file_of_a_program" not in done.stdout

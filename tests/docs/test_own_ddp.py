@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import python
+from commands import script
 
 pytestmark = pytest.mark.launches
 
@@ -27,18 +27,22 @@ FAULTS = {
 
 def run(folder: Path, adapter: str, **arguments: object) -> str:
     """What is printed of the verdicts."""
-    (folder / "my_ddp.py").write_text(adapter)
     call = f"frame = prove('my_ddp:MyDDP', **{arguments!r})\n"
-    done = python("-c", f"from shardproof import prove\n{call}{SHOW}", cwd=folder)
+    return program(folder, adapter, f"from shardproof import prove\n{call}{SHOW}")
+
+
+def program(folder: Path, adapter: str, text: str) -> str:
+    """What a script beside the adapter prints; it raises what the script raises."""
+    (folder / "my_ddp.py").write_text(adapter)
+    (folder / "judge.py").write_text(text)
+    done = script(folder / "judge.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_it_passes_as_it_stands(tmp_path: Path) -> None:
     assert len([line for line in ADAPTER.splitlines() if line.strip()]) <= MOST
-    (tmp_path / "my_ddp.py").write_text(ADAPTER)
-    done = python("-c", CALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    program(tmp_path, ADAPTER, CALL)
     more = {"worlds": (1, 2, 3), "optimizer": "adamw", "workload": "digits_cnn"}
     told = run(tmp_path, ADAPTER, **more)
     assert told.count("'pass'") == 3, told

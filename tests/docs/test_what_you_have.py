@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import python
+from commands import pytest_here
 
 pytestmark = pytest.mark.launches
 
@@ -32,7 +32,7 @@ FAULTS = {
 
 def run(folder: Path, name: str, text: str) -> tuple[int, str]:
     (folder / name).write_text(text)
-    done = python("-m", "pytest", "-p", "no:cacheprovider", "-q", name, cwd=folder)
+    done = pytest_here("-q", name, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -57,14 +57,20 @@ def script(path: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return _here(program, [str(path)], [cwd, path.parent])
 
 
-def pytest_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What another pytest did in this process, with the repository's settings."""
+def module(name: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As :func:`script`, of what ``python -m name`` runs in ``cwd``."""
+    program = functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+    return _here(program, [name], [cwd])
+
+
+def pytest_here(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """What another pytest did in this process, with the settings of the repository ``cwd``."""
     words = ["-p", "no:cacheprovider", "--capture=no", *arguments]
 
     def program() -> None:
         raise SystemExit(pytest.main(words))
 
-    return _here(program, words, [ROOT])
+    return _here(program, words, [cwd])
 
 
 def _here(
