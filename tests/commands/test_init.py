@@ -164,16 +164,28 @@ def test_where_nothing_is_decided_the_exit_code_is_3(tmp_path: Path) -> None:
     assert f"nothing was written but {PLACES['strategy.yaml']}" in told, told
 
 
-@pytest.mark.parametrize("spoilt", [False, True])
-def test_its_workflow_runs_and_its_gate_judges(
-    repository: Path, tmp_path: Path, spoilt: bool
-) -> None:
-    """The steps' own texts, by a shell; the target branch is the repository as `init` left it."""
-    (tmp_path / "mine.py").write_text(MINE + (SPOILT if spoilt else ""))
+def pull_request(repository: Path, folder: Path, text: str) -> list[str]:
+    """The texts of the steps that run and judge it; the target branch is as `init` left it."""
+    (folder / "mine.py").write_text(text)
     for name in ("conformance", "target/conformance"):
-        (tmp_path / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
         for file in (repository / "conformance").iterdir():
-            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+            (folder / name / file.name).write_bytes(file.read_bytes())
+    steps = _steps(yaml.safe_load((repository / PLACES["workflow.yaml"]).read_text()))
+    return [step["run"] for step in steps if step.get("name") in ("Run", "Gate")]
+
+
+def test_its_gate_holds_where_nothing_has_changed(repository: Path, tmp_path: Path) -> None:
+    """The commands of the steps, in this process."""
+    for text in pull_request(repository, tmp_path, MINE):
+        tool, *words = shlex.split(text.partition("||")[0])
+        done = here(*words, cwd=tmp_path)
+        assert (tool, done.returncode) == ("shardproof", 0), done.stdout + done.stderr
+
+
+def test_its_workflow_runs_and_its_gate_judges(repository: Path, tmp_path: Path) -> None:
+    """The steps' own texts, by a shell: a run that fails goes on to the gate, which breaks."""
+    texts = pull_request(repository, tmp_path, MINE + SPOILT)
     tool = tmp_path / "bin" / "shardproof"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shardproof "$@"\n')
@@ -185,9 +197,7 @@ def test_its_workflow_runs_and_its_gate_judges(
         "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
     }
     codes = []
-    steps = _steps(yaml.safe_load((repository / PLACES["workflow.yaml"]).read_text()))
-    for name in ("Run", "Gate"):
-        (text,) = [step["run"] for step in steps if step.get("name") == name]
+    for text in texts:
         done = subprocess.run(
             ["bash", "-e", "-c", text],
             cwd=tmp_path,
@@ -198,7 +208,7 @@ def test_its_workflow_runs_and_its_gate_judges(
             check=False,
         )
         codes.append(done.returncode)
-    assert codes == [0, int(spoilt)], done.stdout + done.stderr
+    assert codes == [0, 1], done.stdout + done.stderr
 
 
 def test_a_class_that_is_not_there_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def test_clean_histories_pass(command: Any, tmp_path: Path) -> None:
     """The first of a seed; a fault in one of them is found."""
     folder = tmp_path / "run"
     words = ["--seed", "3", "-j", "2", "--impl", "reference/zero*", "--results", str(folder)]
-    code, out, errors = command("study", "checkpoints", "6", *words)
+    code, out, errors = command("study", "checkpoints", "4", *words)
     assert code == 0, out + errors
     results = read(folder).cases
-    assert all(r.verdict in verdicts.GREEN for r in results) and len(results) == 6
+    assert all(r.verdict in verdicts.GREEN for r in results) and len(results) == 4
     for result in results:
         assert {c.check: c.status for c in result.checks}["checkpoint"] == "pass"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from shardproof.backends import mpi
+from shardproof.launch import process_control
 from shardproof.watch import calls, record
 from tests.support import watched_script
 from tests.support.commands import here
@@ -193,6 +195,7 @@ import sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from shardproof.backends import mpi
+from shardproof.launch import process_control
 mpi.join(0, 1, Path(sys.argv[1]), 60.0)
 dist.all_reduce(torch.ones(3))
 mpi.leave()
@@ -236,38 +239,56 @@ def torchrun(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
         process.wait()
 
 
+#: What rank 1 does -> the exit code, and what is said of it.
+STANDS = {
+    "computes": (3, ("slow rank, no hang: rank 0 waits in ", "it computes in main (")),
+    "sleeps": (1, ("the ranks stand still: desync: rank 0 waits in ", "it stands in main (")),
+    "stopped": (
+        1,
+        ("the ranks stand still: dead peer: rank 0 waits in ", "its process was stopped"),
+    ),
+}
+
+
+def has_come_to(how: str, pid: int) -> None:
+    """Return when the process does it."""
+    state, until = {"computes": "R", "sleeps": "S", "stopped": "T"}[how], time.monotonic() + 60
+    while process_control.state_of(pid) != state:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 @pytest.mark.launches
-@pytest.mark.parametrize("how", ["stopped", "sleeps", "computes"])
 def test_a_job_under_torchrun_is_asked_while_it_hangs(
-    tmp_path: Path, torchrun: Callable[[], Any], how: str
+    tmp_path: Path, torchrun: Callable[[], Any]
 ) -> None:
-    does = {
-        "stopped": "os.kill(os.getpid(), 19)",
-        "sleeps": "__import__('time').sleep(1000)",
-        "computes": "exec('while True: pass')",
-    }[how]
+    """One job, three times: its rank 1 computes, then sleeps, then is stopped."""
     step = "        optimizer.step()\n"
-    late = f"        if rank == 1 and step == 5:\n            {does}\n"
+    late = (
+        "        if rank == 1 and step == 5:\n"
+        "            while not os.path.exists('sleep'):\n"
+        "                pass\n"
+        "            time.sleep(1000)\n"
+    )
     watched_script.write(tmp_path, (step, late + step))
     torchrun()
     folder, until = tmp_path / "found", time.monotonic() + 120
+    logs = [folder / f"rank{rank}.calls" for rank in (0, 1)]
     while time.monotonic() < until:
-        logs = [folder / f"rank{rank}.calls" for rank in (0, 1)]
         if all(log.exists() for log in logs):
             first = [len(calls.read(log)) for log in logs]
             time.sleep(1.5)
             if first[0] > first[1] > 3 and first == [len(calls.read(log)) for log in logs]:
                 break
         time.sleep(0.2)
-    done = here("watch", "--judge", str(folder))
-    says = {
-        "stopped": (
-            "the ranks stand still: dead peer: rank 0 waits in ",
-            "its process was stopped",
-        ),
-        "sleeps": ("the ranks stand still: desync: rank 0 waits in ", "it stands in main ("),
-        "computes": ("slow rank, no hang: rank 0 waits in ", "it computes in main ("),
-    }[how]
-    for words in (*says, "; rank 1 never came: ", "train.py:"):
-        assert words in done.stdout, done.stdout + done.stderr
-    assert done.returncode == (3 if how == "computes" else 1)
+    pid = calls.state(logs[1]).pid
+    for how, (code, says) in STANDS.items():
+        if how == "sleeps":
+            (tmp_path / "sleep").touch()
+        elif how == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        has_come_to(how, pid)
+        done = here("watch", "--judge", str(folder))
+        for words in (*says, "; rank 1 never came: ", "train.py:"):
+            assert words in done.stdout, done.stdout + done.stderr
+        assert done.returncode == code

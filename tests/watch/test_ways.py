@@ -47,10 +47,25 @@ def report_in(folder: Path) -> dict[str, Any]:
     return found
 
 
+#: Spawned, they run the script's first lines with the rank's environment.
+WORKERS = (
+    "        x, y = batch(generator)\n",
+    "        x, y = batch(generator)\n"
+    "        if step == 2:\n"
+    "            data = torch.utils.data.TensorDataset(x)\n"
+    "            context = 'spawn'\n"
+    "            for _ in torch.utils.data.DataLoader(\n"
+    "                data, num_workers=1, multiprocessing_context=context\n"
+    "            ):\n"
+    "                pass\n",
+)
+
+
 @pytest.mark.parametrize("way", ["import", "module"])
 def test_under_torchrun(tmp_path: Path, way: str) -> None:
+    """Imported, with workers of a loader, which are no ranks."""
     if way == "import":
-        watched_script.write(tmp_path, IMPORT)
+        watched_script.write(tmp_path, IMPORT, WORKERS)
         done = torchrun(tmp_path, "train.py")
     else:
         watched_script.write(tmp_path)
@@ -60,6 +75,7 @@ def test_under_torchrun(tmp_path: Path, way: str) -> None:
     assert report["verdict"] == "pass" and {*report["ranks"]} == {"0", "1"}
     assert done.stderr.count("pass: equal on all replicas: initial parameters") == 1, done.stderr
     assert report["ranks"]["1"]["optimizers"][0]["compared"][-1] == 12
+    assert len([*tmp_path.glob("results/*")]) == 1 and done.stderr.count("evidence: ") == 1
 
 
 def test_a_fault_under_torchrun_is_told_and_changes_no_exit_code(tmp_path: Path) -> None:
@@ -80,27 +96,6 @@ def test_a_rank_that_raises_under_torchrun_is_named(tmp_path: Path, command: Any
     (folder,) = tmp_path.glob("results/*-watch")
     code, out, _ = command("watch", "--judge", str(folder))
     assert code == 1 and "rank 1 raised ValueError: bad in main" in out
-
-
-def test_workers_of_a_loader_are_no_ranks(tmp_path: Path) -> None:
-    """Spawned, they run the script's first lines with the rank's environment."""
-    reads = (
-        "        x, y = batch(generator)\n",
-        "        x, y = batch(generator)\n"
-        "        if step == 2:\n"
-        "            data = torch.utils.data.TensorDataset(x)\n"
-        "            context = 'spawn'\n"
-        "            for _ in torch.utils.data.DataLoader(\n"
-        "                data, num_workers=1, multiprocessing_context=context\n"
-        "            ):\n"
-        "                pass\n",
-    )
-    watched_script.write(tmp_path, IMPORT, reads)
-    done = torchrun(tmp_path, "train.py")
-    assert done.returncode == 0, done.stderr
-    assert len([*tmp_path.glob("results/*")]) == 1
-    assert report_in(tmp_path)["verdict"] == "pass", done.stderr
-    assert done.stderr.count("evidence: ") == 1, done.stderr
 
 
 def test_every_attempt_of_torchrun_has_its_own_folder() -> None:
