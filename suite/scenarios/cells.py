@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -69,25 +69,27 @@ def mesh_name(mesh: Iterable[tuple[str, int]]) -> str:
     return "x".join(f"{axis}{size}" for axis, size in mesh)
 
 
+#: Key of a rule -> the names of a cell that its patterns are held against.
+_NAMES: Mapping[str, Callable[[Cell], tuple[str, ...]]] = {
+    "implementation": lambda cell: (cell.implementation.name, cell.system),
+    "label": lambda cell: (cell.implementation.label or "",),
+    "backend": lambda cell: (cell.backend,),
+    "mesh": lambda cell: (mesh_name(cell.mesh),),
+    "workload": lambda cell: (cell.workload.label if cell.workload else "",),
+    "optimizer": lambda cell: (cell.key[4],),
+    "lane": lambda cell: (cell.lane,),
+    "precision": lambda cell: (cell.precision.label if cell.precision else "",),
+    "fault": lambda cell: (cell.fault.name if cell.fault else "",),
+    "checkpoint": lambda cell: (cell.checkpoint.label if cell.checkpoint else "",),
+}
+
+
 def matches(rule: schema.Match, cell: Cell) -> bool:
     """Whether every key that ``rule`` gives holds for ``cell``."""
-    label = cell.implementation.label or ""
-    words = {
-        "implementation": (cell.implementation.name, cell.system),
-        "label": (label,),
-        "backend": (cell.backend,),
-        "mesh": (mesh_name(cell.mesh),),
-        "workload": (cell.workload.label if cell.workload else "",),
-        "optimizer": (cell.key[4],),
-        "lane": (cell.lane,),
-        "precision": (cell.precision.label if cell.precision else "",),
-        "fault": (cell.fault.name if cell.fault else "",),
-        "checkpoint": (cell.checkpoint.label if cell.checkpoint else "",),
-    }
-    for key, names in words.items():
+    for key, names in _NAMES.items():
         patterns = getattr(rule, key)
         if patterns and not any(
-            fnmatchcase(name, pattern) for name in names for pattern in patterns
+            fnmatchcase(name, pattern) for name in names(cell) for pattern in patterns
         ):
             return False
     if rule.world and cell.world not in rule.world:

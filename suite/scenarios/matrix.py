@@ -75,13 +75,8 @@ class _Expansion:
             tier = cell.tier or ("quick" if cell.key in quick else self.scenario.tier)
             marks = skips.get(cell.key), xfails.get(cell.key), says.get(cell.key, ())
             case = self._case(cell, tier, *marks, several_clips=len(clips) > 1)
-            quick_size = self.scenario.quick_size
-            small = dataclasses.replace(
-                case,
-                workload=self._workload(cell.workload, quick_size),
-                steps=(quick_size and quick_size.steps) or case.steps,
-            )
-            if tier == "quick" and small != case:
+            small = self._small(case, cell) if tier == "quick" else case
+            if small != case:
                 self._check_can_be_built(["quick_size"], small.workload)
                 self._stop_if_faulty()
                 whole = f"{case.id.removesuffix('quick')}full"
@@ -92,6 +87,14 @@ class _Expansion:
             self._add(["quick_size"], "changes no quick case", "correct or remove it", "quick_size")
             self._stop_if_faulty()
         return cases
+
+    def _small(self, case: Case, cell: Cell) -> Case:
+        """The case in the size of the quick tier."""
+        size = self.scenario.quick_size
+        if size is None:
+            return case
+        workload = self._workload(cell.workload, size)
+        return dataclasses.replace(case, workload=workload, steps=size.steps or case.steps)
 
     def _stop_if_faulty(self) -> None:
         if self.problems:
