@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from kept_fork_server import KeptForkServer
+from kept_python import KeptPython
 
 from shardproof.commands import main
 from shardproof.launch import pool
@@ -40,6 +41,21 @@ def keeps_fork_servers(one_fork_server: None) -> Iterator[None]:
     """Pools of this process share a fork server.  Tests of the fork server itself override this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "ForkServer", KeptForkServer)
+        yield
+
+
+@pytest.fixture(scope="session")
+def kept_python() -> Iterator[KeptPython]:
+    """Has imported torch, for ranks of scripts."""
+    python = KeptPython()
+    yield python
+    python.end()
+
+
+@pytest.fixture
+def forked_ranks(kept_python: KeptPython) -> Iterator[None]:
+    """Ranks that ``shardproof watch`` starts in this process are forks of a kept Python."""
+    with kept_python.lends_forks():
         yield
 
 

@@ -110,6 +110,7 @@ dist.barrier()
 
 
 @pytest.mark.launches
+@pytest.mark.usefixtures("forked_ranks")
 def test_calls_that_differ_end_a_script_before_its_ranks_stand_still(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DIFFERENT)
     run = tmp_path / "run"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from watched_script import watch
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.usefixtures("forked_ranks")]
 
 APART = """\
 torch.manual_seed(rank)

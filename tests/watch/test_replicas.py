@@ -12,7 +12,7 @@ from watched_script import watch
 from shardproof.errors import SelectionError
 from shardproof.watch import replica_sets
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.usefixtures("forked_ranks")]
 
 
 def test_sharded_parameters_are_listed_and_not_compared(command: Any, tmp_path: Path) -> None:

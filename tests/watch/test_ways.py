@@ -152,15 +152,15 @@ def test_a_script_that_restarts_itself(
     assert done == code and says in out, out + err
 
 
-def test_records_of_another_run_are_not_mixed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("forked_ranks")
+def test_records_of_another_run_are_not_mixed(command: Any, tmp_path: Path) -> None:
     """The same folder twice: the second run is told so, by every rank that was there before."""
-    monkeypatch.setenv("SHARDPROOF_WATCH_RESULTS", str(tmp_path / "kept"))
-    watched_script.write(tmp_path, IMPORT, ("steps=12", "steps=1"))
-    assert torchrun(tmp_path, "train.py").returncode == 0
+    kept = str(tmp_path / "kept")
+    script = watched_script.write(tmp_path, IMPORT, ("steps=12", "steps=1"))
+    code, out, err = command("watch", str(script), "--results", kept)
+    assert code == 0, out + err
     before = (tmp_path / "kept/rank0.json").read_text()
-    done = torchrun(tmp_path, "train.py")
+    done = torchrun(tmp_path, "train.py", SHARDPROOF_WATCH_RESULTS=kept)
     assert done.returncode == 1 and "holds the records of another run" in done.stderr
     assert (tmp_path / "kept/rank0.json").read_text() == before
 
@@ -180,6 +180,7 @@ def test_the_module_needs_a_launcher(tmp_path: Path) -> None:
     assert done.returncode == 2 and "no rank: torchrun sets RANK" in done.stderr
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("text", "ranks", "says"),
     [
@@ -201,6 +202,7 @@ def test_nothing_to_judge(command: Any, tmp_path: Path, text: str, ranks: int, s
     assert code == 3 and says in out, out + err
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_arguments_of_the_script_are_its_own(command: Any, tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("WORD = 'beside the script'\n")
     text = (
@@ -244,6 +246,7 @@ def test_bad_input_is_refused(command: Any, tmp_path: Path, words: list[str], sa
     assert code == 2 and says in err, out + err
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_script_that_does_not_take_its_arguments_is_told(command: Any, tmp_path: Path) -> None:
     """``argparse`` ends it: whose option it was, and what its parser said."""
     parse = "    import argparse\n    argparse.ArgumentParser().parse_args()\n"
