@@ -86,10 +86,10 @@ _NAMES: Mapping[str, Callable[[Cell], tuple[str, ...]]] = {
 
 def matches(rule: schema.Match, cell: Cell) -> bool:
     """Whether every key that ``rule`` gives holds for ``cell``."""
-    for key, names in _NAMES.items():
+    for key in rule.model_fields_set & _NAMES.keys():
         patterns = getattr(rule, key)
         if patterns and not any(
-            fnmatchcase(name, pattern) for name in names(cell) for pattern in patterns
+            fnmatchcase(name, pattern) for name in _NAMES[key](cell) for pattern in patterns
         ):
             return False
     if rule.world and cell.world not in rule.world:

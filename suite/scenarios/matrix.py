@@ -67,13 +67,12 @@ class _Expansion:
         self._check_cells(cells)
         self.problems += plans.problems_of_cells(self.file, cells)
         skips, xfails, quick = (self._marks(cells, key) for key in ("skip", "xfail", "quick"))
-        says = self._marks(cells, "xfail", "says")
         self._stop_if_faulty()
         clips = {cell.clip for cell in cells} - {None}
         cases = []
         for cell in cells:
             tier = cell.tier or ("quick" if cell.key in quick else self.scenario.tier)
-            marks = skips.get(cell.key), xfails.get(cell.key), says.get(cell.key, ())
+            marks = skips.get(cell.key), xfails.get(cell.key)
             case = self._case(cell, tier, *marks, several_clips=len(clips) > 1)
             small = self._small(case, cell) if tier == "quick" else case
             if small != case:
@@ -312,19 +311,17 @@ class _Expansion:
         at = next(path for path, expect in self._expectations() if expect is given)
         return [*at, "relation"]
 
-    def _marks(
-        self, cells: Sequence[Cell], section: str, field: str = "reason"
-    ) -> dict[tuple[str, ...], Any]:
-        """Key -> ``field`` of the first matching rule of ``section``, for every matched cell."""
+    def _marks(self, cells: Sequence[Cell], section: str) -> dict[tuple[str, ...], Any]:
+        """Key -> the first matching rule of ``section``, for every matched cell."""
         marks: dict[tuple[str, ...], Any] = {}
         for index, rule in enumerate(getattr(self.scenario, section)):
             keys = [cell.key for cell in cells if matches(rule, cell)]
-            reason = getattr(rule, "reason", "")
             if not keys:
                 what = f"{section} rule matches nothing"
+                reason = getattr(rule, "reason", "")
                 self._add([section, index], what, "correct or remove it", reason)
             for key in keys:
-                marks.setdefault(key, getattr(rule, field, ""))
+                marks.setdefault(key, rule)
         return marks
 
     def _workload(
@@ -363,9 +360,8 @@ class _Expansion:
         self,
         cell: Cell,
         tier: str,
-        skip: str | None,
-        xfail: str | None,
-        xfail_says: Sequence[str],
+        skip: schema.Rule | None,
+        xfail: schema.KnownFailure | None,
         several_clips: bool,
     ) -> Case:
         scenario, choice = self.scenario, cell.implementation
@@ -397,9 +393,9 @@ class _Expansion:
             expect=self._expect(cell),
             deadline=scenario.deadline,
             memory_gib=scenario.memory_gib,
-            skip=skip,
-            xfail=xfail,
-            xfail_says=tuple(xfail_says),
+            skip=skip.reason if skip else None,
+            xfail=xfail.reason if xfail else None,
+            xfail_says=tuple(xfail.says) if xfail else (),
             source=self._source(choice),
             fault=plans.fault(cell.fault) if cell.fault else None,
             checkpoint=plans.checkpoint(cell.checkpoint) if cell.checkpoint else None,
