@@ -318,6 +318,7 @@ Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "sta
 BufferRule = Literal["rank0", "per_rank", "synced", "none"]
 OracleKind = Literal["plain", "emulated", "replay"]
 Emulated = Literal["step", "round", "trajectory"]
+OptimizerState = Literal["shared", "by_worker"]
 
 _ACCUMULATES = frozenset({"clipping", "accumulation"})
 _DDP = _ACCUMULATES | {
@@ -402,7 +403,8 @@ class Capabilities:
     option ``checkpoint: {format: ...}`` takes; none: nothing is saved.
 
     ``max_staleness``: how many steps behind a gradient of a stale system may be; ``None``: it
-    promises no bound.
+    promises no bound.  ``optimizer_state`` of such a system is ``shared`` by all workers, or kept
+    ``by_worker``: then each of its updates is by one worker's gradient.
 
     ``packages`` are modules that the machine may lack: then cases become ``skip``, while options
     are still refused, so :meth:`Implementation.capabilities` must do without them.
@@ -426,6 +428,7 @@ class Capabilities:
     loss_factor: str = "1"
     checkpoints: tuple[str, ...] = ()
     max_staleness: int | None = None
+    optimizer_state: OptimizerState = "shared"
 
 
 class Emulation(Protocol):

@@ -24,6 +24,10 @@ Staleness is counted in steps: with ``max_staleness`` s a gradient of step t is 
 have all gradients of steps before t - s.  With s = 0 every update is the sum of all gradients of a
 step, added in the order of workers: data parallelism, with servers.
 
+Stale gradients of several workers add up in one momentum, which asynchrony makes longer by itself
+(Mitliagkas et al., arXiv 1605.09774).  The correction is a momentum, or other optimizer state, of
+each worker's own: ``momentum: by_worker`` (Hakimi et al., arXiv 1907.11612, section 3).
+
 A worker that dies takes with it what it has not pushed; the others go on, and nobody waits for it.
 
 In what order pulls and pushes come, and who dies when, is an option, for what comes of it must be
@@ -32,7 +36,7 @@ can be repeated.
 
 Cost: a worker's step moves P down and G up, a server's N - k times that: 2 (N - k) P bytes a step,
 with k servers of N ranks; in which step a server meets them follows from the order.  A server holds
-what it owns and the optimizer state of it, a worker P and G.
+what it owns and the optimizer state of it (by worker: once for each), a worker P and G.
 Numbers: the history of updates (worker, step, version read, order, parameters), repeated on one
 process, gives equal bits.  Buffers are promised by nobody.
 Left out: clipping (no global gradient exists), loss scales, servers that die, updates by any order
@@ -43,8 +47,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -77,13 +81,14 @@ from shardproof.impls.reference.parts.turns import ORDERS, Death, Turn, Turns, s
 @dataclass(frozen=True)
 class Options:
     """``max_staleness``: s.  ``servers``: k, the first ranks.  ``order``: of pulls and pushes.
-    ``dies``: a worker, and after how many of its pulls and pushes.
+    ``dies``: a worker, and after how many of its pulls and pushes.  ``momentum``: whose it is.
     """
 
     max_staleness: int = 1
     servers: int = 1
     order: str | tuple[int, ...] = "slow"
     dies: Death | None = None
+    momentum: Literal["shared", "by_worker"] = "shared"
 
     def __post_init__(self) -> None:
         at_least("max_staleness", self.max_staleness, 0)
@@ -91,6 +96,11 @@ class Options:
         if isinstance(self.order, str) and self.order not in ORDERS:
             raise Refused(
                 f"option 'order' = {self.order!r}; valid: {', '.join(ORDERS)}, or a list of workers"
+            )
+        if self.momentum == "by_worker" and not self.max_staleness:
+            raise Refused(
+                "option 'momentum' = 'by_worker' with max_staleness = 0: an update is by the sum "
+                "of all workers; take momentum: shared, or max_staleness: 1"
             )
         if self.order == "in_turn" and self.max_staleness:
             raise Refused(
@@ -139,7 +149,8 @@ class Server:
         self, owns: Mapping[str, Tensor], spec: OptimizerSpec, workers: int, options: Options
     ) -> None:
         self.owns, self.spec, self.workers, self.options = owns, spec, workers, options
-        self.optimizer = build_optimizer(spec, param_groups(spec, owns))
+        apart = range(workers) if options.momentum == "by_worker" else (0,)
+        self.optimizers = [build_optimizer(spec, param_groups(spec, owns)) for _ in apart]
         arrivals, bound = options.arrivals(workers), options.max_staleness
         self.turns = self.turns_type(arrivals, workers, bound, options.dies)
         self.version = 0
@@ -166,13 +177,14 @@ class Server:
     def update(self, step: int) -> None:
         """Apply what is kept, in the order of workers."""
         gradients = [self.kept[worker].gradients for worker in sorted(self.kept)]
+        optimizer = self.optimizers[max(self.kept) if len(self.optimizers) > 1 else 0]
         for name, parameter in self.owns.items():
             # Not zero but none, or momentum and decay would move what nobody used.
             parts = [part[name] for part in gradients if name in part]
             parameter.grad = reduce(torch.add, parts) if parts else None
-        set_learning_rate(self.optimizer, self.spec, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()  # or they would keep whole messages
+        set_learning_rate(optimizer, self.spec, step)
+        optimizer.step()
+        optimizer.zero_grad()  # or they would keep whole messages
         self.kept.clear()
         self.version += 1
 
@@ -203,6 +215,11 @@ def unpack(flat: Tensor, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor],
     return {n: p.view(t.shape) for (n, t), p in pairs}, [bool(f) for f in flags], int(version)
 
 
+def slot(owner: str, name: str, slot: str, tensor: Tensor) -> Piece:
+    """The place of an optimizer's tensor; of ``owner``'s own, where each worker has one."""
+    return Piece.whole(f"{name}.{owner}{slot}", tensor)
+
+
 class ReferenceAsyncSGD(Implementation):
     """The strategy as a system under test."""
 
@@ -216,6 +233,7 @@ class ReferenceAsyncSGD(Implementation):
         chosen = parse_options(Options, options)
         return Capabilities(
             max_staleness=chosen.max_staleness,
+            optimizer_state=chosen.momentum,
             exactness="stale",
             oracle="replay",
             buffers="none",
@@ -353,7 +371,13 @@ class ReferenceAsyncSGD(Implementation):
         if self.server is None or kind in ("gradients", "buffers"):
             return []
         if kind == "optimizer":
-            return slot_pieces(self.server.optimizer, lambda n, s, t: Piece.whole(f"{n}.{s}", t))
+            optimizers = self.server.optimizers
+            whose = [f"worker{w}_" for w in range(len(optimizers))] if optimizers[1:] else [""]
+            return [
+                piece
+                for own, optimizer in zip(whose, optimizers, strict=True)
+                for piece in slot_pieces(optimizer, partial(slot, own))
+            ]
         held = {**self.frozen, **self.server.owns}
         return [Piece.whole(name, tensor.detach()) for name, tensor in held.items()]
 

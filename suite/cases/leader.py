@@ -327,7 +327,8 @@ def _train_oracle(
         shares = {record.steps[0].share for record in records} - {None}
         events = [event for record in records for event in record.history]
         fed = replay.fed(case.options, case.steps, len(shares))
-        return replay.truth(workload, case.optimizer, fed, events)
+        by_worker = declaration.optimizer_state == "by_worker"
+        return replay.truth(workload, case.optimizer, fed, events, by_worker)
     if declaration.trains_alone:
         # Neither of the two is cached: these numbers depend on the implementation's own code.
         meeting = answers.Meets(implementation, case.options)

@@ -136,6 +136,13 @@ class ParameterServer(Single):
         dies: Mapping[str, int] = self.facts.option("dies", {})
         return not dies or worker != dies["worker"] or turn < dies["turns"]
 
+    def states(self, updated: int) -> int:
+        """How often a server has optimizer state: once, or for each worker whose push it met."""
+        met = {pull for step in range(updated + 1) for pull in self.served(step)}
+        workers = {worker for worker, own in met if self.lives(worker, 2 * own + 1)}
+        by_worker = self.facts.option("momentum", "shared") == "by_worker"
+        return len(workers) if by_worker else min(len(workers), 1)
+
     def served(self, step: int) -> list[tuple[int, int]]:
         """Worker and step of every pull that a server meets in ``step``; pushes follow pulls.
 
@@ -184,7 +191,15 @@ class ParameterServer(Single):
     def why_not_measured(self) -> str:
         """Which worker used a parameter by then no formula says."""
         idle = [t.name for t in self.facts.trainable if not t.in_every_backward]
-        return f"{idle[0]!r} goes unused: when its owner has state is not promised" if idle else ""
+        if idle:
+            return f"{idle[0]!r} goes unused: when its owner has state is not promised"
+        if 0 in self.facts.micro_batches:
+            return "of more ranks than samples: when an owner has state is not promised"
+        try:
+            self.states(self.facts.steps - 1)
+        except NoCostModel as error:
+            return str(error)
+        return ""
 
     def why_state_is_not_promised(self) -> str:
         """The same."""
@@ -212,7 +227,7 @@ class ParameterServer(Single):
             "parameters": sum(t.nbytes for t in held),
             "masters": 0,
             "gradients": 0,
-            "optimizer_state": state_bytes(self.facts, state, updated),
+            "optimizer_state": state_bytes(self.facts, state, updated) * self.states(updated),
         }
 
     def unclassified_limit(self, rank: int, step: int) -> int | None:

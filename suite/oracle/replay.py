@@ -34,10 +34,15 @@ class _Owner:
     """One server's parameters (``keys``; empty: all), and its updates in order."""
 
     def __init__(
-        self, spec: OptimizerSpec, named: Mapping[str, torch.nn.Parameter], updates: Updates
+        self,
+        spec: OptimizerSpec,
+        named: Mapping[str, torch.nn.Parameter],
+        updates: Updates,
+        by_worker: bool,
     ) -> None:
-        self.spec, self.named, self.updates = spec, named, updates
-        self.optimizer = build_optimizer(spec, named)
+        self.spec, self.named, self.updates, self.by_worker = spec, named, updates, by_worker
+        #: One for all, or one of each worker.
+        self.optimizers: dict[int | None, torch.optim.Optimizer] = {}
         self.versions = [self.snapshot()]
         #: Worker and step -> the version that its gradient is of.
         self.reads = {(e.worker, e.step): e.version for update in updates for e in update}
@@ -45,23 +50,32 @@ class _Owner:
     def snapshot(self) -> Tensors:
         return {name: p.detach().clone() for name, p in self.named.items()}
 
-    def apply(self, gradients: Sequence[Tensors], step: int) -> None:
+    def apply(self, gradients: Sequence[Tensors], last: Event) -> None:
+        whose = last.worker if self.by_worker else None
+        if whose not in self.optimizers:
+            self.optimizers[whose] = build_optimizer(self.spec, self.named)
         for name, parameter in self.named.items():
             parts = [part[name] for part in gradients if name in part]
             parameter.grad = sum(parts[1:], parts[0].clone()) if parts else None
-        set_learning_rate(self.optimizer, self.spec, step)
-        self.optimizer.step()
+        set_learning_rate(self.optimizers[whose], self.spec, last.step)
+        self.optimizers[whose].step()
         self.versions.append(self.snapshot())
 
 
 def replay(
-    workload: Workload, spec: OptimizerSpec, shares: int, events: Sequence[Event]
+    workload: Workload,
+    spec: OptimizerSpec,
+    shares: int,
+    events: Sequence[Event],
+    by_worker: bool = False,
 ) -> list[Tensors]:
-    """Parameters after 0, 1, ... updates; the global batch is cut into ``shares``.
+    """Parameters after 0, 1, ... updates; the global batch is cut into ``shares``; optimizer state
+    is that of each worker, where ``by_worker``.
 
     Raises:
         ValueError: the events are no history: a gap, a version from the future, a worker that does
-            not exist, or a batch that was applied twice.
+            not exist, a batch that was applied twice, or several workers in an update by state that
+            each has of its own.
     """
     # A worker computes on a model of its own, whose stateful dropout nobody else advances.
     builds = [workload.build_for(0, worker) for worker in range(shares)]
@@ -78,9 +92,11 @@ def replay(
         if event.order == len(updates):
             updates.append([])
         updates[-1].append(event)
+        if by_worker and len(updates[-1]) > 1:
+            raise ValueError(f"update {event.order} is by several workers, each with its own state")
     _require_owners(histories, named)
     owners = [
-        _Owner(spec, {n: named[n] for n in keys or named}, updates)
+        _Owner(spec, {n: named[n] for n in keys or named}, updates, by_worker)
         for keys, updates in histories.items()
     ]
 
@@ -117,7 +133,7 @@ def replay(
                 if key not in known and (made := gradients(*key)) is not None:
                     known[key] = made
             if all((event.worker, event.step) in known for event in update):
-                owner.apply([known[e.worker, e.step] for e in update], update[-1].step)
+                owner.apply([known[e.worker, e.step] for e in update], update[-1])
                 versions.append(snapshot())
                 moved = True
         if not moved:
@@ -173,11 +189,16 @@ def behind(events: Sequence[Event]) -> int:
 
 
 def truth(
-    workload: Workload, spec: OptimizerSpec, fed: Sequence[int], events: Sequence[Event]
+    workload: Workload,
+    spec: OptimizerSpec,
+    fed: Sequence[int],
+    events: Sequence[Event],
+    by_worker: bool = False,
 ) -> Truth:
     """What the judge compares with: ``initial`` and ``final`` parameters, updates, staleness.
 
-    ``events`` are those of all ranks, ``fed`` of how many steps every worker gave gradients.
+    ``events`` are those of all ranks, ``fed`` of how many steps every worker gave gradients;
+    ``by_worker``: optimizer state is each worker's own.
     Without a possible and complete history, ``problem`` says why.
     """
     servers = {event.keys for event in events} or {()}
@@ -190,7 +211,7 @@ def truth(
             text = f"no update by the gradient of worker {worker} in step {step} is reported"
             return Truth(problem=text, updates=len(events))
     try:
-        versions = replay(workload, spec, len(fed), events)
+        versions = replay(workload, spec, len(fed), events, by_worker)
     except ValueError as error:
         return Truth(problem=str(error), updates=len(events))
     stale = max((event.order - event.version for event in events), default=0)

@@ -105,6 +105,7 @@ class Declaration(Capabilities, Stored):
             "emulates": ((self.emulates,), get_args(contract.Emulated)),
             "buffers": ((self.buffers,), get_args(contract.BufferRule)),
             "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
+            "optimizer_state": ((self.optimizer_state,), get_args(contract.OptimizerState)),
             "depth": ((self.depth,), get_args(contract.Depth)),
         }
         for name, (said, known) in words.items():

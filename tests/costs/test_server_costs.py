@@ -54,6 +54,22 @@ def test_messages_of_each_step(options: dict[str, Any], messages: list[int]) -> 
     assert model(**options).control_limit() == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        ({"max_staleness": 2}, [2, 2, 3]),  # the slow one pushes first in step 2
+        ({"order": "burst", "max_staleness": 1}, [1, 3, 3]),
+        ({"dies": {"worker": 0, "turns": 1}}, [1, 2, 2]),  # it pulls, and pushes nothing
+    ],
+)
+def test_state_of_each_worker_is_there_from_its_first_push(
+    options: dict[str, Any], copies: list[int]
+) -> None:
+    own = [model(momentum="by_worker", **options).resident(0, step, step) for step in range(3)]
+    assert [held["optimizer_state"] // (8 * 13) for held in own] == copies
+    assert model(**options).resident(0, 2, 2)["optimizer_state"] == 8 * 13
+
+
 @pytest.mark.parametrize("order", ["slow", "burst"])
 def test_one_worker_is_met_in_every_step(order: str) -> None:
     assert sent(2, order=order) == [2] * 6
@@ -87,5 +103,6 @@ def test_a_server_holds_what_it_owns_and_a_worker_everything() -> None:
     worker = two.resident(2, 1, 1)
     assert (worker["parameters"], worker["gradients"], worker["optimizer_state"]) == (144, 104, 0)
     assert dict(two.local(1).parameters) == {"b": 4, "c": 3} and not two.local(2).parameters
+    assert model(servers=2, order=[0, 1]).why_not_measured()
     dead = model(servers=2, dies={"worker": 0, "turns": 0})
     assert dead.resident(2, 1, 1)["gradients"] == 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardproof.contract import Batch, Build, Kind, OptimizerSpec, Piece
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import gpt
-from shardproof.impls.reference.async_sgd import Message, ReferenceAsyncSGD, Server, pack
+from shardproof.impls.reference.async_sgd import Message, Options, ReferenceAsyncSGD, Server, pack
 from shardproof.impls.reference.parts.turns import Death, Turn, Turns, in_turn
 
 mutant = declare.family(
@@ -136,6 +136,32 @@ class WaitsForTheDead(Server):
     def settle(self, turn: Turn) -> None:
         if len(self.kept) == self.workers:
             self.update(turn.step)
+
+
+@mutant(
+    "server_momentum_of_the_last_worker",
+    options={"max_staleness": 2, "momentum": "by_worker"},
+)
+class MomentumOfTheLastWorker(Server):
+    """A worker's gradient goes into the momentum of whoever came before it."""
+
+    def update(self, step: int) -> None:
+        self.optimizers = self.optimizers[1:] + self.optimizers[:1]
+        super().update(step)
+
+
+@mutant(
+    "server_one_momentum_for_all",
+    options={"max_staleness": 2, "momentum": "by_worker"},
+)
+class OneMomentumForAll(Server):
+    """The option has no effect: all workers share one momentum."""
+
+    def __init__(
+        self, owns: Mapping[str, Tensor], spec: OptimizerSpec, workers: int, options: Options
+    ) -> None:
+        super().__init__(owns, spec, workers, options)
+        self.optimizers = self.optimizers[:1]
 
 
 @mutant("server_torn_read", zoo=("G13",))

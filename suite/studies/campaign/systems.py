@@ -124,9 +124,12 @@ def whole_nodes(setup: Setup) -> bool:
 
 
 def somebody_works(setup: Setup) -> bool:
-    """Of parameter servers: somebody is left to work, and what is in turn is never stale."""
+    """Of parameter servers: somebody is left to work, what is in turn is never stale, and what is
+    never stale has no state by worker.
+    """
     in_turn, dies = setup.options["order"] == "in_turn", bool(setup.options["dies"])
-    return setup.coordinates > dies and not (in_turn and setup.options["max_staleness"])
+    by_worker, stale = setup.options["momentum"] == "by_worker", setup.options["max_staleness"] > 0
+    return setup.coordinates > dies and not (in_turn and stale) and (stale or not by_worker)
 
 
 def of_fsdp(setup: Setup) -> bool:
@@ -319,6 +322,7 @@ _SERVES: Choices = {
     "max_staleness": (0, 1, 2),
     "servers": (1, 2, 3),
     "order": ("in_turn", "slow", "burst", "all_orders", [0, 0, 0, 0, 0]),
+    "momentum": ("shared", "shared", "by_worker"),
     "dies": (None, None, {"worker": 0, "turns": 3}, {"worker": 1, "turns": 4}),
 }
 _STATE: Choices = {"offload": ("none", "none", "optimizer")}
