@@ -763,3 +763,61 @@ class Sampling(Untrained):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where ranks, perhaps another number of them, told ``state``; after ``start``."""
         raise Refused(f"{type(self).__name__} has no load_state")
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When training ends, as data; ranks apply it together, by a vote after each evaluation.
+
+    The metric of a vote is that of all data, ``sum(weight * metric) / sum(weight)`` over ranks; a
+    rank without data has weight 0, and what it measured counts for nothing.  A vote is better than
+    the best one before by a metric that is lower (``best``) by more than ``min_delta``; one whose
+    metric is not finite is never better.
+
+    Training ends with the first vote in which a rank asks for it, whose metric is as good as
+    ``target``, which is the ``patience``-th in a row that was no better, which is number
+    ``budget``, or whose metric is not finite where ``not_finite`` is ``stop`` (0 and ``None``: not
+    so).
+    """
+
+    best: Literal["lowest", "highest"] = "lowest"
+    patience: int = 0
+    min_delta: float = 0.0
+    target: float | None = None
+    budget: int = 0
+    not_finite: Literal["count", "stop"] = "count"
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What a vote came to, the same on all ranks.
+
+    ``ends``: training is over.  ``best``: the step of the best vote so far, whose checkpoint is the
+    one to keep; ``None``: none had a finite metric.  ``metric``: of this vote; ``why`` it ends.
+    """
+
+    ends: bool
+    best: int | None
+    metric: float
+    why: str = ""
+
+
+class Stopping(Untrained):
+    """What decides when training ends, and which checkpoint was the best; judged by itself.
+
+    The check ``stopping`` makes it vote, in cases whose workload is ``votes``.
+    """
+
+    strategy = "stopping"
+    about, workload = "decides when to stop", "votes"
+
+    @abstractmethod
+    def start(self, rule: StopRule, mesh: Mesh, options: Options) -> None:
+        """Apply ``rule`` over all ranks of ``mesh``; the first call on an object."""
+
+    @abstractmethod
+    def vote(self, step: int, metric: float, weight: float, asks: bool = False) -> Ruling:
+        """After the evaluation at ``step``: this rank's metric, of data that weigh ``weight``.
+
+        A collective call.  ``asks``: this rank has to stop, whatever the metric (its time is over).
+        """

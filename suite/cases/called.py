@@ -1,4 +1,4 @@
-"""Cases that train nothing: collectives that are called, samplers that are asked.
+"""Cases that train nothing: collectives that are called, samplers that are asked, ranks that vote.
 
 A run of workload ``epochs`` has several legs: the ranks of each get what those before told.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from shardproof import backends, tensor_bytes
 from shardproof.cases.calls import CallsProgram
 from shardproof.cases.samples import SamplesProgram
+from shardproof.cases.voting import VotingProgram
 from shardproof.contract import Collectives, Implementation
 from shardproof.evidence.account import Account
 from shardproof.evidence.assembled import Evidence
@@ -21,7 +22,7 @@ from shardproof.evidence.records import RankRecord, WorkloadFacts
 from shardproof.launch.rank_process import Program
 from shardproof.launch.ranks import Kept, RankOutcome, root_cause
 from shardproof.oracle.truth import Truth
-from shardproof.workloads import calls, epochs
+from shardproof.workloads import calls, epochs, votes
 
 
 def run_called(
@@ -41,8 +42,11 @@ def run_called(
         """The records of the ranks; none where one broke."""
         # A kept world of MPI has as many ranks as the case.
         own = None if world != case.world and backends.BACKENDS[case.backend].mpirun else kept
+        own = own if case.fault is None else None
         limits: dict[str, Any] = {"memory_bytes": int(case.memory_gib * 2**30)}
         limits |= {} if own is None else {"kept": own}
+        if case.fault is not None:
+            limits["disturbances"] = backends.disturbances_of((), case.fault)
         launch = case.backend, world, program, folder, case.deadline, case.ledgers
         outcomes = account.outcomes = run(*launch, **limits)
         account.timings["ranks"] = time.monotonic() - began
@@ -61,6 +65,8 @@ def run_called(
             account.cannot_fit = f"{case.system} offers no {operation} of these layouts"
             return None
         legs.append(launched(CallsProgram(case, cells), case.world, workdir))
+    elif case.workload.name == votes.NAME:
+        legs.append(launched(VotingProgram(case), case.world, workdir))
     else:
         for leg, mesh in enumerate(epochs.meshes(case)):
             folder = workdir / f"leg{leg}"

@@ -29,7 +29,7 @@ from shardproof.cases.call_buffers import (
     reduced,
     shape_of,
 )
-from shardproof.checks.collectives import DIFFERS, RAISED
+from shardproof.checks.untrained.collectives import DIFFERS, RAISED
 from shardproof.comm import ANY, Call, Recv, Send
 from shardproof.contract import Collectives
 from shardproof.evidence.records import ComparisonRow, RankRecord

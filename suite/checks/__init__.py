@@ -31,11 +31,13 @@ GENERAL = (
 )
 #: Checks of something that the scenario names under ``expect``, or of what it plans.
 EXPECTED = ("refusals", "relations", "checkpoint", "faults")
-#: The checks of workloads that train nothing (``calls``, ``epochs``): no other applies there.
-OF_UNTRAINED = ("collectives", "data")
+#: The checks of workloads that train nothing (``calls``, ``epochs``, ``votes``): of others only
+#: ``faults`` applies there.
+OF_UNTRAINED = ("collectives", "data", "stopping")
 #: Every check and the module that holds it.
 CHECKS: dict[str, str] = {
-    name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED, *OF_UNTRAINED)
+    **{name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED)},
+    **{name: f"shardproof.checks.untrained.{name}" for name in OF_UNTRAINED},
 }
 
 

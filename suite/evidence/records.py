@@ -134,6 +134,18 @@ class Drawn(Stored):
     moved: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Voted(Stored):
+    """What a rank was told in vote ``step`` of a script (workload ``votes``): whether training is
+    over, and the step of the best checkpoint so far.
+    """
+
+    script: int
+    step: int
+    ends: bool
+    best: int | None
+
+
 @dataclass
 class RankRecord(Stored):
     """What one rank did and held in one case.
@@ -143,8 +155,8 @@ class RankRecord(Stored):
     a common step.  ``unmatched``: pieces that lie in no storage of the rank.  ``full_state``:
     parameters as the system gathers them; ``None``, like ``evaluation``: refused, or not asked.
     ``calls``: the calls that it judged, of workload ``calls``; ``drawn``: what its sampler gave, of
-    workload ``epochs``; the account leaves both out.  ``loaded``: of a run that goes on from a
-    checkpoint.
+    workload ``epochs``; ``voted``: of workload ``votes``; the account leaves all three out.
+    ``loaded``: of a run that goes on from a checkpoint.
     """
 
     rank: int
@@ -164,6 +176,7 @@ class RankRecord(Stored):
     full_state: Mapping[str, TensorDigest] | None = None
     calls: list[ComparisonRow] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
+    voted: list[Voted] = field(default_factory=list)
     loaded: Loaded | None = None
 
     def calls_of(self, step: int) -> list[Call]:
@@ -191,7 +204,7 @@ class RankRecord(Stored):
         steps = [
             replace(step, observed={point: {} for point in step.observed}) for step in self.steps
         ]
-        return replace(self, initial={}, final={}, steps=steps, calls=[], drawn=[])
+        return replace(self, initial={}, final={}, steps=steps, calls=[], drawn=[], voted=[])
 
     def to_dict(self) -> dict[str, Any]:
         """The stored form, in which the declaration is called ``capabilities``."""

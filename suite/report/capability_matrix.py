@@ -68,6 +68,7 @@ CAPABILITIES: dict[str, str] = {
     "refusals": "what cannot be done is refused by a sentence that says so",
     "collectives": "every call of a backend gives the right elements, and touches no others",
     "data": "every sample once an epoch, in another order, also resumed on other ranks",
+    "stopping": "all ranks end training at once, on the same best checkpoint",
     "faults": "a rank that dies, hangs or errs is named",
 }
 
@@ -76,7 +77,8 @@ BY_CHECK: dict[str, tuple[str, ...]] = {
     "numbers": ("equivalence", "replicas", "norm", "relations"),
     **{name: (name,) for name in ("traffic", "memory", "active", "overlap", "schedule")},
     "compression": ("compression",),
-    **{name: (name,) for name in ("checkpoint", "refusals", "collectives", "data", "faults")},
+    **{name: (name,) for name in ("checkpoint", "refusals", "collectives", "data", "stopping")},
+    "faults": ("faults",),
 }
 
 #: Capabilities that a case trains with if its workload has one of these traits.

@@ -241,7 +241,8 @@ class _Expansion:
             )
         for name, each in untrained.BY_NAME.items():
             asked = each is called
-            if asked != (each.check in checks) or (asked and len(checks) > 1):
+            also = {"faults"} if each.has_steps else set()
+            if asked != (each.check in checks) or (asked and {*checks} - also != {each.check}):
                 yield (
                     ["checks"],
                     f"workload {name} and the check `{each.check}` belong together",

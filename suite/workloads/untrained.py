@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof.case import WorkloadSpec
-from shardproof.contract import Collectives, Sampling
-from shardproof.workloads import calls, epochs
+from shardproof.contract import Collectives, Sampling, Stopping
+from shardproof.workloads import calls, epochs, votes
 from shardproof.workloads.knobs import Params
 
 
@@ -17,18 +17,23 @@ class OfItsOwn:
     """A workload that trains no model.
 
     ``system``: the kind of :class:`~shardproof.contract.Untrained` that it is for; ``check``: the
-    only one; ``lacks``: why another system has no such case; ``resolve``: all its knobs.
+    only one; ``lacks``: why another system has no such case; ``resolve``: all its knobs;
+    ``has_steps``: fault plans may name them.
     """
 
     system: type[Any]
     check: str
     lacks: str
     resolve: Callable[[WorkloadSpec], Params]
+    has_steps: bool = False
 
 
 BY_NAME = {
     calls.NAME: OfItsOwn(Collectives, "collectives", "offers no collectives", calls.resolve),
     epochs.NAME: OfItsOwn(Sampling, "data", "is no sampler", epochs.resolve),
+    votes.NAME: OfItsOwn(
+        Stopping, "stopping", "does not decide when to stop", votes.resolve, has_steps=True
+    ),
 }
 _BY_STRATEGY = {own.system.strategy: own for own in BY_NAME.values()}
 

@@ -14,7 +14,7 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.cases import call_buffers, large_call
 from shardproof.cases.kills import pair
 from shardproof.cases.runner import run_cases
-from shardproof.checks import collectives
+from shardproof.checks.untrained import collectives
 from shardproof.comm import Call
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence.records import ComparisonRow

@@ -18,7 +18,8 @@ from shardproof import registry
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.kills import pair
 from shardproof.cases.samples import SamplesProgram
-from shardproof.checks import Outcome, data
+from shardproof.checks import Outcome
+from shardproof.checks.untrained import data
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence.records import ComparisonRow, Drawn, RankRecord
 from shardproof.workloads import epochs

@@ -87,7 +87,7 @@ TAKEN: dict[str, Any] = {
     "deepspeed/pipeline": deepspeed_pipeline.Options,
     "ecosystem/fairscale_sharded_ddp": fairscale_sharded_ddp.Options,
 }
-WITHOUT = {"plain", "pytorch/collectives", "reference/sampler"}
+WITHOUT = {"plain", "pytorch/collectives", "reference/sampler", "reference/stopping"}
 WITHOUT |= {"pytorch/elastic_distributed_sampler"}
 WITHOUT |= {name for name in registry.names() if name.startswith("ecosystem/")} - {*TAKEN}
 

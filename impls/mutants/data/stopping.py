@@ -1,0 +1,179 @@
+"""Faults of stopping together: who decides, by which numbers, and which checkpoint was the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardproof.case import WorkloadSpec
+from shardproof.contract import Ruling, StopRule
+from shardproof.impls.mutants import declare
+from shardproof.impls.reference.parts.consensus import Consensus, Count, Vote
+from shardproof.impls.reference.stopping import ReferenceStopping
+
+#: What names a fault: who is told what, or where training ends.
+PARTED = r"rank.* ends? training at vote \d+, rank.* goe?s? on"
+BEST = r"different best checkpoints at vote \d+"
+LATE, EARLY = r"all ranks go on after vote \d+", r"all ranks end training at vote \d+"
+OTHER_BEST = r"all ranks have the checkpoint of step .* for the best"
+
+
+def of(**knobs: Any) -> Mapping[str, Any]:
+    """A case of the workload ``votes``."""
+    return {"workload": WorkloadSpec("votes", params=knobs)}
+
+
+mutant = declare.family(
+    ReferenceStopping,
+    mesh={"replicate": 3},
+    killed_by=("stopping",),
+    lane="bitwise",
+    steps=0,
+    **of(),
+)
+
+
+@mutant("stopping_without_a_vote", says=f"{PARTED}|{BEST}", zoo=("G21",))
+class WithoutAVote(Consensus):
+    """Every rank decides by its own numbers."""
+
+    def exchange(self, vote: Vote) -> list[Vote]:
+        return [vote]
+
+
+@mutant("stopping_by_the_highest_metric", says=f"{LATE}|{EARLY}|{OTHER_BEST}")
+class ByTheHighestMetric(Consensus):
+    """The metric is the largest of all ranks', not their mean."""
+
+    def metric(self, votes: Sequence[Vote]) -> float:
+        return max(vote.weighted / vote.weight for vote in votes)
+
+
+@mutant("stopping_weighs_ranks_alike", says=f"{LATE}|{EARLY}|{OTHER_BEST}")
+class WeighsRanksAlike(Consensus):
+    """The mean of the ranks' means: a rank with little data counts as much as one with most."""
+
+    def metric(self, votes: Sequence[Vote]) -> float:
+        return sum(vote.weighted / vote.weight for vote in votes) / len(votes)
+
+
+@mutant(
+    "stopping_ignores_nan_of_one_rank",
+    says=f"{LATE}|{EARLY}|{OTHER_BEST}",
+    **of(not_finite="count"),
+)
+class IgnoresNanOfOneRank(Consensus):
+    """The mean is of those whose metric is a number, as if a rank that diverges had no data."""
+
+    def metric(self, votes: Sequence[Vote]) -> float:
+        return super().metric([vote for vote in votes if math.isfinite(vote.weighted)])
+
+
+@mutant("stopping_stops_where_nan_is", says=PARTED, **of(not_finite="stop"))
+class StopsWhereNanIs(Consensus):
+    """A rank whose own metric is NaN stops; the others are not told."""
+
+    def vote(self, step: int, metric: float, weight: float, asks: bool = False) -> Ruling:
+        ruling = super().vote(step, metric, weight, asks)
+        told = math.isfinite(ruling.metric) or not math.isfinite(metric)
+        return replace(ruling, ends=ruling.ends and told)
+
+
+@mutant("stopping_keeps_its_own_best", says=BEST, zoo=("G22",))
+class KeepsItsOwnBest(Consensus):
+    """All end together, but each rank keeps the checkpoint that was best on its own data."""
+
+    def __init__(self, rule: StopRule, comm: Any) -> None:
+        super().__init__(rule, comm)
+        self.own = Count(rule)
+
+    def vote(self, step: int, metric: float, weight: float, asks: bool = False) -> Ruling:
+        ruling = super().vote(step, metric, weight, asks)
+        return replace(ruling, best=self.own.take(step, metric, asks).best)
+
+
+@mutant("stopping_counts_patience_alone", says=PARTED)
+class CountsPatienceAlone(Consensus):
+    """The best is that of all, but a rank's patience is with its own metric."""
+
+    def __init__(self, rule: StopRule, comm: Any) -> None:
+        super().__init__(rule, comm)
+        self.own = Count(rule)
+
+    def vote(self, step: int, metric: float, weight: float, asks: bool = False) -> Ruling:
+        ends = self.own.take(step, metric, asks).ends
+        return replace(super().vote(step, metric, weight, asks), ends=ends)
+
+
+@mutant(
+    "stopping_without_data_votes_zero",
+    says=EARLY,
+    **of(without_data=True, patience=0, target=6),
+)
+class WithoutDataVotesZero(Consensus):
+    """A rank without data tells a metric of 0 that counts, which pulls the mean down to the target."""
+
+    def cast(self, step: int, metric: float, weight: float, asks: bool) -> Vote:
+        return super().cast(step, metric, weight, asks) if weight else Vote(step, 0.0, 64.0, asks)
+
+
+@mutant(
+    "stopping_without_data_votes_nan",
+    says=f"{EARLY}|{OTHER_BEST}",
+    **of(without_data=True),
+)
+class WithoutDataVotesNan(Consensus):
+    """A rank without data tells 0 times its metric, which is NaN and makes everybody's so."""
+
+    def cast(self, step: int, metric: float, weight: float, asks: bool) -> Vote:
+        return Vote(step, weight * metric, weight, asks)
+
+
+@mutant("stopping_is_patient_once_more", says=LATE)
+class IsPatientOnceMore(Count):
+    """Training ends with the vote after the one that is the last without gain."""
+
+    def why_it_ends(self, metric: float, asks: bool) -> str:
+        self.without_gain -= 1
+        why = super().why_it_ends(metric, asks)
+        self.without_gain += 1
+        return why
+
+
+@mutant("stopping_counts_a_tie_as_gain", says=f"{LATE}|{OTHER_BEST}")
+class CountsATieAsGain(Count):
+    """A metric that equals the best one is better."""
+
+    def is_better(self, metric: float) -> bool:
+        return super().is_better(metric) or metric == self.best
+
+
+@mutant("stopping_budget_off_by_one", says=EARLY, **of(patience=0, budget=6))
+class BudgetOffByOne(Count):
+    """Votes are counted from 0, so that the budget is spent one vote too early."""
+
+    def why_it_ends(self, metric: float, asks: bool) -> str:
+        self.votes += 1
+        why = super().why_it_ends(metric, asks)
+        self.votes -= 1
+        return why
+
+
+@mutant("stopping_hears_its_own_clock", says=PARTED, **of(asks=True))
+class HearsItsOwnClock(Consensus):
+    """A rank whose time is over stops; the others are not told."""
+
+    def exchange(self, vote: Vote) -> list[Vote]:
+        votes = super().exchange(vote)
+        return [other._replace(asks=vote.asks) for other in votes]
+
+
+@mutant("stopping_reaches_its_own_target", says=PARTED, **of(patience=0, target=8))
+class ReachesItsOwnTarget(Consensus):
+    """A rank ends training when its own metric reaches the target."""
+
+    def vote(self, step: int, metric: float, weight: float, asks: bool = False) -> Ruling:
+        ruling, own = super().vote(step, metric, weight, asks), Count(self.count.rule)
+        return replace(ruling, ends=own.take(step, metric, asks).ends)

@@ -1,0 +1,163 @@
+"""All ranks end training at one vote, on one best checkpoint, and as the rule says.
+
+Judged in cases of workload ``votes``: ranks vote on scripts of metrics
+(``suite/workloads/votes.py``) and note after each vote whether training is over, and which
+checkpoint is the best.  First they are compared with each other, then with the rule (``StopRule``
+in ``suite/contract.py``), applied here to all numbers in one place.  Equality, tolerance 0: the
+scripts' sums and means are exact.
+
+Power: a script tells nothing if every rank, deciding by its own number, would come to the same end.
+Such scripts count as not tested, and where there are no others nothing is decided.
+
+*Cannot see* what a training loop does with a ruling, or metrics that are no mean over data.  What
+becomes of ranks whose peer dies in a vote is the check ``faults``'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardproof.backends.errors import name_ranks
+from shardproof.checks import Outcome
+from shardproof.contract import StopRule
+from shardproof.evidence.assembled import Evidence, Figures
+from shardproof.evidence.records import ComparisonRow, Voted
+from shardproof.workloads import votes
+from shardproof.workloads.votes import Cast, Script
+
+
+class Right(NamedTuple):
+    """What is right after a vote: whether training is over, the step of the best, the metric."""
+
+    ends: bool
+    best: int | None
+    metric: float
+
+
+def measure(evidence: Evidence) -> list[ComparisonRow]:
+    """Two rows a script, on the end and on the best checkpoint, with what is wrong."""
+    if not evidence.records or not evidence.records[0].voted:
+        return []
+    case, rows = evidence.case, []
+    rule = votes.rule(votes.resolve(case.workload))
+    for number, script in enumerate(votes.scripts(case.workload, case.world)):
+        told = [[v for v in record.voted if v.script == number] for record in evidence.records]
+        right = list(rulings(rule, script))
+        tested = case.world == 1 or any(_differ(own, right) for own in alone(rule, script))
+        where, last = f"script {number}", len(right) - 1
+        for name, problem in (("end", _end(told, right)), ("best", _best(told, right))):
+            text = f"{where}: {problem}" if problem else ""
+            error = float(bool(problem))
+            row = ComparisonRow(last, where, name, "all ranks", error, 0.0, tested, problem=text)
+            rows.append(row)
+    return rows
+
+
+def decide(figures: Figures) -> Outcome:
+    """By the rows alone."""
+    rows = figures.compared.get("stopping", [])
+    if not rows:
+        return Outcome("stopping", "skip", "nobody voted: it judges workload votes only")
+    wrong = [row for row in rows if row.problem]
+    untested = sorted({row.phase for row in rows if not row.tested})
+    numbers = {"comparisons": len(rows), "wrong": len(wrong), "not_tested": untested}
+    if wrong:
+        more = f" (and {len(wrong) - 1} more of {len(rows)} comparisons)" if len(wrong) > 1 else ""
+        return Outcome("stopping", "fail", wrong[0].problem + more, figures=numbers)
+    if not any(row.tested for row in rows):
+        what = "every rank alone comes to the end of all: give more scripts or votes"
+        return Outcome("stopping", "undecidable", what, figures=numbers)
+    return Outcome("stopping", "pass", f"{len(rows)} comparisons", figures=numbers)
+
+
+def rulings(rule: StopRule, script: Script) -> Iterator[Right]:
+    """What is right after each vote of a script, up to the end."""
+    metrics = [_mean(casts) for casts in script]
+    gains: list[int] = []  # the votes that were better than the best before them
+    for step, metric in enumerate(metrics):
+        if _is_gain(rule, metric, metrics[gains[-1]] if gains else None):
+            gains.append(step)
+        since = step - gains[-1] if gains else step + 1
+        over = (
+            any(cast.asks for cast in script[step])
+            or (rule.not_finite == "stop" and not math.isfinite(metric))
+            or (rule.target is not None and _reaches(rule, metric, rule.target))
+            or 0 < rule.patience <= since
+            or step + 1 == rule.budget
+        )
+        yield Right(over, gains[-1] if gains else None, metric)
+        if over:
+            return
+
+
+def alone(rule: StopRule, script: Script) -> Iterator[list[Right]]:
+    """What each rank would be told by its own numbers."""
+    for rank in range(len(script[0])):
+        yield list(rulings(rule, [[casts[rank]] for casts in script]))
+
+
+def _differ(one: Sequence[Right], other: Sequence[Right]) -> bool:
+    """Whether they end elsewhere, or on another checkpoint."""
+    return (len(one), one[-1].ends, one[-1].best) != (len(other), other[-1].ends, other[-1].best)
+
+
+def _mean(casts: Sequence[Cast]) -> float:
+    """Over all data; infinities of both signs have none."""
+    counted = [cast for cast in casts if cast.weight]
+    weight = sum(cast.weight for cast in counted)
+    return sum(cast.weight * cast.metric for cast in counted) / weight if weight else math.nan
+
+
+def _is_gain(rule: StopRule, metric: float, best: float | None) -> bool:
+    if not math.isfinite(metric) or best is None:
+        return math.isfinite(metric)
+    less, more = (metric, best) if rule.best == "lowest" else (best, metric)
+    return more - less > rule.min_delta
+
+
+def _reaches(rule: StopRule, metric: float, target: float) -> bool:
+    return metric <= target if rule.best == "lowest" else metric >= target
+
+
+# ---------------------------------------------------------------------------------- what is wrong
+
+
+def _end(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
+    """What is wrong with the vote at which ranks end."""
+    for step, ruled in enumerate(right):
+        ends = [rank for rank, own in enumerate(told) if own[step].ends]
+        go_on = [rank for rank in range(len(told)) if rank not in ends]
+        if ends and go_on:
+            return (
+                f"{name_ranks(ends)} {_s(ends, 'ends', 'end')} training at vote {step}, "
+                f"{name_ranks(go_on)} {_s(go_on, 'goes', 'go')} on"
+            )
+        if ends and not ruled.ends:
+            return f"all ranks end training at vote {step}, where the rule goes on"
+        if go_on and ruled.ends:
+            return f"all ranks go on after vote {step}, at which the rule ends training"
+    return ""
+
+
+def _best(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
+    """What is wrong with the checkpoint that ranks have for the best, at the first such vote."""
+    for step in range(min(len(right), *map(len, told))):
+        bests = [own[step].best for own in told]
+        if len({*bests}) > 1:
+            other = next(rank for rank, best in enumerate(bests) if best != bests[0])
+            return (
+                f"ranks 0 and {other} have different best checkpoints at vote {step}: those of "
+                f"steps {bests[0]} and {bests[other]}"
+            )
+        if bests[0] != right[step].best:
+            return (
+                f"all ranks have the checkpoint of step {bests[0]} for the best at vote {step}, "
+                f"it is that of step {right[step].best}"
+            )
+    return ""
+
+
+def _s(ranks: Sequence[int], one: str, several: str) -> str:
+    return one if len(ranks) == 1 else several
