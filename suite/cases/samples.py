@@ -1,7 +1,8 @@
 """What one rank does in a case of workload ``epochs``: ask its sampler, note what it gives.
 
-Nothing is judged here: ``checks/untrained/data.py`` compares what the ranks noted.  Global generators differ
-from rank to rank, as they do in training, so a sampler that draws from them shows.
+Nothing is judged here: ``checks/untrained/data.py`` compares what the ranks noted.  Global
+generators differ from rank to rank, as they do in training, so a sampler that draws from them
+shows.
 """
 
 from __future__ import annotations

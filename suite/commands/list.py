@@ -36,18 +36,19 @@ def backends() -> Entries:
 
 
 def scenarios() -> Entries:
-    """Scenarios of the default folder and why each exists; timed ones as folder/name."""
+    """Scenarios of the default folder and why each exists; others as folder/name."""
     from shardproof.scenarios import source
-    from shardproof.scenarios.load import default_folder, find, timed_files
+    from shardproof.scenarios.load import default_folder, find, timed_files, trained_files
 
     folder = default_folder()
     files = find([str(folder)])
     judged = [(file.name, " ".join(file.scenario.about.split())) for file in files]
-    timed = []
-    for path in timed_files(folder):
+    others = dict.fromkeys(timed_files(folder), "timed by `shardproof bench`")
+    others |= dict.fromkeys(trained_files(folder), "trained by `shardproof study convergence`")
+    for path, by in others.items():
         about = " ".join(str(source.read(path).plain().get("about", "")).split())
-        timed.append((f"{path.parent.name}/{path.stem}", f"timed by `shardproof bench`: {about}"))
-    return judged + timed
+        judged.append((f"{path.parent.name}/{path.stem}", f"{by}: {about}"))
+    return judged
 
 
 def mutants() -> Entries:

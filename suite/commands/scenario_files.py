@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def check_scenario(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="scenario files")],
 ) -> None:
-    """Check scenario files, timed ones too: every fault with its file, line, value and remedy.
+    """Check scenario files of all kinds: every fault with its file, line, value and remedy.
 
     Systems are asked whether they take the options; those of a user's own are loaded for that.
 
@@ -30,7 +30,7 @@ def check_scenario(
     shardproof check-scenario scenarios/conformance/*.yaml
     shardproof check-scenario scenarios/scaling/strong.yaml
     """
-    from shardproof.scenarios.load import load, load_all, timed
+    from shardproof.scenarios.load import load, load_all, timed, trained
     from shardproof.scenarios.matrix import expand
     from shardproof.scenarios.vocabulary import installed
 
@@ -41,6 +41,9 @@ def check_scenario(
         try:
             if kind := timed(path):
                 echo(_timed(path, kind))
+                continue
+            if trained(path):
+                echo(_trained(path))
                 continue
             file = load(path)
             cases = expand(file, installed())
@@ -93,6 +96,15 @@ def _require_taken(cases: Sequence[Case]) -> None:
         raise SelectionError(problems)
 
 
+def _trained(path: Path) -> str:
+    """What a convergence scenario without faults holds."""
+    from shardproof.studies.convergence import plan
+
+    (study,) = plan.read([path])
+    count, seeds = number(len(study.methods), "method"), number(len(study.dense.runs), "seed")
+    return f"{path}: {study.name}, {count} trained to a target, {seeds}"
+
+
 def _timed(path: Path, kind: str) -> str:
     """What a timed scenario without faults holds."""
     if kind == "speed":
@@ -107,8 +119,11 @@ def _timed(path: Path, kind: str) -> str:
 
 def schema(
     shape: Annotated[
-        Literal["scenario", "speed", "scaling"],
-        typer.Argument(metavar="SHAPE", help="scenario, or one for `bench`: speed, scaling"),
+        Literal["scenario", "speed", "scaling", "convergence"],
+        typer.Argument(
+            metavar="SHAPE",
+            help="scenario, one for `bench` (speed, scaling), or for `study convergence`",
+        ),
     ] = "scenario",
 ) -> None:
     """Print the JSON Schema of scenario files, for editors.
@@ -128,4 +143,8 @@ def schema(
         from shardproof.bench.scaling.matrix import ScalingScenario
 
         model = ScalingScenario
+    elif shape == "convergence":
+        from shardproof.studies.convergence.plan import ConvergenceScenario
+
+        model = ConvergenceScenario
     echo(json.dumps(json_schema(model, shape), indent=2))

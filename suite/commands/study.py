@@ -26,6 +26,7 @@ studies = typer.Typer(
     shardproof study backends                   equal bits and CPU seconds on gloo and mpi?
     shardproof study autopsies                  are hangs told right, and only where there are some?
     shardproof study checkpoints 300            random clean saves, loads, reshapes: does any fail?
+    shardproof study convergence                do lossy and stale methods train as well?
     """,
 )
 
@@ -231,3 +232,50 @@ def autopsies(
         raise SelectionError(Problem("nothing to run", "give --plans or --clean", "0"))
     with study.busy_cores():
         run.run_and_exit(cases, budget, jobs, results)
+
+
+@studies.command(short_help="Do lossy, local and stale methods reach a target as soon?")
+def convergence(
+    scenario: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SCENARIO]...", help="files or names [scenarios/convergence]"),
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", metavar="M", help="only this one; repeatable")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", metavar="N", min=2, help="so many [the file's]")
+    ] = None,
+    jobs: options.Jobs = None,
+    out: Annotated[
+        Path | None, options.output("--out", "write the page here, its drawings beside it")
+    ] = None,
+    records: Annotated[
+        Path | None, options.output("--records", "keep the losses of all trainings (JSON)")
+    ] = None,
+    again: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="judge these records, train nothing"),
+    ] = None,
+) -> None:
+    """Train methods to a target loss beside dense synchronous training, with the same seeds.
+
+    Compressors, local SGD and asynchronous SGD do not promise the same numbers; this asks what that
+    costs. A method is non-inferior if it needs at most `margin` times the steps of the dense
+    system, by the 95 % interval of a paired t over seeds. A scenario says what it expects of each
+    method, and plants faults that equality cannot see.
+
+    \b
+    shardproof study convergence -j 1 --out convergence.md --records convergence.json
+    shardproof study convergence digits --method reference/ddp+topk1 --seeds 4
+    shardproof study convergence --from convergence.json --out convergence.md
+
+    Exit codes: 0 every method is what its scenario expects, 1 one is not, 2 bad input, 3 dense
+    training misses the target, or ranks broke.
+    """
+    from shardproof.studies import convergence as study
+    from shardproof.studies.convergence import plan
+
+    chosen = plan.read(plan.files(scenario or ()), seeds)
+    chosen = [one.only(method or ()) for one in chosen]
+    raise typer.Exit(study.run(chosen, jobs or cores(), out, records, again))

@@ -577,7 +577,7 @@ OTHERS = (
     *("backends", "algorithms", "large", "memory-ratios", "bubble", "wide"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
-    "samplers",
+    *("samplers", "stopping"),
     "compression",
     *("local", "async"),
 )

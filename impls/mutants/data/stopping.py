@@ -113,7 +113,7 @@ class CountsPatienceAlone(Consensus):
     **of(without_data=True, patience=0, target=6),
 )
 class WithoutDataVotesZero(Consensus):
-    """A rank without data tells a metric of 0 that counts, which pulls the mean down to the target."""
+    """A rank without data tells a metric of 0 that counts, and pulls the mean to the target."""
 
     def cast(self, step: int, metric: float, weight: float, asks: bool) -> Vote:
         return super().cast(step, metric, weight, asks) if weight else Vote(step, 0.0, 64.0, asks)

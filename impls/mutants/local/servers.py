@@ -89,6 +89,23 @@ class IgnoresTheBound(Turns):
         return True
 
 
+@mutant("server_answers_from_a_cache", says="3 steps behind, max_staleness allows 1", zoo=("G14",))
+class AnswersFromACache(Server):
+    """Pulls are answered from a copy that is made anew after 64 updates.
+
+    The version that it tells is right: with a bound that is large enough every number is the one of
+    a replay, and only the way to a target shows what staleness costs.
+    """
+
+    cached: Tensor | None = None
+    since = 0
+
+    def answer(self) -> Tensor:
+        if self.cached is None or self.version - self.since >= 64:
+            self.cached, self.since = super().answer(), self.version
+        return self.cached.clone()
+
+
 @mutant("server_waits_for_all", says="no gradient was ever stale", zoo=("G14",))
 class WaitsForAll(Turns):
     """The bound has no effect but to be 0: every pull waits for all workers."""

@@ -1,0 +1,152 @@
+"""Do methods that promise other numbers still train as well?  ``shardproof study convergence``.
+
+Every method of a scenario trains to a target loss with the same seeds as dense synchronous
+training, and is judged by the steps that it needs (``judge.py``).  Equality sees nothing of this: a
+residual that is dropped, or a gradient that is ever so stale, is repeated faithfully by an oracle
+that is told of it, and yet the target is missed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shardproof import verdicts
+from shardproof.errors import Problem, SelectionError
+from shardproof.files import from_plain, to_plain, write_whole
+from shardproof.launch.pool import Pool
+from shardproof.report.drawings import bands
+from shardproof.studies.convergence import page
+from shardproof.studies.convergence.judge import Judged, judge
+from shardproof.studies.convergence.plan import Method, Study
+from shardproof.studies.convergence.training import Run, Trained, train
+
+#: Method -> how it ended with each seed.
+Ends = Mapping[str, Sequence[Trained]]
+#: Trains some runs; the ends come in any order, each with its key.
+Trainer = Callable[[Sequence[tuple[str, Run]]], Iterator[tuple[str, Trained]]]
+
+
+def trained(study: Study, trainer: Trainer) -> Ends:
+    """Train everything that ``study`` asks for."""
+    every = [study.dense, *study.methods]
+    keys = {f"{m.name}#{seed}": (m, seed) for m in every for seed in range(len(m.runs))}
+    ends: dict[str, dict[int, Trained]] = {method.name: {} for method in every}
+    # Seed by seed: what is stopped early has some of every method.
+    order = sorted(keys, key=lambda key: keys[key][1])
+    for key, end in trainer([(key, keys[key][0].runs[keys[key][1]]) for key in order]):
+        method, seed = keys[key]
+        ends[method.name][seed] = end
+    return {name: [by_seed[seed] for seed in sorted(by_seed)] for name, by_seed in ends.items()}
+
+
+def judged(study: Study, ends: Ends) -> dict[str, Judged]:
+    """Every method beside the dense system."""
+    dense = ends[study.dense.name]
+    return {m.name: judge(dense, ends[m.name], study.margin) for m in study.methods}
+
+
+def in_leaders(jobs: int) -> Trainer:
+    """Trains on ranks that are threads of processes, ``jobs`` of these at a time."""
+
+    def trainer(runs: Sequence[tuple[str, Run]]) -> Iterator[tuple[str, Trained]]:
+        with Pool(jobs, [train]) as pool:
+            items = [
+                (key, (run, pool.folder / f"training{number}"), 20 * run.deadline)
+                for number, (key, run) in enumerate(runs)
+            ]
+            for count, end in enumerate(pool.run(train, items), 1):
+                problem = f"the training process {end.why_no_value}"
+                yield (
+                    end.key,
+                    Trained.from_dict(end.value) if end.value else Trained(problem=problem),
+                )
+                if count % 10 == 0 or count == len(runs):
+                    print(f"  {count}/{len(runs)} trainings", file=sys.stderr, flush=True)
+
+    return trainer
+
+
+def run(
+    studies: Sequence[Study], jobs: int, out: Path | None, records: Path | None, again: Path | None
+) -> int:
+    """Train, print the page, write it with its drawings to ``out`` and all losses to ``records``.
+
+    ``again``: judge these records instead of training.  Exit code: 0 all is as the files expect, 1
+    it is not, 3 a precondition is not met.
+
+    :raises SelectionError: records that are not those of the studies.
+    """
+    began, kept = time.monotonic(), {} if again is None else _kept(again)
+    sections, codes, told = [], {verdicts.HELD}, dict[str, Any]()
+    for study in studies:
+        ends = trained(study, in_leaders(jobs)) if again is None else _of(study, kept, again)
+        found = judged(study, ends)
+        told[study.name] = to_plain(ends)
+        image = None if out is None else out.with_name(f"{out.stem}-{study.name}.svg")
+        sections.append(page.section(study, ends, found, image.name if image else ""))
+        if image is not None:
+            write_whole(image, drawn(study, ends))
+        codes |= {_code(method, found[method.name]) for method in study.methods}
+    about = kept.get("about") or _about(jobs, time.monotonic() - began)
+    text = page.document(about, sections)
+    print(text, end="")
+    if out is not None:
+        write_whole(out, text)
+    if records is not None:
+        write_whole(records, json.dumps({"about": about, "studies": told}))
+    return max(codes, key=(verdicts.HELD, verdicts.NOT_DECIDED, verdicts.BROKEN).index)
+
+
+def drawn(study: Study, ends: Ends) -> str:
+    """The losses of all methods, as an SVG file."""
+    curves = {name: [end.losses for end in own] for name, own in ends.items()}
+    dense = curves.pop(study.dense.name)
+    title = f"{study.name}: loss over steps"
+    return bands.drawing(title, dense, curves, study.first.every, study.first.target)
+
+
+def _code(method: Method, found: Judged) -> int:
+    if found.verdict == "precondition":
+        return verdicts.NOT_DECIDED
+    return verdicts.HELD if found.holds(method.expect) else verdicts.BROKEN
+
+
+def _about(jobs: int, seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s with -j {jobs}; torch {version('torch')}, {platform.machine()}, "
+        f"{os.cpu_count()} cores."
+    )
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        what = f"no records of a convergence study: {error}"
+        raise SelectionError(Problem(what, "give a file that --records wrote", str(path))) from None
+    if not isinstance(data, dict) or not isinstance(data.get("studies"), dict):
+        what = "no records of a convergence study: there are no studies in it"
+        raise SelectionError(Problem(what, "give a file that --records wrote", str(path)))
+    return data
+
+
+def _of(study: Study, kept: Mapping[str, Any], path: Path) -> Ends:
+    """The ends of ``study`` in stored records."""
+    own = kept["studies"].get(study.name, {})
+    wanted = {method.name: len(method.runs) for method in (study.dense, *study.methods)}
+    for name, seeds in wanted.items():
+        if len(own.get(name, [])) < seeds:
+            what = (
+                f"{study.name}: {name} has {len(own.get(name, []))} seeds there, asked are {seeds}"
+            )
+            remedy = "train again, or ask for --seeds and --method that are there"
+            raise SelectionError(Problem(what, remedy, str(path)))
+    return {name: from_plain(list[Trained], own[name][:n]) for name, n in wanted.items()}

@@ -1,0 +1,79 @@
+"""Is a method non-inferior to dense training?  Pure functions of how runs ended.
+
+A method and the dense system train with the same seeds: equal initial values, batches and order.
+d = ln(steps of the method / steps of the dense system), one a seed, both to the same loss.
+
+    non-inferior    the 95 % interval of the mean of d (paired t) ends below ln margin
+    inferior        it begins above
+    not shown       neither: more seeds would tell
+
+A seed in which the method misses the target counts with the steps that it had, which is too few:
+its interval is only a lower bound, so such a method is never non-inferior.  Where the dense system
+misses the target, or ranks broke, there is nothing to compare with: ``precondition``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardproof.bench.lines import Estimate
+from shardproof.bench.stats import estimate
+from shardproof.studies.convergence.training import Trained
+
+Verdict = Literal["non-inferior", "inferior", "not shown", "precondition"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """``log``: of the ratio of steps; ``missed``: seeds in which the target was not reached.
+
+    ``sent``: the ratio of bytes to the target, the geometric mean over the seeds that reached it.
+    """
+
+    verdict: Verdict
+    log: Estimate | None = None
+    missed: Sequence[int] = ()
+    sent: float | None = None
+    problem: str = ""
+
+    @property
+    def ratio(self) -> str:
+        """The ratio of steps with its interval."""
+        if self.log is None:
+            return "-"
+        mean, low, high = (math.exp(x) for x in (self.log.mean, self.log.low, self.log.high))
+        least = "at least " if self.missed else ""
+        return f"{least}{mean:.2f} [{low:.2f}, {high:.2f}]"
+
+    def holds(self, expected: str) -> bool:
+        """Whether that is what was expected."""
+        if self.verdict == "precondition":
+            return False
+        return (self.verdict == "non-inferior") == (expected == "non-inferior")
+
+
+def judge(dense: Sequence[Trained], method: Sequence[Trained], margin: float) -> Judged:
+    """A method beside the dense system, seed by seed."""
+    for name, ends in (("dense", dense), ("method", method)):
+        if broke := next((end.problem for end in ends if end.problem), ""):
+            return Judged("precondition", problem=f"{name}: {broke}")
+    if unmet := [seed for seed, end in enumerate(dense) if end.reached is None]:
+        what = f"dense training misses the target with seeds {unmet}"
+        return Judged("precondition", problem=f"{what}: give it more steps or an easier target")
+    pairs = list(zip(dense, method, strict=True))
+    log = estimate([math.log(other.steps / own.steps) for own, other in pairs])
+    missed = [seed for seed, end in enumerate(method) if end.reached is None]
+    met = [(own, other) for own, other in pairs if other.reached is not None]
+    sent = None
+    if met and all(own.sent and other.sent for own, other in met):
+        sent = math.exp(statistics.fmean(math.log(o.sent / own.sent) for own, o in met))
+    verdict: Verdict = "not shown"
+    if log.low > math.log(margin):
+        verdict = "inferior"
+    elif log.high < math.log(margin) and not missed:
+        verdict = "non-inferior"
+    return Judged(verdict, log, missed, sent)

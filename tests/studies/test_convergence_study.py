@@ -1,0 +1,286 @@
+"""``shardproof study convergence``: trainings to a target, the verdict by hand, and bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy
+import pytest
+from local_ranks import succeed
+
+from shardproof import registry, verdicts
+from shardproof.case import Case
+from shardproof.cases.runner import run_cases
+from shardproof.errors import ScenarioError, SelectionError
+from shardproof.report.drawings import bands
+from shardproof.scenarios import load
+from shardproof.studies import convergence
+from shardproof.studies.convergence import plan
+from shardproof.studies.convergence.judge import judge
+from shardproof.studies.convergence.training import RankTraining, Run, Trained, together
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = """
+name: small
+about: the digits, far from the minimum
+workload: {name: digits_cnn, global_batch: 12, params: {channels: 2, layers: 1, norm: group}}
+optimizer: {lr: 0.1}
+world: 3
+target: 1.45
+steps: 24
+every: 4
+judged_on: 48
+seeds: 2
+dense: reference/ddp
+methods:
+  - implementation: reference/ddp
+    label: fp16
+    options: {compress: {method: cast, dtype: float16}}
+  - implementation: reference/ddp
+    label: no-residual
+    options: {compress: {method: topk, density: 0.01, feedback: false}}
+    expect: not non-inferior
+    reason: planted
+  - implementation: mutants/server_answers_from_a_cache
+    label: unbounded
+    options: {max_staleness: 1000, order: []}
+    expect: not non-inferior
+    reason: planted
+"""
+
+
+def written(folder: Path, text: str = SMALL) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(text)
+    return path
+
+
+def on_threads(runs: Sequence[tuple[str, Run]]) -> Iterator[tuple[str, Trained]]:
+    """Trains on ranks that are threads of this process."""
+    for key, run in runs:
+        ends = succeed(lambda r, _, run=run: RankTraining(run, r).train(), run.world, ledgers=True)
+        yield key, together(ends)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[plan.Study, convergence.Ends]:
+    (study,) = plan.read([written(tmp_path_factory.mktemp("small"))])
+    return study, convergence.trained(study, on_threads)
+
+
+def test_planted_faults_that_equality_cannot_see_miss_the_target(
+    small: tuple[plan.Study, convergence.Ends],
+) -> None:
+    study, ends = small
+    found = convergence.judged(study, ends)
+    assert found[study.methods[0].name].verdict == "non-inferior"
+    for method in study.methods[1:]:
+        assert found[method.name].missed == [0, 1], method.name
+        assert found[method.name].verdict != "non-inferior"
+        assert found[method.name].holds(method.expect)
+
+
+def test_steps_bytes_and_losses_are_those_of_the_run(
+    small: tuple[plan.Study, convergence.Ends],
+) -> None:
+    _, ends = small
+    for dense, half in zip(ends["reference/ddp"], ends["reference/ddp+fp16"], strict=True):
+        assert dense.reached == dense.steps == 4 * len(dense.losses)
+        assert dense.losses[-1] <= 1.45 < dense.losses[-2]
+        assert "reaches the target" in dense.why
+        # 2 (N - 1) bytes a parameter byte, in every step.
+        parameters = dense.sent // (dense.steps * 2 * 2 * 4)
+        assert dense.sent == parameters * dense.steps * 2 * 2 * 4
+        assert half.sent * dense.steps == dense.sent * half.steps / 2
+    assert ends["reference/ddp"][0].losses != ends["reference/ddp"][1].losses
+    late = ends["mutants/server_answers_from_a_cache+unbounded"]
+    assert all(end.steps == 24 and end.why == "the budget of 6 votes is spent" for end in late)
+
+
+def test_two_trainings_are_equal_bit_for_bit(small: tuple[plan.Study, convergence.Ends]) -> None:
+    study, ends = small
+    ((_, again),) = on_threads([("again", study.dense.runs[0])])
+    assert again == ends["reference/ddp"][0]
+
+
+def test_the_page_its_drawing_and_its_records_made_again(
+    small: tuple[plan.Study, convergence.Ends],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    study, ends = small
+    kept = tmp_path / "kept.json"
+    plain = {name: [end.to_dict() for end in own] for name, own in ends.items()}
+    kept.write_text(json.dumps({"about": "somewhere", "studies": {"small": plain}}))
+    out, records = tmp_path / "page.md", tmp_path / "again.json"
+    assert convergence.run([study], 1, out, records, kept) == verdicts.HELD
+    page = out.read_text()
+    assert page == capsys.readouterr().out and "somewhere" in page
+    assert "| reference/ddp+fp16 |" in page and "(page-small.svg)" in page and "planted" in page
+    ElementTree.parse(tmp_path / "page-small.svg")
+    assert json.loads(records.read_text())["studies"] == json.loads(kept.read_text())["studies"]
+
+
+def test_a_fault_that_trains_as_well_is_told(
+    small: tuple[plan.Study, convergence.Ends], tmp_path: Path
+) -> None:
+    """The command fails if a planted fault does not show."""
+    study, ends = small
+    spoilt = {**ends, "reference/ddp+no-residual": ends["reference/ddp"]}
+    plain = {name: [end.to_dict() for end in own] for name, own in spoilt.items()}
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"studies": {"small": plain}}))
+    assert convergence.run([study], 1, None, None, kept) == verdicts.BROKEN
+
+
+# ------------------------------------------------------------------------------------ the verdict
+
+
+def ends(*steps: float, budget: int = 1000) -> list[Trained]:
+    """Runs that reached the target after so many steps; NaN: it was missed."""
+    return [
+        Trained([1.0], None if math.isnan(n) else int(n), budget if math.isnan(n) else int(n), 80)
+        for n in steps
+    ]
+
+
+def test_verdicts_by_hand() -> None:
+    dense = ends(100, 200, 100, 200)
+    assert judge(dense, dense, 1.25).verdict == "non-inferior"
+    twice = judge(dense, ends(200, 400, 200, 400), 1.25)
+    assert (twice.verdict, twice.ratio) == ("inferior", "2.00 [2.00, 2.00]")
+    torn = judge(dense, ends(60, 400, 60, 400), 1.25)
+    assert torn.verdict == "not shown"
+    missed = judge(dense, ends(100, math.nan, 100, 200, budget=201), 1.25)
+    assert (missed.verdict, missed.missed) == ("not shown", [1])
+    assert missed.ratio.startswith("at least 1.00")
+    assert not missed.holds("non-inferior") and missed.holds("not non-inferior")
+
+
+def test_without_a_dense_system_that_gets_there_nothing_is_decided() -> None:
+    found = judge(ends(100, math.nan), ends(100, 100), 1.25)
+    assert found.verdict == "precondition" and "with seeds [1]" in found.problem
+    broke = [*ends(100), Trained(problem="rank 1 raised")]
+    found = judge(ends(100, 100), broke, 1.25)
+    assert (found.verdict, found.problem) == ("precondition", "method: rank 1 raised")
+    assert not found.holds("not non-inferior")
+
+
+def test_at_the_margin_a_claim_errs_as_seldom_as_it_says() -> None:
+    """2.5 of 100: one end of a 95 % interval.  At most 4 in 400 draws has a chance of 98 %."""
+    draws = numpy.random.default_rng(17).normal(math.log(1.25), 0.2, (400, 8))
+    dense = ends(*[10_000] * 8)
+    wrong = sum(
+        judge(dense, ends(*numpy.exp(logs) * 10_000), 1.25).verdict == "non-inferior"
+        for logs in draws
+    )
+    assert wrong <= 17, wrong
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("target: 1.45", "target: 0", "target"),
+        ("seeds: 2", "seeds: 1", "seeds"),
+        ("steps: 24", "steps: 7", "two evaluations at least, so 8 or more"),
+        ("    reason: planted\n", "", "belong together"),
+        ("dense: reference/ddp", "dense: reference/dpp", "did you mean reference/ddp"),
+        ("label: fp16", "label: no-residual", "two methods of one name"),
+        ("digits_cnn", "digits_cn", "did you mean digits_cnn"),
+        ("methods:", "margin: 1.0\nmethods:", "margin"),
+    ],
+)
+def test_faulty_files_are_told_with_their_line(
+    tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    assert old in SMALL
+    with pytest.raises(ScenarioError) as told:
+        plan.read([written(tmp_path, SMALL.replace(old, new, 1))])
+    assert says in str(told.value) and "small.yaml:" in str(told.value), str(told.value)
+
+
+def test_names_and_records_that_there_are_not(tmp_path: Path) -> None:
+    with pytest.raises(SelectionError, match="did you mean digits"):
+        plan.files(["digit"])
+    (study,) = plan.read([written(tmp_path)])
+    with pytest.raises(SelectionError, match="fp16"):
+        study.only(["reference/ddp+fp8"])
+    with pytest.raises(SelectionError, match="give a file that --records wrote"):
+        convergence.run([study], 1, None, None, tmp_path / "small.yaml")
+    (tmp_path / "few.json").write_text(json.dumps({"studies": {}}))
+    with pytest.raises(SelectionError, match="has 0 seeds there, asked are 2"):
+        convergence.run([study], 1, None, None, tmp_path / "few.json")
+
+
+def test_it_is_no_scenario_that_is_judged(command: Any, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with pytest.raises(ScenarioError, match="shardproof study convergence"):
+        load.load(path)
+    for argument in ("digits", "convergence/digits", "convergence", "scenarios/convergence"):
+        with pytest.raises(SelectionError, match="shardproof study convergence"):
+            load.find([argument])
+    code, out, _ = command("check-scenario", str(path))
+    assert code == 0 and "small, 3 methods trained to a target, 2 seeds" in out
+
+
+def test_what_is_planted_passes_every_check_of_equality() -> None:
+    """As the judge of single steps is told of it, by an option or by a bound."""
+    studies = plan.read(plan.files(["charnames"]))
+    planted = [m for m in studies[0].methods if m.reason.startswith("planted")]
+    cases = [
+        Case(
+            id=f"planted::{method.name}",
+            scenario="planted",
+            implementation=method.runs[0].system,
+            options=method.runs[0].options,
+            backend="in_memory",
+            mesh={"replicate": 3},
+            workload=replace(method.runs[0].workload, micro_batches=1),
+            optimizer=method.runs[0].optimizer,
+            lane="fp64",
+            checks=("equivalence", "compression"),
+            steps=4,
+        )
+        for method in planted
+    ]
+    results, _ = run_cases(cases, 1, lambda result: None)
+    assert [(result.case.id, result.verdict) for result in results] == [
+        (case.id, "pass") for case in cases
+    ], [result.reason for result in results]
+
+
+def test_shipped_scenarios_plant_both_faults_and_take_their_options() -> None:
+    studies = plan.read(plan.files([]))
+    assert {study.name for study in studies} == {"digits", "charnames"}
+    for study in studies:
+        assert len(study.dense.runs) >= 8
+        planted = [m for m in study.methods if m.reason.startswith("planted")]
+        assert [m.name.rpartition("+")[2] for m in planted] == ["topk1-no-residual", "unbounded"]
+        for method in (study.dense, *study.methods):
+            run = method.runs[0]
+            registry.load(run.system).capabilities(run.options)
+            # All turns of a burst are over, and all ranks have met, when ranks vote.
+            assert run.every % (run.options.get("every") or 1) == 0
+            if run.options.get("order") == "burst":
+                assert run.every % (run.options["max_staleness"] + 1) == 0
+
+
+def test_bands_hold_where_a_run_ended_and_where_a_loss_is_none() -> None:
+    rows = bands.bands([[3.0, 1.0], [5.0, 4.0, 2.0], [4.0, math.nan]], 10, 40)
+    assert [row[0] for row in rows] == [10, 20, 30, 40]
+    assert rows[0] == (10, 3.0, 4.0, 5.0)
+    assert rows[1] == (20, 1.0, 4.0, math.inf)
+    assert rows[3] == (40, 1.0, 2.0, math.inf)
+    text = bands.drawing("t", [[3.0, 1.0]], {"a<b": [[4.0, math.nan]]}, 10, 1.0)
+    assert "inf" not in text and "nan" not in text
+    ElementTree.fromstring(text)
