@@ -97,6 +97,18 @@ class Fault(Stored):
 
 
 @dataclass(frozen=True)
+class Death(Stored):
+    """Member ``rank`` is gone in ``step``, right before its call number ``call`` of that step.
+
+    The others are told by the calls that it has not made, and take the step again without it.
+    """
+
+    rank: int
+    step: int
+    call: int = 0
+
+
+@dataclass(frozen=True)
 class CheckpointPlan(Stored):
     """When a case saves, and who goes on from there.
 
@@ -148,6 +160,8 @@ class Case(Stored):
     expect: Mapping[str, Any] = field(default_factory=dict)
     #: Step (as text) -> ranks that take part from that step on; empty: all ranks, always.
     membership: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: Members that die inside a step: none from there on, unless ``membership`` names them again.
+    deaths: tuple[Death, ...] = ()
     #: CPU seconds that a rank may compute, and seconds without any event after which ranks that
     #: sleep outside of calls are a ``hang``.
     deadline: float = 60.0
@@ -211,8 +225,11 @@ class Case(Stored):
         """The case that :meth:`to_dict` described, in words of now or of before."""
         return super().from_dict(old_words.stored_case({**data}))
 
-    def oracle_key(self, buffers: str) -> str:
-        """Digest of all that the oracle depends on; cases that share it share an oracle."""
+    def oracle_key(self, buffers: str, batch: str = "global") -> str:
+        """Digest of all that the oracle depends on; cases that share it share an oracle.
+
+        ``buffers`` and ``batch`` are the rules that the system declares.
+        """
         parts = {
             "workload": dataclasses.asdict(self.workload),
             "optimizer": dataclasses.asdict(self.optimizer),
@@ -223,6 +240,9 @@ class Case(Stored):
             "steps": self.steps,
             "buffers": buffers,
         }
+        if self.membership or self.deaths:
+            changes = {"world": self.world, "membership": dict(self.membership), "batch": batch}
+            parts |= changes | {"deaths": [dataclasses.asdict(death) for death in self.deaths]}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 

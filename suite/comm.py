@@ -205,6 +205,10 @@ class Comm:
         dist.barrier(group=self.group)
 
 
+class PeerGone(RuntimeError):
+    """A call waits for a member of the group that is gone, and will never end."""
+
+
 class OutsideSubgroup(ValueError):
     """A rank calls a communicator of which it is no member."""
 

@@ -316,6 +316,9 @@ Depth = Literal["family", "layout", "own"]
 
 Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
 BufferRule = Literal["rank0", "per_rank", "synced", "none"]
+#: What becomes of the batch when members join or leave: that of all members stays as it is, or that
+#: of each, and then the learning rate grows with their number.
+BatchRule = Literal["global", "local"]
 OracleKind = Literal["plain", "emulated", "replay"]
 Emulated = Literal["step", "round", "trajectory"]
 OptimizerState = Literal["shared", "by_worker"]
@@ -406,6 +409,10 @@ class Capabilities:
     promises no bound.  ``optimizer_state`` of such a system is ``shared`` by all workers, or kept
     ``by_worker``: then each of its updates is by one worker's gradient.
 
+    ``batch``: of a system whose members change, what stays as it is (:data:`BatchRule`).  Batch and
+    rate are as given for as many members as take the first step.  The global batch is cut over the
+    members, in their order.
+
     ``packages`` are modules that the machine may lack: then cases become ``skip``, while options
     are still refused, so :meth:`Implementation.capabilities` must do without them.
     """
@@ -429,6 +436,7 @@ class Capabilities:
     checkpoints: tuple[str, ...] = ()
     max_staleness: int | None = None
     optimizer_state: OptimizerState = "shared"
+    batch: BatchRule = "global"
 
 
 class Emulation(Protocol):
@@ -632,10 +640,23 @@ class Implementation(ABC):
 
         Called between steps on every rank of the new mesh, after ``drain``.  A rank that joins was
         set up just before, alone (a mesh of itself, no state): only here does it meet the others,
-        who bring it up to date.  A rank that left may be gone: nothing can be asked of it.
+        who bring it up to date; what is each rank's own (buffers, the state of generators) it has
+        of the first member that stayed.  A rank that left may be gone: nothing can be asked of it.
         Ranks are numbers in the default group.
+
+        A member that dies inside ``step`` ends that step for all: a call that waits for it raises
+        :class:`shardproof.comm.PeerGone`, which ``step`` lets through, having committed nothing.
+        Then this is called without ``drain``, and the step once more, cut over who is left.
         """
         raise Refused(f"{type(self).__name__} has no reconfigure")
+
+    def progress(self) -> int | None:
+        """How many samples all members together have trained on, in committed steps.
+
+        Asked of each member before a step: the batch that it gets a share of begins there, in one
+        endless row of epochs.  ``None``: nobody counts, and the judge does.
+        """
+        return None
 
     def close(self) -> None:
         """Release everything; the last call on a rank that ended well."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardproof.backends import arithmetic, errors
 from shardproof.backends.request import Request
+from shardproof.comm import PeerGone
 
 GroupKey = tuple[str, tuple[int, ...], int]
 
@@ -48,6 +49,12 @@ class Pending:
     @property
     def is_exchange(self) -> bool:
         return self.number < 0
+
+    def lost(self) -> list[int]:
+        """Global ranks that will never come, for they are gone."""
+        if self.done or not self.group.gone:
+            return []
+        return [rank for rank in self.missing() if rank in self.group.gone]
 
     def missing(self) -> list[int]:
         """Global ranks that have yet to come (a receive from any rank waits for all others)."""
@@ -86,6 +93,8 @@ class Shared:
     counts: dict[int, int] = field(default_factory=dict)
     #: Unmatched point-to-point calls in the order of their arrival.
     exchanges: deque[Pending] = field(default_factory=deque)
+    #: Global ranks of members that are gone.
+    gone: set[int] = field(default_factory=set)
 
 
 class Hub:
@@ -137,6 +146,22 @@ class Hub:
             self._fail(error)
             self._raise_failure()
 
+    def depart(self, rank: int) -> None:
+        """Rank ``rank`` is gone from its groups: who waits for it raises :class:`PeerGone`."""
+        with self._lock:
+            for group in self._groups.values():
+                if rank in group.ranks:
+                    group.gone.add(rank)
+            for waker in self._wakers:
+                waker.notify_all()
+
+    def renew(self) -> None:
+        """All groups begin anew, as if nobody had called them or were gone; no rank waits."""
+        with self._lock:
+            for group in self._groups.values():
+                for part in (group.calls, group.counts, group.exchanges, group.gone):
+                    part.clear()
+
     def rank_done(self, rank: int) -> None:
         """Rank ``rank`` returned; whoever waits for it never will be answered."""
         with self._lock:
@@ -165,7 +190,10 @@ class Hub:
             while grown := {
                 rank: errors.Absence(f"it waits in {pending.call(rank)}")
                 for rank, pending in self._waiting.items()
-                if rank not in held and not pending.done and _held(pending, held)
+                if rank not in held
+                and not pending.done
+                and not pending.lost()
+                and _held(pending, held)
             }:
                 held |= set(grown)
                 found |= grown
@@ -257,6 +285,7 @@ class Hub:
                 deadline = time.monotonic() + limit
                 while not pending.done:
                     self._raise_failure()
+                    self._raise_loss(rank, pending)
                     left = deadline - time.monotonic()
                     if left <= 0 and pending.mismatched:
                         self._fail(errors.CollectiveMismatch(_mismatch(pending)))
@@ -307,6 +336,11 @@ class Hub:
         if self.failure is not None:
             raise self.failure.again()
 
+    def _raise_loss(self, rank: int, pending: Pending) -> None:
+        if lost := pending.lost():
+            text = f"{errors.name_ranks(lost)} left without joining {pending.call(rank)}"
+            raise PeerGone(text)
+
     def _check_ended(self, rank: int, pending: Pending) -> None:
         """Fail if ``rank`` waits for somebody who has ended."""
         if pending.done:
@@ -326,7 +360,8 @@ class Hub:
         live = [rank for rank in range(self.world) if rank not in self._ended]
         if not live or self.failure is not None:
             return
-        if any(rank not in self._waiting or self._waiting[rank].done for rank in live):
+        waits = {rank: self._waiting.get(rank) for rank in live}
+        if any(call is None or call.done or call.lost() for call in waits.values()):
             return
         mismatched = next((p for p in self._waiting.values() if p.mismatched), None)
         if mismatched is not None:

@@ -155,6 +155,18 @@ def give_up(error: errors.CommError) -> None:
     hub.give_up(error)
 
 
+def depart() -> None:
+    """The calling rank is gone from all groups that there are: who waits for it is told."""
+    hub: Hub = _RANK.hub
+    hub.depart(_RANK.rank)
+
+
+def renew() -> None:
+    """Let all groups begin anew; nobody is in a call."""
+    hub: Hub = _RANK.hub
+    hub.renew()
+
+
 def leave() -> None:
     """Destroy all groups of the calling rank and give the thread its old world back."""
     try:

@@ -137,6 +137,15 @@ def step(system: Implementation, step: int, value: Any) -> StepResult:
     return result
 
 
+def progress(system: Implementation) -> int | None:
+    """``progress()``."""
+    wanted = "an int of at least 0, or None"
+    told: int | None = asked(system, "progress()", system.progress(), (int, type(None)), wanted)
+    if told is not None and told < 0:
+        raise _broken(system, "progress()", str(told), wanted)
+    return told
+
+
 def number(system: object, method: str, value: Any) -> float | None:
     """A loss or norm as a number: NaN where it is infinite, ``None`` where it is not known."""
     wanted = "a Tensor of one number, or None"

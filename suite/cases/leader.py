@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof import backends, registry, workloads
+from shardproof import backends, members, registry, workloads
 from shardproof.case import Case
 from shardproof.cases import answers, called, checkpoint_runs
 from shardproof.cases.rank_program import workload_facts
@@ -344,8 +344,9 @@ def _train_oracle(
             declaration.buffers,
             fold=answers.Emulated(implementation, case.options),
             by_round=declaration.emulates == "round",
+            members=members.of(case, declaration.batch) if members.changes(case) else (),
         )
-    return training.load_or_train(case, declaration.buffers, cache)
+    return training.load_or_train(case, declaration.buffers, cache, declaration.batch)
 
 
 def _failing_tensors(evidence: Evidence, result: CaseResult) -> list[WholeTensor]:

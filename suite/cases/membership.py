@@ -1,27 +1,36 @@
-"""Who takes part: ranks that join and leave between steps, and ranks that get no data.
+"""Who takes part: ranks that join, leave and die, and ranks that get no data.
 
 Most systems have the same members in every step, each with a share of the batch; for them this is
-one mesh of all ranks.  Only elastic systems (``Case.membership``) and systems with roles
-(``Implementation.role``) need more.
+one mesh of all ranks.  Only elastic systems (``Case.membership``, ``Case.deaths``) and systems with
+roles (``Implementation.role``) need more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
-from shardproof import backends
-from shardproof.case import DATA_AXES, Case, data_shares
+from shardproof import backends, members
+from shardproof.backends import deaths
+from shardproof.case import DATA_AXES, Case, Death, data_shares
 from shardproof.cases import answers
-from shardproof.comm import Mesh
-from shardproof.contract import Implementation
+from shardproof.comm import Mesh, PeerGone
+from shardproof.contract import BatchRule, Implementation
+
+#: How a step that a member dies in ends on a rank: what it did when the others were to stop.
+Attempt = str
+DIED, STOPPED, COMMITTED, LIVED = "died", "stopped", "committed", "lived"
 
 
 class Membership:
     """The members of a case as one rank sees them; ``mesh`` is that of the step under way."""
 
-    def __init__(self, case: Case, system: type[Implementation], rank: int) -> None:
-        self._case, self._system, self._rank = case, system, rank
-        self.mesh = self._mesh_of(self._at(0))
+    def __init__(
+        self, case: Case, system: type[Implementation], rank: int, rule: BatchRule = "global"
+    ) -> None:
+        self._case, self._system, self._rank, self._rule = case, system, rank, rule
+        self.steps = members.of(case, rule)
+        self.mesh = self._mesh_of(self.steps[0].begin)
 
     @property
     def includes_me(self) -> bool:
@@ -35,18 +44,28 @@ class Membership:
 
     def share(self) -> tuple[int | None, int]:
         """This rank's share of the batch (``None``: no data), and the number of shares."""
-        members = self.mesh.ranks
-        roles = {r: self._system.role(r, self._case.world, self._case.options) for r in members}
+        ranks = self.mesh.ranks
+        roles = {r: self._system.role(r, self._case.world, self._case.options) for r in ranks}
         for role in roles.values():
             answers.asked(self._system, "role(rank, world, options)", role, str, "a str")
         workers = [r for r, role in roles.items() if role == "worker"]
-        shares = data_shares(self.mesh.axes, members, workers)
+        shares = data_shares(self.mesh.axes, ranks, workers)
         if self._rank not in shares:
             return None, 0
         share = shares[self._rank]
         if self._case.shares:
             share = self._case.shares[share]
         return share, max(shares.values()) + 1
+
+    def place(self, step: int, progress: int | None) -> tuple[int, int]:
+        """The first sample of ``step``, and how many there are; ``progress``: what a system says.
+
+        Of members who begin a step in which some die: as if all lived.
+        """
+        size = members.batch_size(
+            self._case, self._rule, len(self.mesh.ranks), len(self.steps[0].members)
+        )
+        return (self.steps[step].first if progress is None else progress), size
 
     def change(
         self,
@@ -59,35 +78,73 @@ class Membership:
         Every rank helps to make the groups.  A joiner is set up alone, by ``join``, and meets the
         others in ``reconfigure``.
         """
-        members, before = self._at(step), self.mesh.ranks
-        if members == before:
+        now, before = self.steps[step].begin, self.mesh.ranks
+        if now == before:
             return implementation
-        joined = tuple(rank for rank in members if rank not in before)
-        left = tuple(rank for rank in before if rank not in members)
+        joined = tuple(rank for rank in now if rank not in before)
+        left = tuple(rank for rank in before if rank not in now)
         if implementation is not None:
             implementation.drain()
         if self._rank in left and implementation is not None:
             implementation.close()
             implementation = None
         alone = {rank: self._mesh_of((rank,)) for rank in joined}
-        self.mesh = self._mesh_of(members)
+        self.mesh = self._mesh_of(now)
         if self._rank in joined:
             implementation = join(alone[self._rank])
         if implementation is not None:
             implementation.reconfigure(self.mesh, joined, left)
         return implementation
 
-    def _at(self, step: int) -> tuple[int, ...]:
-        changes = {int(first): tuple(ranks) for first, ranks in self._case.membership.items()}
-        since = max((first for first in changes if first <= step), default=None)
-        return tuple(range(self._case.world)) if since is None else changes[since]
+    def attempt(
+        self,
+        step: int,
+        implementation: Implementation | None,
+        begin: Callable[[Implementation], object],
+    ) -> tuple[Attempt, Implementation | None]:
+        """The step in which members die, as far as ``begin`` gets, and the new group of the others.
 
-    def _mesh_of(self, members: tuple[int, ...]) -> Mesh:
+        How it ended here (empty: this rank was no member), and the implementation that it now has.
+        """
+        dead = {death.rank: death for death in self._case.deaths if death.step == step}
+        end: Attempt = ""
+        if implementation is not None:
+            end = self._until_death(dead, implementation, begin)
+        if end in (DIED, LIVED) and implementation is not None:
+            with suppress(Exception):
+                implementation.abort()
+            implementation = None
+        deaths.renew(self._rank, self._case.world, f"step {step}")
+        self.mesh = self._mesh_of(self.steps[step].members)
+        if implementation is not None:
+            implementation.reconfigure(self.mesh, (), tuple(dead))
+        return end, implementation
+
+    def _until_death(
+        self,
+        dead: dict[int, Death],
+        implementation: Implementation,
+        begin: Callable[[Implementation], object],
+    ) -> Attempt:
+        if self._rank in dead:
+            try:
+                with deaths.dying(dead[self._rank].call):
+                    begin(implementation)
+            except deaths.Died:
+                return DIED
+            return LIVED
+        try:
+            begin(implementation)
+        except PeerGone:
+            return STOPPED
+        return COMMITTED
+
+    def _mesh_of(self, ranks: tuple[int, ...]) -> Mesh:
         axes = dict(self._case.mesh)
-        if members != tuple(range(self._case.world)):
+        if ranks != tuple(range(self._case.world)):
             if len(axes) != 1:
                 raise ValueError(f"members can change on a mesh of one axis only, not {axes}")
-            axes = dict.fromkeys(axes, len(members))
+            axes = dict.fromkeys(axes, len(ranks))
         joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
         device = backends.BACKENDS[self._case.backend].device
-        return Mesh(axes, joint=joint, device=device, ranks=members)
+        return Mesh(axes, joint=joint, device=device, ranks=ranks)

@@ -13,11 +13,12 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from shardproof import registry, tensor_bytes
+from shardproof import members, registry, tensor_bytes
 from shardproof.case import Case
 from shardproof.cases import answers
 from shardproof.cases.membership import Membership
@@ -111,7 +112,7 @@ class _Rank:
         try:
             # Aside: a mesh lists all ranks, and no bound of a system's bytes grows with the world.
             with self._aside():
-                self.members = Membership(self.case, self.cls, self.rank)
+                self.members = Membership(self.case, self.cls, self.rank, self.declaration.batch)
                 if self.case.checkpoint is not None:
                     self.saving = Saving(self.case, self.rank, self.members.mesh.device)
             if self.members.includes_me:
@@ -175,7 +176,7 @@ class _Rank:
         self.implementation = self.cls()
         if self.log:
             self.implementation.trace = self.log.action
-        coordinate = self._batch(0)[1] or 0
+        coordinate = self.members.share()[0] or 0
         build = _WatchedBuild(
             self.workload.build_for(self.rank, coordinate), self._watch, self.outputs
         )
@@ -221,7 +222,12 @@ class _Rank:
         if share is None:
             return Batch(step, ()), None
         with self._unseen():
-            batch = self.workload.batch(step, shares)[share]
+            workload = self.workload
+            if members.changes(self.case):
+                assert self.implementation is not None
+                told = answers.progress(self.implementation)
+                workload = workload.at(*self.members.place(step, told))
+            batch = workload.batch(step, shares)[share]
             return _placed(batch, self.members.mesh.device, self.case.loss_scale), share
 
     def _aside(self) -> AbstractContextManager[None]:
@@ -253,7 +259,8 @@ class _Rank:
         """Whether state between steps is judged: it takes an oracle of it and fixed members."""
         plain = self.declaration.oracle == "plain" or self.declaration.trains_alone
         shown = "after_update" in self.declaration.points
-        return plain and shown and not self.case.membership and self.implementation is not None
+        fixed = not members.changes(self.case)
+        return plain and shown and fixed and self.implementation is not None
 
     def _evaluation(self, step: int) -> Evaluation | None:
         """An evaluation of the batch of ``step``, and what it changed (``None``: refused)."""
@@ -292,9 +299,16 @@ class _Rank:
 
     def _step(self, step: int) -> StepRecord:
         observed: dict[str, Pieces] = {}
+        attempt = ""
+        if any(death.step == step for death in self.case.deaths):
+            attempt, self.implementation = self.members.attempt(
+                step, self.implementation, partial(self._begin_step, step)
+            )
         if self.implementation is None:
             observed |= {point: {} for point in POINTS}
-            return StepRecord(step, None, None, None, present=False, observed=observed)
+            return StepRecord(
+                step, None, None, None, present=False, observed=observed, attempt=attempt
+            )
         ledger, log = traffic.current(), self.log
         batch, share = self._batch(step)
 
@@ -337,8 +351,15 @@ class _Rank:
             calls=[first_call, len(ledger.calls) if ledger else 0],
             events=[first_event, log.now if log else 0],
             draws=self.saving.draws() if self.saving else {},
-            samples=_samples(batch) if self.saving else (),
+            samples=_samples(batch) if self.saving or members.changes(self.case) else (),
+            attempt=attempt,
         )
+
+    def _begin_step(self, step: int, implementation: Implementation) -> None:
+        """The step, which is to end nowhere: what it shows is not looked at."""
+        batch, _ = self._batch(step)
+        with self.log.step(step) if self.log else nullcontext():
+            implementation.step(batch, lambda point: None)
 
 
 def _samples(batch: Batch) -> list[int]:

@@ -26,7 +26,7 @@ Status = Literal["pass", "fail", "skip", "judge error", "undecidable", "precondi
 #: Checks for any case: each skips what does not apply.  ``prove``, planted faults and the campaign
 #: ask all of them.
 GENERAL = (
-    *("equivalence", "replicas", "norm", "loss_scale", "compression"),
+    *("equivalence", "replicas", "norm", "loss_scale", "compression", "membership"),
     *("traffic", "memory", "overlap", "active", "schedule"),
 )
 #: Checks of something that the scenario names under ``expect``, or of what it plans.

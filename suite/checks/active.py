@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import torch
 
+from shardproof import members
 from shardproof.checks import Outcome, first_problem
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import axis_of, is_compressed, step_calls
@@ -102,7 +103,7 @@ def _sizes(evidence: Figures) -> str:
     """
     strategy, facts = evidence.declaration.strategy, evidence.model_facts
     cost_model = evidence.cost_model()
-    if evidence.case.membership or any(s.skipped for r in evidence.records for s in r.steps):
+    if members.changes(evidence.case) or any(s.skipped for r in evidence.records for s in r.steps):
         return ""
     if evidence.family is not None and facts is not None:
         shown = {r.rank: Shown(r.steps[-1].shown(), r.steps[-1].places) for r in evidence.records}

@@ -27,6 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardproof import members
 from shardproof.backends import BACKENDS
 from shardproof.case import Lane
 from shardproof.checks import Outcome, between_steps, causes, working_precision
@@ -550,15 +551,19 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> Non
         return
     state = evidence.observed(step, "after_update", "buffers")
     _check_names(state, truth[0], step, "buffers")
+    moved = members.changes(evidence.case)  # then copies may be numbered by rank
+    shares = {r.rank: r.steps[step].share or 0 for r in evidence.records if moved}
     moment = Moment(rows, step, "buffers", "buffer differs from the rule's")
     wrong: tuple[str, int, Tensor] | None = None
     for name, copies in state.tensors.items():
         each = max(1, len(copies) // len(truth))
         for replica, actual in copies.items():
+            ranks = state.holders.get((name, replica), [])
             coordinate = min(replica // each, len(truth) - 1)
+            coordinate = shares.get(ranks[0], coordinate) if ranks else coordinate
             expected = truth[coordinate][name]
             how = compare if expected.is_floating_point() else bitwise
-            ranks, result = state.holders.get((name, replica), []), how(actual, expected)
+            result = how(actual, expected)
             wrong = wrong if wrong or result.ok else (name, coordinate, actual)
             moment.note(result, name, f"data coordinate {coordinate}", ranks)
     with _told(lambda: causes.of_buffers(evidence, step, *wrong) if wrong else ""):

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from shardproof import members
 from shardproof.checks import Outcome, Worst
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
@@ -50,7 +51,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome(
             "memory", "skip", f"{case.backend} frees late: memory is measured on in_memory"
         )
-    if case.membership:
+    if members.changes(case):
         return Outcome("memory", "skip", "members change: no strategy promises memory")
     if evidence.family is not None:
         return _at_family(evidence)

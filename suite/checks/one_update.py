@@ -68,6 +68,7 @@ class Update:
 def update_of(evidence: Evidence, step: int) -> Update:
     """Update ``step`` from the system's own state and the gradients that it shows."""
     spec = evidence.case.optimizer
+    spec = replace(spec, lr=spec.lr * evidence.members[step].rate)
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"
     skipped = evidence.truth.steps[step].skipped
     gradients = {} if skipped else evidence.observed(step, point, "gradients").first()

@@ -39,7 +39,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardproof import workloads
+from shardproof import members, workloads
 from shardproof.case import Case
 from shardproof.checks import Outcome, causes
 from shardproof.checks.numbers import FP64_BOUND, Tally, bitwise, relative_frobenius
@@ -136,7 +136,7 @@ def _not_defined(evidence: Figures, relation: str) -> str:
         return f"{relation} compares bits with clipping off"
     if relation == "world1" and case.world != 1:
         return "world1 compares a world of 1 with plain"
-    if relation in ("permute", "reload", "same_as") and case.membership:
+    if relation in ("permute", "reload", "same_as") and members.changes(case):
         return f"members change: {relation} compares runs of the same ranks"
     if relation == "reload":
         return _not_reloadable(case)

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 
 import torch
 
+from shardproof import members
 from shardproof.case import DATA_AXES
 from shardproof.checks.numbers import (
     WORKING_PRECISION_FACTOR_DATA_PARALLEL,
@@ -78,6 +79,7 @@ def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
                 rule,
                 forced=forced,
                 precision=precision,
+                members=evidence.members if members.changes(case) else (),
             ).steps
         )
     return runs[0], runs[1]

@@ -26,6 +26,7 @@ from shardproof.runs.run_folder import Run
 #: Keys of a case that say how it is run but not what is run; the rest of it is in its id.
 _CELL = (
     *("workload", "optimizer", "options", "dtype", "precision", "steps", "membership"),
+    "deaths",
     *("shares", "reload_at", "checkpoint"),
 )
 _TIMED_CELL = ("workload", "base", "optimizer", "dtype", "size", "mode")

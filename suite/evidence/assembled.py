@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof import tensor_bytes
+from shardproof import members, tensor_bytes
 from shardproof.case import DATA_AXES, Case
-from shardproof.contract import Depth, Meeting, Piece
+from shardproof.contract import Batch, Depth, Meeting, Piece
 from shardproof.costs import CostModel, ModelFacts, cost_model_of
 from shardproof.costs.expression import CaseFacts
 from shardproof.costs.families import Family, family_of
@@ -39,9 +39,11 @@ from shardproof.evidence.records import (
     WorkloadFacts,
 )
 from shardproof.files import from_plain, to_plain
+from shardproof.members import StepMembers
 from shardproof.oracle.truth import Truth, frobenius
 from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule
+from shardproof.workloads import for_case
 
 #: In names of slots that are no optimizer's, but kept by what reduces gradients.
 KEPT = "@"
@@ -203,6 +205,11 @@ class Figures(ABC):
         """Numbers of the steps that were run."""
         return range(self.case.steps)
 
+    @cached_property
+    def members(self) -> list[StepMembers]:
+        """Who took part in each step, and in which batch."""
+        return members.of(self.case, self.declaration.batch)
+
     @property
     @abstractmethod
     def tensors(self) -> list[TensorRow]:
@@ -309,6 +316,14 @@ class Evidence(Figures):
         if not steps or not steps[0].apart:
             return [self]
         return [Trajectory(self, coordinate) for coordinate in range(len(steps[0].apart))]
+
+    def shares(self, step: int) -> list[Batch]:
+        """The batch of each data coordinate in ``step``."""
+        workload = for_case(self.case)
+        if not members.changes(self.case):
+            return workload.batch(step, self.case.data_coordinates)
+        now = self.members[step]
+        return workload.at(now.first, now.size).batch(step, len(now.members))
 
     def initial(self, kind: str) -> Assembled:
         """State of ``kind`` right after ``setup``."""

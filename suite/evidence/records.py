@@ -84,7 +84,9 @@ class StepRecord(Stored):
     ``held``: elements by point, kind and name.  ``places``: where the pieces of each parameter lie
     after the last update, as a digest.  ``calls``, ``events``: the step's range in
     :attr:`RankRecord.traffic`, and that of its event numbers.  ``draws``, ``samples``: digests of
-    generators after the step, by name, and the ids of its samples, in cases that save.
+    generators after the step, by name, and the ids of its samples, in cases that save; these also
+    where members change.  ``attempt``: of a step that a member died in, how it ended on this rank
+    before it was taken again: ``died``, ``stopped``, ``committed``, or ``lived`` (it was to die).
     """
 
     step: int
@@ -102,6 +104,7 @@ class StepRecord(Stored):
     events: Sequence[int] = (0, 0)
     draws: Mapping[str, str] = field(default_factory=dict)
     samples: Sequence[int] = ()
+    attempt: str = ""
 
     @property
     def skipped(self) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +29,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardproof import tensor_bytes
 from shardproof.case import Case
-from shardproof.contract import Batch, BufferRule, MicroBatch, OptimizerSpec, ScalerSpec
+from shardproof.contract import (
+    Batch,
+    BatchRule,
+    BufferRule,
+    MicroBatch,
+    OptimizerSpec,
+    ScalerSpec,
+)
+from shardproof.members import StepMembers, changes, sources
+from shardproof.members import of as members_of
 from shardproof.oracle.exactness import budget
 from shardproof.oracle.optimizers import build_optimizer, read_slots, set_learning_rate
 from shardproof.oracle.truth import Truth, TruthStep
@@ -51,6 +61,7 @@ def train(
     fold: Fold | None = None,
     by_round: bool = False,
     precision: Mapping[str, str] = MappingProxyType({}),
+    members: Sequence[StepMembers] = (),
 ) -> Truth:
     """Train ``steps`` steps over ``coordinates`` data coordinates and record everything.
 
@@ -62,6 +73,9 @@ def train(
     of its own.  ``fold(step, parts)`` replaces the sum over coordinates: the oracle of a system
     that loses precision in a declared manner (``Implementation.emulator``).  ``by_round``: it is
     called for every round (the n-th micro-batch of all coordinates), and what it gives adds up.
+
+    ``members``: who takes part in each step, where that changes; ``coordinates`` are all ranks.
+    Who joins begins with the buffers and draws of the first member that stayed.
 
     A parameter that no coordinate used has no gradient and is not updated; one that only some used
     counts as 0 for the others.
@@ -81,16 +95,25 @@ def train(
     draws = [read_draws(module)] * coordinates
     if draws[0]:
         draws = [read_draws(workload.build_for(0, c)("meta")) for c in range(coordinates)]
+    ranks = members[0].begin if members else tuple(range(coordinates))
+    buffers, draws = buffers[: len(ranks)], draws[: len(ranks)]
     if buffers_rule == "synced" and draws[0]:
         raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
     record = Truth(copies(parameters))
     for step in range(steps):
-        batches = workload.batch(step, coordinates)
+        batches, spec = workload.batch(step, len(ranks)), optimizer
+        if members:
+            now = members[step]
+            places = [ranks.index(source) for source in sources(members, step).values()]
+            buffers, draws = [buffers[p] for p in places], [draws[p] for p in places]
+            ranks = now.members
+            batches = workload.at(now.first, now.size).batch(step, len(ranks))
+            spec = replace(optimizer, lr=optimizer.lr * now.rate)
         if buffers_rule == "synced":
             pieces = [_joint(device, batches, buffers)]
         else:
             if buffers_rule == "rank0":
-                buffers = [buffers[0]] * coordinates
+                buffers = [buffers[0]] * len(ranks)
             pieces = []
             for coordinate, batch in enumerate(batches):
                 _restore(module, buffers[coordinate])
@@ -104,7 +127,7 @@ def train(
         for name, gradient in total.items():
             named[name].grad = device.unscaled(name, gradient)
         scale, skipped = device.scale, device.overflowed(named.values())
-        gradients, norm, clipped = update(torch_optimizer, optimizer, step, named, skipped)
+        gradients, norm, clipped = update(torch_optimizer, spec, step, named, skipped)
         slots = read_slots(torch_optimizer, named)
         record.steps.append(
             TruthStep(
@@ -387,14 +410,16 @@ def _restore(module: nn.Module, buffers: Tensors) -> None:
 # ---------------------------------------------------------------------------------------- cache
 
 
-def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> Truth:
+def load_or_train(
+    case: Case, buffers_rule: BufferRule, cache_dir: Path, batch_rule: BatchRule = "global"
+) -> Truth:
     """The oracle of ``case``, from ``cache_dir`` if it is there, else trained and put there.
 
     A file is valid for one version of this code, of torch and of the processor's instruction set.
     It appears by an atomic rename, so that many processes may share the folder; an unreadable file
     is trained anew.
     """
-    path = cache_dir / f"{_cache_key(case, buffers_rule)}.oracle"
+    path = cache_dir / f"{_cache_key(case, buffers_rule, batch_rule)}.oracle"
     if path.is_file():
         try:
             return Truth.from_dict(tensor_bytes.load(path))
@@ -408,6 +433,7 @@ def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> Trut
         case.steps,
         buffers_rule,
         precision=case.precision,
+        members=members_of(case, batch_rule) if changes(case) else (),
     )
     if case.lane == "dyadic":
         exact = make(case.workload, "float64", case.lane)
@@ -417,8 +443,9 @@ def load_or_train(case: Case, buffers_rule: BufferRule, cache_dir: Path) -> Trut
     return record
 
 
-def _cache_key(case: Case, buffers_rule: BufferRule) -> str:
-    return hashlib.sha256(f"{case.oracle_key(buffers_rule)} {_code()}".encode()).hexdigest()[:32]
+def _cache_key(case: Case, buffers_rule: BufferRule, batch_rule: BatchRule) -> str:
+    key = case.oracle_key(buffers_rule, batch_rule)
+    return hashlib.sha256(f"{key} {_code()}".encode()).hexdigest()[:32]
 
 
 @lru_cache(maxsize=1)

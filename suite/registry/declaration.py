@@ -104,6 +104,7 @@ class Declaration(Capabilities, Stored):
             "oracle": ((self.oracle,), get_args(contract.OracleKind)),
             "emulates": ((self.emulates,), get_args(contract.Emulated)),
             "buffers": ((self.buffers,), get_args(contract.BufferRule)),
+            "batch": ((self.batch,), get_args(contract.BatchRule)),
             "initial_state": ((self.initial_state,), ("rank0", "everywhere")),
             "optimizer_state": ((self.optimizer_state,), get_args(contract.OptimizerState)),
             "depth": ((self.depth,), get_args(contract.Depth)),

@@ -20,6 +20,7 @@ from typing import Literal, get_args
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, LeftOut
+from shardproof.members import changes
 from shardproof.report.tables import error_is_ratio
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
@@ -135,7 +136,7 @@ _BY_FIELD: dict[str, Callable[[Case], bool]] = {
     "buffers": lambda case: (  # batch norms count batches, and average over them
         case.workload.name == "digits_cnn" and case.workload.params.get("norm", "batch") == "batch"
     ),
-    "elastic": lambda case: bool(case.membership),
+    "elastic": changes,
 }
 
 

@@ -8,6 +8,8 @@ target is 1 over their number in the *global* batch, so the weights sum to 1 wha
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
@@ -229,6 +231,9 @@ class Workload:
         self._narrow = narrow
         self._cached: tuple[int, MicroBatch] | None = None
         self._prepared: dict[tuple[int, int], list[Batch]] = {}
+        #: The number of its first sample, of a workload that :meth:`at` gave.
+        self._first: int | None = None
+        self._epoch = max(3, 5 * spec.global_batch // 2)
 
     @property
     def digest(self) -> str:
@@ -361,6 +366,16 @@ class Workload:
             batches.append(Batch(step, tuple(windows)))
         return batches
 
+    def at(self, first: int, size: int) -> Workload:
+        """The same whose batch, of any step, are ``size`` samples from number ``first`` on.
+
+        Samples stand in one endless row: epoch after epoch, each whole.
+        """
+        moved = copy.copy(self)
+        moved.spec = dataclasses.replace(self.spec, global_batch=size)
+        moved._first, moved._cached, moved._prepared = first, None, {}
+        return moved
+
     def whole_batch(self, step: int) -> MicroBatch:
         """The global batch of ``step`` as one micro-batch, in the order of its sample ids."""
         cached = self._cached  # read once: threads share a workload
@@ -386,7 +401,8 @@ class Workload:
         if "ignore_index" in self.traits:
             targets = targets.masked_fill(~valid, CrossEntropy.ignore_index)
         weights = self.family.weights(valid).to(self._round_weights).to(self._weight_dtype)
-        return MicroBatch(samples.inputs, targets, weights, torch.arange(size) + step * size)
+        numbers = torch.arange(size) + (step * size if self._first is None else self._first)
+        return MicroBatch(samples.inputs, targets, weights, numbers)
 
     def progress(self, step: int) -> dict[str, int]:
         """How far training is in the data after ``step`` steps, for a checkpoint: whole epochs, and
@@ -407,12 +423,23 @@ class Workload:
     def _index(self, step: int) -> list[int]:
         """The samples of the global batch of ``step``, by their numbers in the data set."""
         size, every, at = self.spec.global_batch, self._permutation, self.progress(step)
+        if self._first is not None:
+            return [self._sample(self._first + number) for number in range(size)]
         if not self._batches:  # one order, again and again
             return [every[(at["taken"] + i) % len(every)] for i in range(size)]
-        total = max(3, 5 * size // 2)
-        generator = _generator(f"{self.spec.seed}/order/{at['epoch']}")
-        order = torch.randperm(total, generator=generator)[at["taken"] : at["taken"] + size]
-        return [every[i % len(every)] for i in order.tolist()]
+        order = self._order_of_epoch(at["epoch"])[at["taken"] : at["taken"] + size]
+        return [every[i % len(every)] for i in order]
+
+    def _sample(self, number: int) -> int:
+        """Sample ``number`` of the endless row, by its number in the data set."""
+        if self._batches:
+            epoch, place = divmod(number, self._epoch)
+            number = self._order_of_epoch(epoch)[place]
+        return self._permutation[number % len(self._permutation)]
+
+    def _order_of_epoch(self, epoch: int) -> list[int]:
+        generator = _generator(f"{self.spec.seed}/order/{epoch}")
+        return torch.randperm(self._epoch, generator=generator).tolist()
 
     @cached_property
     def _period(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from shardproof import members
 from shardproof.checks.causes import fits
 from shardproof.contract import BufferRule, MicroBatch
 from shardproof.evidence.assembled import Evidence
@@ -42,7 +43,7 @@ def _made_otherwise(
 ) -> Iterator[tuple[Tensor, str]]:
     case, workload = evidence.case, for_case(evidence.case)
     states = fits.states(evidence, step)
-    batches = workload.batch(step, case.data_coordinates)
+    batches = evidence.shares(step)
     start, batch = states[coordinate], batches[coordinate].micro_batches
     if name in start:
         yield start[name], f"{name!r} stands as it was before step {step}"
@@ -74,7 +75,7 @@ def _made_otherwise(
             state = fits.states(evidence, number)[coordinate] | {
                 n: moved[n] for n in moved if n in built
             }
-            earlier = workload.batch(number, case.data_coordinates)[coordinate].micro_batches
+            earlier = evidence.shares(number)[coordinate].micro_batches
             moved = after(state, earlier)
             if number == step:
                 yield (
@@ -91,6 +92,7 @@ def _made_otherwise(
                 step + 1,
                 rule,
                 precision=case.precision,
+                members=evidence.members if members.changes(case) else (),
             )
             yield run.steps[step].buffers[coordinate][name], f"{name!r} follows the rule {rule!r}"
     yield torch.zeros_like(start[name]), f"{name!r} is zero"

@@ -134,14 +134,14 @@ def states(evidence: Evidence, step: int) -> list[dict[str, Tensor]]:
     return [
         parameters
         | {n: c[min(c) if sent else min(number, max(c))] for n, c in held["buffers"].items()}
-        for number in range(evidence.case.data_coordinates)
+        for number in range(len(evidence.shares(step)))
     ]
 
 
 def parts(evidence: Evidence, step: int) -> list[list[dict[str, Tensor]]]:
     """Gradients of every micro-batch of every data coordinate, from what the system held before."""
     workload = for_case(evidence.case)
-    batches = workload.batch(step, evidence.case.data_coordinates)
+    batches = evidence.shares(step)
     return [
         training.parts(workload, evidence.case.precision, state, batch)
         for state, batch in zip(states(evidence, step), batches, strict=True)

@@ -89,7 +89,7 @@ def _logarithms(evidence: Evidence, truth: float) -> Iterator[tuple[float, str]]
 def _of_batches(evidence: Evidence, step: int) -> Iterator[tuple[float, str]]:
     """Sums over other micro-batches, or with other weights, in training mode and not."""
     workload = for_case(evidence.case)
-    batches = workload.batch(step, evidence.case.data_coordinates)
+    batches = evidence.shares(step)
     states = fits.states(evidence, step)
     for mode in ("training", "evaluation"):
         loss_of = training.evaluator(workload, evidence.case.precision, mode == "training")
@@ -150,7 +150,7 @@ def _of_outputs(
 def _of_state(evidence: Evidence, step: int, mode: str) -> Iterator[tuple[float, str]]:
     """Losses with other parameters, and for an evaluation in training mode or other weights."""
     workload = for_case(evidence.case)
-    batches = workload.batch(step, evidence.case.data_coordinates)
+    batches = evidence.shares(step)
     precision = evidence.case.precision
     loss_of = training.evaluator(workload, precision, mode == "training")
     if mode == "evaluation":

@@ -1,0 +1,252 @@
+"""Elastic data parallelism: members join, leave and die while training goes on.
+
+Problem.  Machines are taken away and given back.  Who restarts everything each time loses work;
+who goes on with whoever is there must take care that a step is everybody's or nobody's, that a
+joiner has all that training depends on, and that every sample is trained on once.
+
+    what                        where
+    parameters, optimizer       every member, whole
+    gradients                   every member, whole, in buckets
+    buffers, generators         every member, its own; a joiner's begin as the first member's
+    progress, first number      every member: samples trained on, steps, members at the start
+
+    step         remember       [1] copies of what a step moves before it is committed
+                 micro-batches  forward, backward; gradients add up locally
+                 finish         [2] buckets are summed over the members
+                                [3] vote: who used what, how many samples; the last call of a step
+                 clip, update   [4] committed; no call, so that nobody can be alone with it
+    a member is gone            [5] a wait of [2] or [3] fails on all others: what [1] remembered is
+                                    put back, and the step taken again over who is left
+    reconfigure                 [6] members tell how many steps they have; who has fewer than the
+                                    first of those with most takes over all that it has
+
+The vote is the commit: it ends on a member only when all have put their gradients in, and have
+seen the sums of all.  A backend whose calls end on some and fail on others may still leave one
+member a step ahead; in [6] that one brings the others up to date.
+
+Two rules for what becomes of the batch when the number n of members changes (option ``batch``).
+``global``: the batch stays, and each member's share changes; numbers are those of one process,
+whoever takes part.  ``local``: each member's share stays; the batch is n / n0 times that of the n0
+members that began, and so is the learning rate (Goyal et al., arXiv 1706.02677).
+
+Cost: floating-point bytes a step, over all n members: 2 (n-1) trainable bytes.  A joiner: a message
+of parameters, optimizer state and buffers to each member.  Memory beyond data parallelism's: a copy
+of the buffers.
+Numbers: those of one process that is told the same members, fp64 to 1e-12; equal bits from one run
+of a history to the next.
+Left out: overlap of sums with backward, loss scales, saved checkpoints (members are each other's),
+masks of dropout that differ between a joiner and the member that it has its generators of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from shardproof.comm import Comm, Mesh, PeerGone
+from shardproof.contract import (
+    Batch,
+    Build,
+    Capabilities,
+    Observe,
+    OptimizerSpec,
+    Refused,
+    StepResult,
+)
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import Replicated
+from shardproof.impls.reference.engine.options import at_least, parse_options
+from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
+from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
+from shardproof.impls.reference.parts.reducers import Reducer
+
+
+@dataclass(frozen=True)
+class Options:
+    """``batch``: what stays when members change.  ``bucket_bytes``: most gradients in one call."""
+
+    batch: Literal["global", "local"] = "global"
+    bucket_bytes: int = 25 * 2**20
+
+    def __post_init__(self) -> None:
+        at_least("bucket_bytes", self.bucket_bytes, 1)
+
+
+class Elastic(Replicated):
+    """The handle: gradients are summed over the members, who vote on each step."""
+
+    def __init__(self, module: nn.Module, comm: Comm, options: Options, reducer: Reducer) -> None:
+        super().__init__(module, comm)
+        self.options, self.reducer = options, reducer
+        self.samples = 0  # of this member in the step under way; of all, once they have voted
+        order = list(reversed(range(len(self.parameters))))  # as backward makes gradients
+        plan = plan_buckets(order, self.parameters, options.bucket_bytes, options.bucket_bytes)
+        self.buckets = [GradientBucket(one, self.names, self.parameters) for one in plan]
+        broadcast_tensors(list(named_state(module).values()), comm)
+
+    def regroup(self, comm: Comm, reducer: Reducer) -> None:
+        """Go on over ``comm``: nothing is left of calls of the group before."""
+        self.comm, self.reducer, self.replica = comm, reducer, comm.rank
+        self.forget()
+
+    def forget(self) -> None:
+        """No gradient, and no call under way."""
+        self.after_step()
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def finish(self) -> None:
+        """Sum, and vote: on return the step is everybody's."""
+        votes = self.votes()
+        for bucket in self.buckets:  # [2]
+            bucket.pack(self.parameters[index].grad for index in bucket.members)
+            bucket.work = self.reducer.all_reduce(bucket.outgoing(self.step), self.comm)
+        for bucket in self.buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+        self.comm.all_reduce(votes)  # [3]
+        *used, self.samples = votes.tolist()
+        for bucket in self.buckets:
+            for index, view in bucket.views.items():
+                # Not zero but none, or weight decay and momentum would move what nobody used.
+                self.parameters[index].grad = view if used[index] else None
+
+    def votes(self) -> Tensor:
+        """Which parameters this member used, and on how many samples."""
+        used = [int(parameter.grad is not None) for parameter in self.parameters]
+        return torch.tensor([*used, self.samples], dtype=torch.int32, device=self.comm.device)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """``samples`` and ``steps`` that are committed; ``began``: members that took the first."""
+
+    samples: int
+    steps: int
+    began: int
+
+
+class ReferenceElastic(Engine):
+    """The strategy as a system under test."""
+
+    strategy = "elastic_ddp"
+    depth = "layout"
+    handle_type: type[Elastic] = Elastic
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        """Plain sums, whoever computes them."""
+        chosen = parse_options(Options, options)
+        return Capabilities(
+            dtypes=("float64", "float32"),
+            buffers="per_rank",
+            batch=chosen.batch,
+            features=frozenset({"clipping", "accumulation", "initial_broadcast", "elastic"}),
+            declines={"overflow_on_one_rank": "a loss scale would be voted on after the commit"},
+        )
+
+    def setup(
+        self,
+        build: Build,
+        state: Mapping[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: Mapping[str, Any],
+    ) -> None:
+        """As all; who is to join does so alone, and has nothing that counts."""
+        if optimizer.scaler is not None:
+            raise Refused("a loss scaler: it would be voted on after the commit; leave it out")
+        self.chosen = parse_options(Options, options)
+        self.asked = optimizer
+        self.committed = Progress(0, 0, mesh.size("replicate"))
+        super().setup(build, state, optimizer, mesh, options)
+
+    def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Elastic:
+        """Apply the handle along the replicate axis."""
+        return self.handle_type(module, mesh.comm("replicate"), self.chosen, self.reducer)
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """A step of all members, or of none.
+
+        :raises PeerGone: a member is gone; everything is as before.
+        """
+        handle: Elastic = self.handle  # type: ignore[assignment]
+        handle.samples = sum(len(micro.sample_ids) for micro in batch.micro_batches)
+        before = self.remember()  # [1]
+        try:
+            result = super().step(batch, observe)
+        except PeerGone:  # [5]
+            self.put_back(before)
+            raise
+        done = self.committed
+        self.committed = replace(done, samples=done.samples + handle.samples, steps=done.steps + 1)
+        return result
+
+    def remember(self) -> dict[str, Tensor]:
+        """Copies of what forward moves: buffers, and the states of generators."""
+        moved = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        return moved | {name: g.get_state() for name, g in self.generators().items()}
+
+    @torch.no_grad()
+    def put_back(self, before: Mapping[str, Tensor]) -> None:
+        """Let the step be as if it had never begun."""
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(before[name])
+        for name, generator in self.generators().items():
+            generator.set_state(before[name])
+        self.handle.forget()  # type: ignore[attr-defined]
+
+    def generators(self) -> dict[str, Generator]:
+        """What dropouts draw from, by name."""
+        return {
+            f"{name}.{key}": value
+            for name, module in self.module.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, Generator)
+        }
+
+    def progress(self) -> int:
+        """Samples in committed steps."""
+        return self.committed.samples
+
+    def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
+        """Go on over ``mesh``: who is behind takes over what the others have."""
+        comm = mesh.comm("replicate")
+        self.mesh = mesh
+        self.reducer = self.make_reducer()
+        self.handle.regroup(comm, self.reducer)  # type: ignore[attr-defined]
+        own = -1 if mesh.rank in joined else self.committed.steps
+        steps = comm.all_gather_object(own)  # [6]
+        most = max(steps)
+        if min(steps) < most:
+            root = steps.index(most)
+            state = comm.broadcast_object(self.held() if comm.rank == root else None, root)
+            if own < most:
+                self.take(state)
+        if self.chosen.batch == "local":
+            rate = self.asked.lr * comm.size / self.committed.began
+            self.spec = replace(self.asked, lr=rate)
+
+    def held(self) -> dict[str, Any]:
+        """All that training depends on."""
+        return {
+            "model": named_state(self.module),
+            "optimizer": self.optimizer.state_dict(),
+            "generators": {name: g.get_state() for name, g in self.generators().items()},
+            "committed": self.committed,
+        }
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Go on as the member that held ``state``."""
+        load_state(self.module, state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name, generator in self.generators().items():
+            generator.set_state(state["generators"][name])
+        self.committed = state["committed"]
+
+
+IMPLEMENTATION = ReferenceElastic

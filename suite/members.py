@@ -1,0 +1,72 @@
+"""Who takes part in each step of a case whose members change, and what that makes of its batches.
+
+Samples stand in one endless row, epoch after epoch; a step takes the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardproof.case import Case
+from shardproof.contract import BatchRule
+
+
+@dataclass(frozen=True)
+class StepMembers:
+    """One step: ``begin`` it, but ``members`` commit it, for the others die in it.
+
+    Its batch are ``size`` samples from number ``first`` on; ``rate`` times the learning rate.
+    """
+
+    begin: tuple[int, ...]
+    members: tuple[int, ...]
+    first: int
+    size: int
+    rate: float
+
+    def joined(self, before: StepMembers | None) -> tuple[int, ...]:
+        """The members that have not committed the step ``before`` (``None``: this is the first)."""
+        return tuple(r for r in self.members if before is not None and r not in before.members)
+
+
+def of(case: Case, rule: BatchRule = "global") -> list[StepMembers]:
+    """All steps of ``case``; under the rule ``local`` batch and rate grow with the members.
+
+    Both are as the case says for as many members as commit the first step.
+    """
+    changes = {int(step): tuple(ranks) for step, ranks in case.membership.items()}
+    members: tuple[int, ...] = tuple(range(case.world))
+    steps: list[StepMembers] = []
+    first = 0
+    for step in range(case.steps):
+        begin = changes.get(step, members)
+        dead = [death.rank for death in case.deaths if death.step == step]
+        members = tuple(rank for rank in begin if rank not in dead)
+        started = len(steps[0].members if steps else members)
+        size = batch_size(case, rule, len(members), started)
+        rate = len(members) / started if rule == "local" else 1.0
+        steps.append(StepMembers(begin, members, first, size, rate))
+        first += size
+    return steps
+
+
+def batch_size(case: Case, rule: BatchRule, members: int, started: int) -> int:
+    """Samples of a step of so many ``members``, where ``started`` took the first."""
+    whole = case.workload.global_batch
+    return whole * members // started if rule == "local" else whole
+
+
+def changes(case: Case) -> bool:
+    """Whether members of ``case`` join, leave or die."""
+    return bool(case.membership or case.deaths)
+
+
+def sources(steps: Sequence[StepMembers], step: int) -> dict[int, int]:
+    """Member of ``step`` -> who it has its own state of: itself, or for who joins the first member
+    that stayed.
+    """
+    now, before = steps[step], steps[step - 1] if step else None
+    joined = now.joined(before)
+    first = next((rank for rank in now.members if rank not in joined), now.members[0])
+    return {rank: first if rank in joined else rank for rank in now.members}
