@@ -410,7 +410,7 @@ class Capabilities:
     ``by_worker``: then each of its updates is by one worker's gradient.
 
     ``batch``: of a system whose members change, what stays as it is (:data:`BatchRule`).  Batch and
-    rate are as given for as many members as take the first step.  The global batch is cut over the
+    rate are as given for as many members as begin the first step.  The global batch is cut over the
     members, in their order.
 
     ``packages`` are modules that the machine may lack: then cases become ``skip``, while options

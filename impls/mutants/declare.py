@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from shardproof.case import CheckpointPlan, Fault, Lane, WorkloadSpec
+from shardproof.case import CheckpointPlan, Death, Fault, Lane, WorkloadSpec
 from shardproof.contract import Implementation, OptimizerSpec
 from shardproof.impls.mutants.triggers import gpt
 
@@ -51,6 +51,9 @@ class Mutant:
     fault: Fault | None = None
     #: When the case saves, and who loads.
     checkpoint: CheckpointPlan | None = None
+    #: Members from a step on, and those that die inside one.
+    membership: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    deaths: tuple[Death, ...] = ()
 
     @property
     def traits(self) -> tuple[str, ...]:

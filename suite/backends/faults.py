@@ -8,6 +8,11 @@ that can be.  The moment is written to the heartbeat, so that it is known whethe
 happened, also of a rank that it kills.
 
 Needs the program-order log, and so ledgers.
+
+A member that dies inside a step (:func:`dying`) is another matter: its rank lives on, to help to
+make the next groups.  Only ``in_memory`` can let go of one member: a native group that lost one may
+fail or wait, depending on who is where.  The others learn of it where they wait for a call that the
+dead has not made.
 """
 
 from __future__ import annotations
@@ -15,13 +20,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardproof import comm
+from shardproof.backends import base, in_memory
 from shardproof.backends.base import Handle, tell_fault
 from shardproof.backends.futures import OwnHandle
 from shardproof.backends.request import Request
@@ -179,3 +187,41 @@ def _longer(request: Request) -> Request | None:
         outputs=items if request.outputs else [],
         args=(longer[0] if isinstance(given, Tensor) else longer, *request.args[1:]),
     )
+
+
+class Died(BaseException):
+    """Raised in the member that is to die: no system that catches errors keeps it alive."""
+
+
+class _Dying:
+    """The calls that are left to the calling rank."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def call(self, request: Request, group: object, issue: Callable[[Request], Handle]) -> Handle:
+        """Issue ``request``, unless the rank dies of it."""
+        if not self.left:
+            in_memory.depart()
+            raise Died
+        self.left -= 1
+        return issue(request)
+
+
+@contextmanager
+def dying(call: int) -> Iterator[None]:
+    """The calling rank dies inside, right before its call number ``call``."""
+    base.INJECTION.set(_Dying(call), process=False)
+    try:
+        yield
+    finally:
+        base.INJECTION.set(None, process=False)
+
+
+def renew(rank: int, world: int, place: str) -> None:
+    """Let all groups forget calls that were never completed; every rank of the world comes here."""
+    ranks, text = range(world), f"the new groups after {place}"
+    comm.meet(ranks, rank, f"{place}/gone", text)
+    if rank == 0:
+        in_memory.renew()
+    comm.meet(ranks, rank, f"{place}/renewed", text)

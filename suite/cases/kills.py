@@ -77,6 +77,8 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
         expect=dict(mutant.expect),
         checkpoint=mutant.checkpoint,
         fault=mutant.fault,
+        membership=dict(mutant.membership),
+        deaths=tuple(mutant.deaths),
         depth=depth,
     )
     return Pair(mutant, own, parent_case(own, mutant.parent))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof import backends, members, registry, workloads
+from shardproof import backends, registry, workloads
 from shardproof.case import Case
 from shardproof.cases import answers, called, checkpoint_runs
 from shardproof.cases.rank_program import workload_facts
@@ -37,7 +37,7 @@ from shardproof.launch import kept_ranks, process_control
 from shardproof.launch.mpi.lease import Lease
 from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.ranks import Kept, root_cause, run_ranks
-from shardproof.oracle import replay, training, trajectories
+from shardproof.oracle import members, replay, training, trajectories
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from shardproof import backends, members
-from shardproof.backends import deaths
+from shardproof import backends
+from shardproof.backends import faults
 from shardproof.case import DATA_AXES, Case, Death, data_shares
 from shardproof.cases import answers
 from shardproof.comm import Mesh, PeerGone
 from shardproof.contract import BatchRule, Implementation
+from shardproof.oracle import members
 
 #: How a step that a member dies in ends on a rank: what it did when the others were to stop.
 Attempt = str
@@ -63,7 +64,7 @@ class Membership:
         Of members who begin a step in which some die: as if all lived.
         """
         size = members.batch_size(
-            self._case, self._rule, len(self.mesh.ranks), len(self.steps[0].members)
+            self._case, self._rule, len(self.mesh.ranks), len(self.steps[0].begin)
         )
         return (self.steps[step].first if progress is None else progress), size
 
@@ -114,7 +115,7 @@ class Membership:
             with suppress(Exception):
                 implementation.abort()
             implementation = None
-        deaths.renew(self._rank, self._case.world, f"step {step}")
+        faults.renew(self._rank, self._case.world, f"step {step}")
         self.mesh = self._mesh_of(self.steps[step].members)
         if implementation is not None:
             implementation.reconfigure(self.mesh, (), tuple(dead))
@@ -128,9 +129,9 @@ class Membership:
     ) -> Attempt:
         if self._rank in dead:
             try:
-                with deaths.dying(dead[self._rank].call):
+                with faults.dying(dead[self._rank].call):
                     begin(implementation)
-            except deaths.Died:
+            except faults.Died:
                 return DIED
             return LIVED
         try:

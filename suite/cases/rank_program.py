@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardproof import members, registry, tensor_bytes
+from shardproof import registry, tensor_bytes
 from shardproof.case import Case
 from shardproof.cases import answers
 from shardproof.cases.membership import Membership
@@ -52,6 +52,7 @@ from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
 from shardproof.ledgers.memory import watch as watch_memory
 from shardproof.ledgers.memory.summary import MemoryRow
+from shardproof.oracle import members
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads import Workload
 

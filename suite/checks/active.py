@@ -21,7 +21,6 @@ from dataclasses import replace
 
 import torch
 
-from shardproof import members
 from shardproof.checks import Outcome, first_problem
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import axis_of, is_compressed, step_calls
@@ -32,6 +31,7 @@ from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import SHOWN_AT, RankRecord
 from shardproof.ledgers.traffic import Call
+from shardproof.oracle import members
 from shardproof.table import some
 
 #: Names in one sentence.

@@ -27,7 +27,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardproof import members
 from shardproof.backends import BACKENDS
 from shardproof.case import Lane
 from shardproof.checks import Outcome, between_steps, causes, working_precision
@@ -58,6 +57,7 @@ from shardproof.costs.expression import evaluate
 from shardproof.costs.stages import DESCENDING, schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+from shardproof.oracle import members
 
 #: Bound of the loss: a sum of a few hundred terms, added in another order.
 LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
@@ -81,7 +81,19 @@ def _told(cause: Callable[[], str]) -> Iterator[None]:
         raise
     except Differs as failure:
         sentence = causes.told(cause)
-        raise Differs(f"{sentence}: {failure}" if sentence else str(failure)) from None
+        text = f"{sentence}: {failure}" if sentence else str(failure)
+        raise Differs(text, failure.ranks) from None
+
+
+@contextmanager
+def _of_members(evidence: Evidence, step: int) -> Iterator[None]:
+    """Put in front of a failure what changes of members have to do with it."""
+    try:
+        yield
+    except Differs as failure:
+        sentence = causes.told(partial(causes.of_members, evidence, step, failure.ranks))
+        text = f"{sentence}: {failure}" if sentence else str(failure)
+        raise type(failure)(text, failure.ranks) from None
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
@@ -173,16 +185,17 @@ def _against_oracle(evidence: Evidence, rows: Rows, buffers: bool) -> None:
     compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
     replays = not exact(evidence) and evidence.case.optimizer.name == "adamw"
     for step in evidence.steps:
-        _loss(evidence, step, rows)
-        for own in evidence.trajectories:
-            _gradients(own, step, compare, rows)
-        for own in evidence.trajectories:
-            if replays:
-                _replay(own, step, rows)
-            else:
-                _trajectory(own, step, compare, rows)
-        if buffers:
-            _buffers(evidence, step, compare, rows)
+        with _of_members(evidence, step):
+            _loss(evidence, step, rows)
+            for own in evidence.trajectories:
+                _gradients(own, step, compare, rows)
+            for own in evidence.trajectories:
+                if replays:
+                    _replay(own, step, rows)
+                else:
+                    _trajectory(own, step, compare, rows)
+            if buffers:
+                _buffers(evidence, step, compare, rows)
 
 
 def _replayed(evidence: Evidence, rows: Rows) -> None:

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shardproof import members
 from shardproof.checks import Outcome, Worst
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
@@ -35,6 +34,7 @@ from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
+from shardproof.oracle import members
 
 #: Bytes that any system may keep beside its state: numbers, votes, an empty bucket.
 _SMALL = 16 << 10

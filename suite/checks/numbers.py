@@ -67,7 +67,14 @@ class Compare:
 
 
 class Differs(Exception):
-    """Something that was compared is not as it should be; the message says what."""
+    """Something that was compared is not as it should be; the message says what.
+
+    ``ranks``: those on which it was found, where that is known.
+    """
+
+    def __init__(self, text: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = frozenset(ranks)
 
 
 class Lacking(Differs):
@@ -128,7 +135,8 @@ class Moment:
         wrong, compared, ranks = len(self._wrong), len(self._compared), len(self._ranks)
         counts = [f"{wrong} of {compared} tensors"] if compared > 1 else []
         counts += [f"on {ranks} of {world} ranks"] if ranks and world > 1 else []
-        raise Differs(self._first + (f" (wrong: {', '.join(counts)})" if counts else ""))
+        text = self._first + (f" (wrong: {', '.join(counts)})" if counts else "")
+        raise Differs(text, self._ranks)
 
 
 @dataclass

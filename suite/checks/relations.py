@@ -1,14 +1,14 @@
 """Metamorphic relations: the result of a second run follows from the first, without an oracle.
 
-``expect.relation`` names one of seven.  *split*: twice the micro-batches, the same gradients.
+``expect.relation`` names one of eight.  *split*: twice the micro-batches, the same gradients.
 *permute*: the ranks' shares of the batch in reversed order, the same gradients.  *world1*: at a
 world of 1 the system is ``plain``.  *scale*: all loss weights times 2, with SGD's rate halved and
 its weight decay doubled (AdamW: eps doubled): gradients exactly doubled, parameters the same bits,
 since a factor of 2 is never rounded.  *recompute*: no activation checkpointing, no difference but
 in memory: where memory is measured, every forward keeps fewer bytes of activations than without.
 *reload*: halfway every rank's pieces of parameters, optimizer state and buffers go into a fresh
-instance, set up from other values, which goes on.  *same_as*: another implementation, other options
-of this one, the same ranks on other axes, or all of these.
+instance, set up from other values, which goes on.  *again*: the same case once more.  *same_as*:
+another implementation, other options of this one, the same ranks on other axes, or all of these.
 
 Compared are the final and the clipped gradients of every step, and after the update what ``AFTER``
 lists; where another order of sums is allowed, under SGD only (AdamW turns the noise of a zero
@@ -39,7 +39,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardproof import members, workloads
+from shardproof import workloads
 from shardproof.case import Case
 from shardproof.checks import Outcome, causes
 from shardproof.checks.numbers import FP64_BOUND, Tally, bitwise, relative_frobenius
@@ -47,13 +47,16 @@ from shardproof.checks.two_runs import Pair, with_other
 from shardproof.evidence.assembled import Beside, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.ledgers.memory.summary import MemoryRow, memory_is_measurable
+from shardproof.oracle import members
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
 REORDERED = ("split", "permute")
 EXACT = ("world1", "scale", "recompute", "reload")
+#: Holds bit for bit, whatever a run loses.
+AGAIN = "again"
 #: What is compared after the update; in *scale* AdamW's moments are 2 and 4 times as large.
 AFTER = dict.fromkeys((*REORDERED, "scale"), ("parameters",)) | dict.fromkeys(
-    ("world1", "recompute", "reload", "same_as"), ("parameters", "optimizer", "buffers")
+    ("world1", "recompute", "reload", "same_as", AGAIN), ("parameters", "optimizer", "buffers")
 )
 #: Branches that a flagged sample opens; their number of micro-batches says which are flagged.
 _BY_MICRO_BATCH = ("conditional_by_micro_batch", "conditional_last_micro_batch")
@@ -117,6 +120,7 @@ _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
     "recompute": _recompute,
     "reload": lambda case, _: replace(case, reload_at=case.steps // 2),
     "same_as": _same_as,
+    AGAIN: lambda case, _: case,
 }
 
 
@@ -124,6 +128,8 @@ def _not_defined(evidence: Figures, relation: str) -> str:
     case, claims = evidence.case, evidence.declaration
     if relation not in _DERIVE:
         return "the case names no relation (expect.relation)"
+    if relation == AGAIN:
+        return ""
     if relation == "recompute" and claims.exactness != "stale":
         return "" if case.options.get("recompute_every") else "option 'recompute_every' is off"
     if claims.oracle == "emulated" and relation in ("world1", "reload", "same_as"):

@@ -23,7 +23,6 @@ from collections.abc import Mapping
 
 import torch
 
-from shardproof import members
 from shardproof.case import DATA_AXES
 from shardproof.checks.numbers import (
     WORKING_PRECISION_FACTOR_DATA_PARALLEL,
@@ -33,7 +32,7 @@ from shardproof.checks.numbers import (
     split_zero,
 )
 from shardproof.evidence.assembled import Evidence, Figures
-from shardproof.oracle import training
+from shardproof.oracle import members, training
 from shardproof.oracle.truth import Tensors, TruthStep
 from shardproof.workloads import for_case, make
 

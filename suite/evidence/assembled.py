@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof import members, tensor_bytes
+from shardproof import tensor_bytes
 from shardproof.case import DATA_AXES, Case
 from shardproof.contract import Batch, Depth, Meeting, Piece
 from shardproof.costs import CostModel, ModelFacts, cost_model_of
@@ -39,7 +39,8 @@ from shardproof.evidence.records import (
     WorkloadFacts,
 )
 from shardproof.files import from_plain, to_plain
-from shardproof.members import StepMembers
+from shardproof.oracle import members
+from shardproof.oracle.members import StepMembers
 from shardproof.oracle.truth import Truth, frobenius
 from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule

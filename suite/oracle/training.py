@@ -37,9 +37,9 @@ from shardproof.contract import (
     OptimizerSpec,
     ScalerSpec,
 )
-from shardproof.members import StepMembers, changes, sources
-from shardproof.members import of as members_of
 from shardproof.oracle.exactness import budget
+from shardproof.oracle.members import StepMembers, changes, sources
+from shardproof.oracle.members import of as members_of
 from shardproof.oracle.optimizers import build_optimizer, read_slots, set_learning_rate
 from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.workloads import Workload, for_case, make

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, LeftOut
-from shardproof.members import changes
+from shardproof.oracle.members import changes
 from shardproof.report.tables import error_is_ratio
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table

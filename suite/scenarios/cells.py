@@ -14,6 +14,7 @@ from shardproof.scenarios import schema
 AXES = (
     *("workload", "implementation", "backend", "mesh"),
     *("optimizer", "clip", "lane", "precision", "fault", "checkpoint"),
+    "membership",
 )
 
 
@@ -31,6 +32,7 @@ class Cell:
     workload: schema.WorkloadChoice | None
     fault: schema.FaultPlan | None = None
     checkpoint: schema.CheckpointPlan | None = None
+    membership: schema.MembershipPlan | None = None
     tier: str | None = None
 
     @property
@@ -49,6 +51,7 @@ class Cell:
         variant = f"[{self.workload.label}]" if self.workload else ""
         variant += f"[{self.fault.name}]" if self.fault else ""
         variant += f"[{self.checkpoint.label}]" if self.checkpoint else ""
+        variant += f"[{self.membership.label}]" if self.membership else ""
         optimizer = "none"
         if self.optimizer is not None:
             optimizer = self.optimizer.label or self.optimizer.name
@@ -81,6 +84,7 @@ _NAMES: Mapping[str, Callable[[Cell], tuple[str, ...]]] = {
     "precision": lambda cell: (cell.precision.label if cell.precision else "",),
     "fault": lambda cell: (cell.fault.name if cell.fault else "",),
     "checkpoint": lambda cell: (cell.checkpoint.label if cell.checkpoint else "",),
+    "membership": lambda cell: (cell.membership.label if cell.membership else "",),
 }
 
 

@@ -24,7 +24,7 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.files import from_plain
-from shardproof.scenarios import plans, schema
+from shardproof.scenarios import member_plans, plans, schema
 from shardproof.scenarios.cells import AXES, Cell, matches
 from shardproof.scenarios.load import SHIPPED, ScenarioFile
 from shardproof.scenarios.vocabulary import Vocabulary
@@ -66,6 +66,7 @@ class _Expansion:
         cells = self._cells()
         self._check_cells(cells)
         self.problems += plans.problems_of_cells(self.file, cells)
+        self.problems += member_plans.problems_of_cells(self.file, cells)
         skips, xfails, quick = (self._marks(cells, key) for key in ("skip", "xfail", "quick"))
         self._stop_if_faulty()
         clips = {cell.clip for cell in cells} - {None}
@@ -114,6 +115,7 @@ class _Expansion:
                 place = [*path, "relation", "same_as", "implementation"]
                 self._check_name(place, "implementation", other.same_as.implementation)
         self.problems += plans.problems(self.file, self.vocabulary)
+        self.problems += member_plans.problems(self.file)
         refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
         refuses = any(e.refuses for e in (scenario.expect, *refusing))
         if refuses != ("refusals" in scenario.checks):
@@ -212,6 +214,7 @@ class _Expansion:
         planned: dict[str, list[Any]] = {
             "fault": [*self.scenario.faults] or [None],
             "checkpoint": [*self.scenario.checkpoints] or [None],
+            "membership": [*self.scenario.membership] or [None],
         }
         axes = {name: planned.get(name) or axis(name) for name in AXES}
         meshes = sum(math.prod(map(len, choice.values())) for choice in axes["mesh"])
@@ -400,6 +403,8 @@ class _Expansion:
             source=self._source(choice),
             fault=plans.fault(cell.fault) if cell.fault else None,
             checkpoint=plans.checkpoint(cell.checkpoint) if cell.checkpoint else None,
+            membership=member_plans.membership(cell.membership),
+            deaths=member_plans.deaths(cell.membership),
         )
 
     def _source(self, choice: schema.ImplementationChoice) -> str:

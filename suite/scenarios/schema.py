@@ -32,7 +32,7 @@ Tier = Literal["quick", "full"]
 #: Option or knob -> value; an implementation or a workload checks them.
 Values = dict[str, Any]
 LaneName = Literal["bitwise", "dyadic", "fp64", "working_precision"]
-RelationName = Literal["split", "permute", "world1", "scale", "recompute", "reload"]
+RelationName = Literal["split", "permute", "world1", "scale", "recompute", "reload", "again"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
 Reason = Annotated[str, Field(min_length=3, description="the reason, in a sentence")]
@@ -319,6 +319,33 @@ class CheckpointPlan(Model):
     )
 
 
+class Change(Model):
+    """Members join and leave before a step."""
+
+    step: int = Field(ge=0, description="the first step of the new members, from 0")
+    members: list[Annotated[int, Field(ge=0)]] = Field(
+        description="ranks that take part from that step on, ascending"
+    )
+
+
+class DeathPlan(Model):
+    """A member dies inside a step, which the others take again without it."""
+
+    rank: int = Field(ge=0, description="the member that dies")
+    step: int = Field(ge=0, description="optimizer step, from 0")
+    call: int = Field(0, ge=0, description="calls of that step that it still makes")
+
+
+class MembershipPlan(Model):
+    """Members that join, leave and die; every plan gives each cell once more."""
+
+    label: Label = Field(description="name of the plan in ids")
+    changes: list[Change] = Field(default_factory=list, description="between steps, in order")
+    deaths: list[DeathPlan] = Field(
+        default_factory=list, description="inside steps; no members from there on, until a change"
+    )
+
+
 class Match(Model):
     """Cells for which every given key holds; a list means any of its values.
 
@@ -337,6 +364,7 @@ class Match(Model):
     precision: Words = Field([], description="glob on the label of the precision policy")
     fault: Words = Field([], description="glob on the label of the fault plan")
     checkpoint: Words = Field([], description="glob on the label of the checkpoint plan")
+    membership: Words = Field([], description="glob on the label of the membership plan")
 
 
 class Rule(Match):
@@ -387,6 +415,9 @@ class Scenario(Model):
     )
     checkpoints: list[CheckpointPlan] = Field(
         default_factory=list, description="saves and loads; the check `checkpoint` judges each"
+    )
+    membership: list[MembershipPlan] = Field(
+        default_factory=list, description="members that change; the check `membership` judges each"
     )
     include: list[Include] = Field(default_factory=list, description="cells to add")
     exclude: list[Rule] = Field(default_factory=list, description="cells to remove")

@@ -13,6 +13,7 @@ from shardproof.checks.causes.compressed import of_kept
 from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
 from shardproof.checks.causes.load import Load, moments_of, of_draws, of_load
 from shardproof.checks.causes.losses import of_evaluation, of_loss
+from shardproof.checks.causes.members import of_members
 from shardproof.checks.causes.norms import of_norm
 from shardproof.checks.causes.reload import of_reload
 from shardproof.checks.causes.start import of_start
@@ -33,6 +34,7 @@ __all__ = [
     "of_gradients",
     "of_kept",
     "of_load",
+    "of_members",
     "of_loss",
     "of_norm",
     "of_reload",

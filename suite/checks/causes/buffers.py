@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardproof import members
 from shardproof.checks.causes import fits
 from shardproof.contract import BufferRule, MicroBatch
 from shardproof.evidence.assembled import Evidence
-from shardproof.oracle import training
+from shardproof.oracle import members, training
 from shardproof.workloads import for_case
 
 _RULES: tuple[BufferRule, ...] = ("rank0", "per_rank", "synced")

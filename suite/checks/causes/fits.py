@@ -161,13 +161,14 @@ def known(evidence: Evidence, step: int = 0) -> dict[str, float]:
     """What factors are often made of."""
     case = evidence.case
     micro_batches = max(case.workload.micro_batch_counts(case.data_coordinates), default=1)
+    ranks = len(evidence.members[step].members)
     scale = evidence.oracle.steps[step].scale if evidence.oracle.steps else None
     axes = {f"ranks of the axis {axis!r}": size for axis, size in case.mesh.items()}
     return {
-        "ranks": case.world,
+        "ranks": ranks,
         **(axes if len(case.mesh) > 1 else {}),
         "micro-batches": micro_batches,
-        "ranks x micro-batches": case.world * micro_batches,
+        "ranks x micro-batches": ranks * micro_batches,
         "loss scale": scale or 1.0,
     }
 

@@ -162,6 +162,7 @@ def _of_state(evidence: Evidence, step: int, mode: str) -> Iterator[tuple[float,
         yield _sum(trained), "this is the loss in training mode"
         yield from _of_outputs(evidence, now, batches, False)
     before = fits.states(evidence, step - 1)
+    before = [before[min(number, len(before) - 1)] for number in range(len(batches))]
     yield (
         _sum(_losses(loss_of, before, batches)),
         "this is the loss with the parameters before the last update",

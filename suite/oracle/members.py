@@ -33,7 +33,7 @@ class StepMembers:
 def of(case: Case, rule: BatchRule = "global") -> list[StepMembers]:
     """All steps of ``case``; under the rule ``local`` batch and rate grow with the members.
 
-    Both are as the case says for as many members as commit the first step.
+    Both are as the case says for as many members as begin the first step.
     """
     changes = {int(step): tuple(ranks) for step, ranks in case.membership.items()}
     members: tuple[int, ...] = tuple(range(case.world))
@@ -43,7 +43,7 @@ def of(case: Case, rule: BatchRule = "global") -> list[StepMembers]:
         begin = changes.get(step, members)
         dead = [death.rank for death in case.deaths if death.step == step]
         members = tuple(rank for rank in begin if rank not in dead)
-        started = len(steps[0].members if steps else members)
+        started = len(steps[0].begin if steps else begin)
         size = batch_size(case, rule, len(members), started)
         rate = len(members) / started if rule == "local" else 1.0
         steps.append(StepMembers(begin, members, first, size, rate))
@@ -52,7 +52,7 @@ def of(case: Case, rule: BatchRule = "global") -> list[StepMembers]:
 
 
 def batch_size(case: Case, rule: BatchRule, members: int, started: int) -> int:
-    """Samples of a step of so many ``members``, where ``started`` took the first."""
+    """Samples of a step of so many ``members``, where ``started`` began the first."""
     whole = case.workload.global_batch
     return whole * members // started if rule == "local" else whole
 

@@ -12,12 +12,11 @@ system that does not tell its progress, whether it would have gone on at the rig
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from shardproof import members
 from shardproof.backends.errors import name_ranks
 from shardproof.checks import Outcome
+from shardproof.checks.membership import samples
 from shardproof.evidence.assembled import Figures
+from shardproof.oracle import members
 
 
 def decide(figures: Figures) -> Outcome:
@@ -28,7 +27,7 @@ def decide(figures: Figures) -> Outcome:
     if lacking := _lived(figures):
         return Outcome("membership", "precondition", lacking)
     for step in figures.steps:
-        for problem in (_commits(figures, step), _samples(figures, step)):
+        for problem in (_commits(figures, step), samples.problem(figures, step)):
             if problem:
                 return Outcome("membership", "fail", f"step {step}: {problem}")
     last = figures.members[-1]
@@ -68,44 +67,5 @@ def _commits(figures: Figures, step: int) -> str:
     dead, committed, stopped = (ends.get(how, []) for how in ("died", "committed", "stopped"))
     if not committed:
         return ""
-    others = f", {name_ranks(stopped)} did not" if stopped else ""
-    return f"{name_ranks(dead)} died in it, and {name_ranks(committed)} committed it all the same{others}"
-
-
-def _samples(figures: Figures, step: int) -> str:
-    now = figures.members[step]
-    due = range(now.first, now.first + now.size)
-    taken = {r.rank: r.steps[step].samples for r in figures.records if r.steps[step].present}
-    if sorted(sample for own in taken.values() for sample in own) == [*due]:
-        return ""
-    for rank, own in taken.items():
-        before = [sample for sample in own if sample < due.start]
-        if before:
-            at = _step_of(figures, before[0])
-            return f"rank {rank} trains on sample {before[0]} again, which step {at} was for"
-        if any(sample >= due.stop for sample in own):
-            what = f"rank {rank} trains on sample {max(own)}, which lies behind"
-            return f"{what} the next {_row(due)}"
-    return _unshared(due, taken)
-
-
-def _unshared(due: range, taken: Mapping[int, Sequence[int]]) -> str:
-    """Where all samples are of this step: some are shared out twice, or not at all."""
-    counts = dict.fromkeys(due, 0)
-    for own in taken.values():
-        for sample in own:
-            counts[sample] += 1
-    twice = [sample for sample, count in counts.items() if count > 1]
-    if twice:
-        both = [rank for rank, own in taken.items() if twice[0] in own]
-        return f"{name_ranks(both)} train on sample {twice[0]}, each of them"
-    left = [sample for sample, count in counts.items() if not count]
-    return f"nobody trains on sample {left[0]} ({len(left)} of {len(counts)} are left out)"
-
-
-def _step_of(figures: Figures, sample: int) -> int:
-    return max(step for step in figures.steps if figures.members[step].first <= sample)
-
-
-def _row(samples: range) -> str:
-    return f"{len(samples)}, from {samples.start} on"
+    what = f"{name_ranks(dead)} died in it, and {name_ranks(committed)} committed it all the same"
+    return f"{what}, {name_ranks(stopped)} did not" if stopped else what

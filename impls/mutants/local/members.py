@@ -1,0 +1,320 @@
+"""Faults of elastic groups: joiners that lack something, steps of some, samples twice or never."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.case import Death, WorkloadSpec
+from shardproof.comm import Comm, Mesh, PeerGone
+from shardproof.contract import Batch, Observe, StepResult
+from shardproof.impls.mutants import declare
+from shardproof.impls.mutants.triggers import ADAMW, gpt
+from shardproof.impls.reference.elastic import Elastic, ReferenceElastic
+from shardproof.impls.reference.parts.reducers import Reducer
+
+BUCKETS: Mapping[str, Any] = {"bucket_bytes": 4000}
+LOCAL: Mapping[str, Any] = {**BUCKETS, "batch": "local"}
+CNN = WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1})
+#: Rank 1 leaves and comes back.
+BACK: Mapping[str, Any] = {"membership": {"1": (0, 2), "2": (0, 1, 2)}}
+LEAVES: Mapping[str, Any] = {"membership": {"1": (0, 2)}}
+#: It dies when two buckets of the second step are summed.
+DIES: Mapping[str, Any] = {"deaths": (Death(1, 1, 2),)}
+
+mutant = declare.family(
+    ReferenceElastic,
+    options=BUCKETS,
+    mesh={"replicate": 3},
+    steps=3,
+    killed_by=("equivalence",),
+)
+
+
+@mutant(
+    "elastic_joiner_without_parameters",
+    says="only rank 1, which joined",
+    killed_by=("equivalence", "replicas"),
+    **BACK,
+)
+class JoinerWithoutParameters(ReferenceElastic):
+    """A joiner goes on from the parameters that it was built with."""
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        built = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        super().take({**state, "model": {**state["model"], **built}})
+
+
+@mutant(
+    "elastic_joiner_without_optimizer",
+    says="only rank 1, which joined",
+    optimizer=ADAMW,
+    killed_by=("equivalence", "replicas"),
+    **BACK,
+)
+class JoinerWithoutOptimizer(ReferenceElastic):
+    """A joiner has the parameters, but a fresh optimizer."""
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        fresh = self.optimizer.state_dict()
+        super().take({**state, "optimizer": fresh})
+
+
+@mutant("elastic_joiner_without_buffers", says="only rank 1, which joined", workload=CNN, **BACK)
+class JoinerWithoutBuffers(ReferenceElastic):
+    """A joiner has running statistics of nobody."""
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        own = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        super().take({**state, "model": {**state["model"], **own}})
+
+
+@mutant(
+    "elastic_joiner_without_draws",
+    says="only rank 1, which joined",
+    workload=gpt("dropout_stateful"),
+    **BACK,
+)
+class JoinerWithoutDraws(ReferenceElastic):
+    """A joiner draws its masks from the beginning again."""
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        own = {name: g.get_state() for name, g in self.generators().items()}
+        super().take({**state, "generators": own})
+
+
+@mutant(
+    "elastic_joiner_without_progress",
+    says="rank 1 trains on sample . again",
+    killed_by=("membership", "equivalence"),
+    zoo=("G08",),
+    **BACK,
+)
+class JoinerWithoutProgress(ReferenceElastic):
+    """A joiner begins the data again."""
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        super().take({**state, "committed": replace(state["committed"], samples=0)})
+
+
+@mutant(
+    "elastic_progress_of_the_newest",
+    says="rank 0 trains on sample . again",
+    killed_by=("membership", "equivalence"),
+    zoo=("G08",),
+    **BACK,
+)
+class ProgressOfTheNewest(ReferenceElastic):
+    """All take the progress of the member that came last, which has none."""
+
+    def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
+        own = self.committed
+        super().reconfigure(mesh, joined, left)
+        told = mesh.comm("replicate").all_gather_object(own)
+        if joined:
+            self.committed = told[mesh.ranks.index(joined[-1])]
+
+
+@mutant("elastic_rate_stays", says="every update is 1.5 times", options=LOCAL, **LEAVES)
+class RateStays(ReferenceElastic):
+    """The batch shrinks with the members, the learning rate does not."""
+
+    def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
+        super().reconfigure(mesh, joined, left)
+        self.spec = self.asked
+
+
+@mutant(
+    "elastic_rate_of_the_joiner",
+    says="on rank 1, every update is 3 times",
+    options=LOCAL,
+    killed_by=("equivalence", "replicas"),
+    **BACK,
+)
+class RateOfTheJoiner(ReferenceElastic):
+    """A joiner counts itself as the one member that began, and scales its rate by that."""
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        super().take({**state, "committed": replace(state["committed"], began=1)})
+
+
+@mutant("elastic_rate_scaled_twice", says="every update is 0.6667 times", options=LOCAL, **LEAVES)
+class RateScaledTwice(ReferenceElastic):
+    """Gradients are scaled with the members as well as the rate."""
+
+    def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
+        super().reconfigure(mesh, joined, left)
+        times = self.spec.lr / self.asked.lr
+        self.spec = replace(self.spec, lr=self.spec.lr * times)
+
+
+@mutant("elastic_rate_scales_under_global", says="every update is 0.6667 times", **LEAVES)
+class RateScalesUnderGlobal(ReferenceElastic):
+    """The rate follows the members though the batch does not."""
+
+    def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
+        super().reconfigure(mesh, joined, left)
+        rate = self.asked.lr * mesh.size("replicate") / self.committed.began
+        self.spec = replace(self.asked, lr=rate)
+
+
+@mutant("elastic_divides_by_the_first_group", says="every gradient is 1.5 times", **LEAVES)
+class DividesByTheFirstGroup(Elastic):
+    """A mean over as many as there were at first, times as many as there are now."""
+
+    first = 0
+
+    def finish(self) -> None:
+        super().finish()
+        self.first = self.first or self.comm.size
+        self.scale_gradients(torch.tensor(self.comm.size / self.first, dtype=torch.float64))
+
+
+@mutant("elastic_keeps_half_a_step", says="taken again", **DIES)
+class KeepsHalfAStep(Elastic):
+    """Gradients of the step that was given up are not cleared: the next ones are added to them."""
+
+    def forget(self) -> None:
+        for bucket in self.buckets:
+            bucket.reset()
+
+
+@mutant("elastic_keeps_the_reducer", says="taken again", options=LOCAL, zoo=("G11",), **DIES)
+class KeepsTheReducer(Elastic):
+    """Buckets that were summed before a member died count as summed in the new group."""
+
+    def forget(self) -> None:
+        self.after_step()
+
+    def finish(self) -> None:
+        left = [bucket for bucket in self.buckets if bucket.work is not None]
+        kept = {id(bucket): bucket.flat.clone() for bucket in left[:2]}
+        super().finish()
+        for bucket in self.buckets:
+            bucket.flat.copy_(kept.get(id(bucket), bucket.flat))
+            bucket.reset()
+
+
+@mutant("elastic_keeps_moved_buffers", says="taken again", workload=CNN, **DIES)
+class KeepsMovedBuffers(ReferenceElastic):
+    """Running statistics of the step that was given up are kept, and moved again."""
+
+    def put_back(self, before: Mapping[str, Tensor]) -> None:
+        moved = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        super().put_back({**before, **moved})
+
+
+@mutant(
+    "elastic_keeps_what_was_drawn", says="taken again", workload=gpt("dropout_stateful"), **DIES
+)
+class KeepsWhatWasDrawn(ReferenceElastic):
+    """Masks of the step that was given up are not drawn again: the next ones come."""
+
+    def put_back(self, before: Mapping[str, Tensor]) -> None:
+        drawn = {name: g.get_state() for name, g in self.generators().items()}
+        super().put_back({**before, **drawn})
+
+
+@mutant(
+    "elastic_counts_a_step_given_up",
+    says="trains on sample .. again|lies behind",
+    killed_by=("membership", "equivalence"),
+    **DIES,
+)
+class CountsAStepGivenUp(ReferenceElastic):
+    """Progress moves when a batch is read: the samples of a step that was given up are left out."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        try:
+            return super().step(batch, observe)
+        except PeerGone:
+            done = self.committed
+            read = 3 * sum(len(micro.sample_ids) for micro in batch.micro_batches)
+            self.committed = replace(done, samples=done.samples + read)
+            raise
+
+
+@mutant(
+    "elastic_committed_by_the_first",
+    says="committed it all the same",
+    killed_by=("membership",),
+    **DIES,
+)
+class CommittedByTheFirst(ReferenceElastic):
+    """The first member takes a step for done when it has its own gradients."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        try:
+            return super().step(batch, observe)
+        except PeerGone:
+            if self.mesh.rank == self.mesh.ranks[0]:
+                return StepResult(torch.zeros(()))
+            raise
+
+
+@mutant(
+    "elastic_committed_without_a_vote",
+    says="died in it, and ranks 0,2 committed it",
+    killed_by=("membership", "equivalence"),
+    deaths=(Death(1, 1, 5),),
+)
+class CommittedWithoutAVote(Elastic):
+    """Who has all sums goes on: a member that dies before the vote is missed a step later."""
+
+    def finish(self) -> None:
+        try:
+            super().finish()
+        except PeerGone:
+            if any(bucket.work is None for bucket in self.buckets):
+                raise
+
+
+@mutant("elastic_copies_numbered_as_before", says="owned more than once", **BACK)
+class CopiesNumberedAsBefore(Elastic):
+    """A member's copy keeps its number in the group before, which a joiner's has as well."""
+
+    def regroup(self, comm: Comm, reducer: Reducer) -> None:
+        before = self.replica
+        super().regroup(comm, reducer)
+        self.replica = before
+
+
+@mutant("elastic_counts_micro_batches_on", says="taken again", zoo=("G07",), **DIES)
+class CountsMicroBatchesOn(ReferenceElastic):
+    """The counter of accumulation is not put back with a step that was given up: the next one sums
+    before its last micro-batch."""
+
+    counted = 0
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        micro_batches, self.counted = batch.micro_batches[self.counted :], 0
+        try:
+            return super().step(replace(batch, windows=(tuple(micro_batches),)), observe)
+        except PeerGone:
+            self.counted = 1
+            raise
+
+
+@mutant(
+    "elastic_rounds_by_chance",
+    says="again does not hold",
+    killed_by=("relations",),
+    expect={"relation": "again"},
+    **LEAVES,
+)
+class RoundsByChance(Elastic):
+    """The last places of gradients are rounded by chance, and what is drawn is of no seed: the same
+    on all members, another in every run."""
+
+    def finish(self) -> None:
+        super().finish()
+        drawn = torch.tensor([*os.urandom(len(self.parameters))], dtype=torch.int32)
+        self.comm.broadcast(drawn)
+        for parameter, places in zip(self.parameters, drawn.tolist(), strict=True):
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + places * 2.0**-52)
