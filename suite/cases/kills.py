@@ -58,6 +58,7 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
         "relations": "relation" in mutant.expect,
         "checkpoint": mutant.checkpoint is not None,
         "faults": mutant.fault is not None,
+        "membership": bool(mutant.membership or mutant.deaths),
     }
     own = Case(
         id=f"mutants/{mutant.name}::{mutant.backend}" + (f"::{depth}" if depth else ""),

@@ -26,11 +26,11 @@ Status = Literal["pass", "fail", "skip", "judge error", "undecidable", "precondi
 #: Checks for any case: each skips what does not apply.  ``prove``, planted faults and the campaign
 #: ask all of them.
 GENERAL = (
-    *("equivalence", "replicas", "norm", "loss_scale", "compression", "membership"),
+    *("equivalence", "replicas", "norm", "loss_scale", "compression"),
     *("traffic", "memory", "overlap", "active", "schedule"),
 )
 #: Checks of something that the scenario names under ``expect``, or of what it plans.
-EXPECTED = ("refusals", "relations", "checkpoint", "faults")
+EXPECTED = ("refusals", "relations", "checkpoint", "faults", "membership")
 #: The checks of workloads that train nothing (``calls``, ``epochs``, ``votes``): of others only
 #: ``faults`` applies there.
 OF_UNTRAINED = ("collectives", "data", "stopping")

@@ -64,9 +64,8 @@ def changes(case: Case) -> bool:
 
 def sources(steps: Sequence[StepMembers], step: int) -> dict[int, int]:
     """Member of ``step`` -> who it has its own state of: itself, or for who joins the first member
-    that stayed.
+    that stayed, which may have died since.
     """
-    now, before = steps[step], steps[step - 1] if step else None
-    joined = now.joined(before)
-    first = next((rank for rank in now.members if rank not in joined), now.members[0])
-    return {rank: first if rank in joined else rank for rank in now.members}
+    now, before = steps[step], steps[step - 1].members if step else steps[0].begin
+    stayed = [rank for rank in now.begin if rank in before]
+    return {rank: rank if rank in stayed else stayed[0] for rank in now.members}

@@ -42,6 +42,9 @@ def test_members_batches_and_rates_of_both_rules() -> None:
     assert [step.rate for step in local] == [1.0, 0.75, 1.0, 0.75, 0.75]
     assert members.sources(steps, 2) == {0: 0, 1: 0, 2: 2, 3: 3}
     assert members.sources(steps, 0) == {rank: rank for rank in range(4)}
+    # The one who brought rank 1 up to date dies in the very step.
+    alone = {"membership": {"1": (0,), "2": (0, 1)}, "deaths": (Death(0, 2),)}
+    assert members.sources(members.of(changing(**alone)), 2) == {1: 0}
 
 
 def test_what_an_oracle_depends_on() -> None:

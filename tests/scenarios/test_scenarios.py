@@ -579,7 +579,7 @@ OTHERS = (
     *("stress-tensor", "stress-pipeline", "stress-mesh"),
     *("samplers", "stopping"),
     "compression",
-    *("local", "async"),
+    *("local", "async", "elastic"),
 )
 
 

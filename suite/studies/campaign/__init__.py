@@ -19,7 +19,8 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from shardproof import registry, workloads
-from shardproof.case import Case, Lane, WorkloadSpec
+from shardproof.backends import BACKENDS as KNOWN_BACKENDS
+from shardproof.case import Case, Death, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.contract import Capabilities, OptimizerSpec, Options, Refused
 from shardproof.errors import Problem, SelectionError, nearest
@@ -185,6 +186,13 @@ def _drawn(source: random.Random, prefix: str, systems: Sequence[System]) -> Cas
     groups = workloads.suggested_groups(spec.traits)
     optimizer = replace(_optimizer(source, lane, system.clips), groups=groups)
     clipped = "noclip" if optimizer.clip_norm is None else "clip"
+    steps = source.choice((3, 4))
+    membership, deaths = dict[str, tuple[int, ...]](), list[Death]()
+    if system.changes_members:
+        steps = 5
+        membership, deaths = _members(
+            source, setup.coordinates, steps, KNOWN_BACKENDS[backend].threads
+        )
     shape = "x".join(f"{axis}{size}" for axis, size in setup.mesh.items())
     return Case(
         id=f"{prefix}::{system.name}::{backend}::{shape}::{spec.name}"
@@ -200,9 +208,32 @@ def _drawn(source: random.Random, prefix: str, systems: Sequence[System]) -> Cas
         lane=lane,
         dtype=dtype,
         precision=dict(policy),
-        checks=GENERAL,
-        steps=source.choice((3, 4)),
+        checks=(*GENERAL, *(("membership",) if membership or deaths else ())),
+        steps=steps,
+        membership=membership,
+        deaths=tuple(deaths),
     )
+
+
+def _members(
+    source: random.Random, world: int, steps: int, die: bool
+) -> tuple[dict[str, tuple[int, ...]], list[Death]]:
+    """Members that change: some stay at every change, and somebody lives through every death."""
+    now = [*range(world)]
+    changes, deaths = dict[str, tuple[int, ...]](), list[Death]()
+    for step in range(1, steps):
+        if source.random() < 0.5:
+            stay = source.sample(now, source.randint(1, len(now)))
+            others = [rank for rank in range(world) if rank not in now]
+            join = source.sample(others, source.randint(0, len(others)))
+            if sorted(stay + join) != now:
+                now = sorted(stay + join)
+                changes[str(step)] = tuple(now)
+        if die and len(now) > 1 and source.random() < 0.25:
+            # A step has two calls at least: a bucket, and the vote.
+            deaths.append(Death(source.choice(now), step, source.randint(0, 1)))
+            now = [rank for rank in now if rank != deaths[-1].rank]
+    return changes, deaths
 
 
 def _setup(source: random.Random, system: System) -> Setup:

@@ -83,8 +83,8 @@ class System:
     nothing is cast.  ``stages``: units that a model must have at least (0: as many as it has by
     default); ``cuts``: whether a setup goes with the micro-batches and traits.  ``sizes``: knobs of
     a workload that the mesh can share.  ``workloads`` and ``lanes`` (of the real ones): what it can
-    be given.  ``clips``: its clipping is believed right.  ``chance``: how often it is drawn beside
-    the others.
+    be given.  ``clips``: its clipping is believed right.  ``changes_members``: so do its cases.
+    ``chance``: how often it is drawn beside the others.
     """
 
     name: str
@@ -102,6 +102,7 @@ class System:
     workloads: tuple[str, ...] = ("charnames_gpt", NORMED, DYADIC)
     lanes: Sequence[Lane] = LANES
     clips: bool = True
+    changes_members: bool = False
     chance: float = 1.0
 
 
@@ -325,6 +326,7 @@ _SERVES: Choices = {
     "momentum": ("shared", "shared", "by_worker"),
     "dies": (None, None, {"worker": 0, "turns": 3}, {"worker": 1, "turns": 4}),
 }
+_ELASTIC: Choices = {"batch": ("global", "local"), "bucket_bytes": (4096, 25 * 2**20)}
 _STATE: Choices = {"offload": ("none", "none", "optimizer")}
 _EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
 _ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE, **_RINGS}
@@ -435,6 +437,14 @@ SYSTEMS: Sequence[System] = (
         only=somebody_works,
         lanes=("fp64",),
         clips=False,
+    ),
+    System(
+        "reference/elastic",
+        _line("replicate", 4)[1:],
+        _ELASTIC,
+        workloads=_LOSSLESS,
+        lanes=("fp64",),
+        changes_members=True,
     ),
     _fsdp("NO_SHARD", _REPLICAS, _SUMS),
     _fsdp("SHARD_GRAD_OP", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, False)}),
