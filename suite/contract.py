@@ -454,6 +454,9 @@ class Emulation(Protocol):
     def __call__(self, step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """The gradients that are applied, of those by coordinate."""
 
+    # Where members change, also ``regroup(heirs: Sequence[Sequence[int]]) -> None``: coordinate n
+    # goes on from the residuals that the coordinates ``heirs[n]`` had before, added up.
+
 
 #: Begins the names of optimizer slots (``<parameter>.outer_momentum``) that all who meet share.
 OUTER = "outer_"
@@ -649,6 +652,12 @@ class Implementation(ABC):
         Then this is called without ``drain``, and the step once more, cut over who is left.
         """
         raise Refused(f"{type(self).__name__} has no reconfigure")
+
+    def hand_over(self, left: Sequence[int]) -> None:
+        """Members ``left`` are about to leave: what only they hold goes to the first that stays.
+
+        Called on every member, after ``drain``, while all are there; who dies hands nothing over.
+        """
 
     def progress(self) -> int | None:
         """How many samples all members together have trained on, in committed steps.

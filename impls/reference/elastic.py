@@ -8,6 +8,8 @@ joiner has all that training depends on, and that every sample is trained on onc
     parameters, optimizer       every member, whole
     gradients                   every member, whole, in buckets
     buffers, generators         every member, its own; a joiner's begin as the first member's
+    residuals (``compress``)    every member, its own; who leaves hands them over to the first that
+                                stays, who dies takes them along, and who joins owes nothing
     progress, first number      every member: samples trained on, steps, members at the start
 
     step         remember       [1] copies of what a step moves before it is committed
@@ -34,8 +36,9 @@ of parameters, optimizer state and buffers to each member.  Memory beyond data p
 of the buffers.
 Numbers: those of one process that is told the same members, fp64 to 1e-12; equal bits from one run
 of a history to the next.
-Left out: overlap of sums with backward, loss scales, saved checkpoints (members are each other's),
-masks of dropout that differ between a joiner and the member that it has its generators of.
+Left out: overlap of sums with backward; loss scales; saved checkpoints (members are each other's);
+factors of PowerSGD over a change of members, which begin anew; masks of dropout that differ between
+a joiner and the member that it has its generators of.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ from shardproof.contract import (
     Capabilities,
     Observe,
     OptimizerSpec,
+    Piece,
     Refused,
     StepResult,
 )
@@ -62,18 +66,27 @@ from shardproof.impls.reference.engine.handle import Replicated
 from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
-from shardproof.impls.reference.parts.reducers import Reducer
+from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
+from shardproof.impls.reference.parts.compressors.owed import Owed
+from shardproof.impls.reference.parts.reducers import Reducer, slot_of
 
 
 @dataclass(frozen=True)
-class Options:
-    """``batch``: what stays when members change.  ``bucket_bytes``: most gradients in one call."""
+class Options(Compressing):
+    """``batch``: what stays when members change.  ``bucket_bytes``: most gradients in one call.
+    ``compress``: residuals are each member's own.
+    """
 
     batch: Literal["global", "local"] = "global"
     bucket_bytes: int = 25 * 2**20
 
     def __post_init__(self) -> None:
         at_least("bucket_bytes", self.bucket_bytes, 1)
+        if self.compress is not None and self.compress.method == "onebit":
+            raise Refused(
+                "option 'compress.method' = 'onebit': what its servers owe is cut by the number of "
+                "members, which changes; valid here: cast, topk, randomk, powersgd, sign"
+            )
 
 
 class Elastic(Replicated):
@@ -130,24 +143,40 @@ class Progress:
     began: int
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What a step moves before it is committed; ``kept``: by the reducer."""
+
+    buffers: Mapping[str, Tensor]
+    generators: Mapping[str, Tensor]
+    kept: Sequence[Piece]
+
+
 class ReferenceElastic(Engine):
     """The strategy as a system under test."""
 
     strategy = "elastic_ddp"
     depth = "layout"
     handle_type: type[Elastic] = Elastic
+    owed_type: type[Owed] = Owed
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """Plain sums, whoever computes them."""
         chosen = parse_options(Options, options)
-        return Capabilities(
+        exact = Capabilities(
             dtypes=("float64", "float32"),
             buffers="per_rank",
             batch=chosen.batch,
             features=frozenset({"clipping", "accumulation", "initial_broadcast", "elastic"}),
             declines={"overflow_on_one_rank": "a loss scale would be voted on after the commit"},
         )
+        return lossy(exact, chosen)
+
+    @classmethod
+    def summing(cls, options: Mapping[str, Any]) -> Options:
+        """All of them."""
+        return parse_options(Options, options)
 
     def setup(
         self,
@@ -163,11 +192,17 @@ class ReferenceElastic(Engine):
         self.chosen = parse_options(Options, options)
         self.asked = optimizer
         self.committed = Progress(0, 0, mesh.size("replicate"))
+        self.handed: list[Piece] = []
         super().setup(build, state, optimizer, mesh, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Elastic:
         """Apply the handle along the replicate axis."""
         return self.handle_type(module, mesh.comm("replicate"), self.chosen, self.reducer)
+
+    def make_reducer(self) -> Reducer:
+        """Who is alone has nobody to send to, but may owe what it has not sent to others."""
+        is_alone = self.chosen.compress is not None and self.mesh.size("replicate") == 1
+        return self.owed_type() if is_alone else super().make_reducer()
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
         """A step of all members, or of none.
@@ -186,18 +221,22 @@ class ReferenceElastic(Engine):
         self.committed = replace(done, samples=done.samples + handle.samples, steps=done.steps + 1)
         return result
 
-    def remember(self) -> dict[str, Tensor]:
-        """Copies of what forward moves: buffers, and the states of generators."""
-        moved = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        return moved | {name: g.get_state() for name, g in self.generators().items()}
+    def remember(self) -> Moved:
+        """Copies of what a step moves before it is committed."""
+        return Moved(
+            {name: buffer.clone() for name, buffer in self.module.named_buffers()},
+            {name: g.get_state() for name, g in self.generators().items()},
+            [replace(piece, tensor=piece.tensor.clone()) for piece in self.reducer.pieces()],
+        )
 
     @torch.no_grad()
-    def put_back(self, before: Mapping[str, Tensor]) -> None:
+    def put_back(self, before: Moved) -> None:
         """Let the step be as if it had never begun."""
         for name, buffer in self.module.named_buffers():
-            buffer.copy_(before[name])
+            buffer.copy_(before.buffers[name])
         for name, generator in self.generators().items():
-            generator.set_state(before[name])
+            generator.set_state(before.generators[name])
+        self.reducer.load_pieces(before.kept)
         self.handle.forget()  # type: ignore[attr-defined]
 
     def generators(self) -> dict[str, Generator]:
@@ -213,11 +252,20 @@ class ReferenceElastic(Engine):
         """Samples in committed steps."""
         return self.committed.samples
 
+    def hand_over(self, left: Sequence[int]) -> None:
+        """What those who leave owe, the first that stays will pay."""
+        own = self.reducer.pieces() if self.mesh.rank in left else []
+        given = self.mesh.comm("replicate").all_gather_object(own)
+        if self.mesh.rank == next(rank for rank in self.mesh.ranks if rank not in left):
+            self.handed = [piece for pieces in given for piece in pieces]
+
     def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
         """Go on over ``mesh``: who is behind takes over what the others have."""
         comm = mesh.comm("replicate")
         self.mesh = mesh
-        self.reducer = self.make_reducer()
+        owed = [*self.reducer.pieces(), *self.handed]
+        self.reducer, self.handed = self.make_reducer(), []
+        self.reducer.load_pieces([piece for piece in owed if slot_of(piece.name) == "residual"])
         self.handle.regroup(comm, self.reducer)  # type: ignore[attr-defined]
         own = -1 if mesh.rank in joined else self.committed.steps
         steps = comm.all_gather_object(own)  # [6]

@@ -234,6 +234,13 @@ class Emulated:
         self.kept = _tensors(self.system, f"{self.method}.kept", kept, wanted)
         return _tensors(self.system, f"{self.method}(step, gradients)", folded, wanted)
 
+    def regroup(self, heirs: Sequence[Sequence[int]]) -> None:
+        """Members have changed; an emulator that keeps nothing need not know."""
+        try:
+            getattr(self.fold, "regroup", lambda heirs: None)(heirs)
+        except Exception as error:
+            raise self._raised(error) from error
+
     def _raised(self, error: Exception) -> BrokenContract:
         return BrokenContract(f"{self.system.__name__}.{self.method} raised {error!r}")
 

@@ -86,6 +86,8 @@ class Membership:
         left = tuple(rank for rank in before if rank not in now)
         if implementation is not None:
             implementation.drain()
+            if left:
+                implementation.hand_over(left)
         if self._rank in left and implementation is not None:
             implementation.close()
             implementation = None

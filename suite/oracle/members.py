@@ -51,6 +51,20 @@ def of(case: Case, rule: BatchRule = "global") -> list[StepMembers]:
     return steps
 
 
+def heirs(steps: Sequence[StepMembers], step: int) -> list[list[int]]:
+    """Of each member of ``step``: the coordinates in the step before whose residuals it has.
+
+    Its own; the first that stays has those of all who leave in order as well.  Who joins has none,
+    and who dies takes its own along.
+    """
+    now, before = steps[step], steps[step - 1].members if step else steps[0].begin
+    leave = [number for number, rank in enumerate(before) if rank not in now.begin]
+    first = next(rank for rank in now.begin if rank in before)
+    own = {rank: [number] for number, rank in enumerate(before)}
+    own[first] = own[first] + leave
+    return [own.get(rank, []) for rank in now.members]
+
+
 def batch_size(case: Case, rule: BatchRule, members: int, started: int) -> int:
     """Samples of a step of so many ``members``, where ``started`` began the first."""
     whole = case.workload.global_batch

@@ -38,7 +38,7 @@ from shardproof.contract import (
     ScalerSpec,
 )
 from shardproof.oracle.exactness import budget
-from shardproof.oracle.members import StepMembers, changes, sources
+from shardproof.oracle.members import StepMembers, changes, heirs, sources
 from shardproof.oracle.members import of as members_of
 from shardproof.oracle.optimizers import build_optimizer, read_slots, set_learning_rate
 from shardproof.oracle.truth import Truth, TruthStep
@@ -106,6 +106,9 @@ def train(
             now = members[step]
             places = [ranks.index(source) for source in sources(members, step).values()]
             buffers, draws = [buffers[p] for p in places], [draws[p] for p in places]
+            regroup = getattr(fold, "regroup", None)
+            if now.members != ranks and regroup is not None:
+                regroup(heirs(members, step))
             ranks = now.members
             batches = workload.at(now.first, now.size).batch(step, len(ranks))
             spec = replace(optimizer, lr=optimizer.lr * now.rate)

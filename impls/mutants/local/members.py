@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardproof.case import Death, WorkloadSpec
 from shardproof.comm import Comm, Mesh, PeerGone
 from shardproof.contract import Batch, Observe, StepResult
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import ADAMW, gpt
-from shardproof.impls.reference.elastic import Elastic, ReferenceElastic
-from shardproof.impls.reference.parts.reducers import Reducer
+from shardproof.impls.reference.elastic import Elastic, Moved, ReferenceElastic
+from shardproof.impls.reference.parts.compressors.owed import Owed
+from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
 
 BUCKETS: Mapping[str, Any] = {"bucket_bytes": 4000}
 LOCAL: Mapping[str, Any] = {**BUCKETS, "batch": "local"}
@@ -24,6 +24,8 @@ CNN = WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1})
 #: Rank 1 leaves and comes back.
 BACK: Mapping[str, Any] = {"membership": {"1": (0, 2), "2": (0, 1, 2)}}
 LEAVES: Mapping[str, Any] = {"membership": {"1": (0, 2)}}
+TOPK: Mapping[str, Any] = {**BUCKETS, "compress": {"method": "topk", "density": 0.1}}
+KEPT = ("compression", "equivalence")
 #: It dies when two buckets of the second step are summed.
 DIES: Mapping[str, Any] = {"deaths": (Death(1, 1, 2),)}
 
@@ -204,9 +206,8 @@ class KeepsTheReducer(Elastic):
 class KeepsMovedBuffers(ReferenceElastic):
     """Running statistics of the step that was given up are kept, and moved again."""
 
-    def put_back(self, before: Mapping[str, Tensor]) -> None:
-        moved = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        super().put_back({**before, **moved})
+    def put_back(self, before: Moved) -> None:
+        super().put_back(replace(before, buffers=self.remember().buffers))
 
 
 @mutant(
@@ -215,9 +216,8 @@ class KeepsMovedBuffers(ReferenceElastic):
 class KeepsWhatWasDrawn(ReferenceElastic):
     """Masks of the step that was given up are not drawn again: the next ones come."""
 
-    def put_back(self, before: Mapping[str, Tensor]) -> None:
-        drawn = {name: g.get_state() for name, g in self.generators().items()}
-        super().put_back({**before, **drawn})
+    def put_back(self, before: Moved) -> None:
+        super().put_back(replace(before, generators=self.remember().generators))
 
 
 @mutant(
@@ -318,3 +318,97 @@ class RoundsByChance(Elastic):
         for parameter, places in zip(self.parameters, drawn.tolist(), strict=True):
             if parameter.grad is not None:
                 parameter.grad.mul_(1 + places * 2.0**-52)
+
+
+@mutant(
+    "elastic_residuals_lost_on_resize",
+    says="residual@0' at step 1",
+    options=TOPK,
+    killed_by=KEPT,
+    **LEAVES,
+)
+class ResidualsLostOnResize(ReferenceElastic):
+    """A new group has a new compressor, which owes nothing."""
+
+    def reconfigure(self, mesh: Mesh, joined: Sequence[int], left: Sequence[int]) -> None:
+        self.reducer.load_pieces([])
+        super().reconfigure(mesh, joined, left)
+
+
+@mutant(
+    "elastic_residual_leaves_as_well",
+    says="residual@0' at step 1",
+    options=TOPK,
+    killed_by=KEPT,
+    **LEAVES,
+)
+class ResidualLeavesAsWell(ReferenceElastic):
+    """What a member has not sent is gone with it, though it leaves in order."""
+
+    def hand_over(self, left: Sequence[int]) -> None:
+        super().hand_over(left)
+        self.handed = []
+
+
+@mutant(
+    "elastic_residual_handed_to_all",
+    says="residual@1' at step 1",
+    options=TOPK,
+    killed_by=KEPT,
+    **LEAVES,
+)
+class ResidualHandedToAll(ReferenceElastic):
+    """Everybody who stays takes what the leaver has not sent: it is sent twice."""
+
+    def hand_over(self, left: Sequence[int]) -> None:
+        super().hand_over(left)
+        self.handed = self.mesh.comm("replicate").broadcast_object(self.handed)
+
+
+@mutant(
+    "elastic_residual_of_a_step_given_up",
+    says="residual@0' at step 1",
+    options=TOPK,
+    killed_by=KEPT,
+    **DIES,
+)
+class ResidualOfAStepGivenUp(ReferenceElastic):
+    """What was not sent in the step that was given up is owed as well as what it gives now."""
+
+    def put_back(self, before: Moved) -> None:
+        super().put_back(replace(before, kept=self.remember().kept))
+
+
+@mutant(
+    "elastic_joiner_owes_as_another",
+    says="residual@1' at step 2",
+    options=TOPK,
+    killed_by=KEPT,
+    **BACK,
+)
+class JoinerOwesAsAnother(ReferenceElastic):
+    """A joiner takes the residuals of who brings it up to date, with all the rest."""
+
+    def held(self) -> dict[str, Any]:
+        return {**super().held(), "owed": self.reducer.pieces()}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        super().take(state)
+        self.reducer.load_pieces(state["owed"])
+
+
+@mutant(
+    "elastic_alone_owes_for_ever",
+    says="residual@0' at step 1",
+    options=TOPK,
+    killed_by=KEPT,
+    membership={"1": (2,)},
+)
+class AloneOwesForEver(Owed):
+    """Who is left alone adds what it owes to its gradients in every step."""
+
+    def all_reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        kept = dict(self.feedback.residuals)
+        work = super().all_reduce(bucket, comm)
+        self.feedback.residuals = kept
+        return work

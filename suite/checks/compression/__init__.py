@@ -25,7 +25,7 @@ from functools import partial
 from torch import Tensor
 
 from shardproof.checks import Outcome, causes
-from shardproof.checks.compression.slots import RESIDUAL, Slot, slots_of
+from shardproof.checks.compression.slots import RESIDUAL, Slot, inherited, slots_of
 from shardproof.checks.numbers import Differs, Moment, Tally
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
@@ -36,10 +36,10 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     rows: list[ComparisonRow] = []
     before: dict[str, Tensor] = {}
     for step in evidence.steps if evidence.truth.steps else ():  # of a replay there are none
-        held = evidence.kept(step)
+        held, owed = evidence.kept(step), inherited(evidence, step, before)
         moment = Moment(rows, step, "after_update kept", "what was not sent is not kept")
         wrong = []
-        for slot in slots_of(evidence, step, held, before):
+        for slot in slots_of(evidence, step, held, owed):
             if slot.held is None:
                 moment.problem(slot.name, (), f"no rank holds {slot.name!r}")
                 continue
@@ -48,8 +48,9 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         try:
             moment.end(evidence.case.world)
         except Differs as failure:
+            after = causes.told(partial(causes.of_members, evidence, step, ()))
             cause = causes.told(partial(_cause, wrong))
-            problem = f"{cause}: {failure}" if cause else str(failure)
+            problem = ": ".join(filter(None, (after, cause, str(failure))))
             return [*rows, ComparisonRow(problem=problem)]
         before = held
     return rows

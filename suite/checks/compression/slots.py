@@ -19,6 +19,7 @@ from shardproof.checks.numbers import (
     root_mean_square,
 )
 from shardproof.evidence.assembled import Evidence
+from shardproof.oracle import members
 
 #: Slots of residuals, but for the number of the coordinate.
 RESIDUAL = ".residual@"
@@ -63,6 +64,21 @@ def slots_of(
         yield Slot(name, held.get(name), tensor, close)
     for name in held.keys() - told:
         yield Slot(name, held[name], torch.zeros_like(held[name]), bitwise)
+
+
+def inherited(evidence: Evidence, step: int, before: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """``before``, by the coordinates of ``step``, if its members are others."""
+    if not members.changes(evidence.case) or not step:
+        return before
+    found: dict[str, Tensor] = {}
+    for coordinate, old in enumerate(members.heirs(evidence.members, step)):
+        for number in old:
+            for name, tensor in before.items():
+                parameter, slot, own = name.rpartition(RESIDUAL)
+                if slot and own == str(number):
+                    new = f"{parameter}{RESIDUAL}{coordinate}"
+                    found[new] = found[new] + tensor if new in found else tensor
+    return found
 
 
 def _above(floor: float) -> Compare:

@@ -326,7 +326,15 @@ _SERVES: Choices = {
     "momentum": ("shared", "shared", "by_worker"),
     "dies": (None, None, {"worker": 0, "turns": 3}, {"worker": 1, "turns": 4}),
 }
-_ELASTIC: Choices = {"batch": ("global", "local"), "bucket_bytes": (4096, 25 * 2**20)}
+_ELASTIC: Choices = {
+    "batch": ("global", "local"),
+    "bucket_bytes": (4096, 25 * 2**20),
+    "compress": (
+        *(None, None, {"method": "topk", "density": 0.1}, {"method": "powersgd", "rank": 2}),
+        {"method": "cast", "dtype": "bfloat16", "feedback": True},
+        {"method": "randomk", "density": 0.25, "feedback": True},
+    ),
+}
 _STATE: Choices = {"offload": ("none", "none", "optimizer")}
 _EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
 _ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE, **_RINGS}

@@ -31,9 +31,13 @@ class Emulator(ABC):
         self.kept: Tensors = {}
 
     def __call__(self, step: int, parts: Sequence[Tensors]) -> Tensors:
-        """Reduce everything that has a gradient, or has had one; one rank has nobody to send to."""
+        """Reduce everything that has a gradient, or has had one; one rank has nobody to send to,
+        and pays what it owes.
+        """
         if len(parts) == 1:
-            return dict(parts[0])
+            owed = {name: tensor for own in self.residuals for name, tensor in own.items()}
+            self.residuals, self.sent = [], []
+            return {n: g + owed[n] if n in owed else g for n, g in parts[0].items()}
         if not self.residuals:
             self.residuals = [{} for _ in parts]
         self.sent = [{} for _ in parts]
@@ -54,6 +58,15 @@ class Emulator(ABC):
             if any(name in part for part in parts):
                 applied[name] = total
         return applied
+
+    def regroup(self, heirs: Sequence[Sequence[int]]) -> None:
+        """Number n goes on from the residuals of ``heirs[n]``, added up; factors begin anew."""
+        before, self.kept = self.residuals, {}
+        self.residuals = [{} for _ in heirs]
+        for own, old in zip(self.residuals, heirs, strict=True):
+            for residuals in (before[number] for number in old if before):
+                for name, tensor in residuals.items():
+                    own[name] = own[name] + tensor if name in own else tensor
 
     @abstractmethod
     def reduce(
