@@ -1,0 +1,77 @@
+"""Elastic groups: a member that is a step ahead brings the others up to date; what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from local_ranks import threads
+
+from shardproof.case import WorkloadSpec
+from shardproof.comm import Mesh
+from shardproof.contract import OptimizerSpec, Refused, ScalerSpec
+from shardproof.impls.reference.elastic import ReferenceElastic
+from shardproof.workloads import make
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SPEC = OptimizerSpec(lr=0.1)
+SMALL = WorkloadSpec(
+    "charnames_gpt", global_batch=6, params={"layers": 1, "width": 8, "heads": 1, "seq": 2}
+)
+
+
+def set_up(rank: int, mesh: Mesh, options: dict[str, Any]) -> ReferenceElastic:
+    workload = make(SMALL, "float64", "fp64")
+    system = ReferenceElastic()
+    state = workload.state() if rank == 0 else None
+    system.setup(workload.build_for(rank), state, SPEC, mesh, options)
+    return system
+
+
+def goes_on_from_the_newest(rank: int, world: int) -> Any:
+    """As a backend may leave it whose calls end on some members and fail on others."""
+    mesh = Mesh({"replicate": world})
+    system = set_up(rank, mesh, {"batch": "local"})
+    batches = make(SMALL, "float64", "fp64").batch(0, world)
+    system.step(batches[rank], lambda point: None)
+    if rank == 1:  # has committed what the others have not
+        system.committed = replace(system.committed, steps=2, samples=12)
+        with torch.no_grad():
+            next(iter(system.module.parameters())).fill_(7.0)
+    left = Mesh({"replicate": 2}, ranks=[1, 2])
+    if rank == 0:
+        return None
+    system.reconfigure(left, (), (0,))
+    first = next(iter(system.module.parameters()))
+    return system.progress(), bool((first == 7.0).all()), system.spec.lr, system.handle.replica
+
+
+def test_the_member_that_is_a_step_ahead_brings_the_others_up_to_date() -> None:
+    found, raised = threads(goes_on_from_the_newest, 3)
+    assert raised == [None, None, None]
+    one, other = found[1:]
+    assert one == (12, True, pytest.approx(0.1 * 2 / 3), 0)
+    assert other == (12, True, pytest.approx(0.1 * 2 / 3), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch": "all"}, "option 'batch' = 'all' is no value of it"),
+        ({"bucket_bytes": 0}, "option 'bucket_bytes' must be at least 1, not 0"),
+        ({"compress": {"method": "onebit"}}, "'onebit': what its servers owe is cut"),
+        ({"bucket_byte": 1}, "unknown option 'bucket_byte'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refused) as error:
+        ReferenceElastic.capabilities(options)
+    assert says in str(error.value)
+
+
+def test_a_loss_scaler_is_refused() -> None:
+    with pytest.raises(Refused, match="a loss scaler: it would be voted on after the commit"):
+        ReferenceElastic().setup(None, None, replace(SPEC, scaler=ScalerSpec()), None, {})  # type: ignore[arg-type]
