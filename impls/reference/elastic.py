@@ -36,7 +36,8 @@ of parameters, optimizer state and buffers to each member.  Memory beyond data p
 of the buffers.
 Numbers: those of one process that is told the same members, fp64 to 1e-12; equal bits from one run
 of a history to the next.
-Left out: overlap of sums with backward; loss scales; saved checkpoints (members are each other's);
+Left out: errors that native backends raise in place of PeerGone; processes that are started anew;
+overlap of sums with backward; loss scales; saved checkpoints (members are each other's);
 factors of PowerSGD over a change of members, which begin anew; masks of dropout that differ between
 a joiner and the member that it has its generators of.
 """

@@ -15,7 +15,7 @@ upstream system, which is held to its own formula, the textbook's bytes stand be
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from shardproof.checks import Outcome, Worst
@@ -34,6 +34,7 @@ from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
 from shardproof.ledgers.traffic import Call
+from shardproof.oracle import members
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
 CONTROL_BYTES = 4096
@@ -194,10 +195,13 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 
 def _promise(evidence: Figures, step: int) -> CostModel | None:
-    """The cost model for ``step``; a skipped update clips nothing."""
+    """The cost model for ``step`` and its members; a skipped update clips nothing."""
     facts = evidence.model_facts
     if facts is not None:
         facts = in_step(facts, step, _was_skipped(evidence, step))
+        if members.changes(evidence.case):
+            count = len(evidence.members[step].members)
+            facts = replace(facts, axes=dict.fromkeys(facts.axes, count))
     return evidence.cost_model(facts)
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from shardproof.costs.ddp import DDP, NaiveDDP, Single
+from shardproof.costs.ddp import DDP, Elastic, NaiveDDP, Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.hybrid import Hybrid
 from shardproof.costs.local import DiLoCo, LocalSGD, ParameterServer, PostLocalSGD
@@ -52,7 +52,7 @@ from shardproof.costs.zero import Zero1, Zero2, Zero3
 COST_MODELS: dict[str, type[CostModel]] = {
     cost_model.strategy: cost_model
     for cost_model in (
-        *(Single, NaiveDDP, DDP, Zero1, Zero2, Zero3, FSDP, TensorParallel),
+        *(Single, NaiveDDP, DDP, Elastic, Zero1, Zero2, Zero3, FSDP, TensorParallel),
         *(LocalSGD, DiLoCo, PostLocalSGD, ParameterServer),
         *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
         *(TorchTensorParallel, TorchHybrid),

@@ -127,3 +127,21 @@ class DDP(Single):
         """Gradients are views of the buckets, which hold every trained tensor."""
         facts = self.facts
         return sum(t.numel * ITEMSIZE[facts.reduction(t.dtype)] for t in facts.trainable)
+
+
+class Elastic(DDP):
+    """Full replication over the members of a step; buffers are each member's own.
+
+    Its facts are those of one step: the axis has as many ranks as there are members.
+    """
+
+    strategy = "elastic_ddp"
+    source = f"gradients as naive_ddp, over the members of the step. {_ALL_REDUCE}"
+
+    def flows(self) -> list[Flow]:
+        """2 (n-1) G bytes (or what compression makes of them), for n members."""
+        return self.packed("all_reduce", self.facts.trainable)
+
+    def why_not_measured(self) -> str:
+        """Copies of what a step moves live as long as the step."""
+        return "a member keeps copies of what a step moves: no memory is promised"

@@ -231,7 +231,7 @@ def test_memory_says_why_it_does_not_judge() -> None:
     assert "in_memory" in memory.decide(found).message
     found.declaration = replace(found.declaration, backends=("gloo",))
     assert memory.decide(found).status == "pass"
-    found.declaration = replace(found.declaration, strategy="elastic_ddp")
+    found.declaration = replace(found.declaration, strategy="parameter_server")
     assert memory.decide(found).status == "skip"
 
 

@@ -412,3 +412,14 @@ class AloneOwesForEver(Owed):
         work = super().all_reduce(bucket, comm)
         self.feedback.residuals = kept
         return work
+
+
+@mutant("elastic_sums_twice_over_few", says="2 times as many", killed_by=("traffic",), **LEAVES)
+class SumsTwiceOverFew(Elastic):
+    """A smaller group sums all buckets once more, and throws the second sums away."""
+
+    def finish(self) -> None:
+        super().finish()
+        if self.comm.size < 3:
+            for bucket in self.buckets:
+                self.comm.all_reduce(bucket.flat.clone())
