@@ -11,13 +11,12 @@ from torch import Tensor
 from shardproof.case import WorkloadSpec
 from shardproof.contract import Event, OptimizerSpec, Refused
 from shardproof.impls.reference.async_sgd import (
-    Message,
     Options,
     ReferenceAsyncSGD,
     Server,
     owned,
-    unpack,
 )
+from shardproof.impls.reference.parts.messages import Message, unpack
 from shardproof.impls.reference.parts.turns import Death, all_orders
 from shardproof.oracle.replay import behind, fed, replay, truth
 from shardproof.oracle.training import train

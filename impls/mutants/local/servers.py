@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from shardproof.contract import Batch, Build, Kind, OptimizerSpec, Piece
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import gpt
-from shardproof.impls.reference.async_sgd import Message, Options, ReferenceAsyncSGD, Server, pack
+from shardproof.impls.reference.async_sgd import Options, ReferenceAsyncSGD, Server
+from shardproof.impls.reference.parts.messages import Message, pack
 from shardproof.impls.reference.parts.turns import Death, Turn, Turns, in_turn
 
 mutant = declare.family(
