@@ -16,7 +16,7 @@ from shardproof.bench.model import scorecard
 from shardproof.bench.same_training import alike, losses_of, targets_of
 from shardproof.bench.scaling import judge
 from shardproof.bench.session import Measured
-from shardproof.bench.subjects import BASES, LETTERS, Cell, Pair, Subject
+from shardproof.bench.subjects import BASES, LETTERS, LOSS_TOLERANCE, Cell, Pair, Subject
 from shardproof.bench.telemetry import sampling
 from shardproof.runs import run_folder
 
@@ -85,7 +85,8 @@ def conclude(line: lines.MeasuredPair, rows: Sequence[stats.TimedStep]) -> lines
     word: str
     word, blocks, figures = stats.judge(rows)
     reason = ""
-    same, why = alike(line.losses.get("a"), line.losses.get("b"), line.pair.dtype)
+    tolerance = line.pair.loss_tolerance or LOSS_TOLERANCE[line.pair.dtype]
+    same, why = alike(line.losses.get("a"), line.losses.get("b"), tolerance)
     if line.problem is not None:
         word, reason = line.problem
     elif same is False:

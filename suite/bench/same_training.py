@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 
 from shardproof.bench.launches import RankTimes
-from shardproof.bench.subjects import LOSS_TOLERANCE
 
 #: Part of stored evidence.  Why times of sides whose losses are not known have no verdict.
 UNKNOWN = (
@@ -44,16 +43,16 @@ def targets_of(records: Sequence[RankTimes], side: str) -> int:
 
 
 def alike(
-    first: Sequence[float] | None, second: Sequence[float] | None, dtype: str
+    first: Sequence[float] | None, second: Sequence[float] | None, tolerance: float
 ) -> tuple[bool | None, str]:
-    """Whether losses differ by no more than rounding in ``dtype``; and why not.
+    """Whether losses differ by no more than ``tolerance``, relative; and why not.
 
     ``None``: not known, because the losses of a side are missing.
     """
     if not first or not second:
         return None, UNKNOWN
     for step, (a, b) in enumerate(zip(first, second, strict=True)):
-        if not abs(a - b) <= LOSS_TOLERANCE[dtype] * max(abs(a), abs(b)):
+        if not abs(a - b) <= tolerance * max(abs(a), abs(b)):
             difference = f"loss of step {step} is {a:.6g} and {b:.6g}"
             return False, f"the sides do not train the same: {difference}"
     return True, ""

@@ -186,6 +186,13 @@ class PairModel(Model):
     micro_batches: int | None = Field(None, ge=1, le=64, description="instead of the file's")
     action: Action = Field("step", description="what is timed: a step, or of checkpoints")
     goal: float | None = Field(None, gt=0, description="instead of the file's")
+    loss_tolerance: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="relative difference of the first losses up to which the sides train the same "
+        "(default: rounding of the dtype); more where each loses precision in its own way",
+    )
 
 
 class WorkloadModel(Model):
@@ -280,6 +287,7 @@ def _pair(model: SpeedScenario, item: PairModel) -> Pair:
         size=model.workload.size,
         action=item.action,
         goal=item.goal or model.goal,
+        loss_tolerance=item.loss_tolerance,
     )
 
 

@@ -96,6 +96,8 @@ class Pair(Timed):
     b: Side
     action: Action = "step"
     goal: float | None = None
+    #: Of the first losses, relative; ``None``: by the dtype (``LOSS_TOLERANCE``).
+    loss_tolerance: float | None = None
     blocks: int = BLOCKS
     deadline: float = 900.0
 

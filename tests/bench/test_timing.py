@@ -22,6 +22,7 @@ from commands import here, started
 from shardproof.bench import evidence, session, sides, stats
 from shardproof.bench.launches import RankTimes
 from shardproof.bench.lines import MeasuredPair, NoFigures, PairLine
+from shardproof.bench.same_training import alike
 from shardproof.bench.subjects import BLOCKS, LETTERS, ORDERS, Pair
 from shardproof.commands.verify import verify
 from shardproof.errors import InputError
@@ -424,6 +425,15 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     (line,) = read(run).benches
     assert 0 < line["blocks"] < 400 and not verify(run).problems
     assert (line["verdict"], line["trained_alike"]) == ("inconclusive", None)
+
+
+def test_sides_that_lose_precision_each_in_its_own_way_may_say_how_much() -> None:
+    (fp16, *_) = sides.read(["compression"])
+    assert fp16.loss_tolerance == 0.01
+    assert alike([2.0], [2.01], fp16.loss_tolerance) == (True, "")
+    found, why = alike([2.0, 2.0], [2.01, 2.1], fp16.loss_tolerance)
+    assert found is False and "loss of step 1 is 2 and 2.1" in why
+    assert sides.read(["data-parallel"])[0].loss_tolerance is None
 
 
 def test_losses_are_those_of_the_ranks_that_learn_them() -> None:

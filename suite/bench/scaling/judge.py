@@ -20,7 +20,7 @@ from shardproof.bench import stats
 from shardproof.bench.lines import CellFigures, Efficiency, Interval, JudgedCell, MeasuredCell
 from shardproof.bench.same_training import alike
 from shardproof.bench.scaling import modelled
-from shardproof.bench.subjects import ALONE_ORDER, BASES, ORDER
+from shardproof.bench.subjects import ALONE_ORDER, BASES, LOSS_TOLERANCE, ORDER
 
 #: Verdicts that are about a measured efficiency.
 MEASURED = ("holds", "below", "inconclusive")
@@ -128,7 +128,7 @@ def _trained_alike(line: MeasuredCell) -> tuple[bool | None, str]:
     """Whether the sides of one batch train the same (``None``: not known), and why not."""
     cell, losses = line.cell, line.losses
     for side in ["wrapped", *(["ranks"] if cell.mode == "strong" and not line.refused else [])]:
-        same, why = alike(losses.get("plain"), losses.get(side), cell.dtype)
+        same, why = alike(losses.get("plain"), losses.get(side), LOSS_TOLERANCE[cell.dtype])
         if same is False:
             what = "the wrapped system alone" if side == "wrapped" else f"{cell.world} ranks"
             why = f"the plain program and {what}: {why}"
