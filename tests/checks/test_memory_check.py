@@ -148,6 +148,7 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         backend="in_memory",
         checks=("memory",),
         membership={},
+        deaths=(),
         expect={},
         precision={},
         options={},

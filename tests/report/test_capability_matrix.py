@@ -56,7 +56,8 @@ def cell(*lines: CaseResult, capability: str = "numbers") -> CapabilityCell:
 
 def test_every_check_and_every_trait_stands_for_a_capability() -> None:
     checks = {name for names in BY_CHECK.values() for name in names}
-    assert checks | {"loss_scale"} == set(CHECKS)  # loss scaling takes the whole case's verdict
+    # Loss scaling and elastic groups take the whole case's verdict.
+    assert checks | {"loss_scale", "membership"} == set(CHECKS)
     traits = [name for names in BY_TRAIT.values() for name in names]
     assert sorted(traits) == sorted(TRAITS)
     assert {*BY_CHECK, *BY_TRAIT} <= set(CAPABILITIES)
