@@ -113,7 +113,7 @@ def test_at_depth_family_any_failing_check_kills_and_a_share_may_survive(
 
 def test_every_check_that_faces_faults_kills_one() -> None:
     killers = {name for chosen in representatives() for name in chosen.mutant.killed_by}
-    more = {"relations", "checkpoint", "faults"}
+    more = {"relations", "checkpoint", "faults", "membership"}
     assert killers == {*GENERAL, *OF_UNTRAINED, *VERDICT_KILLERS, *more}
 
 
