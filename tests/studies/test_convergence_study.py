@@ -104,10 +104,15 @@ def test_steps_bytes_and_losses_are_those_of_the_run(
     assert all(end.steps == 24 and end.why == "the budget of 6 votes is spent" for end in late)
 
 
-def test_two_trainings_are_equal_bit_for_bit(small: tuple[plan.Study, convergence.Ends]) -> None:
+def test_a_leader_trains_the_same_bit_for_bit_and_tells_what_broke(
+    small: tuple[plan.Study, convergence.Ends],
+) -> None:
     study, ends = small
-    ((_, again),) = on_threads([("again", study.dense.runs[0])])
-    assert again == ends["reference/ddp"][0]
+    run = study.dense.runs[0]
+    nobody_works = replace(run, system="reference/async_sgd", world=1)
+    found = dict(convergence.in_leaders(1)([("again", run), ("broken", nobody_works)]))
+    assert found["again"] == ends["reference/ddp"][0]
+    assert "of 1 ranks none is left to work" in found["broken"].problem
 
 
 def test_the_page_its_drawing_and_its_records_made_again(
@@ -198,6 +203,8 @@ def test_at_the_margin_a_claim_errs_as_seldom_as_it_says() -> None:
         ("label: fp16", "label: no-residual", "two methods of one name"),
         ("digits_cnn", "digits_cn", "did you mean digits_cnn"),
         ("methods:", "margin: 1.0\nmethods:", "margin"),
+        ("density: 0.01", "density: 1.5", "option 'compress.density' = 1.5"),
+        ("max_staleness: 1000", "max_stale: 1000", "did you mean 'max_staleness'"),
     ],
 )
 def test_faulty_files_are_told_with_their_line(

@@ -13,7 +13,7 @@ from shardproof import registry
 from shardproof.bench import sides
 from shardproof.bench.scaling.matrix import SystemModel
 from shardproof.case import WorkloadSpec
-from shardproof.contract import OptimizerSpec
+from shardproof.contract import OptimizerSpec, Refused
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Model
@@ -125,10 +125,10 @@ def read(paths: Iterable[Path], seeds: int | None = None) -> list[Study]:
             continue
         count, methods = seeds or model.seeds, list[Method]()
         with faults.at(path, node, "dense"):
-            registry.check(model.dense.implementation)
+            _require_taken(model.dense)
         for index, item in enumerate(model.methods):
             with faults.at(path, node, "methods", index):
-                registry.check(item.implementation)
+                _require_taken(item)
                 name = _name(item)
                 if name in [method.name for method in methods]:
                     raise SelectionError(Problem("two methods of one name", "give a label", name))
@@ -138,6 +138,20 @@ def read(paths: Iterable[Path], seeds: int | None = None) -> list[Study]:
         studies.append(Study(model.name, model.about.strip(), model.margin, dense, methods))
     faults.end()
     return studies
+
+
+def _require_taken(item: SystemModel) -> None:
+    """:raises SelectionError: there is no such system, or it refuses its options.
+
+    A user's own is asked where it trains: it is not imported here.
+    """
+    registry.check(item.implementation)
+    if ":" in item.implementation:
+        return
+    try:
+        registry.load(item.implementation).capabilities(item.options)
+    except Refused as refusal:
+        raise SelectionError(Problem(str(refusal), "correct the option", _name(item))) from None
 
 
 def _name(item: SystemModel) -> str:
