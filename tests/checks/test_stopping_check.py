@@ -16,13 +16,14 @@ from local_ranks import succeed
 from shardproof import registry
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.kills import pair
+from shardproof.cases.runner import run_cases
 from shardproof.cases.voting import VotingProgram
 from shardproof.checks import Outcome
 from shardproof.checks.untrained import stopping
 from shardproof.contract import OptimizerSpec, StopRule
 from shardproof.errors import ScenarioError
 from shardproof.evidence.records import RankRecord, Voted
-from shardproof.scenarios.load import load_text
+from shardproof.scenarios.load import find, load_text
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
 from shardproof.workloads import WorkloadError, votes
@@ -150,6 +151,17 @@ matrix:
   lane: bitwise
 checks: {checks}
 """
+
+
+def test_a_rank_that_dies_in_a_vote_ends_the_case_in_the_sentence_that_names_it() -> None:
+    plans = [case for file in find(["faults-stopping"]) for case in expand(file, installed())]
+    dies = ("raise", "kill")
+    quick = [c for c in plans if c.tier == "quick" and c.fault and c.fault.kind in dies]
+    results, _ = run_cases(quick, 1, lambda result: None)
+    assert {(r.case.backend, r.case.fault and r.case.fault.kind, r.verdict) for r in results} == {
+        ("in_memory", "raise", "pass"),
+        ("gloo", "kill", "pass"),
+    }
 
 
 def test_faults_may_be_planned_beside_votes_and_no_other_check() -> None:
