@@ -24,7 +24,7 @@ joiner has all that training depends on, and that every sample is trained on onc
 
 The vote is the commit: it ends on a member only when all have put their gradients in, and have
 seen the sums of all.  A backend whose calls end on some and fail on others may still leave one
-member a step ahead; in [6] that one brings the others up to date.
+member a step ahead; in [6] that one brings the others up to date (their residuals are a step old).
 
 Two rules for what becomes of the batch when the number n of members changes (option ``batch``).
 ``global``: the batch stays, and each member's share changes; numbers are those of one process,
