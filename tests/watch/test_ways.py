@@ -223,6 +223,7 @@ def test_arguments_of_the_script_are_its_own(command: Any, tmp_path: Path) -> No
         (["no_such.py"], "no such script (no_such.py)"),
         (["SCRIPT", "--nproc", "3", "--replicas", "2"], "3 ranks cannot be cut into sets of 2"),
         (["SCRIPT", "--results", "FULL"], "--results: holds something"),
+        (["--judge", "no_such"], "no such folder (no_such)"),
         (["--judge", "EMPTY"], "no rank left a record of a watched run"),
         (["SCRIPT", "--judge", "FULL"], "a script beside --judge"),
         (

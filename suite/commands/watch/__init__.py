@@ -126,6 +126,8 @@ def watch(
         if script:
             remedy = "leave it out: --judge starts nothing"
             raise SelectionError(Problem("a script beside --judge", remedy, script[0]))
+        if not judge.is_dir():
+            raise SelectionError(Problem("no such folder", "name one that watch wrote", str(judge)))
         raise typer.Exit(_shown(judge))
     if not script:
         remedy = "name a script: shardproof watch train.py --nproc 4"
