@@ -232,7 +232,7 @@ def test_memory_says_why_it_does_not_judge() -> None:
     assert "in_memory" in memory.decide(found).message
     found.declaration = replace(found.declaration, backends=("gloo",))
     assert memory.decide(found).status == "pass"
-    found.declaration = replace(found.declaration, strategy="parameter_server")
+    found.declaration = replace(found.declaration, strategy="of_its_own")
     assert memory.decide(found).status == "skip"
 
 
