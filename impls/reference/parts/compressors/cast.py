@@ -40,7 +40,8 @@ class Cast(Compressor):
     def rounded(self, bucket: Bucket) -> Tensor:  # [1]
         """This rank's values as they are sent."""
         values = bucket.flat.to(self.chosen.dtype, copy=True)
-        self.keep(bucket, bucket.flat - values)
+        if self.chosen.feeds_back:  # or the difference costs as much as the rounding
+            self.keep(bucket, bucket.flat - values)
         return values
 
     @torch.no_grad()
