@@ -167,6 +167,7 @@ def test_verdicts_by_hand() -> None:
     assert (missed.verdict, missed.missed) == ("not shown", [1])
     assert missed.ratio.startswith("at least 1.00")
     assert not missed.holds("non-inferior") and missed.holds("not non-inferior")
+    assert twice.holds("inferior") and not missed.holds("inferior") and not torn.holds("inferior")
 
 
 def test_without_a_dense_system_that_gets_there_nothing_is_decided() -> None:

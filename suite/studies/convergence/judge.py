@@ -51,9 +51,9 @@ class Judged:
 
     def holds(self, expected: str) -> bool:
         """Whether that is what was expected."""
-        if self.verdict == "precondition":
-            return False
-        return (self.verdict == "non-inferior") == (expected == "non-inferior")
+        if expected == "not non-inferior":
+            return self.verdict in ("inferior", "not shown")
+        return self.verdict == expected
 
 
 def judge(dense: Sequence[Trained], method: Sequence[Trained], margin: float) -> Judged:
