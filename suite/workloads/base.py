@@ -27,7 +27,7 @@ from shardproof.case import WorkloadSpec
 from shardproof.contract import Batch, CrossEntropy, MicroBatch
 from shardproof.workloads import layers
 from shardproof.workloads.draws import generators
-from shardproof.workloads.knobs import Knob, Params, check_traits, lookup
+from shardproof.workloads.knobs import Knob, Params, check_traits, lookup, values_of
 from shardproof.workloads.traits import FLAGS, SPIKES, TRAITS
 
 #: A part of a tensor: one ``(start, stop)`` per dimension.
@@ -96,11 +96,7 @@ class Family(ABC):
 
     def resolve(self, given: Params) -> Params:
         """All knobs, with the values that are ``given``, checked one by one and together."""
-        params = {name: knob.default for name, knob in self.knobs.items()}
-        for name, value in given.items():
-            knob = lookup(name, self.knobs, f"parameter of {self.name}")
-            knob.check(f"{self.name}: {name}", value)
-            params[name] = value
+        params = values_of(self.name, self.knobs, given)
         self.check(params)
         return params
 

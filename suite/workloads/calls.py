@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from shardproof.case import Case, WorkloadSpec
 from shardproof.workloads import covering, wrong_calls
-from shardproof.workloads.knobs import Knob, Params, WorkloadError, lookup
+from shardproof.workloads.knobs import Knob, Params, WorkloadError, untrained_values
 
 NAME = "calls"
 Cell = Mapping[str, str]
@@ -100,16 +100,11 @@ def resolve(spec: WorkloadSpec) -> Params:
 
     :raises WorkloadError: an unknown knob, or a value that does not fit.
     """
-    params = {name: knob.default for name, knob in KNOBS.items()}
-    for name, value in spec.params.items():
-        lookup(name, KNOBS, f"parameter of {NAME}").check(f"{NAME}: {name}", value)
-        params[name] = value
+    params = untrained_values(spec, KNOBS)
     if params["size"] == LARGE and params["operation"] != "broadcast":
         raise WorkloadError(f"{NAME}: size = {LARGE!r} is of operation: broadcast alone")
     if params["source"] == "any" and params["operation"] != "send_recv":
         raise WorkloadError(f"{NAME}: source = 'any' is of operation: send_recv alone")
-    if spec.traits:
-        raise WorkloadError(f"{NAME} has no traits: they are of models and batches")
     return params
 
 

@@ -15,7 +15,7 @@ from typing import get_args
 
 from shardproof.case import DATA_AXES, Case, WorkloadSpec, data_shares
 from shardproof.contract import Tail
-from shardproof.workloads.knobs import Knob, Params, WorkloadError, lookup
+from shardproof.workloads.knobs import Knob, Params, WorkloadError, untrained_values
 
 NAME = "epochs"
 #: Knob -> what it may be.
@@ -53,10 +53,7 @@ def resolve(spec: WorkloadSpec) -> Params:
 
     :raises WorkloadError: an unknown knob, or a value that does not fit.
     """
-    params = {name: knob.default for name, knob in KNOBS.items()}
-    for name, value in spec.params.items():
-        lookup(name, KNOBS, f"parameter of {NAME}").check(f"{NAME}: {name}", value)
-        params[name] = value
+    params = untrained_values(spec, KNOBS)
     if not params["resume_at"] and (idle := {*spec.params} & {*_OF_RESUMES}):
         what = f"{NAME}: {min(idle)} = {params[min(idle)]!r}"
         raise WorkloadError(f"{what}: nothing is resumed without resume_at, e.g. resume_at: 2")
@@ -65,8 +62,6 @@ def resolve(spec: WorkloadSpec) -> Params:
     if params["resume_at"] and params["resume_epoch"] >= params["epochs"]:
         what = f"{NAME}: resume_epoch = {params['resume_epoch']}"
         raise WorkloadError(f"{what}: no such epoch; valid: 0 to {params['epochs'] - 1}")
-    if spec.traits:
-        raise WorkloadError(f"{NAME} has no traits: they are of models and batches")
     return params
 
 

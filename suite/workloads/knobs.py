@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.workloads.traits import TRAITS
+
+if TYPE_CHECKING:
+    from shardproof.case import WorkloadSpec
 
 T = TypeVar("T")
 
@@ -44,6 +47,26 @@ def lookup(name: str, known: Mapping[str, T], what: str) -> T:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise WorkloadError(f"unknown {what} {name!r}: {hint}known are {', '.join(known)}")
+
+
+def values_of(workload: str, known: Mapping[str, Knob], given: Params) -> dict[str, Any]:
+    """The value of every knob of ``workload``, as ``given`` or by default.
+
+    :raises WorkloadError: an unknown knob, or a value that does not fit.
+    """
+    values = {name: knob.default for name, knob in known.items()}
+    for name, value in given.items():
+        knob = lookup(name, known, f"parameter of {workload}")
+        knob.check(f"{workload}: {name}", value)
+        values[name] = value
+    return values
+
+
+def untrained_values(spec: WorkloadSpec, known: Mapping[str, Knob]) -> dict[str, Any]:
+    """As :func:`values_of`, of a workload that trains no model."""
+    if spec.traits:
+        raise WorkloadError(f"{spec.name} has no traits: they are of models and batches")
+    return values_of(spec.name, known, spec.params)
 
 
 def check_traits(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from shardproof.case import WorkloadSpec
 from shardproof.contract import StopRule
-from shardproof.workloads.knobs import Knob, Params, WorkloadError, lookup
+from shardproof.workloads.knobs import Knob, Params, WorkloadError, untrained_values
 
 NAME = "votes"
 #: Knob -> what it may be.
@@ -63,15 +63,10 @@ def resolve(spec: WorkloadSpec) -> Params:
 
     :raises WorkloadError: an unknown knob, or a value that does not fit.
     """
-    params = {name: knob.default for name, knob in KNOBS.items()}
-    for name, value in spec.params.items():
-        lookup(name, KNOBS, f"parameter of {NAME}").check(f"{NAME}: {name}", value)
-        params[name] = value
+    params = untrained_values(spec, KNOBS)
     if not (params["patience"] or params["budget"] or params["target"]):
         what = f"{NAME}: patience, budget and target are 0"
         raise WorkloadError(f"{what}: nothing ends training; give one, e.g. patience: 2")
-    if spec.traits:
-        raise WorkloadError(f"{NAME} has no traits: they are of models and batches")
     return params
 
 
