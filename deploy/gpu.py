@@ -108,7 +108,7 @@ def parts(gpus: int, run: Path, baseline: Path, jobs: int) -> list[Part]:
             "gloo",
             "gloo with CUDA tensors on shared GPUs",
             gloo,
-            ("run", "gloo-cuda", *judge, *budget(gloo)),
+            ("run", "scenarios/gpu", "--backend", "gloo_cuda", *judge, *budget(gloo)),
         ),
         Part(
             "bench",

@@ -42,17 +42,25 @@ class TorchCollectives(Collectives):
     def capabilities(cls, options: Options) -> Capabilities:
         if options:
             raise Refused(f"option {next(iter(options))!r}: there are no options")
-        return Capabilities(backends=("in_memory", "gloo", "mpi", "nccl"))
+        return Capabilities(backends=("in_memory", "gloo", "gloo_cuda", "mpi", "nccl"))
 
     @classmethod
     def offers(
         cls, options: Options, backend: str, world: int
     ) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
         offered: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in _ALL}
-        if backend == "gloo":
+        if backend in ("gloo", "gloo_cuda"):
             offered["gather"] = {"dtype": _WITHOUT_COMPLEX}  # "Invalid scalar type"
         if backend == "nccl":  # it has no tags, and receives from a rank that is named
             offered["send_recv"] = offered["batch"] = {"form": ("tensor",)}
+            offered["all_gather"] = {"form": ("tensor", "list")}
+            offered["gather"] = {"dtype": _WITHOUT_COMPLEX}  # "Unconvertible NCCL type"
+            for name in ("all_reduce", "reduce", "reduce_scatter"):
+                offered[name] = {"reduce": ("sum", "avg", "min", "max", "product")}
+        if backend == "gloo_cuda":
+            del offered["send_recv"], offered["batch"]
+            offered["all_reduce"] = {"form": ("tensor",)}  # "unsupported device type cuda"
+            offered["all_to_all"] = {"form": ("tensor", "uneven")}  # before torch 2.13
         return offered
 
     def perform(self, call: Call) -> Sequence[Any]:

@@ -47,6 +47,8 @@ class Backend:
     in_rank_order: bool = False
     #: Whether ranks are processes that an ``mpirun`` started.
     mpirun: bool = False
+    #: Whether ``--backend`` moves the cells of other backends to it: it is a value of few matrices.
+    takes_over: bool = False
 
     def available(self, world: int = 1) -> str | None:
         """``None`` if ``world`` ranks can use it on this machine, else the reason why not."""
@@ -58,14 +60,20 @@ class Backend:
             return None
         return gloo.available(on_gpus=self.device == "cuda")
 
+    def adds_like_one(self, ranks: int) -> bool:
+        """Whether sums over ``ranks`` have the bits of one process's, which computes on a CPU."""
+        return self.device == "cpu" and (ranks <= 2 or self.in_rank_order)
+
 
 BACKENDS: dict[str, Backend] = {
     "in_memory": Backend("in_memory", threads=True, in_rank_order=True),
     "gloo": Backend("gloo", threads=False),
     # gloo copies CUDA tensors through the host; ranks may share a GPU, which NCCL refuses.
-    "gloo_cuda": Backend("gloo_cuda", threads=False, device="cuda", sends=False),
-    "nccl": Backend("nccl", threads=False, device="cuda", polls=True),
-    "mpi": Backend("mpi", threads=False, polls=True, in_rank_order=True, mpirun=True),
+    "gloo_cuda": Backend("gloo_cuda", threads=False, device="cuda", sends=False, takes_over=True),
+    "nccl": Backend("nccl", threads=False, device="cuda", polls=True, takes_over=True),
+    "mpi": Backend(
+        "mpi", threads=False, polls=True, in_rank_order=True, mpirun=True, takes_over=True
+    ),
 }
 
 

@@ -7,6 +7,39 @@ import socket
 
 import torch
 
+#: What a process that hides its GPUs saw before: their number, and what said which they are.
+_hidden: tuple[int, str | None] | None = None
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def hide() -> None:
+    """Let this process see no GPU from now on; ranks that it forks see theirs (:func:`take`).
+
+    The optimizer of an oracle asks a GPU that it sees whether it captures, and a process that has
+    used CUDA cannot fork one that does.
+    """
+    global _hidden
+    if _hidden is None:
+        _hidden = torch.cuda.device_count(), os.environ.get(_VISIBLE)
+        os.environ[_VISIBLE] = ""
+        # Else torch asks CUDA whether there is a GPU, which is a use of it.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+
+def count() -> int:
+    """GPUs of this machine that ranks may take."""
+    return torch.cuda.device_count() if _hidden is None else _hidden[0]
+
+
+def _show() -> None:
+    global _hidden
+    if _hidden is not None:
+        _, visible = _hidden
+        _hidden = None
+        os.environ.pop(_VISIBLE)
+        if visible is not None:
+            os.environ[_VISIBLE] = visible
+
 
 def available(world: int = 1, shared: bool = False) -> str | None:
     """Why ``world`` ranks cannot compute on the GPUs of this machine, ``None`` if they can.
@@ -14,10 +47,10 @@ def available(world: int = 1, shared: bool = False) -> str | None:
     ``shared``: several ranks may take one GPU.  torch asks NVML, so that processes forked
     afterwards may still use CUDA.
     """
-    count = torch.cuda.device_count()
-    if count >= (1 if shared else world):
+    there = count()
+    if there >= (1 if shared else world):
         return None
-    present = f"{count} GPU{'s' if count > 1 else ''}" if count else "no GPU"
+    present = f"{there} GPU{'s' if there > 1 else ''}" if there else "no GPU"
     wanted = "at least one GPU" if shared else f"a GPU for each of {world} rank(s)"
     return f"needs {wanted}, this machine has {present}"
 
@@ -39,6 +72,7 @@ def take(rank: int) -> None:
 
     Call it before anything else uses CUDA in this process.
     """
+    _show()
     # cuBLAS reads it when its first handle is made; without it some sums differ between runs.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # TF32, the default of convolutions, keeps 10 bits of a float32; bounds of fp32 assume 23.

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof.backends.base import GroupBase, Handle
@@ -23,29 +24,53 @@ from shardproof.backends.request import OLD_NAMES, Request
 
 
 class _Handle(Handle):
+    """``work`` is torch's; NCCL gives none of a call that the caller's own stream makes."""
+
     def __init__(self, request: Request, work: Any) -> None:
         super().__init__(request)
         self._work = work
 
     def _settle(self, timeout: float | None) -> None:
+        if self._work is None:
+            return
         if timeout:
             self._work.wait(timedelta(seconds=timeout))
         else:
             self._work.wait()
 
     def _future(self) -> Any:
-        return self._work.get_future()
+        if self._work is not None:
+            return self._work.get_future()
+        results = [tensor for item in self.request.outputs for tensor in item]
+        devices: list[Any] = list({tensor.device for tensor in results if not tensor.is_cpu})
+        future = torch.futures.Future[list[Tensor]](devices=devices)
+        future.set_result(results)
+        return future
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
     def exception(self) -> Any:
-        return self._work.exception()
+        return None if self._work is None else self._work.exception()
 
     def _source_rank(self) -> int:
         return int(self._work._source_rank())
 
     source_rank = _source_rank
+
+
+class _Together(_Handle):
+    """The one work of calls that began together; each of them is waited for by it."""
+
+    def __init__(self, handles: list[_Handle], work: Any) -> None:
+        super().__init__(Request("coalesced"), work)
+        self._handles = handles
+        for handle in handles:
+            handle._work = work
+
+    def note_wait(self) -> None:
+        for handle in self._handles:
+            handle.note_wait()
 
 
 class Logged(GroupBase):
@@ -69,6 +94,8 @@ class Logged(GroupBase):
             self.native._register_backend(torch.device(device), self.kind, self.backend)
         if self.disturbances is not None:
             self.transform = self.disturbances.skew(rank)
+        #: Calls that begin together when torch says so; ``None``: each begins by itself.
+        self._gathered: list[_Handle] | None = None
 
     @classmethod
     def join(
@@ -128,7 +155,20 @@ class Logged(GroupBase):
         method = getattr(self.native, request.method, None)
         if method is None:
             method = getattr(self.native, OLD_NAMES[request.method])
-        return _Handle(request, method(*request.args))
+        handle = _Handle(request, method(*request.args))
+        if self._gathered is not None:
+            self._gathered.append(handle)
+        return handle
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Calls from now on begin together."""
+        self.native._start_coalescing(device)
+        self._gathered = []
+
+    def _end_coalescing(self, device: torch.device) -> Handle:
+        """They begin; what all of them return is there when this is waited for."""
+        handles, self._gathered = self._gathered or [], None
+        return _Together(handles, self.native._end_coalescing(device))
 
     def monitored_barrier(self, *args: Any, **options: Any) -> Any:
         """gloo's barrier that names the missing rank."""

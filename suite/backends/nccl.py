@@ -56,7 +56,37 @@ class LoggedNccl(logged.Logged):
         if isinstance(store, Path):
             store = dist.FileStore(str(store), world)
         refuse_shared_gpus(dist.PrefixStore("gpus", store), rank, world)
+        _batch_by(_batch if ledgers else _TORCH_BATCH)
         super().join(rank, world, store, timeout_s, ledgers, disturbances)
+
+    @classmethod
+    def leave(cls) -> None:
+        super().leave()
+        _batch_by(_TORCH_BATCH)
+
+
+_TORCH_BATCH = c10d.batch_isend_irecv
+
+
+def _batch_by(function: Any) -> None:
+    for module in (dist, c10d):
+        setattr(module, _TORCH_BATCH.__name__, function)
+
+
+def _batch(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+    """torch's ``batch_isend_irecv``, which begins the calls of a batch together for its own groups
+    alone.  Two ranks that send to each other one call after the other would both wait.
+    """
+    group = (p2p_op_list[0].group or dist.group.WORLD) if p2p_op_list else None
+    if not isinstance(group, LoggedNccl):
+        return _TORCH_BATCH(p2p_op_list)
+    device = p2p_op_list[0].tensor.device
+    with c10d._coalescing_manager(group, device, async_ops=True) as together:
+        for one in p2p_op_list:
+            peer = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
+            one.op(one.tensor, group=group, tag=one.tag, **peer)
+    works: list[dist.Work] = together.works
+    return works
 
 
 def refuse_shared_gpus(store: dist.Store, rank: int, world: int) -> None:

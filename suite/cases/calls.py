@@ -7,6 +7,7 @@ met, never through what is judged.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof import registry
+from shardproof import backends, registry
 from shardproof.backends.errors import RankEnded
 from shardproof.case import Case
 from shardproof.cases import large_call, wrong_calls
@@ -84,7 +85,10 @@ class CallsProgram:
     cells: Sequence[Cell]
 
     def __call__(self, rank: int, world: int) -> dict[str, Any]:
-        return _Caller(self.case, rank, world).run(self.cells).to_dict()
+        device = backends.BACKENDS[self.case.backend].device
+        # Tensors of calls and of answers are made where the backend's tensors lie.
+        with contextlib.nullcontext() if device == "cpu" else torch.device(device):
+            return _Caller(self.case, rank, world).run(self.cells).to_dict()
 
 
 class _Caller:

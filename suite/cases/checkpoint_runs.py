@@ -12,6 +12,7 @@ nothing stands in its place, and what is loaded is the last checkpoint that was 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from shardproof.case import Case
@@ -24,7 +25,7 @@ from shardproof.costs.expression import facts_of
 from shardproof.evidence.assembled import Beside, Continued, Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.ranks import RankOutcome
-from shardproof.oracle import training
+from shardproof.oracle import apart, training
 from shardproof.oracle.truth import Truth
 from shardproof.workloads import Workload
 
@@ -90,7 +91,7 @@ def _load(evidence: Evidence, launcher: Launcher, cache: Path) -> list[RankOutco
         truth = Truth()
         if not is_same(case, loads):
             rule = records[0].declaration.buffers
-            truth = training.load_or_train(loads, rule, cache)
+            truth = apart.trained(loads, partial(training.load_or_train, loads, rule, cache))
         facts = facts_of(loads, workload)
         return Continued(evidence, loads, records, truth, evidence.workload, facts)
 

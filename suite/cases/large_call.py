@@ -49,7 +49,7 @@ def broadcast(system: Any, group: Any, rank: int, root: int, count: int = COUNT)
 
 
 def _block() -> Tensor:
-    draw = torch.Generator().manual_seed(9)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(9)
     return torch.randint(0, 251, (BLOCK,), dtype=torch.uint8, generator=draw)
 
 

@@ -37,7 +37,7 @@ from shardproof.launch import kept_ranks, process_control
 from shardproof.launch.mpi.lease import Lease
 from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.ranks import Kept, root_cause, run_ranks
-from shardproof.oracle import members, replay, training, trajectories
+from shardproof.oracle import apart, members, replay, training, trajectories
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
@@ -142,7 +142,7 @@ def _declared(account: Account) -> tuple[type[Implementation], dict[int, Schedul
     except Refused as error:
         account.refused = [type(error).__name__, str(error)]
         if (
-            case.is_borrowed and case.precision
+            case.is_borrowed and case.precision and "refuses" not in case.expect
         ):  # what it is without the cell's policy says whether the cell fits
             with suppress(Refused):
                 account.declaration = Declaration.of(implementation, {})
@@ -209,7 +209,10 @@ def _run_and_collect(
             return None
     records = records_of(outcomes)
     began = time.monotonic()
-    truth = _train_oracle(case, implementation, declaration, workload, records, cache)
+    train = functools.partial(
+        _train_oracle, case, implementation, declaration, workload, records, cache
+    )
+    truth = apart.trained(case, train)
     account.timings["oracle"] = time.monotonic() - began
     evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
     if declaration.trains_alone:
@@ -265,7 +268,7 @@ def _why_not_in_this_lane(case: Case, declaration: Declaration) -> str:
     """
     if declaration.oracle != "emulated" or case.lane == "fp64":
         return ""
-    in_order = case.world <= 2 or backends.BACKENDS[case.backend].in_rank_order
+    in_order = backends.BACKENDS[case.backend].adds_like_one(case.world)
     exact = declaration.exactness == "bitwise" and in_order and "pipe" not in case.mesh
     if case.lane == "bitwise" and (exact or case.world == 1):
         return ""

@@ -40,7 +40,9 @@ Like = Annotated[
 BackendOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--backend", metavar="B", help="communication backend; mpi takes over the cells of others"
+        "--backend",
+        metavar="B",
+        help="communication backend; mpi, nccl and gloo_cuda take over the cells of others",
     ),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]

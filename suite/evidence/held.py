@@ -51,7 +51,7 @@ class Held:
             parts.setdefault(dtype, []).append(tensor.reshape(-1))
             where = (piece.name, piece.global_shape, piece.slices, piece.flat_range)
             rows.append((*where, piece.replica, piece.incomplete, dtype, tensor.shape))
-        return cls(json.dumps(rows), {d: torch.cat(flat).cpu() for d, flat in parts.items()})
+        return cls(json.dumps(rows), {d: _joined(flat) for d, flat in parts.items()})
 
     def __iter__(self) -> Iterator[Piece]:
         rows = _rows(self.layout)
@@ -144,6 +144,13 @@ def part(piece: Piece, whole: Tensor) -> Tensor:
         return whole.reshape(-1)[slice(*piece.flat_range)]
     bounds = piece.slices if piece.slices is not None else [(0, n) for n in whole.shape]
     return whole[tuple(slice(start, stop) for start, stop in bounds)]
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """One flat copy on the host; a system may have some tensors there and others on a GPU."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        tensors = [tensor.cpu() for tensor in tensors]
+    return torch.cat(tensors).cpu()
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

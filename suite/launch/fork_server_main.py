@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from shardproof.backends import cuda
 from shardproof.files import fast_json, write_whole
 from shardproof.launch import fork_server, process_control
 
@@ -279,10 +280,12 @@ def _settle_memory() -> None:
 
 def _do_tasks(order: fork_server.Fork, line: socket.socket) -> None:
     """The life of a leader: one task, or several while it may be kept."""
+    cuda.hide()
     largest = process_control.resident_bytes(os.getpid()) + MOST_GROWTH
     for done in range(1, MOST_TASKS + 1):
         _do_task(order)
-        if not order.keep or done == MOST_TASKS or not _is_clean(largest):
+        # Where there are GPUs a leader that has used autograd can fork none that uses them.
+        if not order.keep or done == MOST_TASKS or cuda.count() or not _is_clean(largest):
             return
         sys.stdout.flush()
         sys.stderr.flush()

@@ -167,6 +167,8 @@ class Declaration(Capabilities, Stored):
             return ""
         if case.checkpoint is not None and not self.checkpoints:
             return "declares no checkpoints"
+        if case.deaths and not BACKENDS[case.backend].threads:
+            return "a member can die inside a step on in_memory only"
         if case.mesh.get("pipe", 1) > 1 and not BACKENDS[case.backend].sends:
             return f"has stages, and {case.backend} sends nothing from one rank to one other"
         if _sums_by_sending(case.options) and not BACKENDS[case.backend].sends:

@@ -481,11 +481,13 @@ def substitute(
 def on_backend(cases: Sequence[Case], backend: str) -> list[Case]:
     """The cells of ``cases`` on another backend, each once.
 
-    Cells on GPUs are left out.  A cell keeps ``skip`` and ``xfail`` if it has them on every backend
-    that its scenario runs it on, and it is in the quick tier if it is there on one of them.
+    Cells of it are as their scenarios have them; others on GPUs are left out.  A cell that moves
+    keeps ``skip`` and ``xfail`` if it has them on every backend that its scenario runs it on, and
+    it is in the quick tier if it is there on one of them.
     """
     moved: dict[str, Case] = {}
-    dropped = {name for name, other in BACKENDS.items() if other.device != "cpu"}
+    own = {case.id: case for case in cases if case.backend == backend}
+    dropped = {name for name, other in BACKENDS.items() if other.device != "cpu"} | {backend}
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
         if case.backend in dropped:
             continue
@@ -495,13 +497,15 @@ def on_backend(cases: Sequence[Case], backend: str) -> list[Case]:
         name = f"{cell}::{tier}"
         if quick is not None and quick.workload == case.workload:
             name = quick.id
-        other = dataclasses.replace(case, id=name, backend=backend)
+        other = dataclasses.replace(case, id=name, backend=backend, is_borrowed=True)
+        if name in own:
+            continue
         first = moved.setdefault(name, other)
         if (first.skip, first.xfail) != (other.skip, other.xfail):
             skip, xfail = first.skip and other.skip, first.xfail and other.xfail
             says = first.xfail_says if xfail else ()
             moved[name] = dataclasses.replace(first, skip=skip, xfail=xfail, xfail_says=says)
-    return list(moved.values())
+    return [*own.values(), *moved.values()]
 
 
 def reseed(cases: Sequence[Case], seed: int) -> list[Case]:

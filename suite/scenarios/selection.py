@@ -29,8 +29,8 @@ class Selection:
 
     ``scenarios`` are files, folders, names, or whole case ids.  ``implementations`` are globs; a
     ``package.module:Class``, a mutant or any other name without a scenario gets the cells of all;
-    with ``like``, a glob, those of these systems only, with their options.  A backend whose ranks
-    an ``mpirun`` starts is no value of most matrices: named, it takes over the cells of the others.
+    with ``like``, a glob, those of these systems only, with their options.  ``mpi`` and those on
+    GPUs are values of few matrices: named, they take over the cells of the others.
     """
 
     scenarios: Sequence[str] = ()
@@ -122,7 +122,7 @@ class Selection:
             ("--backend", self.backends, lambda case: case.backend),
             ("--world", self.worlds, lambda case: case.world),
         )
-        over = [name for name in dict.fromkeys(self.backends) if BACKENDS[name].mpirun]
+        over = [name for name in dict.fromkeys(self.backends) if BACKENDS[name].takes_over]
         cases = [
             *(case for case in cases if case.backend not in over),
             *(case for backend in over for case in on_backend(cases, backend)),
@@ -188,7 +188,7 @@ def resolve(name: str, cases: Sequence[Case]) -> Case:
     if seeded := _SEED.search(scenario):
         pool = reseed(pool, int(seeded[1]))
     implementation, backend, *_ = rest.split("::")
-    if backend in BACKENDS and BACKENDS[backend].mpirun:
+    if backend in BACKENDS and BACKENDS[backend].takes_over:
         pool = on_backend(pool, backend)
     system, _, label = implementation.partition("+")
     takes = not label or registry.is_foreign(system)

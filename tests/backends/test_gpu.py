@@ -17,7 +17,7 @@ import torch
 from made_case import made_case
 
 from shardproof.backends import BACKENDS, cuda, gloo
-from shardproof.case import Case
+from shardproof.case import Case, Death
 from shardproof.checks import Outcome, memory
 from shardproof.checks.results import CaseResult
 from shardproof.commands import doctor, prove
@@ -127,6 +127,41 @@ def test_stages_are_no_case_of_gloo_on_gpus() -> None:
     assert reason == "has stages, and gloo_cuda sends nothing from one rank to one other"
     assert declared.excludes_case(_case("gloo_cuda", {"pipe": 1, "shard": 2}), "") == ""
     assert declared.excludes_case(_case("gloo", {"pipe": 2}), "") == ""
+
+
+def test_a_death_inside_a_step_is_no_case_of_processes() -> None:
+    declared = Declaration(strategy="elastic")
+    dies = replace(_case("mpi", {"replicate": 2}), deaths=(Death(rank=1, step=1),))
+    assert declared.excludes_case(dies, "") == "a member can die inside a step on in_memory only"
+    assert declared.excludes_case(replace(dies, backend="in_memory"), "") == ""
+
+
+def test_a_process_that_hides_its_gpus_shows_them_to_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda, "_hidden", None)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    for visible in ("2,3", None):
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        cuda.hide()
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        cuda.hide()  # by the next task of the same leader
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+        assert cuda.count() == 2 and cuda.available(2) is None
+        cuda._show()
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_a_gpu_s_numbers_are_held_to_bounds_not_bits() -> None:
+    """Its kernels add up in another order than those of the CPU on which the oracle trains."""
+    assert BACKENDS["gloo"].adds_like_one(2) and not BACKENDS["gloo"].adds_like_one(3)
+    assert BACKENDS["mpi"].adds_like_one(5)
+    assert not any(BACKENDS[name].adds_like_one(1) for name in ("nccl", "gloo_cuda"))
 
 
 def test_gloo_alone_declared_is_not_gloo_on_gpus() -> None:
@@ -246,6 +281,9 @@ def test_nccl_meets_every_strategy_and_one_gpu_leaves_some_of_each() -> None:
         for case in expand(file, installed())
     ]
     assert {case.backend for case in cases} == {"nccl", "gloo_cuda"}
+    asked = {case.backend for case in cases if case.implementation == "pytorch/collectives"}
+    assert asked == {"nccl", "gloo_cuda"}
+    cases = [case for case in cases if case.implementation != "pytorch/collectives"]
     names = {n for n in installed().implementations if n.startswith(("reference/", "pytorch/"))}
     names = {name for name in names - AROUND_A_PART if not issubclass(load(name), Untrained)}
     # DDP with torch's hooks, ranks that train alone, members that change: no cells on GPUs so far.

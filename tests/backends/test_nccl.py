@@ -291,6 +291,67 @@ def test_what_torch_asks_of_the_wrapper_the_backend_answers(
     assert handle.source_rank() == 3
 
 
+def test_a_call_on_the_caller_s_own_stream_has_no_work_and_is_done(
+    wrapper: Callable[[], nccl.LoggedNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL answers a synchronous call since torch 2.8."""
+    group, value = wrapper(), torch.ones(2)
+    monkeypatch.setattr(group, "native", SimpleNamespace(allreduce=lambda *given: None))
+    handle = group.allreduce([value])
+    assert handle.wait() and handle.is_completed() and handle.exception() is None
+    (result,) = handle.get_future().wait()
+    assert result is value
+
+
+def test_calls_of_a_batch_begin_together_and_end_by_one_work(
+    wrapper: Callable[[], nccl.LoggedNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two ranks that send to each other would wait for each other on their streams."""
+    group, done = wrapper(), list[str]()
+    work = SimpleNamespace(wait=lambda: done.append("wait"))
+
+    def makes(name: str, answer: Any = None) -> Any:
+        return lambda *given: (done.append(name), answer)[1]
+
+    native = {name: makes(name) for name in ("_start_coalescing", "send", "recv")}
+    native["_end_coalescing"] = makes("_end_coalescing", work)
+    monkeypatch.setattr(group, "native", SimpleNamespace(**native))
+
+    def isend(tensor: torch.Tensor, group: Any, tag: int, group_dst: int) -> None:
+        group.send([tensor], group_dst, tag)
+
+    def irecv(tensor: torch.Tensor, group: Any, tag: int, group_src: int) -> None:
+        group.recv([tensor], group_src, tag)
+
+    monkeypatch.setattr(dist, "isend", isend)
+    log = program_order.RankLog()
+    program_order.install(log, process=True)
+    traffic.install(traffic.TrafficLedger(log), process=True)
+    try:
+        one = {"tensor": torch.ones(2), "group": group, "tag": 0, "group_peer": 0}
+        posted: list[Any] = [SimpleNamespace(op=op, **one) for op in (isend, irecv)]
+        (together,) = nccl._batch(posted)
+        began = list(done)
+        together.wait()
+        ledger = traffic.current()
+        assert ledger is not None
+        calls = [call.to_dict() for call in ledger.named_calls()]
+    finally:
+        traffic.install(None, process=True)
+        program_order.install(None, process=True)
+    assert began == ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    assert done == [*began, "wait"]
+    assert [call["operation"] for call in calls] == ["send", "recv"]
+    assert all(call["waited"] is not None for call in calls)
+
+
+def test_other_groups_send_a_batch_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(nccl, "_TORCH_BATCH", lambda posted: asked.append(posted) or [])
+    posted: list[Any] = [SimpleNamespace(group=object())]
+    assert nccl._batch(posted) == [] and asked == [posted]
+
+
 def test_the_wrapper_carries_disturbances_out(
     wrapper: Callable[[], nccl.LoggedNccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -573,6 +573,7 @@ OTHERS = (
         "relations",
         "nccl",
         "gloo-cuda",
+        "gpu-",
     ),
     *("backends", "algorithms", "large", "memory-ratios", "bubble", "wide"),
     *("pipeline", "deepspeed-pipeline", "tensor", "hybrid"),
@@ -707,6 +708,20 @@ def test_mpi_takes_over_the_cells_of_other_backends() -> None:
     assert any(case.tier == "quick" for case in moved)
     (found,) = Selection(scenarios=[moved[0].id]).cases(installed())
     assert found == moved[0]
+
+
+def test_a_backend_on_gpus_takes_over_cells_and_keeps_its_own() -> None:
+    files = [
+        c for name in ("nccl", "ddp-gpt") for c in Selection([name], tier="full").cases(installed())
+    ]
+    own = [case for case in files if case.backend == "nccl"]
+    moved = on_backend(files, "nccl")
+    assert moved[: len(own)] == own and len(moved) > len(own)
+    assert {case.backend for case in moved} == {"nccl"}
+    assert all(case.is_borrowed for case in moved[len(own) :])
+    assert not any(case.is_borrowed for case in own)
+    chosen = Selection(["ddp-gpt"], tier="quick", backends=["gloo_cuda"]).cases(installed())
+    assert chosen and {case.backend for case in chosen} == {"gloo_cuda"}
 
 
 def test_a_cell_moves_with_the_marks_that_all_backends_share() -> None:

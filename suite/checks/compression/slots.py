@@ -98,7 +98,7 @@ def _same_bits(evidence: Evidence) -> bool:
     case, facts = evidence.case, evidence.model_facts
     return (
         evidence.declaration.exactness == "bitwise"
-        and (case.world <= 2 or BACKENDS[case.backend].in_rank_order)
+        and BACKENDS[case.backend].adds_like_one(case.world)
         and case.optimizer.clip_norm is None
         and evidence.declaration.emulates == "step"
         and case.mesh.get("pipe", 1) == case.mesh.get("tensor", 1) == 1
