@@ -207,7 +207,6 @@ class ReferenceAsyncSGD(Implementation):
         """Stale by design: judged by a replay of its history."""
         chosen = parse_options(Options, options)
         return Capabilities(
-            backends=("in_memory", "gloo", "nccl", "mpi"),  # a rank sends to one other
             max_staleness=chosen.max_staleness,
             optimizer_state=chosen.momentum,
             exactness="stale",

@@ -171,6 +171,8 @@ class Declaration(Capabilities, Stored):
             return "a member can die inside a step on in_memory only"
         if case.mesh.get("pipe", 1) > 1 and not BACKENDS[case.backend].sends:
             return f"has stages, and {case.backend} sends nothing from one rank to one other"
+        if "roles" in self.features and not BACKENDS[case.backend].sends:
+            return f"has servers, and {case.backend} sends nothing from one rank to one other"
         if _sums_by_sending(case.options) and not BACKENDS[case.backend].sends:
             return f"sums by sending, and {case.backend} sends nothing from one rank to one other"
         asked = [f"trait {trait}" for trait in case.workload.traits]

@@ -164,6 +164,13 @@ def test_a_gpu_s_numbers_are_held_to_bounds_not_bits() -> None:
     assert not any(BACKENDS[name].adds_like_one(1) for name in ("nccl", "gloo_cuda"))
 
 
+def test_servers_are_no_case_of_gloo_on_gpus() -> None:
+    declared = Declaration(strategy="parameter_server", features=frozenset({"roles"}))
+    reason = declared.excludes_case(_case("gloo_cuda", {"replicate": 2}), "")
+    assert reason == "has servers, and gloo_cuda sends nothing from one rank to one other"
+    assert declared.excludes_case(_case("gloo", {"replicate": 2}), "") == ""
+
+
 def test_gloo_alone_declared_is_not_gloo_on_gpus() -> None:
     declared = Declaration(backends=("gloo",), strategy="zero1")
     assert declared.excludes("gloo_cuda", "float64", 2) == "runs on gloo only"

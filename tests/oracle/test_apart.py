@@ -8,9 +8,9 @@ import pytest
 import torch
 from made_case import made_case
 
-from shardproof.registry.declaration import BrokenContract
 from shardproof.oracle import apart
 from shardproof.oracle.truth import Truth
+from shardproof.registry.declaration import BrokenContract
 
 ON_GPUS = made_case("reference/ddp", {"replicate": 2}, backend="gloo_cuda")
 ON_CPU = made_case("reference/ddp", {"replicate": 2}, backend="gloo")
