@@ -268,14 +268,14 @@ def promises_bits(evidence: Figures) -> bool:
         return False  # a GPU's kernels add up in an order of their own
     if not _ascends(evidence):
         return False  # an order of the user's own, which adds micro-batches up in another one
+    if _tied_over_stages(evidence):
+        return False  # each stage adds up its own part: (a + c) + (b + d), not (a + b) + (c + d)
     if case.world == 1:
         return True
     if case.optimizer.clip_norm is not None or exactness not in ("bitwise", "reordered-sum"):
         return False
     if case.mesh.get("tensor", 1) > 1:
         return False  # a product that is split by rows adds its terms in another order
-    if _tied_over_stages(evidence):
-        return False  # either end adds up its own part: (a + c) + (b + d), not (a + b) + (c + d)
     if not _adds_up_first(evidence):
         return False  # (a + c) + (b + d), where one process adds (a + b) + (c + d)
     adding = case.world // case.mesh.get("pipe", 1)  # stages add nothing up between them
@@ -305,7 +305,7 @@ def _ascends(evidence: Figures) -> bool:
 
 
 def _tied_over_stages(evidence: Figures) -> bool:
-    """Whether stages of a pipeline share a parameter."""
+    """Whether stages of a pipeline share a parameter; one rank may have several of them."""
     facts = evidence.model_facts
     if facts is None or "pipe" not in facts.axes:
         return False
