@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import checkpoints
 import pytest
@@ -452,6 +452,33 @@ def test_state_of_the_reducer_is_named_extra_state(tmp_path: Path) -> None:
         assert before[rank].keys() == after[rank].keys()
         assert all(torch.equal(e, after[rank][n]) for n, e in before[rank].items())
     assert [set(names) for names in succeed(without, 2)] == [both, both]
+
+
+# ------------------------------------------------------------------------------- layout in memory
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("strategy", "axis"), [*checkpoints.AXES.items(), ("local_sgd", "replicate")]
+)
+def test_loaded_state_lies_in_memory_like_that_of_who_saved(
+    strategy: str, axis: str, optimizer: Literal["sgd", "adamw"], tmp_path: Path
+) -> None:
+    """Other strides, another kernel, another last bit; gradients of buckets are contiguous."""
+    work, spec = workload("non_contiguous", layers=2), OptimizerSpec(optimizer, lr=0.1)
+
+    def strides(system: Engine) -> dict[str, tuple[int, ...]]:
+        return {p.name: p.tensor.stride() for p in system.local_state("optimizer")}
+
+    def body(rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        straight, fresh = (make(strategy, work, {axis: 2}, rank, spec) for _ in range(2))
+        train(straight, work, 0, 1)
+        straight.save(tmp_path, {}).wait()
+        fresh.load(tmp_path)
+        return strides(straight), strides(fresh)
+
+    for trained, loaded in succeed(body, 2):
+        assert trained and trained == loaded
 
 
 def test_a_rank_that_dies_in_a_save_leaves_no_lock_of_a_living_process(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_an_update_on_the_host_is_the_same_update(name: Any, dtype: torch.dtype)
             weight.grad = torch.randn(40, generator=generator).to(dtype)
             masters.copy_down()
             if host:
-                seed_state(optimizer, spec, host.zeros)
+                seed_state(optimizer, spec, host)
             optimizer.step()
             masters.copy_up()
         state = [v for slots in optimizer.state.values() for v in slots.values()]

@@ -180,8 +180,7 @@ class Engine(Summing):
         """One step of the optimizer, on masters where there are any."""
         if self.masters:
             self.masters.copy_down()
-        if self.host:
-            seed_state(self.optimizer, self.spec, self.host.zeros)
+        seed_state(self.optimizer, self.spec, self.host)
         self.optimizer.step()
         if self.masters:
             self.masters.copy_up()

@@ -42,23 +42,34 @@ def unnamed_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def seed_state(
     optimizer: torch.optim.Optimizer,
     spec: OptimizerSpec,
-    zeros: Callable[[torch.Size, torch.dtype], Tensor],
+    host: HostMemory | None = None,
 ) -> None:
-    """Make the state of parameters that have their first gradient, by ``zeros(shape, dtype)``.
+    """Make the state of parameters that have their first gradient, as :func:`make_slots` does.
 
-    Torch makes it in the step, in the usual memory; zeros are where every slot starts from.
+    Torch makes it in the step: in the usual memory, and momentum with the strides of the gradient,
+    which a reduction may have made contiguous.  Zeros are where every slot starts from.
     """
-    slots = ("exp_avg", "exp_avg_sq") if spec.name == "adamw" else ("momentum_buffer",)
+    adamw = spec.name == "adamw"
+    slots = ("exp_avg", "exp_avg_sq") if adamw else ("momentum_buffer",) if spec.momentum else ()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # As torch does: a parameter without a gradient so far has no state either.
             if parameter.grad is None or optimizer.state.get(parameter):
                 continue
-            state = optimizer.state[parameter]
-            if spec.name == "adamw":
-                state["step"] = zeros(torch.Size(()), torch.float32)
-            if spec.name == "adamw" or spec.momentum:
-                state |= {slot: zeros(parameter.shape, parameter.dtype) for slot in slots}
+            if host is None and (adamw or parameter.grad.stride() == parameter.stride()):
+                continue  # torch makes the same
+            made = {slot: zeros(parameter, parameter.dtype, host) for slot in slots}
+            counter = {"step": zeros(torch.empty(()), torch.float32, host)} if adamw else {}
+            if made:
+                optimizer.state[parameter].update(counter | made)
+
+
+def zeros(like: Tensor, dtype: torch.dtype, host: HostMemory | None) -> Tensor:
+    """A slot: in ``host`` memory, if that is given; else beside ``like``, with its strides.
+
+    With other strides another kernel would update it, and round otherwise in the last place.
+    """
+    return torch.zeros_like(like, dtype=dtype) if host is None else host.zeros(like.shape, dtype)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, step: int) -> None:
@@ -94,11 +105,7 @@ def make_slots(
             raise KeyError(f"this rank updates no {name!r}, so it has no place for {full!r}")
         # A counter is one number even where the parameter is not.
         shape = named[name] if like.dim() else like
-        slots = optimizer.state[named[name]]
-        if host is None:
-            slots[slot] = torch.zeros_like(shape, dtype=like.dtype)
-        else:
-            slots[slot] = host.zeros(shape.shape, like.dtype)
+        optimizer.state[named[name]][slot] = zeros(shape, like.dtype, host)
         made.append((named[name], slot))
     return made
 
