@@ -105,6 +105,15 @@ class DiLoCo(Alone):
                 step = gradient.add(momentum, alpha=kept)
             start.add_(step, alpha=-rate)  # [3]
 
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """The outer optimizer begins anew from what was loaded, unless its state is loaded next."""
+        super().loaded()
+        for start, parameter in zip(self.starts, self.parameters, strict=True):
+            start.copy_(parameter)
+        for momentum in self.momenta:
+            momentum.zero_()
+
     def outer_pieces(self) -> list[Piece]:
         """Both, as slots of the optimizer."""
         slots = {START: self.starts, MOMENTUM: self.momenta}

@@ -15,7 +15,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from shardproof import registry
 from shardproof.case import Case
+from shardproof.cases import answers
 from shardproof.cases.rank_program import workload_facts
 from shardproof.cases.training_run import Launcher, without_oracle
 from shardproof.checks.checkpoint import who_loads
@@ -93,7 +95,10 @@ def _load(evidence: Evidence, launcher: Launcher, cache: Path) -> list[RankOutco
             rule = records[0].declaration.buffers
             truth = apart.trained(loads, partial(training.load_or_train, loads, rule, cache))
         facts = facts_of(loads, workload)
-        return Continued(evidence, loads, records, truth, evidence.workload, facts)
+        found = Continued(evidence, loads, records, truth, evidence.workload, facts)
+        if found.declaration.trains_alone:
+            found.meeting = answers.Meets(registry.load(loads.implementation), loads.options)
+        return found
 
     what = "the run that loads"
     evidence.beside["loaded"], outcomes = launcher.beside(loads, "loaded", what, collect)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardproof import registry
 from shardproof.comm import Mesh
-from shardproof.contract import OptimizerSpec, ScalerSpec
+from shardproof.contract import Kind, OptimizerSpec, ScalerSpec, is_outer
 from shardproof.impls.reference.checkpoint.agreement import State
 from shardproof.impls.reference.checkpoint.contents import Contents, aliases_of
 from shardproof.impls.reference.checkpoint.errors import CheckpointError, CheckpointWarning
@@ -452,6 +452,75 @@ def test_state_of_the_reducer_is_named_extra_state(tmp_path: Path) -> None:
         assert before[rank].keys() == after[rank].keys()
         assert all(torch.equal(e, after[rank][n]) for n, e in before[rank].items())
     assert [set(names) for names in succeed(without, 2)] == [both, both]
+
+
+# --------------------------------------------------------------------------- the outer optimizer
+
+#: Strategy, mesh and options, and the slots of its outer optimizer.
+OUTER: list[tuple[str, dict[str, int], dict[str, Any], list[str]]] = [
+    ("zero2", {"shard": 2}, {}, []),
+    ("local_sgd", {"replicate": 2}, {"every": 1}, []),
+    ("diloco", {"replicate": 2}, {"every": 1, "outer_momentum": 0}, ["outer_start"]),
+    ("diloco", {"replicate": 2}, {"every": 1}, ["outer_momentum", "outer_start"]),
+]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::shardproof.impls.reference.checkpoint.errors.CheckpointWarning"
+)
+@pytest.mark.parametrize("loads", OUTER)
+@pytest.mark.parametrize("saves", OUTER)
+def test_an_outer_optimizer_begins_anew_where_none_was_saved(
+    saves: tuple[Any, ...], loads: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """Of every parameter, one that was never used included; and nobody else wants it."""
+    work, spec = workload("unused", layers=1), OptimizerSpec("sgd", lr=0.1)
+
+    def state(system: Engine, kind: Kind) -> dict[str, Tensor]:
+        return {p.name: p.tensor.clone() for p in system.local_state(kind)}
+
+    def body(rank: int, world: int) -> None:
+        one, other = (
+            make(n, work, mesh, rank, spec, **more) for n, mesh, more, _ in (saves, loads)
+        )
+        train(one, work, 0, 1)
+        train(other, work, 0, 2)  # what it has is replaced
+        one.save(tmp_path, {}).wait()
+        other.load(tmp_path)
+        assert other.loaded is not None
+        parameters, saved, have = (
+            state(other, "parameters"),
+            *(
+                {name: t for name, t in state(system, "optimizer").items() if is_outer(name)}
+                for system in (one, other)
+            ),
+        )
+        assert sorted(have) == sorted(
+            f"{n}.{slot}" for n in other.handle.reduced() for slot in loads[3]
+        )
+        for full, tensor in have.items():
+            name, _, slot = full.rpartition(".")
+            anew = parameters[name] if slot == "outer_start" else torch.zeros_like(tensor)
+            assert torch.equal(tensor, saved.get(full, anew)), full
+        assert sorted(n for n in other.loaded.left_out) == sorted(saved.keys() - have.keys())
+        begun = ", ".join(slot for slot in loads[3] if slot not in saves[3])
+        said = f"{begun} of no parameter was saved: the outer optimizer begins anew"
+        assert (said in other.loaded.notes) == bool(begun)
+
+    succeed(body, 2)
+
+
+def test_ranks_that_parted_are_loaded_by_their_own_strategy_alone(tmp_path: Path) -> None:
+    """An outer optimizer that begins where a rank of local SGD is begins elsewhere on each."""
+    work, mesh = workload(layers=1), {"replicate": 2}
+
+    def body(rank: int, world: int) -> str:
+        parted = make("local_sgd", work, mesh, rank, every=8)
+        train(parted, work, 0, 1)
+        parted.save(tmp_path, {}).wait()
+        return refused(make("diloco", work, mesh, rank, every=8), tmp_path)
+
+    assert "load it with as many of the same strategy" in succeed(body, 2)[0]
 
 
 # ------------------------------------------------------------------------------- layout in memory

@@ -71,6 +71,8 @@ def into(**other: Any) -> CheckpointPlan:
 
 
 FORMATS = ("full", "sharded", "asynchronous")
+#: Who loads has an outer optimizer, which who saved had not.
+ALONE = into(implementation="reference/diloco", mesh={"replicate": 2})
 #: Every world, several seeds, every format.
 SOUND = [
     *(
@@ -85,6 +87,7 @@ SOUND = [
     ),
     case("reference/ddp", 2, OFTEN, "asynchronous", lane="bitwise", dtype="float32"),
     case("reference/zero1", 2, CheckpointPlan(1, again_at=2), "full"),
+    case("reference/zero2", 2, ALONE, traits=("unused",)),
     case("reference/ddp", 2, backend="gloo", traits=("dropout_stateful", "tied")),
     case("odd_checkpoints:SavesLate", 2, OFTEN, "asynchronous", mesh={"shard": 2}),
     case(
@@ -120,6 +123,16 @@ ODD = [
     (
         case("odd_checkpoints:LosesDecay", 2),
         "what was saved was loaded, and yet: gradients and optimizer state are the same",
+    ),
+    (
+        case(
+            "reference/zero2",
+            2,
+            dataclasses.replace(
+                ALONE, into={**ALONE.into, "implementation": "odd_checkpoints:KeepsItsStart"}
+            ),
+        ),
+        "weight.outer_start' are others",
     ),
     (
         case("reference/ddp", 2, into(options={"bucket_bites": 1})),

@@ -19,6 +19,8 @@ from shardproof.impls.reference.checkpoint.data_file import Held
 from shardproof.impls.reference.checkpoint.files import FileLayer
 from shardproof.impls.reference.checkpoint.sharded import Sharded
 from shardproof.impls.reference.ddp import ReferenceDDP
+from shardproof.impls.reference.diloco import DiLoCo, ReferenceDiLoCo
+from shardproof.impls.reference.parts.alone import Alone
 from shardproof.impls.reference.zero1 import ReferenceZero1
 
 
@@ -28,6 +30,14 @@ class SavesNothing(ReferenceDDP):
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         return replace(super().capabilities(options), checkpoints=())
+
+
+class KeepsItsStart(ReferenceDiLoCo):
+    """After a load of parameters the outer optimizer goes on from those it was set up with."""
+
+    class handle_type(DiLoCo):
+        def loaded(self) -> None:
+            Alone.loaded(self)
 
 
 class LateDisk(FileLayer):

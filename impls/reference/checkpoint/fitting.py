@@ -38,7 +38,9 @@ def _require_same_mesh(system: Engine, checkpoint: Checkpoint) -> None:
 
 def _require_same_ranks(system: Engine, checkpoint: Checkpoint) -> None:
     # Between two meetings there are as many parameters as ranks: none of them are all ranks'.
-    if system.handle.apart and checkpoint.manifest.about.has_ranks_of(system.mesh.axes):
+    about = checkpoint.manifest.about
+    is_same = about.strategy == system.strategy and about.has_ranks_of(system.mesh.axes)
+    if system.handle.apart and is_same:
         return
     names = [(kind, name) for kind, name in checkpoint.copies if kind == "parameters"]
     copies = max((len(checkpoint.copies[name]) for name in names), default=1)

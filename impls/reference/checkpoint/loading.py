@@ -15,6 +15,9 @@ Precision: a parameter of another dtype comes from the master that was saved wit
 its parameter, and a parameter that the policy rounds from the one that was not rounded.  All else
 of another dtype is refused.
 
+What ranks that meet keep for their outer optimizer begins anew where no such slot was saved, from
+the parameters that were loaded, and is left out where nobody here keeps it.
+
 What has no place here is told (:attr:`Loaded.notes`, and a warning on rank 0): hyperparameters
 that differ, for the caller's spec counts; state of single ranks on another mesh; scaling of losses
 that only one of the two has.  A name that this model does not have is refused.
@@ -25,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardproof.contract import OUTER, Piece
+from shardproof.contract import Piece, is_outer
 from shardproof.impls.reference.checkpoint.agreement import place_of
 from shardproof.impls.reference.checkpoint.contents import TRAINED, Contents
 from shardproof.impls.reference.checkpoint.data_file import DTYPES
@@ -128,11 +131,12 @@ class Loading:
 
     def plan(self) -> None:
         """Where all that this rank holds is read from; slots are made, nothing else is changed."""
-        system = self.system
+        system, kept = self.system, outer_slots(self.checkpoint.copies)
         self.made = make_slots(system.optimizer, self.missing_slots(), system.host)
         for kind in TRAINED:
             pieces = system.held_pieces(kind)  # type: ignore[arg-type]
-            self.wants[kind] = [self.want(kind, piece) for piece in pieces]
+            there = [piece for piece in pieces if outer_slots([(kind, piece.name)]) <= kept]
+            self.wants[kind] = [self.want(kind, piece) for piece in there]
         own = self.contents.generators() if self.has_same_ranks else {}
         drawn = [name for name in self.names("rng") if name in own]
         for kind, saved in {"rng": drawn, "extra": self.carried()}.items():
@@ -161,8 +165,7 @@ class Loading:
                 there = self.system.optimizer.state.get(parameter, {})
                 for full in slots.get(name, ()):
                     slot = full.removeprefix(f"{name}.")
-                    own = slot != MASTER and not full.startswith(f"{name}.{OUTER}")
-                    if own and slot not in there:
+                    if slot != MASTER and not is_outer(full) and slot not in there:
                         shape = () if slot == _COUNTER else (1,)
                         like = torch.empty(shape, dtype=self.dtype(("optimizer", full)))
                         yield Piece.whole(full, like)
@@ -244,12 +247,15 @@ class Loading:
         order = (*TRAINED, "extra", "rng")
         unread = sorted(self.checkpoint.copies.keys() - used, key=lambda n: (order.index(n[0]), n))
         left_out, unknown = [], []
+        kept = outer_slots(used)
         for kind, name in unread:
             master = ("optimizer", f"{name}.{MASTER}")
             parameter = ("parameters", name.removesuffix(f".{MASTER}"))
             if kind == "extra" and slot_of(name) in self.system.reducer.slots:
                 continue  # a copy of what every rank has
-            if kind not in TRAINED or (name.endswith(f".{MASTER}") and parameter in used):
+            is_foreign = not outer_slots([(kind, name)]) <= kept
+            is_rounded = name.endswith(f".{MASTER}") and parameter in used
+            if kind not in TRAINED or is_foreign or is_rounded:
                 left_out.append(name)
             elif kind != "parameters" or master not in used:
                 unknown.append((kind, name))
@@ -322,6 +328,9 @@ class Loading:
         read = {want.name[1] for want in self.wants["rng"]}
         if self.has_same_ranks and (new := sorted(self.contents.generators().keys() - read)):
             yield f"the state of {', '.join(new)} was not saved"
+        held = [("optimizer", piece.name) for piece in system.handle.outer_pieces()]
+        if anew := sorted(outer_slots(held) - outer_slots(self.checkpoint.copies)):
+            yield f"{', '.join(anew)} of no parameter was saved: the outer optimizer begins anew"
         own: Mapping[str, Any] = self.contents.about({}).optimizer or {}
         for name, value in own.items():
             saved = (about.optimizer or {}).get(name)
@@ -330,6 +339,13 @@ class Loading:
         if (about.scaler is None) != (system.scaler is None):
             had, has = ("scaled", "not") if about.scaler is not None else ("not scaled", "")
             yield f"losses were {had} when it was saved, and are {has or 'scaled'} here"
+
+
+def outer_slots(names: Iterable[Name]) -> set[str]:
+    """The slots of an outer optimizer, whatever their parameters."""
+    return {
+        name.rpartition(".")[2] for kind, name in names if kind == "optimizer" and is_outer(name)
+    }
 
 
 def plain(value: object) -> str:

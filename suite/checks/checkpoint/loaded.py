@@ -94,7 +94,18 @@ def _load(base: Evidence, other: Continued, kind: Kind) -> causes.Load:
         if kind == "buffers" and not buffers_go_on(base, other):
             saved, held = of_rank_0(saved), of_rank_0(held)
         saved = _between_precisions(base, step, kind, saved, held)
+        if kind == "optimizer":
+            saved = replace(saved, tensors={**saved.tensors, **_begun_anew(other)})
     return causes.Load(kind, other.first_step, saved, held, before, moments)
+
+
+def _begun_anew(other: Continued) -> dict[str, dict[int, Tensor]]:
+    """The outer optimizer's slots, if who loads has one: who saved had none."""
+    if other.meeting is None:
+        return {}
+    loaded = other.observed(other.first_step - 1, "after_update", "parameters").first()
+    trained = {n: loaded[n] for n in other.workload.trainable_names if n in loaded}
+    return {name: {0: slot} for name, slot in other.meeting.begin(trained).items()}
 
 
 def buffers_go_on(base: Evidence, other: Evidence) -> bool:
