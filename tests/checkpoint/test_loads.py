@@ -465,9 +465,6 @@ OUTER: list[tuple[str, dict[str, int], dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::shardproof.impls.reference.checkpoint.errors.CheckpointWarning"
-)
 @pytest.mark.parametrize("loads", OUTER)
 @pytest.mark.parametrize("saves", OUTER)
 def test_an_outer_optimizer_begins_anew_where_none_was_saved(
