@@ -264,12 +264,9 @@ def promises_bits(evidence: Figures) -> bool:
     """Whether the policy promises equal bits between this case and the oracle."""
     case, exactness = evidence.case, evidence.declaration.exactness
     backend = BACKENDS[case.backend]
-    if not backend.adds_like_one(1):
-        return False  # a GPU's kernels add up in an order of their own
-    if not _ascends(evidence):
-        return False  # an order of the user's own, which adds micro-batches up in another one
-    if _tied_over_stages(evidence):
-        return False  # each stage adds up its own part: (a + c) + (b + d), not (a + b) + (c + d)
+    # A GPU's kernels add up in an order of their own.
+    if not backend.adds_like_one(1) or not stages_add_in_order(evidence):
+        return False
     if case.world == 1:
         return True
     if case.optimizer.clip_norm is not None or exactness not in ("bitwise", "reordered-sum"):
@@ -282,6 +279,14 @@ def promises_bits(evidence: Figures) -> bool:
     if adding == case.world == 2 or (adding == 1 and exactness == "bitwise"):
         return True
     return exactness == "bitwise" and backend.in_rank_order
+
+
+def stages_add_in_order(evidence: Figures) -> bool:
+    """Whether the stages of a pipeline, if there are any, add gradients up as one process does."""
+    if not _ascends(evidence):
+        return False  # an order of the user's own, which adds micro-batches up in another one
+    # Each stage would add up its own part: (a + c) + (b + d), not (a + b) + (c + d).
+    return not _tied_over_stages(evidence)
 
 
 def _adds_up_first(evidence: Figures) -> bool:

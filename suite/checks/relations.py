@@ -43,6 +43,7 @@ from shardproof import workloads
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks import Outcome, causes
+from shardproof.checks.equivalence import stages_add_in_order
 from shardproof.checks.numbers import FP64_BOUND, Tally, bitwise, relative_frobenius
 from shardproof.checks.two_runs import Pair, with_other
 from shardproof.evidence.assembled import Beside, Evidence, Figures
@@ -143,6 +144,8 @@ def _not_defined(evidence: Figures, relation: str) -> str:
         return f"{relation} compares bits with clipping off"
     if relation == "world1" and case.world != 1:
         return "world1 compares a world of 1 with plain"
+    if relation == "world1" and not stages_add_in_order(evidence):
+        return "its stages add gradients up in another order than one process"
     if relation in ("permute", "reload", "same_as") and members.changes(case):
         return f"members change: {relation} compares runs of the same ranks"
     if relation == "reload":

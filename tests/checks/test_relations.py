@@ -72,6 +72,9 @@ AS_DDP = _same_as("reference/ddp")
 STARTS_APART = "mutants/hybrid_starts_all_from_rank_0"
 ODD = _work("non_contiguous", "tied", width=20)
 CNN = WorkloadSpec("digits_cnn", global_batch=12, params={"layers": 1})
+ENDS = WorkloadSpec(
+    "digits_cnn", ("tied_over_units",), global_batch=15, micro_batches=3, params={"layers": 4}
+)
 CLIP = dataclasses.replace(DECAY, clip_norm=0.05)
 HOLD = [
     _case("reference/ddp", "split", 3),
@@ -151,6 +154,17 @@ SKIP = [
     (_case("pytorch/ddp", "reload", 2), "pytorch/ddp refuses load_pieces: "),
     (_case("reference/ddp", "reload", 2, steps=1), "no middle"),
     (_case("reference/ddp", "reload", 2, workload=STATEFUL), "no piece of local state"),
+    (
+        _case(
+            "reference/pipeline",
+            "world1",
+            1,
+            mesh={"pipe": 1},
+            options={"schedule": "zb_v"},
+            workload=ENDS,
+        ),
+        "in another order than one process",
+    ),
     (_case("reference/ddp", _same_as("plain"), 2), "plain runs at world sizes up to 1"),
 ]
 
