@@ -277,8 +277,8 @@ class ReferenceElastic(Engine):
             if own < most:
                 self.take(state)
         if self.chosen.batch == "local":
-            rate = self.asked.lr * comm.size / self.committed.began
-            self.spec = replace(self.asked, lr=rate)
+            rate = comm.size / self.committed.began  # 1, with all its bits, among as many as began
+            self.spec = replace(self.asked, lr=self.asked.lr * rate)
 
     def held(self) -> dict[str, Any]:
         """All that training depends on."""

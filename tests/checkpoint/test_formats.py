@@ -124,7 +124,7 @@ def test_asynchronous_keeps_the_moment_of_the_save(tmp_path: Path) -> None:
         train(system, work, 0, 2)
         found = checkpoints.held(system)
         extra = {"history": [1]}
-        saver = AsynchronousSharded(tmp_path, system.mesh)
+        saver = system.savers[tmp_path] = AsynchronousSharded(tmp_path, system.mesh)
         saver.save(Contents(system).state(extra))
         extra["history"].append(2)
         train(system, work, 2, 4)
@@ -147,7 +147,7 @@ def test_one_snapshot_at_a_time_and_its_memory_is_kept(tmp_path: Path) -> None:
 
     def body(rank: int, world: int) -> list[int]:
         system = make("zero1", work, {"shard": 2}, rank)
-        saver = AsynchronousSharded(tmp_path, system.mesh, keep=9)
+        saver = system.savers[tmp_path] = AsynchronousSharded(tmp_path, system.mesh, keep=9)
         held = []
         for step in range(3):
             train(system, work, step, step + 1)
@@ -169,7 +169,7 @@ def test_one_snapshot_at_a_time_and_its_memory_is_kept(tmp_path: Path) -> None:
 
 def test_a_copy_that_is_interrupted_commits_nothing_and_leaves_no_writer(tmp_path: Path) -> None:
     class Interrupted(AsynchronousSharded):
-        def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
+        def room(self, tensors: Sequence[Held]) -> list[Held]:
             raise KeyboardInterrupt
 
     def body(rank: int, world: int) -> None:

@@ -53,16 +53,32 @@ class LateDisk(FileLayer):
 
 
 class Late(AsynchronousSharded):
-    """Writes nothing before somebody waits for it: all that follows the save comes first."""
+    """Copies what an update changes when the next one asks, and writes nothing before somebody waits
+    for it: all that follows the save comes first.
+    """
 
     layer_type = LateDisk
 
-    def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
-        copies = super().snapshot(tensors)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.asked = threading.Event()
+
+    def room(self, tensors: Sequence[Held]) -> list[Held]:
         self.layer.ready.clear()  # type: ignore[attr-defined]
-        return copies
+        self.asked.clear()
+        return super().room(tensors)
+
+    def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
+        if later:
+            self.asked.wait()
+        super().fill(copies, tensors, later)
+
+    def before_update(self) -> None:
+        self.asked.set()
+        super().before_update()
 
     def wait(self) -> None:
+        self.asked.set()
         self.layer.ready.set()  # type: ignore[attr-defined]
         super().wait()
 

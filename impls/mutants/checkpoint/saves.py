@@ -99,7 +99,7 @@ class LiveTensors(AsynchronousSharded):
     # A disk that is slower than training shows it every time.
     layer_type = LateDisk
 
-    def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
+    def room(self, tensors: Sequence[Held]) -> list[Held]:
         self.layer.awaited.clear()  # type: ignore[attr-defined]
         return list(tensors)
 
@@ -242,10 +242,39 @@ class APartOfExtra(ReferenceDDP):
 class FirstCopiesAgain(AsynchronousSharded):
     """The memory of the copy before is used again, and not filled."""
 
-    def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
-        if not self._copies:
-            return super().snapshot(tensors)
-        return [replace(one, tensor=t) for one, t in zip(tensors, self._copies, strict=True)]
+    first = True
+
+    def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
+        if self.first:
+            super().fill(copies, tensors, later)
+            self.first = not later
+
+
+@mutant(
+    "saves_torn_by_an_update",
+    says="parameters were not loaded: they are of step 4, and the checkpoint is of step 2",
+    options=BEHIND,
+    steps=4,
+)
+class TornByAnUpdate(AsynchronousSharded):
+    """An update does not wait for the copy of what it changes."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.awaited = threading.Event()
+
+    def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
+        if later:  # a copy that is slower than the step, every time
+            self.awaited.wait()
+        super().fill(copies, tensors, later)
+
+    def before_update(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        self.awaited.set()
+        super().wait()
+        self.awaited.clear()
 
 
 @mutant(

@@ -1,19 +1,22 @@
-"""Asynchronous sharded: training waits for a copy in memory; the disk works behind its back.
+"""Asynchronous sharded: one thread copies and writes; an update waits until the copy is made.
 
-    training   step | save: agree, copy | step | step | step | save: wait ...
-    writer                              \\- rank-00000 -- index -- (rank 0: all indexes? manifest)
+    training   step | save: agree | forward, backward | update | step | step | save: wait ...
+    writer                        \\- copy ----------- ^ rank-00000 -- index -- (rank 0: manifest)
 
-    copy       of what this rank writes, at once: the next step changes the tensors in place
-               (pytorch/pytorch#145408 handed the live ones to the writer)
+    copy       of what this rank writes, in memory: updates change the tensors in place
+               (pytorch/pytorch#145408 handed the live ones to the writer).  Parameters and the
+               optimizer's state stay as they are until the next update, so their copy overlaps
+               with what comes before it (CheckFreq, FAST 2021, section 4.1); the rest, which is
+               little, is copied before ``save`` returns
     write      as in sharded.py, by one thread a rank, which calls no collective: training does
     manifest   rank 0's writer waits until every rank's index stands in the folder, under its name,
                which is a writer's last operation; then it commits.  Nobody has to call for that
     wait       the next save waits for this one: there is one copy, and it is in use
 
-Cost: training's stall is one short message of each rank (agreement.py) and one pass over memory;
-the first save agrees at length and takes new memory.  The next save pays for a disk that is slower
-than the time between two.  Memory: at most one copy of the local state, and less where copies share
-the writing; it is kept for the next save.
+Cost: training's stall is one short message of each rank (agreement.py), and what the copy takes
+longer than the next forward and backward; the first save agrees at length.  The next save pays for
+a disk that is slower than the time between two.  Memory: at most one copy of the local state, and
+less where copies share the writing; it is kept for the next save.
 Numbers: those of the moment of ``save``, whatever training does since; step, extra and scaler too.
 Errors: of any rank's writer are raised by ``wait`` (or the next ``save``) on all ranks.
 Left out: a process of its own for writing (5 to 20 s to start one, for a stall that is no shorter).
@@ -38,6 +41,8 @@ from shardproof.impls.reference.checkpoint.manifest import INDEX, About, Listed
 from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.checkpoint.writing import listed_in, stem_of, write_pair
 
+#: What only an update changes.
+_LATER = ("parameters", "optimizer")
 #: Seconds without a byte more in the folder after which a writer is given up.
 PATIENCE = 600.0
 #: Seconds between two looks; looks in which a writer sees that it is cancelled.
@@ -70,12 +75,15 @@ class Writer(threading.Thread):
         saver: AsynchronousSharded,
         agreed: Agreed,
         about: About,
+        tensors: Sequence[Held],
     ) -> None:
         # A rank that crashes must end, whatever its disk does.
         super().__init__(name=f"writes {agreed.id}", daemon=True)
         self.saver, self.agreed, self.about = saver, agreed, about
-        self.tensors: Sequence[Held] | None = None
-        self.is_given = threading.Event()
+        #: What this rank writes, and room for a copy of each.
+        self.tensors = tensors
+        self.copies: Sequence[Held] | None = None
+        self.is_given, self.has_copied = threading.Event(), threading.Event()
         self.has_written, self.has_ended = threading.Event(), threading.Event()
         self.cancelled = threading.Event()
         self.failure: Exception | None = None
@@ -87,10 +95,12 @@ class Writer(threading.Thread):
         try:
             if self.failure is not None:
                 raise self.failure
-            if self.tensors is None:
+            if self.copies is None:
                 what = "the copy of the state was interrupted"
                 raise CheckpointError(self.agreed.folder, what, "save again")
-            write_pair(saver.layer, self.agreed, stem_of(saver.rank), self.tensors)
+            saver.fill(self.copies, self.tensors, later=True)
+            self.has_copied.set()
+            write_pair(saver.layer, self.agreed, stem_of(saver.rank), self.copies)
             self.has_written.set()
             if saver.rank == 0:
                 if listed := self.all_indexes():
@@ -100,8 +110,8 @@ class Writer(threading.Thread):
         except Exception as error:  # noqa: BLE001 - a thread that ends in silence loses the save
             self.failure = error
         finally:
-            self.has_written.set()
-            self.has_ended.set()
+            for event in (self.has_copied, self.has_written, self.has_ended):
+                event.set()
 
     def all_indexes(self) -> list[Listed]:
         """What every writing rank left, as soon as all of it is there; none if cancelled.
@@ -142,6 +152,8 @@ class AsynchronousSharded(Saver):
     writer_type: type[Writer] = Writer
 
     under_way: Writer | None = None
+    #: Seconds that updates waited for the last copy.
+    waited = 0.0
 
     def save(self, state: State) -> Path:
         """Start to save; a collective call, which first waits for the save before.
@@ -153,12 +165,16 @@ class AsynchronousSharded(Saver):
         self.wait()
         with self.abandoned_if_it_fails():
             agreed = self.agree(state)
+        tensors = own_writes(agreed, state, self.rank)
         # By value: what the caller changes from now on is of a later step.
-        writer = self.under_way = self.writer_type(self, agreed, copy.deepcopy(state.about))
+        writer = self.writer_type(self, agreed, copy.deepcopy(state.about), tensors)
+        self.under_way, self.waited = writer, 0.0
         # Before the copy: a thread that begins with work keeps training from going on.
         writer.start()
         try:
-            writer.tensors = self.snapshot(own_writes(agreed, state, self.rank))
+            copies = self.room(tensors)
+            self.fill(copies, tensors, later=False)
+            writer.copies = copies
         except Exception as error:  # noqa: BLE001 - told by wait: no rank waits for it before
             writer.failure = error
         finally:  # also where Ctrl-C ends the copy: nobody waits for a writer that waits for ever
@@ -167,9 +183,8 @@ class AsynchronousSharded(Saver):
 
     _copies: Sequence[Tensor] = ()
 
-    @torch.no_grad()
-    def snapshot(self, tensors: Sequence[Held]) -> list[Held]:
-        """Copies in host memory; the memory is that of the copies before, if it fits."""
+    def room(self, tensors: Sequence[Held]) -> list[Held]:
+        """Host memory for copies; that of the copies before, if it fits."""
         kept = dict(enumerate(self._copies))
         self._copies = ()
         copies = []
@@ -178,9 +193,23 @@ class AsynchronousSharded(Saver):
             if old is None or old.shape != like.shape or old.dtype != like.dtype:
                 del old
                 old = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            copies.append(old.copy_(like))
+            copies.append(old)
         self._copies = copies
         return [replace(one, tensor=t) for one, t in zip(tensors, copies, strict=True)]
+
+    @torch.no_grad()
+    def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
+        """Copy what only an update changes (``later``), or the rest."""
+        for mine, one in zip(copies, tensors, strict=True):
+            if (one.kind in _LATER) == later:
+                mine.tensor.copy_(one.tensor)
+
+    def before_update(self) -> None:
+        """Wait until the tensors that an update changes are copied."""
+        if self.under_way is not None:
+            began = time.perf_counter()
+            self.under_way.has_copied.wait()
+            self.waited += time.perf_counter() - began
 
     def wait(self) -> None:
         """Return when what was saved last is committed; a collective call.

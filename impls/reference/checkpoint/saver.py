@@ -52,6 +52,9 @@ class Saver:
         """
         raise NotImplementedError
 
+    def before_update(self) -> None:
+        """What was saved is about to change."""
+
     def wait(self) -> None:
         """Return when all that was saved is committed; a collective call."""
 

@@ -178,6 +178,7 @@ class Engine(Summing):
 
     def update(self) -> None:
         """One step of the optimizer, on masters where there are any."""
+        self.finish_copies()
         if self.masters:
             self.masters.copy_down()
         seed_state(self.optimizer, self.spec, self.host)
@@ -234,6 +235,7 @@ class Engine(Summing):
 
         Optimizer slots that do not exist yet, before the first step, are made.
         """
+        self.finish_copies()
         if kind == "optimizer":
             # The reducer comes first: what it has yet to make must not become an optimizer slot.
             pieces = self.reducer.load_pieces(pieces)
@@ -299,6 +301,11 @@ class Engine(Summing):
         self.loaded = self.loading_type(self, path).run()
         self.run = self.loaded.branch.run
         return self.loaded.extra
+
+    def finish_copies(self) -> None:
+        """Wait until saves under way have copied what is about to change."""
+        for saver in self.savers.values():
+            saver.before_update()
 
     def finish_saves(self) -> None:
         """Wait for all saves under way."""

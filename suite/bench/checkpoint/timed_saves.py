@@ -8,6 +8,7 @@
 
 Before each save what was saved before is removed, so that a step can be saved again; before each
 load parameters are set to 0, and after it they must be those that were saved.  Neither is timed.
+A stall is the call, and what the update of the next step waits for the save: a step follows each.
 Of a side that calls torch.distributed.checkpoint only that call is timed: the state dicts that are
 made before it, or handed over after it, are the adapter's choice and take longer than small saves.
 """
@@ -72,7 +73,7 @@ class Saves:
         return self.load() if self.action == "load" else self.save()
 
     def save(self) -> float:
-        """Seconds of a save, until it is committed or, of a ``stall``, until the call returns."""
+        """Seconds of a save until it is committed, or of its ``stall``."""
         self.control.barrier()
         if self.rank == 0:
             for path in self.root.iterdir() if self.root.is_dir() else ():
@@ -89,6 +90,8 @@ class Saves:
 
         seconds, saving = self.timed(action)
         if saving is not None and not waits:
+            self.arm.step()
+            seconds += getattr(saving, "waited", 0.0)
             saving.wait()
         self.above = max(self.above, _peak() - before)
         return seconds
