@@ -57,6 +57,19 @@ def test_the_member_that_is_a_step_ahead_brings_the_others_up_to_date() -> None:
     assert other == (12, True, pytest.approx(0.1 * 2 / 3), 1)
 
 
+def comes_back(rank: int, world: int) -> float:
+    mesh = Mesh({"replicate": world})
+    system = set_up(rank, mesh, {"batch": "local"})
+    system.step(make(SMALL, "float64", "fp64").batch(0, world)[rank], lambda point: None)
+    system.reconfigure(mesh, (), ())
+    return system.spec.lr
+
+
+def test_among_as_many_as_began_the_rate_is_the_one_that_was_asked() -> None:
+    """0.1 * 3 / 3 is another number than 0.1."""
+    assert threads(comes_back, 3) == ([0.1] * 3, [None] * 3)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
