@@ -106,7 +106,7 @@ def _memory(memory: Memory | NoFigures | None) -> str:
 _ACTIONS = {
     "save": "a save until it is committed",
     "load": "a load",
-    "stall": "a save until training can go on",
+    "stall": "what a save keeps training from",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -134,7 +134,7 @@ class Memory:
 
     def save(self, path: Path, extra: object) -> Any:
         self.kept = self.values.clone()
-        return Mock(wait=self.wait)
+        return Mock(wait=self.wait, waited=1000.0)
 
     def wait(self) -> None:
         self.waited += 1
@@ -163,7 +163,9 @@ def test_what_was_saved_is_removed_and_every_save_is_waited_for(
     (tmp_path / "step-1").mkdir()
     (tmp_path / "lock").touch()
     one = saves(Memory(), action, tmp_path)
-    assert one.act() > 0
+    seconds = one.act()
+    assert 0 < seconds < 1000 if action == "save" else seconds > 1000  # the update's wait counts
+    assert cast("Mock", one.arm.step).call_count == (action == "stall")
     assert one.arm.implementation.waited == 1
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
