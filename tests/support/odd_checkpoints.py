@@ -53,8 +53,8 @@ class LateDisk(FileLayer):
 
 
 class Late(AsynchronousSharded):
-    """Copies what an update changes when the next one asks, and writes nothing before somebody waits
-    for it: all that follows the save comes first.
+    """Copies what an update changes when the next one asks, and writes nothing before somebody
+    waits for it: all that follows the save comes first.
     """
 
     layer_type = LateDisk
