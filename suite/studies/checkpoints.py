@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from shardproof import registry
+from shardproof import registry, workloads
 from shardproof.case import Case, CheckpointPlan
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError, nearest
@@ -150,6 +150,9 @@ def _fits(system: System, setup: Setup, case: Case) -> bool:
     if case.precision and not system.mixed:
         return False
     if case.optimizer.clip_norm is not None and not system.clips:
+        return False
+    every = setup.options.get("recompute_every", 0)
+    if every and every > len(workloads.make(spec, case.dtype, case.lane).units):
         return False
     options = {**setup.options, **({"precision": case.precision} if case.precision else {})}
     declared = registry.load(system.name).capabilities(options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardproof import registry, verdicts
+from shardproof import registry, verdicts, workloads
 from shardproof.case import Case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.checkpoint import is_same, who_loads
@@ -32,6 +32,15 @@ def test_who_saves_and_who_loads_can_train_the_case(drawn: list[Case]) -> None:
         for one in (case, who_loads(case)):
             declared = Declaration.of(registry.load(one.implementation), one.options)
             assert not declared.problem() and not declared.excludes_case(one, ""), case.id
+
+
+def test_who_loads_recomputes_no_more_units_than_there_are() -> None:
+    """Of 300 histories of seed 36 one loaded a model of one unit to recompute two at a time."""
+    for case in checkpoints.first_cases(300, 36, ["reference/hybrid"]):
+        loads = who_loads(case)
+        if every := loads.options.get("recompute_every", 0):
+            workload = workloads.make(loads.workload, loads.dtype, loads.lane)
+            assert every <= len(workload.units), case.id
 
 
 def test_plans_leave_a_step_after_the_last_save(drawn: list[Case]) -> None:
