@@ -566,3 +566,27 @@ def test_a_rank_that_dies_in_a_save_leaves_no_lock_of_a_living_process(tmp_path:
     _, raised = threads(body, 2)
     assert all(raised)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_rank_that_has_not_used_a_parameter_loads_no_state_of_it(tmp_path: Path) -> None:
+    """Ranks that train alone: one of them may have moments where others have none yet."""
+    work = workload("conditional_by_rank")
+    mesh = {"replicate": 2}
+
+    def slots(system: Engine) -> list[str]:
+        return sorted(piece.name for piece in system.local_state("optimizer"))
+
+    def saves(rank: int, world: int) -> list[str]:
+        system = make("local_sgd", work, mesh, rank, every=8)
+        train(system, work, 0, 1)
+        system.save(tmp_path, {}).wait()
+        return slots(system)
+
+    def loads(rank: int, world: int) -> list[str]:
+        system = make("local_sgd", work, mesh, rank, every=8)
+        system.load(tmp_path)
+        return slots(system)
+
+    saved = succeed(saves, 2)
+    assert saved[0] != saved[1], "the trait gives both ranks the same state"
+    assert succeed(loads, 2) == saved

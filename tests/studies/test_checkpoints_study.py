@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,5 +112,10 @@ def test_generators_of_another_mesh_are_no_false_alarm() -> None:
     case = checkpoints.first_cases(1, 16)[0]
     spec = dataclasses.replace(case.workload, name="charnames_gpt", traits=("dropout_stateful",))
     case = dataclasses.replace(case, workload=spec, mesh={"pipe": 2})
-    assert _has_other_numbers(case, dataclasses.replace(case, mesh={"pipe": 3}))
-    assert not _has_other_numbers(case, case)
+    plain = Declaration(strategy="pipeline")
+
+    def loads(case: Case) -> Any:
+        return SimpleNamespace(case=case, declaration=plain)
+
+    assert _has_other_numbers(case, loads(dataclasses.replace(case, mesh={"pipe": 3})))
+    assert not _has_other_numbers(case, loads(case))

@@ -47,6 +47,7 @@ from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint,
 from shardproof.impls.reference.checkpoint.reading.reshape import Read
 from shardproof.impls.reference.checkpoint.root import Branch, folders
 from shardproof.impls.reference.checkpoint.together import Together
+from shardproof.impls.reference.engine.handle import Whole
 from shardproof.impls.reference.engine.masters import SLOT as MASTER
 from shardproof.impls.reference.engine.optimizer import make_slots
 from shardproof.impls.reference.parts.reducers import parameter_of, slot_of
@@ -158,13 +159,21 @@ class Loading:
         return self.system.reducer.wanted(saved)
 
     def missing_slots(self) -> Iterator[Piece]:
-        """A stand-in for each slot of what this rank updates that was saved and is not there."""
-        slots = self.checkpoint.slots
+        """A stand-in for each slot of what this rank updates that was saved and is not there.
+
+        Where ranks train alone one of them may have used a parameter, and others not yet.
+        """
+        slots, copies = self.checkpoint.slots, self.checkpoint.copies
+        handle = self.system.handle
+        own = handle.replica if isinstance(handle, Whole) and handle.apart else None
+        is_apart = any(own in each for each in copies.values())
         for group in self.system.optimizer.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 there = self.system.optimizer.state.get(parameter, {})
                 for full in slots.get(name, ()):
                     slot = full.removeprefix(f"{name}.")
+                    if is_apart and own not in copies["optimizer", full]:
+                        continue
                     if slot != MASTER and not is_outer(full) and slot not in there:
                         shape = () if slot == _COUNTER else (1,)
                         like = torch.empty(shape, dtype=self.dtype(("optimizer", full)))
