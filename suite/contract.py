@@ -537,8 +537,9 @@ class Implementation(ABC):
         A fresh function of (step, gradients by name of each data coordinate, in order), called once
         a step or round (``Capabilities.emulates``); it may keep state from call to call (error
         feedback).  A coordinate that did not use a parameter has no gradient of it; in a round it
-        has zeros of what some coordinate uses in another round of the step.  Gives the gradients
-        that are applied.
+        has zeros of what some coordinate uses in another round of the step.  Those of a coordinate
+        stand in the order in which its last backward was done with them.  Gives the gradients that
+        are applied.
 
         A system that keeps something of its reductions from step to step gives an
         :class:`Emulation`.

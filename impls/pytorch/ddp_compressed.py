@@ -8,7 +8,7 @@
 
 The loss is multiplied by N, as for plain DDP, since these hooks divide.  ``bucket_cap_mb`` is 64:
 with several buckets PowerSGD aborts or hangs on gloo, and so it does beside the call by which
-``find_unused_parameters`` agrees on what was used (docs/findings.md).
+``find_unused_parameters`` agrees on what was used (docs/findings.md): that is refused.
 
 Cost: 2 (N-1) bytes of what the hook sends: 2 n for fp16; for PowerSGD r (n1 + n2) elements of each
 matrix and the rest (torch, default_hooks.py and powerSGD_hook.py; Vogels et al., arXiv 1905.13727,
@@ -17,6 +17,8 @@ Numbers: as the emulations below.  The sum of fp16 over three ranks and more han
 order, so equal numbers are promised on two.  What PowerSGD keeps on a rank is what the *mean* of
 all lacks, not what this rank did not send (epfml/powersgd, issue 3); over ranks that adds up to the
 same.
+Where: PowerSGD draws its first factors from the process's generator, which ranks that are threads
+would take turns at, each with other factors: it is left out of ``in_memory``.
 Left out: emulation of ``batched_hook``, which cannot run (docs/findings.md); residuals in
 checkpoints, since the state of a hook is the caller's to save.
 """
@@ -42,6 +44,13 @@ from shardproof.impls.reference.engine.options import at_least, parse_options
 Method = Literal["fp16_hook", "bf16_hook", "powersgd_hook", "batched_hook"]
 #: Dtype of the hooks that round.
 CASTS = {"fp16_hook": torch.float16, "bf16_hook": torch.bfloat16}
+#: Traits that PowerSGD's hook cannot make a matrix of.
+NO_MATRIX = {
+    "scalar": "IndexError: the hook takes a parameter's first dimension for the rows of a matrix",
+    "empty": "RuntimeError: the hook cannot tell the columns of a matrix without rows",
+    "non_contiguous": "the hook is given a transposed parameter's gradient in the order of memory, "
+    "so its matrix is another one (docs/findings.md, 58)",
+}
 Tensors = dict[str, Tensor]
 
 
@@ -65,6 +74,15 @@ class Options(DDPOptions):
     bucket_cap_mb: float | None = 64
     compress: Compress = field(default_factory=Compress)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.find_unused_parameters and self.compress.method not in CASTS:
+            raise Refused(
+                f"option 'find_unused_parameters' = True with {self.compress.method}: the call by "
+                "which ranks agree on what was used meets the hook's own (docs/findings.md, 19), "
+                "and DDP then lays no buckets out by arrival, as is emulated; leave it out"
+            )
+
 
 class DDPCompressed(PyTorchDDP):
     """The adapter: DDP's, with a hook registered."""
@@ -76,11 +94,15 @@ class DDPCompressed(PyTorchDDP):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """DDP's, with numbers of the emulation."""
         exact, chosen = super().capabilities(options), parse_options(Options, options).compress
+        backends, declines = exact.backends, exact.declines
+        if chosen.method == "bf16_hook":
+            backends = ("nccl",)
+        elif chosen.method not in CASTS:
+            backends = tuple(name for name in backends if name != "in_memory")
+        if chosen.method == "powersgd_hook":
+            declines = {**declines, **NO_MATRIX}
         return replace(
-            exact,
-            backends=("nccl",) if chosen.method == "bf16_hook" else exact.backends,
-            exactness="lossy",
-            oracle="emulated",
+            exact, backends=backends, declines=declines, exactness="lossy", oracle="emulated"
         )
 
     @classmethod
@@ -175,12 +197,14 @@ class PowerSGDHook:
         return (n1, n2, r) if 2 * r * (n1 + n2) < n1 * n2 else None
 
     def draw(self, low: Mapping[str, tuple[int, int, int]], like: Tensors) -> None:
-        """First factors: one seed, shape by shape, in the order in which gradients arrive."""
+        """First factors: one seed, shape by shape, in the order in which gradients arrive.
+
+        DDP lays its buckets out in that order after the first step.
+        """
         seed = numpy.random.RandomState(0).randint(1_000_000_000)
         source = torch.Generator().manual_seed(int(seed))
-        arrived = list(low)[::-1]
-        shapes = [low[name] for name in arrived]
-        for name in sorted(arrived, key=lambda name: shapes.index(low[name])):  # a stable order
+        shapes = list(low.values())
+        for name in sorted(low, key=lambda name: shapes.index(low[name])):  # a stable order
             _, n2, r = low[name]
             self.factors[name] = torch.randn(n2, r, generator=source, dtype=like[name].dtype)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 
@@ -183,6 +183,11 @@ class Device:
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(owner, name, buffer.to(self.dtypes["buffers"]))
+        #: Names in the order in which backwards were done with them; the last one counts.
+        self.done: dict[str, None] = {}
+        for name, p in module.named_parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(partial(self._is_done, name))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Outputs in the policy's dtype."""
@@ -207,13 +212,23 @@ class Device:
         return [total], gradients if apart else [self.take_gradients(gradients[0])]
 
     def take_gradients(self, before: Tensors) -> Tensors:
-        """``before`` plus the module's gradients, in the dtype of reduction; these are cleared."""
+        """``before`` plus the module's gradients, in the dtype of reduction; these are cleared.
+
+        They come in the order in which backwards were done with them.
+        """
         taken = dict(before)
-        for name, p in self.module.named_parameters():
+        named = dict(self.module.named_parameters())
+        for name in dict.fromkeys((*self.done, *named)):
+            p = named[name]
             if p.grad is not None:
                 gradient, p.grad = self._cast(p.grad, "reduce"), None
-                taken[name] = taken[name] + gradient if name in taken else gradient
+                taken[name] = taken.pop(name) + gradient if name in taken else gradient
+        self.done.clear()
         return taken
+
+    def _is_done(self, name: str, parameter: Tensor) -> None:
+        self.done.pop(name, None)
+        self.done[name] = None
 
     def unscaled(self, name: str, gradient: Tensor) -> Tensor:
         """A reduced gradient as the optimizer sees it."""

@@ -48,6 +48,25 @@ def without_noise(item: Workload, gradients: dict[str, Tensor]) -> dict[str, Ten
 # ---------------------------------------------------------------------------------- it is right
 
 
+def test_gradients_stand_in_the_order_in_which_backwards_were_done_with_them() -> None:
+    """The first layer that is built is used after the embedding, and again behind the blocks."""
+    orders = []
+
+    def fold(step: int, parts: Any) -> dict[str, Tensor]:
+        orders.extend(list(part) for part in parts)
+        return training.left_fold(parts)
+
+    item = workload(CNN, "tied_over_units", global_batch=12, micro_batches=2)
+    train(item, OptimizerSpec(), 2, 1, fold=fold)
+    built = [name for name, p in item.build_for(0)("meta").named_parameters() if p.requires_grad]
+    tied = "front.tied_over_units.layer.weight"
+    assert built[0] == tied
+    for order in orders:
+        assert sorted(order) == sorted(built)
+        assert order.index("blocks.0.conv.weight") < order.index(tied)
+        assert order.index(tied) < order.index("embed.weight")
+
+
 @pytest.mark.parametrize("name", UNCUT)
 def test_the_loss_falls_visibly(name: str) -> None:
     item = workload(name)

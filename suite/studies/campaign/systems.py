@@ -439,6 +439,22 @@ SYSTEMS: Sequence[System] = (
         lanes=("fp64",),
     ),
     System(
+        "pytorch/post_local_sgd",
+        _REPLICAS,
+        {"every": (2, 3)},
+        workloads=_LOSSLESS,
+        lanes=("fp64",),
+        chance=0.5,
+    ),
+    System(
+        "pytorch/ddp_compressed",
+        _REPLICAS,
+        {"compress": ({"method": "powersgd_hook"}, {"method": "powersgd_hook", "rank": 2})},
+        workloads=_LOSSLESS,
+        lanes=("fp64",),
+        chance=0.5,
+    ),
+    System(
         "reference/async_sgd",
         _REPLICAS,
         _SERVES,
