@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class PyTorchPostLocalSGD(Adapter):
 
     strategy = "post_local_sgd"
     depth = "layout"
+    averager_type: ClassVar[type[PeriodicModelAverager]] = PeriodicModelAverager
+    optimizer_type: ClassVar[type[PostLocalSGDOptimizer]] = PostLocalSGDOptimizer
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -92,9 +94,9 @@ class PyTorchPostLocalSGD(Adapter):
         """torch's own behind PostLocalSGDOptimizer, over the group of the axis."""
         if self.spec.scaler is not None:
             raise Refused(f"a loss scaler: {_SKIPS}; leave it out")
-        averager = PeriodicModelAverager(self.options.every, process_group=self.comm.group)
+        averager = self.averager_type(self.options.every, process_group=self.comm.group)
         self.local = build_optimizer(self.spec, param_groups(self.spec, self.updated()))
-        return PostLocalSGDOptimizer(self.local, averager)
+        return self.optimizer_type(self.local, averager)
 
     def clip(self, limit: float) -> Tensor:
         """Scale this rank's gradients to a norm of at most ``limit``; the norm before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def of_meeting(evidence: Trajectory, step: int) -> str:
         for name in evidence.workload.trainable_names
         if name in held
         and held[name].shape == truth.parameters[name].shape
-        and not torch.equal(held[name], truth.parameters[name])
+        and _is_wrong(held[name], truth.parameters[name], [other[name] for other in others])
     ]
     if not names:
         return ""
@@ -72,3 +72,9 @@ def of_meeting(evidence: Trajectory, step: int) -> str:
     if ratio < 0:
         return f"the outer step leads away from what ranks found: {ratio:.6g} times the right one"
     return f"{ratio:.6g} times the outer step that was due"
+
+
+def _is_wrong(held: Tensor, truth: Tensor, found: Sequence[Tensor]) -> bool:
+    """Whether ``held`` is further from the truth than rounding takes it, beside ranks' own ends."""
+    apart = max(float((other - found[0]).double().norm()) for other in found)
+    return float((held - truth).double().norm()) > _LEFT_OVER * apart
