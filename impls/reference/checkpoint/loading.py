@@ -47,7 +47,6 @@ from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint,
 from shardproof.impls.reference.checkpoint.reading.reshape import Read
 from shardproof.impls.reference.checkpoint.root import Branch, folders
 from shardproof.impls.reference.checkpoint.together import Together
-from shardproof.impls.reference.engine.handle import Whole
 from shardproof.impls.reference.engine.masters import SLOT as MASTER
 from shardproof.impls.reference.engine.optimizer import make_slots
 from shardproof.impls.reference.parts.reducers import parameter_of, slot_of
@@ -163,17 +162,12 @@ class Loading:
 
         Where ranks train alone one of them may have used a parameter, and others not yet.
         """
-        slots, copies = self.checkpoint.slots, self.checkpoint.copies
-        handle = self.system.handle
-        own = handle.replica if isinstance(handle, Whole) and handle.apart else None
-        is_apart = any(own in each for each in copies.values())
+        own = self.system.handle.own_copy
         for group in self.system.optimizer.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 there = self.system.optimizer.state.get(parameter, {})
-                for full in slots.get(name, ()):
+                for full in self.checkpoint.slots_of(name, own):
                     slot = full.removeprefix(f"{name}.")
-                    if is_apart and own not in copies["optimizer", full]:
-                        continue
                     if slot != MASTER and not is_outer(full) and slot not in there:
                         shape = () if slot == _COUNTER else (1,)
                         like = torch.empty(shape, dtype=self.dtype(("optimizer", full)))

@@ -34,6 +34,8 @@ class Handle(ABC):
     step = 0
     #: Kinds of which every rank's copy is its own now, so that each is saved; buffers always are.
     apart: frozenset[Kind] = frozenset()
+    #: Number of this rank's copy, where its optimizer's state is its own.
+    own_copy: int | None = None
 
     @abstractmethod
     def param_groups(self, spec: OptimizerSpec) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ class Alone(Replicated):
     def __init__(self, module: nn.Module, comm: Comm, meets: Meets) -> None:
         super().__init__(module, comm)
         self.meets = meets
-        self.parted = False
+        self.parted, self.own_copy = False, self.replica
         broadcast_tensors(list(named_state(module).values()), comm)
 
     @property

@@ -173,6 +173,12 @@ class Checkpoint:
             found.setdefault(name.rpartition(".")[0], []).append(name)
         return found
 
+    def slots_of(self, parameter: str, copy: int | None) -> list[str]:
+        """Names of its slots; of copy number ``copy`` alone, if there is one of that number."""
+        there = any(copy in copies for copies in self.copies.values())
+        names = self.slots.get(parameter, [])
+        return [n for n in names if not there or copy in self.copies["optimizer", n]]
+
     def entries(self, name: Name, replica: int = 0) -> list[Entry]:
         """The entries of one copy: number ``replica``, or the first.  KeyError: no such name."""
         copies = self.copies[name]
