@@ -186,9 +186,11 @@ class Case(Stored):
     #: Texts, all of which the failure that ``xfail`` expects must contain; empty: any will do.
     xfail_says: tuple[str, ...] = ()
     skip: str | None = None
-    #: The cell is another backend's, or another system's without its options but for the precision
-    #: policy: what this system or backend cannot take of it was not asked of it by name.
+    #: The cell is another system's, without its options but for the precision policy: what this
+    #: system cannot take of it was not asked of it by name.
     is_borrowed: bool = False
+    #: The cell is another backend's: what this one cannot do of it was not asked of it by name.
+    is_moved: bool = False
     #: ``file:line`` of the implementation's entry in the scenario; ``file:``: its cell has another
     #: there; empty: no file gave it.
     source: str = field(default="", compare=False)

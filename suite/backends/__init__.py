@@ -60,9 +60,13 @@ class Backend:
             return None
         return gloo.available(on_gpus=self.device == "cuda")
 
+    def adds_in_order(self, ranks: int) -> bool:
+        """Whether sums over ``ranks`` are those of a left fold in rank order."""
+        return ranks <= 2 or self.in_rank_order
+
     def adds_like_one(self, ranks: int) -> bool:
-        """Whether sums over ``ranks`` have the bits of one process's, which computes on a CPU."""
-        return self.device == "cpu" and (ranks <= 2 or self.in_rank_order)
+        """Whether such sums have the bits of one process's, which computes on a CPU."""
+        return self.device == "cpu" and self.adds_in_order(ranks)
 
 
 BACKENDS: dict[str, Backend] = {

@@ -80,6 +80,7 @@ def _batch(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     group = (p2p_op_list[0].group or dist.group.WORLD) if p2p_op_list else None
     if not isinstance(group, LoggedNccl):
         return _TORCH_BATCH(p2p_op_list)
+    c10d._check_p2p_op_list(p2p_op_list)
     device = p2p_op_list[0].tensor.device
     with c10d._coalescing_manager(group, device, async_ops=True) as together:
         for one in p2p_op_list:

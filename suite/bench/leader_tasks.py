@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shardproof.backends import BACKENDS
+from shardproof.backends import BACKENDS, cuda
 from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.model import measurement, step_time
 from shardproof.bench.model.records import RankRounds, Rounds, WatchedStep
@@ -62,9 +62,7 @@ def examine(task: Examination) -> Any:
     """What sides declare (:class:`Answer`), without running them; and the number of GPUs."""
     gpus = None
     if BACKENDS[task.backend].device == "cuda":
-        import torch
-
-        gpus = torch.cuda.device_count()
+        gpus = cuda.count()
     where = task.backend, task.dtype, task.world
     sides = {
         key: ask(side.implementation, side.options, *where).to_dict()

@@ -142,7 +142,7 @@ def _declared(account: Account) -> tuple[type[Implementation], dict[int, Schedul
     except Refused as error:
         account.refused = [type(error).__name__, str(error)]
         if (
-            case.is_borrowed and case.precision and "refuses" not in case.expect
+            case.is_borrowed and case.precision
         ):  # what it is without the cell's policy says whether the cell fits
             with suppress(Refused):
                 account.declaration = Declaration.of(implementation, {})

@@ -90,7 +90,8 @@ def _decided(account: Account) -> CaseResult:
     if reason:
         return _result(case, "skip", reason)
     rank_outcomes: Sequence[RankOutcome] = account.outcomes
-    if account.cannot_fit and case.is_borrowed:
+    is_foreign = case.is_borrowed or (case.is_moved and "refuses" not in case.expect)
+    if account.cannot_fit and is_foreign:
         return _result(case, "skip", account.cannot_fit)
     if account.cannot_fit:
         error = RankOutcome(0, status="raised", error_type="Misfit", message=account.cannot_fit)

@@ -33,8 +33,6 @@ from shardproof.checks import Outcome, between_steps, causes, working_precision
 from shardproof.checks.causes.fits import some
 from shardproof.checks.numbers import (
     FP64_BOUND,
-    REPLAY_ULPS,
-    REPLAY_ULPS_OF_A_GPU,
     ZERO_FLOOR,
     Compare,
     Comparison,
@@ -47,6 +45,7 @@ from shardproof.checks.numbers import (
     parts_within_ulps,
     powerless,
     relative_frobenius,
+    replay_ulps,
     root_mean_square,
     split_zero,
     take,
@@ -539,20 +538,22 @@ def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
     earlier = made.terms | {f"{name}.{MASTER}": tensor for name, tensor in before.items()}
     # Where ranks meet there are the last places of the updates, and those of a sum of them.
     on_gpu = BACKENDS[evidence.case.backend].device != "cpu"
-    once = REPLAY_ULPS_OF_A_GPU if on_gpu else REPLAY_ULPS
-    allowed = once * (2 if truth.met else 1)
+    once = partial(replay_ulps, evidence.case.optimizer.name, on_gpu=on_gpu)
     with _told(partial(causes.of_update, evidence, step, held)):
         for state, wanted, reference, phase in (
             (after, held, {**before, **made.terms}, "replayed update of parameters"),
             (slots, expected_slots, earlier, "replayed update of optimizer"),
         ):
             _check_names(state, wanted, step, phase)
-            passing = powerless(wanted, evidence.case.world, partial(parts_within_ulps, ulps=once))
+            passing = powerless(
+                wanted, evidence.case.world, partial(parts_within_ulps, ulps=once(False))
+            )
             moment = Moment(rows, step, phase, "differs from a one-step replay")
             for name, value in wanted.items():
                 like = reference.get(name, value).to(value.dtype)
-                met = allowed if state is after or is_outer(name) else once
-                ulps = 0 if name in exact_values else met
+                is_slot = state is slots and not name.endswith(f".{MASTER}") and not is_outer(name)
+                met = 2 if truth.met and (state is after or is_outer(name)) else 1
+                ulps = 0 if name in exact_values else met * once(is_slot)
                 compare = partial(within_ulps, reference=like, ulps=ulps)
                 if passing[name]:
                     rows.append(ComparisonRow(step, phase, name, tested=False))

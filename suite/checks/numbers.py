@@ -31,11 +31,22 @@ WORKING_PRECISION_FACTORS = {"float64": 3.0, "float32": 3.0, "bfloat16": 4.0, "f
 WORKING_PRECISION_FACTOR_DATA_PARALLEL = 2.0
 #: Replayed updates: units in the last place of the larger of old and new value.
 REPLAY_ULPS = 4
-#: The same where ranks compute on a GPU, and the replay on a CPU, with other kernels.  AdamW rounds
-#: 3 times for the first moment, 3 for the second, of which the root leaves half, and once each for
-#: root, bias correction, epsilon, quotient, step size, weight decay and sum (Kingma and Ba, arXiv
-#: 1412.6980, algorithm 1).  A rounding is at most a unit of the update, on either side.
-REPLAY_ULPS_OF_A_GPU = 2 * 12
+#: Roundings of an update and of the optimizer's state.  AdamW: 3 for each moment, of which the root
+#: leaves half of the second's; one each for root, bias correction, epsilon, quotient, step size,
+#: weight decay and sum (Kingma and Ba, arXiv 1412.6980, algorithm 1).  SGD: 2 each for weight
+#: decay, momentum and the step.
+_ROUNDINGS = {"adamw": (12, 3), "sgd": (6, 4)}
+
+
+def replay_ulps(optimizer: str, is_slot: bool, on_gpu: bool) -> int:
+    """Units in the last place by which a replayed update, or the optimizer's state, may differ.
+
+    Where ranks compute on a GPU, and the replay on a CPU, no kernel is the same: each rounding is
+    at most a unit of the result, on either side.
+    """
+    return 2 * _ROUNDINGS[optimizer][is_slot] if on_gpu else REPLAY_ULPS
+
+
 #: A tensor whose root mean square is below this many round-offs of the model's is noise.
 ZERO_FLOOR = 100.0
 

@@ -172,8 +172,8 @@ def _not_splittable(evidence: Figures) -> str:
 
 
 def _not_movable(case: Case) -> str:
-    ordered = case.world <= 2 or BACKENDS[case.backend].in_rank_order
-    if case.is_borrowed and case.lane == "bitwise" and not ordered:
+    ordered = BACKENDS[case.backend].adds_in_order(case.world)
+    if case.is_moved and case.lane == "bitwise" and not ordered:
         return f"{case.backend} adds up in an order of its own: sums of two systems may differ"
     moved = case.expect["relation"]["same_as"].get("mesh", case.mesh)
     if replace(case, mesh=moved).data_coordinates == case.data_coordinates:

@@ -7,12 +7,14 @@ them.  A leader forks ranks before and after its oracle: it lets a child train i
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
+from shardproof.launch import process_control
 from shardproof.oracle.truth import Truth
 
 
@@ -25,12 +27,12 @@ def trained(case: Case, train: Callable[[], Truth]) -> Truth:
         return train()
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(theirs, train), daemon=True)
+    child = context.Process(target=_answer, args=(theirs, train, os.getpid()), daemon=True)
     child.start()
     theirs.close()
     try:
         answer = pickle.loads(ours.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):
         child.join()
         raise RuntimeError(f"the oracle's process ended with {child.exitcode}") from None
     child.join()
@@ -40,11 +42,21 @@ def trained(case: Case, train: Callable[[], Truth]) -> Truth:
     return answer
 
 
-def _answer(line: Connection, train: Callable[[], Truth]) -> None:
-    answer: Truth | Exception
+def _answer(line: Connection, train: Callable[[], Truth], parent: int) -> None:
+    process_control.die_with_parent(parent)
     try:
-        answer = train()
+        # By value: torch would hand tensors over as descriptors of shared memory.
+        answer = pickle.dumps(train())
     except Exception as error:  # noqa: BLE001 - raised again where the answer is awaited
-        answer = error
-    # By value: torch would hand tensors over as descriptors of shared memory.
-    line.send_bytes(pickle.dumps(answer))
+        answer = _packed(error)
+    line.send_bytes(answer)
+
+
+def _packed(error: Exception) -> bytes:
+    """``error``, or one that says the same where it cannot travel."""
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:  # noqa: BLE001 - whatever a class of a user's does
+        return pickle.dumps(RuntimeError(repr(error)))
+    return packed

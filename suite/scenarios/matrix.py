@@ -497,7 +497,7 @@ def on_backend(cases: Sequence[Case], backend: str) -> list[Case]:
         name = f"{cell}::{tier}"
         if quick is not None and quick.workload == case.workload:
             name = quick.id
-        other = dataclasses.replace(case, id=name, backend=backend, is_borrowed=True)
+        other = dataclasses.replace(case, id=name, backend=backend, is_moved=True)
         if name in own:
             continue
         first = moved.setdefault(name, other)

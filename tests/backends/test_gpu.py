@@ -17,12 +17,15 @@ import torch
 from made_case import made_case
 
 from shardproof.backends import BACKENDS, cuda, gloo
+from shardproof.bench import leader_tasks
 from shardproof.case import Case, Death
+from shardproof.cases.verdict import decide_case
 from shardproof.checks import Outcome, memory
 from shardproof.checks.results import CaseResult
 from shardproof.commands import doctor, prove
 from shardproof.compare import exact_figures
 from shardproof.contract import Untrained
+from shardproof.evidence.account import Account
 from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import MemoryRow
@@ -155,6 +158,26 @@ def test_a_process_that_hides_its_gpus_shows_them_to_ranks(
         assert cuda.count() == 2 and cuda.available(2) is None
         cuda._show()
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_a_leader_of_a_bench_counts_the_gpus_that_it_hides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda, "_hidden", (4, None))
+    task = leader_tasks.Examination({}, "nccl", "float32", 2)
+    assert leader_tasks.examine(task) == {"sides": {}, "gpus": 4}
+
+
+def test_a_refusal_that_moves_to_another_backend_is_judged_there() -> None:
+    """What a moved cell asks that the backend cannot do is left out, but not what is refused."""
+    asked = replace(_case("mpi", {"replicate": 2}), is_moved=True)
+    refused = replace(asked, expect={"refuses": "as few"})
+    told: dict[str, Any] = {
+        "declaration": Declaration(strategy="ddp"),
+        "cannot_fit": "as few as that",
+    }
+    assert decide_case(Account(asked, **told)).verdict == "skip"
+    assert decide_case(Account(refused, **told)).verdict == "pass"
 
 
 def test_a_gpu_s_numbers_are_held_to_bounds_not_bits() -> None:

@@ -324,6 +324,8 @@ def test_calls_of_a_batch_begin_together_and_end_by_one_work(
         group.recv([tensor], group_src, tag)
 
     monkeypatch.setattr(dist, "isend", isend)
+    checked: list[Any] = []
+    monkeypatch.setattr(c10d, "_check_p2p_op_list", checked.extend)
     log = program_order.RankLog()
     program_order.install(log, process=True)
     traffic.install(traffic.TrafficLedger(log), process=True)
@@ -331,6 +333,7 @@ def test_calls_of_a_batch_begin_together_and_end_by_one_work(
         one = {"tensor": torch.ones(2), "group": group, "tag": 0, "group_peer": 0}
         posted: list[Any] = [SimpleNamespace(op=op, **one) for op in (isend, irecv)]
         (together,) = nccl._batch(posted)
+        assert checked == posted  # by torch, as it does
         began = list(done)
         together.wait()
         ledger = traffic.current()

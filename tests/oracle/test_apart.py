@@ -34,6 +34,21 @@ def test_what_the_child_raises_is_raised() -> None:
         apart.trained(ON_GPUS, broken)
 
 
+class Odd(RuntimeError):
+    """It cannot be made anew from its arguments."""
+
+    def __init__(self, place: str, what: str) -> None:
+        super().__init__(f"{place}: {what}")
+
+
+def test_what_cannot_travel_is_told_in_its_words() -> None:
+    def broken() -> Truth:
+        raise Odd("emulate()", "gave nothing")
+
+    with pytest.raises(RuntimeError, match=r"^Odd\('emulate\(\): gave nothing'\)$"):
+        apart.trained(ON_GPUS, broken)
+
+
 def test_a_child_that_dies_is_told() -> None:
     with pytest.raises(RuntimeError, match="the oracle's process ended with 7"):
         apart.trained(ON_GPUS, lambda: os._exit(7))

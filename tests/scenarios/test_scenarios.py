@@ -718,8 +718,8 @@ def test_a_backend_on_gpus_takes_over_cells_and_keeps_its_own() -> None:
     moved = on_backend(files, "nccl")
     assert moved[: len(own)] == own and len(moved) > len(own)
     assert {case.backend for case in moved} == {"nccl"}
-    assert all(case.is_borrowed for case in moved[len(own) :])
-    assert not any(case.is_borrowed for case in own)
+    assert all(case.is_moved for case in moved[len(own) :])
+    assert not any(case.is_moved for case in own)
     chosen = Selection(["ddp-gpt"], tier="quick", backends=["gloo_cuda"]).cases(installed())
     assert chosen and {case.backend for case in chosen} == {"gloo_cuda"}
 

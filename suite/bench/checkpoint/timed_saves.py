@@ -9,6 +9,7 @@
 Before each save what was saved before is removed, so that a step can be saved again; before each
 load parameters are set to 0, and after it they must be those that were saved.  Neither is timed.
 A stall is the call, and what the update of the next step waits for the save: a step follows each.
+What a copy behind its back slows that step, by taking a core or the memory's bandwidth, is none.
 Of a side that calls torch.distributed.checkpoint only that call is timed: the state dicts that are
 made before it, or handed over after it, are the adapter's choice and take longer than small saves.
 """
