@@ -250,31 +250,39 @@ class FirstCopiesAgain(AsynchronousSharded):
             self.first = not later
 
 
+class CopiesWhenAsked(AsynchronousSharded):
+    """Sound: what an update changes is copied when one asks, or whoever waits for the save."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.asked = threading.Event()
+
+    def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
+        if later:
+            self.asked.wait()
+        super().fill(copies, tensors, later)
+
+    def before_update(self) -> None:
+        self.asked.set()
+        super().before_update()
+
+    def wait(self) -> None:
+        self.asked.set()
+        super().wait()
+        self.asked.clear()
+
+
 @mutant(
     "saves_torn_by_an_update",
     says="parameters were not loaded: they are of step 4, and the checkpoint is of step 2",
     options=BEHIND,
     steps=4,
 )
-class TornByAnUpdate(AsynchronousSharded):
+class TornByAnUpdate(CopiesWhenAsked):
     """An update does not wait for the copy of what it changes."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.awaited = threading.Event()
-
-    def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
-        if later:  # a copy that is slower than the step, every time
-            self.awaited.wait()
-        super().fill(copies, tensors, later)
 
     def before_update(self) -> None:
         pass
-
-    def wait(self) -> None:
-        self.awaited.set()
-        super().wait()
-        self.awaited.clear()
 
 
 @mutant(
