@@ -36,16 +36,19 @@ of parameters, optimizer state and buffers to each member.  Memory beyond data p
 of the buffers.
 Numbers: those of one process that is told the same members, fp64 to 1e-12; equal bits from one run
 of a history to the next.
-Left out: errors that native backends raise in place of PeerGone; processes that are started anew;
-overlap of sums with backward; loss scales; saved checkpoints (members are each other's);
-factors of PowerSGD over a change of members, which begin anew; masks of dropout that differ between
-a joiner and the member that it has its generators of.
+Processes.  torchrun tells running workers nothing: it starts all anew, and they go on from the last
+checkpoint.  Then the rename of its manifest is the commit, and what is a rank's own goes by rank: a
+rank that there was not before begins as the first (``shardproof study elastic``).
+Left out: errors that native backends raise in place of PeerGone; overlap of sums with backward;
+loss scales; factors of PowerSGD over a change of members, which begin anew; masks of dropout that
+differ between a joiner and the member that it has its generators of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -62,6 +65,8 @@ from shardproof.contract import (
     Refused,
     StepResult,
 )
+from shardproof.impls.reference.checkpoint.loading import Loading
+from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Replicated
 from shardproof.impls.reference.engine.options import at_least, parse_options
@@ -70,6 +75,9 @@ from shardproof.impls.reference.parts.buckets import GradientBucket, plan_bucket
 from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.parts.compressors.owed import Owed
 from shardproof.impls.reference.parts.reducers import Reducer, slot_of
+
+#: Among what a checkpoint holds beside tensors.
+PROGRESS = "elastic"
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,27 @@ class Moved:
     kept: Sequence[Piece]
 
 
+class Joining(Loading):
+    """What members saved goes on in any number of them: generators as well, by rank."""
+
+    @property
+    def has_same_ranks(self) -> bool:
+        """Whether what is a rank's own goes by its number, also where there are more or fewer."""
+        is_ours = self.checkpoint.manifest.about.strategy == ReferenceElastic.strategy
+        return is_ours or super().has_same_ranks
+
+    def open(self, name: str) -> None:
+        """Who joins draws on as the first member."""
+        super().open(name)
+        if self.rank >= self.checkpoint.manifest.about.world:
+            self.contents.rank = 0
+
+    def notes(self) -> Iterator[str]:
+        """Nothing of a learning rate that follows the members."""
+        follows = self.system.chosen.batch == "local"  # type: ignore[attr-defined]
+        return (note for note in super().notes() if not (follows and note.startswith("lr was ")))
+
+
 class ReferenceElastic(Engine):
     """The strategy as a system under test."""
 
@@ -160,6 +189,7 @@ class ReferenceElastic(Engine):
     depth = "layout"
     handle_type: type[Elastic] = Elastic
     owed_type: type[Owed] = Owed
+    loading_type: type[Loading] = Joining
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -276,9 +306,26 @@ class ReferenceElastic(Engine):
             state = comm.broadcast_object(self.held() if comm.rank == root else None, root)
             if own < most:
                 self.take(state)
+        self.follow()
+
+    def follow(self) -> None:
+        """Let the learning rate follow the members, where the batch does."""
         if self.chosen.batch == "local":
-            rate = comm.size / self.committed.began  # 1, with all its bits, among as many as began
+            # 1, with all its bits, among as many members as began
+            rate = self.mesh.size("replicate") / self.committed.began
             self.spec = replace(self.asked, lr=self.asked.lr * rate)
+
+    def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
+        """As all, with the progress: for members that are processes started anew."""
+        return super().save(path, {**extra, PROGRESS: asdict(self.committed)})
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        """As all; go on as many members as are here now."""
+        extra = dict(super().load(path))
+        if PROGRESS in extra:  # else another strategy saved it
+            self.committed = Progress(**extra.pop(PROGRESS))
+            self.follow()
+        return extra
 
     def held(self) -> dict[str, Any]:
         """All that training depends on."""

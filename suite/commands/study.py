@@ -27,6 +27,7 @@ studies = typer.Typer(
     shardproof study autopsies                  are hangs told right, and only where there are some?
     shardproof study checkpoints 300            random clean saves, loads, reshapes: does any fail?
     shardproof study convergence                do lossy and stale methods train as well?
+    shardproof study elastic                    workers and agents of torchrun are killed
     """,
 )
 
@@ -279,3 +280,48 @@ def convergence(
     chosen = plan.read(plan.files(scenario or ()), seeds)
     chosen = [one.only(method or ()) for one in chosen]
     raise typer.Exit(study.run(chosen, jobs or cores(), out, records, again))
+
+
+@studies.command(short_help="Workers and agents of torchrun are killed: are the numbers right?")
+def elastic(
+    history: Annotated[
+        list[str] | None,
+        typer.Option("--history", metavar="H", help="only this one; repeatable [all]"),
+    ] = None,
+    runs: Annotated[
+        int, typer.Option("--runs", metavar="N", min=1, max=100, help="of each history")
+    ] = 2,
+    records: Annotated[
+        Path | None,
+        typer.Option("--records", metavar="FOLDER", help="keep what ranks and agents wrote"),
+    ] = None,
+    out: Annotated[Path | None, options.output("--out", "write the table here, too")] = None,
+) -> None:
+    """Train `reference/elastic` under `torchrun --nnodes=1:4`, and kill workers and agents.
+
+    Real agents on this machine, one a member, meet by c10d and train over gloo. A worker, or an
+    agent and its worker, is killed by SIGKILL at a place that a rank announces, and members join.
+    torchrun starts all workers anew; they load the last checkpoint. Losses, parameters, optimizer
+    state and buffers must be those of one process that is told the same members, to 1e-12 in fp64;
+    each sample is trained on once; all runs of a history have equal bits. In `split` an agent is
+    killed alone: its worker and a new group have one folder, and the later save must be refused.
+
+    \b
+    histories: worker, agent, both, late, split
+    shardproof study elastic --history both --runs 1
+    shardproof study elastic --records elastic --out elastic.md
+
+    About half a minute to a minute a run. Exit codes: 0 all hold, 1 one does not, or the agents did
+    not what the history asks for, 2 bad input.
+    """
+    from shardproof.commands.supervision import Interrupts
+    from shardproof.files import write_whole
+    from shardproof.studies import elastic as study
+
+    chosen = study.named(history or ())
+    with Interrupts():
+        page, code = study.run(chosen, runs, records, lambda text: echo(text, err=True))
+    echo(page)
+    if out is not None:
+        write_whole(out, page + "\n")
+    raise typer.Exit(code)

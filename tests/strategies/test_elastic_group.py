@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from local_ranks import threads
+from local_ranks import succeed, threads
 
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
-from shardproof.contract import OptimizerSpec, Refused, ScalerSpec
+from shardproof.contract import BatchRule, OptimizerSpec, Refused, ScalerSpec
 from shardproof.impls.reference.elastic import ReferenceElastic
-from shardproof.workloads import make
+from shardproof.oracle.members import StepMembers
+from shardproof.studies.elastic.history import History, of_worlds
+from shardproof.studies.elastic.judge import truth_of
+from shardproof.workloads import Workload, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,6 +73,43 @@ def comes_back(rank: int, world: int) -> float:
 def test_among_as_many_as_began_the_rate_is_the_one_that_was_asked() -> None:
     """0.1 * 3 / 3 is another number than 0.1."""
     assert threads(comes_back, 3) == ([0.1] * 3, [None] * 3)
+
+
+@pytest.mark.parametrize("batch", ["global", "local"])
+def test_members_that_are_started_anew_go_on_from_a_checkpoint(
+    batch: BatchRule, tmp_path: Path
+) -> None:
+    """More and fewer ranks than saved it: progress, the rule of the batch and generators go on."""
+    spec = replace(SMALL, global_batch=12, traits=("dropout_stateful",))
+    history, worlds = History("", "", spec, SPEC, batch, 2, 4, ()), [2, 3, 3, 1]
+    workload, truth = make(spec), truth_of(history, worlds)
+    for step, now in enumerate(of_worlds(history, worlds)):
+        body = partial(a_step_anew, workload, batch, tmp_path, step, now)
+        for held in succeed(body, len(now.members)):
+            for name, tensor in truth.steps[step].parameters.items():
+                error = float((held[name] - tensor).norm() / tensor.norm())
+                assert error < 1e-12, f"step {step}, {name}: {error:.1e}"
+
+
+def a_step_anew(
+    workload: Workload,
+    batch: BatchRule,
+    root: Path,
+    step: int,
+    now: StepMembers,
+    rank: int,
+    world: int,
+) -> dict[str, torch.Tensor]:
+    """One step of fresh ranks, which load what those before them saved."""
+    system, state = ReferenceElastic(), workload.state() if rank == 0 else None
+    build, mesh = workload.build_for(rank, rank), Mesh({"replicate": world})
+    system.setup(build, state, SPEC, mesh, {"batch": batch})
+    if step:
+        assert system.load(root) == {"data": {"step": step}, "note": "mine"}
+    assert system.progress() == now.first
+    system.step(workload.at(now.first, now.size).batch(step, world)[rank], lambda point: None)
+    system.save(root, {"data": {"step": step + 1}, "note": "mine"})
+    return {piece.name: piece.tensor.detach().clone() for piece in system.local_state("parameters")}
 
 
 @pytest.mark.parametrize(
