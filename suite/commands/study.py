@@ -293,7 +293,12 @@ def elastic(
     ] = 2,
     records: Annotated[
         Path | None,
-        typer.Option("--records", metavar="FOLDER", help="keep what ranks and agents wrote"),
+        typer.Option(
+            "--records",
+            metavar="FOLDER",
+            help="keep what ranks and agents wrote",
+            parser=options.named,
+        ),
     ] = None,
     out: Annotated[Path | None, options.output("--out", "write the table here, too")] = None,
 ) -> None:

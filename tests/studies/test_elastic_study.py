@@ -150,8 +150,9 @@ def test_an_unknown_history_and_a_folder_in_use_are_refused(tmp_path: Path) -> N
     with pytest.raises(SelectionError, match=r"no such history \(lat\) - did you mean late\?"):
         elastic.named(["lat"])
     (tmp_path / "file").touch()
-    with pytest.raises(SelectionError, match="the folder is not empty"):
-        elastic.run([], 1, tmp_path)
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(SelectionError, match="something is there already"):
+            elastic.run([], 1, place)
 
 
 def test_a_history_that_fails_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:

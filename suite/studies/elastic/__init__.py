@@ -61,9 +61,9 @@ def run(
 
     :raises SelectionError: something is there already.
     """
-    if folder is not None and folder.exists() and any(folder.iterdir()):
+    if folder is not None and (folder.is_file() or (folder.exists() and any(folder.iterdir()))):
         remedy = "name one that is new or empty"
-        raise SelectionError(Problem("--records: the folder is not empty", remedy, str(folder)))
+        raise SelectionError(Problem("--records: something is there already", remedy, str(folder)))
     rows, wrong = [], list[str]()
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(str(folder)) as place:
         for history in histories:

@@ -6,8 +6,8 @@ torch's default environment one more thing is changed, without which a worker th
 comes back (docs/findings.md, 57).
 
 No event depends on time: a rank halts where an event is to find it, and a generation begins once
-the members that the script expects have all met.  Waits end after ``MOST_SECONDS`` without any
-progress, with what the agents said.
+the members that the script expects have all met.  A wait ends after ``MOST_SECONDS``, or when an
+agent gives up, with what the agents said.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Self, TypeVar
@@ -75,6 +76,7 @@ class Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
+        workers = [one for agent in self.running.values() for one in _children(agent.pid)]
         for agent in self.running.values():
             agent.terminate()  # it ends its worker
         until = time.monotonic() + _PARTING
@@ -84,6 +86,9 @@ class Agents:
             except subprocess.TimeoutExpired:
                 agent.kill()
                 agent.wait()
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()  # not another process that has its number now
         for generation in records.generations(self.folder):
             for rank in generation.ranks.values():
                 if is_alive(rank.began["pid"], rank.began["created"]):
@@ -201,6 +206,12 @@ class Agents:
 
     def _has_committed(self, step: int) -> bool:
         return any(one.saw_committed(step) for one in records.generations(self.folder))
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return list(psutil.Process(pid).children(recursive=True))
+    return []
 
 
 def _has_ended(agent: subprocess.Popen[bytes]) -> bool:

@@ -24,6 +24,7 @@ from shardproof import registry, tensor_bytes, workloads
 from shardproof.comm import Mesh
 from shardproof.contract import Kind
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
+from shardproof.impls.reference.checkpoint.root import newest
 from shardproof.studies.elastic import records
 from shardproof.studies.elastic.history import At, History
 
@@ -92,7 +93,7 @@ class Worker:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         told: list[Any] = [None]
         if self.rank == 0:
-            told = [(records.new_generation(self.folder), self.checkpoints.is_dir())]
+            told = [(records.new_generation(self.folder), self.is_committed())]
         dist.broadcast_object_list(told)
         self.generation, has_checkpoint = told[0]
         self.workload = workloads.make(self.history.workload)
@@ -117,6 +118,10 @@ class Worker:
             created=own.create_time(),
         )
         _wait_for(self.generation / records.GO)
+
+    def is_committed(self) -> bool:
+        """Whether there is a checkpoint: the folder may hold one that nobody finished."""
+        return self.checkpoints.is_dir() and newest(self.checkpoints) is not None
 
     def halt(self, step: int, at: At) -> None:
         """Stand still if the next event is to find this member here."""
