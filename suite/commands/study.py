@@ -308,11 +308,12 @@ def elastic(
     agent and its worker, is killed by SIGKILL at a place that a rank announces, and members join.
     torchrun starts all workers anew; they load the last checkpoint. Losses, parameters, optimizer
     state and buffers must be those of one process that is told the same members, to 1e-12 in fp64;
-    each sample is trained on once; all runs of a history have equal bits. In `split` an agent is
-    killed alone: its worker and a new group have one folder, and the later save must be refused.
+    each sample is trained on once; all runs of a history have equal bits. In `split` and `frozen`
+    an agent alone is killed or stopped: its worker and a new group have one folder, and the later
+    save must be refused.
 
     \b
-    histories: worker, agent, both, late, split
+    histories: worker, agent, both, late, split, frozen
     shardproof study elastic --history both --runs 1
     shardproof study elastic --records elastic --out elastic.md
 

@@ -18,7 +18,7 @@ from shardproof.errors import SelectionError
 from shardproof.studies import elastic
 from shardproof.studies.elastic import records
 from shardproof.studies.elastic.agents import Agents
-from shardproof.studies.elastic.history import HISTORIES, Event, History
+from shardproof.studies.elastic.history import HISTORIES, JOINS, SPLITS, Event, History
 from shardproof.studies.elastic.judge import (
     Judged,
     committers,
@@ -43,6 +43,7 @@ def test_who_commits_each_step() -> None:
         *[(1, 2, 3, 4)] * 2,
     ]
     assert BY_NAME["split"].told() == [(0,), (0,), (1,), (1,)]
+    assert BY_NAME["frozen"].told() == [(0,), (0,), (1,), (0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=list(BY_NAME))
@@ -54,8 +55,8 @@ def test_every_history_can_be_played(history: History) -> None:
         before, after = history.after(number), history.after(number + 1)
         assert history.halting(number) in before
         assert 1 <= len(after) <= MOST_MEMBERS
-        assert (event.member in before) != (event.what == "joins")
-        assert event.what != "splits" or len(before) == 1  # who is alone can go on alone
+        assert (event.member in before) != (event.what in JOINS)
+        assert event.what not in SPLITS or len(before) == 1  # who is alone can go on alone
     # Batches are whole, or the learning rate would not follow them.
     whole = history.workload.global_batch
     assert all(whole * world % history.members == 0 for world in history.worlds())

@@ -33,6 +33,8 @@ _WORDS = {
     "agent": "agent {0} and worker {0} killed",
     "joins": "{} joins",
     "splits": "agent {} alone killed",
+    "freezes": "agent {} alone stopped",
+    "wakes": "agent {} goes on",
 }
 
 

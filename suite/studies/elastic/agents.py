@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from shardproof.launch import process_control
 from shardproof.launch.fork_server import REPRODUCIBLE
 from shardproof.studies.elastic import records
-from shardproof.studies.elastic.history import History
+from shardproof.studies.elastic.history import SPLITS, History
 from shardproof.studies.elastic.records import Generation
 from shardproof.studies.elastic.worker import MEMBER, is_alive
 
@@ -39,6 +40,7 @@ MOST_SECONDS = 300.0
 #: Seconds that an agent has to end its worker before it is killed.
 _PARTING = 10.0
 _PAUSE = 0.05
+_SIGNALS = {"freezes": signal.SIGSTOP, "wakes": signal.SIGCONT}
 _TAIL = 1500
 #: Too short ones split the group on a busy machine: then its late half meets again, and waits.
 _RENDEZVOUS = {
@@ -141,10 +143,12 @@ class Agents:
                 self._kill_agent(event.member)
             if event.what in ("worker", "agent"):
                 self._kill_worker(now, event.member)
-            if event.what in ("joins", "splits"):
+            if event.what in ("freezes", "wakes"):
+                self.running[event.member].send_signal(_SIGNALS[event.what])
+            if event.what in ("joins", *SPLITS):
                 self.start(self.history.newcomer(event))
             before, now = now, self._met(now.number, self.history.after(number + 1))
-            if event.what == "splits":
+            if event.what in SPLITS:
                 # The old half has made the step as well, and saves it after the new one.
                 (now.path / records.GO).touch()
                 self.wait("a commit of the new half", partial(self._has_committed, event.step))

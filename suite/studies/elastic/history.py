@@ -17,8 +17,11 @@ from shardproof.files import Stored
 from shardproof.oracle.members import StepMembers
 
 #: What happens: SIGKILL to a worker; to an agent and its worker; a member joins; SIGKILL to an
-#: agent whose worker lives on, and a member joins: two groups that believe that the run is theirs.
-What = Literal["worker", "agent", "joins", "splits"]
+#: agent whose worker lives on, or SIGSTOP, and a member joins: two groups that believe that the run
+#: is theirs; SIGCONT to the agent that was stopped, whose member joins.
+What = Literal["worker", "agent", "joins", "splits", "freezes", "wakes"]
+SPLITS: tuple[What, ...] = ("splits", "freezes")
+JOINS: tuple[What, ...] = ("joins", "wakes")
 #: Where in a step the rank halts.
 At = Literal["before", "inside", "unsaved"]
 
@@ -58,20 +61,20 @@ class History(Stored):
         """The members once the first ``events`` have happened."""
         now = set(range(self.members))
         for event in self.events[:events]:
-            if event.what in ("agent", "splits"):
+            if event.what in ("agent", *SPLITS):
                 now -= {event.member}
-            if event.what in ("joins", "splits"):
+            if event.what in (*JOINS, *SPLITS):
                 now |= {self.newcomer(event)}
         return tuple(sorted(now))
 
     def newcomer(self, event: Event) -> int:
         """Who joins in ``event``."""
-        return event.member if event.what == "joins" else event.member + 1
+        return event.member + (event.what in SPLITS)
 
     def halting(self, number: int) -> int:
         """The member that halts for event ``number``: who is killed, or the first one."""
         event = self.events[number]
-        return self.after(number)[0] if event.what == "joins" else event.member
+        return self.after(number)[0] if event.what in JOINS else event.member
 
     def worlds(self) -> list[int]:
         """How many members commit each step."""
@@ -161,5 +164,15 @@ HISTORIES = (
         members=1,
         steps=4,
         events=(Event(2, "splits", 0, "unsaved"),),
+    ),
+    History(
+        name="frozen",
+        about="An agent stands still for longer than the time-outs, its worker does not; it wakes.",
+        workload=_CNN,
+        optimizer=_ADAMW,
+        batch="local",
+        members=1,
+        steps=5,
+        events=(Event(2, "freezes", 0, "unsaved"), Event(3, "wakes", 0)),
     ),
 )

@@ -20,7 +20,7 @@ from shardproof.checks.numbers import FP64_BOUND, relative_frobenius, split_zero
 from shardproof.oracle import training
 from shardproof.oracle.truth import Truth
 from shardproof.studies.elastic import records
-from shardproof.studies.elastic.history import History, of_worlds
+from shardproof.studies.elastic.history import SPLITS, History, of_worlds
 from shardproof.studies.elastic.records import Generation
 
 _SHOWN = 3
@@ -119,7 +119,7 @@ def differs_in(one: Judged, other: Judged) -> str:
 
 def _refused(history: History, folder: Path, refusals: Sequence[str]) -> list[str]:
     """Whether saves were refused where two groups had one folder, and only there."""
-    splits = sum(event.what == "splits" for event in history.events)
+    splits = sum(event.what in SPLITS for event in history.events)
     if len(refusals) != splits:
         said = "; ".join(refusals[:_SHOWN]) or "none"
         return [f"{len(refusals)} saves were refused, {splits} had to be: {said}"]

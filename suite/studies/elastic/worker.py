@@ -26,7 +26,7 @@ from shardproof.contract import Kind
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.root import newest
 from shardproof.studies.elastic import records
-from shardproof.studies.elastic.history import At, History
+from shardproof.studies.elastic.history import SPLITS, At, History
 
 #: The environment variable that tells a member's number.
 MEMBER = "SHARDPROOF_MEMBER"
@@ -128,7 +128,7 @@ class Worker:
         halts, history = self.folder / records.HALTS, self.history
         for number, event in enumerate(history.events):
             go, over = (halts / f"{number}.{end}" for end in ("go", "over"))
-            if event.what == "splits" and history.newcomer(event) == self.member:
+            if event.what in SPLITS and history.newcomer(event) == self.member:
                 if step > event.step:  # the old half tries to save first
                     _wait_for(over)
             elif not go.exists():
