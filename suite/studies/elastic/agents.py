@@ -2,8 +2,8 @@
 
 One agent a member, each in a process group of its own, as on machines of their own.  The store of
 the rendezvous lives here: where an agent serves it, as by default, its death ends all others.  Of
-torch's default environment one more thing is changed, without which a worker that was killed never
-comes back (docs/findings.md, 57).
+torch's default environment one more thing is changed, without which workers that are started anew
+meet by luck only (docs/findings.md, 57).
 
 No event depends on time: a rank halts where an event is to find it, and a generation begins once
 the members that the script expects have all met.  A wait ends after ``MOST_SECONDS``, or when an
