@@ -23,15 +23,14 @@ def worker(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=10))
     while dist.get_world_size() < 2:  # the other is late: its agent has this one started anew
         time.sleep(1)
-    if not (folder / "killed").exists():
-        if dist.get_rank() == 1:
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.ones(1))  # raises: rank 1 is dead
-    dist.all_reduce(torch.ones(1))
+    if not (folder / "killed").exists() and dist.get_rank() == 1:
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))  # the first time it raises: rank 1 is dead
     (folder / f"met{dist.get_rank()}").touch()
     while len([*folder.glob("met*")]) < 2:  # who leaves first would take the store along
         time.sleep(0.1)
+    os._exit(0)  # gloo's threads may abort a process that just ends
 
 
 def meets_again(opt_out: str) -> bool:
@@ -47,7 +46,8 @@ def meets_again(opt_out: str) -> bool:
             while time.monotonic() < until and None in [agent.poll() for agent in agents]:
                 time.sleep(0.1)
             [agent.terminate() for agent in agents]  # they end their workers
-            [agent.wait() for agent in agents]
+            time.sleep(5)
+            [agent.kill() for agent in agents]
         return len([*Path(name).glob("met*")]) == 2
 
 
