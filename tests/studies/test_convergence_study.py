@@ -158,23 +158,32 @@ def ends(*steps: float, budget: int = 1000) -> list[Trained]:
 
 def test_verdicts_by_hand() -> None:
     dense = ends(100, 200, 100, 200)
-    assert judge(dense, dense, 1.25).verdict == "non-inferior"
-    twice = judge(dense, ends(200, 400, 200, 400), 1.25)
+    assert judge(dense, dense, 1.25, 1000).verdict == "non-inferior"
+    twice = judge(dense, ends(200, 400, 200, 400), 1.25, 1000)
     assert (twice.verdict, twice.ratio) == ("inferior", "2.00 [2.00, 2.00]")
-    torn = judge(dense, ends(60, 400, 60, 400), 1.25)
+    torn = judge(dense, ends(60, 400, 60, 400), 1.25, 1000)
     assert torn.verdict == "not shown"
-    missed = judge(dense, ends(100, math.nan, 100, 200, budget=201), 1.25)
+    missed = judge(dense, ends(100, math.nan, 100, 200, budget=201), 1.25, 201)
     assert (missed.verdict, missed.missed) == ("not shown", [1])
     assert missed.ratio.startswith("at least 1.00")
     assert not missed.holds("non-inferior") and missed.holds("not non-inferior")
     assert twice.holds("inferior") and not missed.holds("inferior") and not torn.holds("inferior")
 
 
+def test_a_seed_that_diverges_counts_with_the_whole_budget() -> None:
+    """It ends at its first vote, long before the dense system's."""
+    dense = ends(100, 100, 100)
+    diverged = [Trained([math.nan], None, 4, 80)] * 3
+    found = judge(dense, diverged, 1.25, 1000)
+    assert (found.verdict, found.missed) == ("inferior", [0, 1, 2])
+    assert found.ratio == "at least 10.00 [10.00, 10.00]"
+
+
 def test_without_a_dense_system_that_gets_there_nothing_is_decided() -> None:
-    found = judge(ends(100, math.nan), ends(100, 100), 1.25)
+    found = judge(ends(100, math.nan), ends(100, 100), 1.25, 1000)
     assert found.verdict == "precondition" and "with seeds [1]" in found.problem
     broke = [*ends(100), Trained(problem="rank 1 raised")]
-    found = judge(ends(100, 100), broke, 1.25)
+    found = judge(ends(100, 100), broke, 1.25, 1000)
     assert (found.verdict, found.problem) == ("precondition", "method: rank 1 raised")
     assert not found.holds("not non-inferior")
 
@@ -184,7 +193,7 @@ def test_at_the_margin_a_claim_errs_as_seldom_as_it_says() -> None:
     draws = numpy.random.default_rng(17).normal(math.log(1.25), 0.2, (400, 8))
     dense = ends(*[10_000] * 8)
     wrong = sum(
-        judge(dense, ends(*numpy.exp(logs) * 10_000), 1.25).verdict == "non-inferior"
+        judge(dense, ends(*numpy.exp(logs) * 10_000), 1.25, 10_000).verdict == "non-inferior"
         for logs in draws
     )
     assert wrong <= 17, wrong

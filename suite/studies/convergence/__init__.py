@@ -50,7 +50,9 @@ def trained(study: Study, trainer: Trainer) -> Ends:
 def judged(study: Study, ends: Ends) -> dict[str, Judged]:
     """Every method beside the dense system."""
     dense = ends[study.dense.name]
-    return {m.name: judge(dense, ends[m.name], study.margin) for m in study.methods}
+    return {
+        m.name: judge(dense, ends[m.name], study.margin, study.first.budget) for m in study.methods
+    }
 
 
 def in_leaders(jobs: int) -> Trainer:

@@ -7,9 +7,11 @@ d = ln(steps of the method / steps of the dense system), one a seed, both to the
     inferior        it begins above
     not shown       neither: more seeds would tell
 
-A seed in which the method misses the target counts with the steps that it had, which is too few:
-its interval is only a lower bound, so such a method is never non-inferior.  Where the dense system
-misses the target, or ranks broke, there is nothing to compare with: ``precondition``.
+A seed in which the method misses the target counts with all steps of the budget, whenever it ended
+(one whose loss is no number ends early), and that is too few: the mean is only a lower bound, so
+such a method is never non-inferior.  The interval is that of these numbers; neither of its ends is
+a bound, for what a missed seed lacks would move the mean and spread the seeds.  Where the dense
+system misses the target, or ranks broke, there is nothing to compare with: ``precondition``.
 """
 
 from __future__ import annotations
@@ -56,8 +58,10 @@ class Judged:
         return self.verdict == expected
 
 
-def judge(dense: Sequence[Trained], method: Sequence[Trained], margin: float) -> Judged:
-    """A method beside the dense system, seed by seed."""
+def judge(
+    dense: Sequence[Trained], method: Sequence[Trained], margin: float, budget: int
+) -> Judged:
+    """A method beside the dense system, seed by seed; ``budget``: the most steps of a training."""
     for name, ends in (("dense", dense), ("method", method)):
         if broke := next((end.problem for end in ends if end.problem), ""):
             return Judged("precondition", problem=f"{name}: {broke}")
@@ -65,7 +69,7 @@ def judge(dense: Sequence[Trained], method: Sequence[Trained], margin: float) ->
         what = f"dense training misses the target with seeds {unmet}"
         return Judged("precondition", problem=f"{what}: give it more steps or an easier target")
     pairs = list(zip(dense, method, strict=True))
-    log = estimate([math.log(other.steps / own.steps) for own, other in pairs])
+    log = estimate([math.log((other.reached or budget) / own.steps) for own, other in pairs])
     missed = [seed for seed, end in enumerate(method) if end.reached is None]
     met = [(own, other) for own, other in pairs if other.reached is not None]
     sent = None

@@ -18,8 +18,9 @@ as dense synchronous training (equal initial values, batches and order); the los
 fixed batch of training data. Ranks stop together, by a vote. *Ratio*: steps to the target over
 dense training's, the geometric mean over seeds with the 95 % interval of a paired t on logarithms.
 *Non-inferior*: its upper end is below the margin; *inferior*: its lower end is above; *not shown*:
-neither. A method that misses the target with some seed is never non-inferior, and its ratio is a
-lower bound. Bytes are those that all ranks send in steps, by the collective model.
+neither. A method that misses the target with some seed is never non-inferior; that seed counts with
+the whole budget, so the ratio, but neither end of its interval, is a lower bound. Bytes are those
+that all ranks send in steps, by the collective model.
 
 Small models at one learning rate, the same for all: the page shows what each method does here, and
 that faults which equality cannot see are seen. It ranks no methods.

@@ -54,6 +54,11 @@ class Run:
     deadline: float = 600.0
     backend: str = "in_memory"
 
+    @property
+    def budget(self) -> int:
+        """The most steps: up to the last look."""
+        return self.steps // self.every * self.every
+
 
 @dataclass(frozen=True)
 class Trained(Stored):
@@ -133,10 +138,9 @@ class RankTraining:
     def train(self) -> RankEnd:
         """Step, look and vote until the vote ends it."""
         run, losses = self.run, list[float]()
-        most = run.steps // run.every
-        rule = StopRule(target=run.target, budget=most, not_finite="stop")
+        rule = StopRule(target=run.target, budget=run.budget // run.every, not_finite="stop")
         votes = Consensus(rule, self.comm)
-        for step in range(most * run.every):
+        for step in range(run.budget):
             self._step(step)
             if (step + 1) % run.every:
                 continue
