@@ -67,7 +67,8 @@ class _Voter:
             if not isinstance(ruling, Ruling):
                 what = f"{self.system.__name__}.vote(...) gave {ruling!r:.60}"
                 raise BrokenContract(f"{what}, asked is a Ruling")
-            noted.append(Voted(number, step, bool(ruling.ends), ruling.best))
+            told = bool(ruling.ends), ruling.best, float(ruling.metric)
+            noted.append(Voted(number, step, *told))
             over = torch.tensor([float(ruling.ends)], device=comm.device)
             comm.all_reduce(over, "max")
             if over.item():

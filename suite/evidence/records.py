@@ -140,13 +140,14 @@ class Drawn(Stored):
 @dataclass(frozen=True, slots=True)
 class Voted(Stored):
     """What a rank was told in vote ``step`` of a script (workload ``votes``): whether training is
-    over, and the step of the best checkpoint so far.
+    over, the step of the best checkpoint so far, and the metric over all data.
     """
 
     script: int
     step: int
     ends: bool
     best: int | None
+    metric: float
 
 
 @dataclass

@@ -108,6 +108,17 @@ def test_ranks_that_all_do_the_same_wrong_thing_are_compared_with_the_rule() -> 
     assert re.match(r"script 0: all ranks go on after vote \d+", outcome.message)
 
 
+def test_a_wrong_metric_that_all_are_told_is_compared_with_all_data() -> None:
+    def spoil(records: list[RankRecord]) -> None:
+        for record in records:
+            record.voted = [replace(voted, metric=voted.metric + 0.25) for voted in record.voted]
+
+    outcome = judged(case(2, scripts=3), spoil)
+    assert outcome.status == "fail"
+    what = r"script 0: all ranks are told the metric [\d.]+ at vote 0, over all data it is [\d.]+"
+    assert re.match(what, outcome.message), outcome.message
+
+
 def test_scripts_that_tell_nothing_decide_nothing() -> None:
     """One vote is the best one, whoever decides."""
     outcome = judged(case(2, scripts=3, votes=1, patience=2))
@@ -176,4 +187,4 @@ faults:
     assert planned.fault is not None and planned.steps == 0
     with pytest.raises(ScenarioError, match="belong together"):
         cases("[stopping, replicas]")
-    assert Voted.from_dict(Voted(0, 1, True, None).to_dict()) == Voted(0, 1, True, None)
+    assert Voted.from_dict(Voted(0, 1, True, None, 2.5).to_dict()) == Voted(0, 1, True, None, 2.5)

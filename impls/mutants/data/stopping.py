@@ -18,6 +18,8 @@ PARTED = r"rank.* ends? training at vote \d+, rank.* goe?s? on"
 BEST = r"different best checkpoints at vote \d+"
 LATE, EARLY = r"all ranks go on after vote \d+", r"all ranks end training at vote \d+"
 OTHER_BEST = r"all ranks have the checkpoint of step .* for the best"
+METRICS = r"told different metrics at vote \d+"
+OTHER_METRIC = r"all ranks are told the metric .* over all data it is"
 
 
 def of(**knobs: Any) -> Mapping[str, Any]:
@@ -94,6 +96,14 @@ class KeepsItsOwnBest(Consensus):
         return replace(ruling, best=self.own.take(step, metric, asks).best)
 
 
+@mutant("stopping_tells_its_own_metric", says=METRICS)
+class TellsItsOwnMetric(Consensus):
+    """The vote is that of all, but a rank is told its own metric, which it then logs."""
+
+    def vote(self, step: int, metric: float, weight: float, asks: bool = False) -> Ruling:
+        return replace(super().vote(step, metric, weight, asks), metric=metric)
+
+
 @mutant("stopping_counts_patience_alone", says=PARTED)
 class CountsPatienceAlone(Consensus):
     """The best is that of all, but a rank's patience is with its own metric."""
@@ -109,7 +119,7 @@ class CountsPatienceAlone(Consensus):
 
 @mutant(
     "stopping_without_data_votes_zero",
-    says=EARLY,
+    says=OTHER_METRIC,
     **of(without_data=True, patience=0, target=6),
 )
 class WithoutDataVotesZero(Consensus):

@@ -1,10 +1,11 @@
-"""All ranks end training at one vote, on one best checkpoint, and as the rule says.
+"""All ranks end training at one vote, on one best checkpoint and one metric, as the rule says.
 
 Judged in cases of workload ``votes``: ranks vote on scripts of metrics
-(``suite/workloads/votes.py``) and note after each vote whether training is over, and which
-checkpoint is the best.  First they are compared with each other, then with the rule (``StopRule``
-in ``suite/contract.py``), applied here to all numbers in one place.  Equality, tolerance 0: the
-scripts' sums and means are exact.
+(``suite/workloads/votes.py``) and note after each vote whether training is over, which checkpoint
+is the best, and the metric.  First they are compared with each other, then with the rule
+(``StopRule`` in ``suite/contract.py``), applied here to all numbers in one place.  Equality,
+tolerance 0: the scripts' sums and means are exact.  A metric that is not finite is one value: NaN
+and infinities count alike.
 
 Power: a script tells nothing if every rank, deciding by its own number, would come to the same end.
 Such scripts count as not tested, and where there are no others nothing is decided.
@@ -37,7 +38,7 @@ class Right(NamedTuple):
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
-    """Two rows a script, on the end and on the best checkpoint, with what is wrong."""
+    """Three rows a script, on the end, the best checkpoint and the metric, with what is wrong."""
     if not evidence.records or not evidence.records[0].voted:
         return []
     case, rows = evidence.case, []
@@ -47,7 +48,8 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         right = list(rulings(rule, script))
         tested = case.world == 1 or any(_differ(own, right) for own in alone(rule, script))
         where, last = f"script {number}", len(right) - 1
-        for name, problem in (("end", _end(told, right)), ("best", _best(told, right))):
+        for name, wrong in (("end", _end), ("best", _best), ("metric", _metric)):
+            problem = wrong(told, right)
             text = f"{where}: {problem}" if problem else ""
             error = float(bool(problem))
             row = ComparisonRow(last, where, name, "all ranks", error, 0.0, tested, problem=text)
@@ -157,6 +159,28 @@ def _best(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
                 f"it is that of step {right[step].best}"
             )
     return ""
+
+
+def _metric(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
+    """What is wrong with the metric that ranks are told, at the first such vote."""
+    for step in range(min(len(right), *map(len, told))):
+        metrics, mean = [own[step].metric for own in told], right[step].metric
+        for rank, metric in enumerate(metrics):
+            if not _is_same(metric, metrics[0]):
+                return (
+                    f"ranks 0 and {rank} are told different metrics at vote {step}: {metrics[0]!r} "
+                    f"and {metric!r}; over all data it is {mean!r}"
+                )
+        if not _is_same(metrics[0], mean):
+            return (
+                f"all ranks are told the metric {metrics[0]!r} at vote {step}, over all data it is "
+                f"{mean!r}"
+            )
+    return ""
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or not (math.isfinite(one) or math.isfinite(other))
 
 
 def _s(ranks: Sequence[int], one: str, several: str) -> str:
