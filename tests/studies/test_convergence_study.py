@@ -104,6 +104,14 @@ def test_steps_bytes_and_losses_are_those_of_the_run(
     assert all(end.steps == 24 and end.why == "the budget of 6 votes is spent" for end in late)
 
 
+def test_a_rank_without_samples_of_the_fixed_batch_votes_without_data(
+    small: tuple[plan.Study, convergence.Ends],
+) -> None:
+    run = replace(small[0].first, judged_on=2, steps=8, target=0.001)
+    ((_, end),) = on_threads([("few", run)])
+    assert end.steps == 8 and all(math.isfinite(loss) for loss in end.losses)
+
+
 def test_a_leader_trains_the_same_bit_for_bit_and_tells_what_broke(
     small: tuple[plan.Study, convergence.Ends],
 ) -> None:
@@ -211,6 +219,11 @@ def test_at_the_margin_a_claim_errs_as_seldom_as_it_says() -> None:
         ("    reason: planted\n", "", "belong together"),
         ("dense: reference/ddp", "dense: reference/dpp", "did you mean reference/ddp"),
         ("label: fp16", "label: no-residual", "two methods of one name"),
+        (
+            "dense: reference/ddp",
+            "dense: {implementation: reference/ddp, label: fp16}",
+            "two methods of one name (the dense system is one)",
+        ),
         ("digits_cnn", "digits_cn", "did you mean digits_cnn"),
         ("methods:", "margin: 1.0\nmethods:", "margin"),
         ("density: 0.01", "density: 1.5", "option 'compress.density' = 1.5"),

@@ -126,14 +126,17 @@ def read(paths: Iterable[Path], seeds: int | None = None) -> list[Study]:
         if base is None:
             continue
         count, methods = seeds or model.seeds, list[Method]()
+        names = [_name(model.dense)]
         with faults.at(path, node, "dense"):
             _require_taken(model.dense)
         for index, item in enumerate(model.methods):
             with faults.at(path, node, "methods", index):
                 _require_taken(item)
                 name = _name(item)
-                if name in [method.name for method in methods]:
-                    raise SelectionError(Problem("two methods of one name", "give a label", name))
+                if name in names:
+                    what = "two methods of one name (the dense system is one)"
+                    raise SelectionError(Problem(what, "give a label", name))
+                names.append(name)
                 runs = _runs(model, item, base, count)
                 methods.append(Method(name, runs, item.expect, item.reason))
         dense = Method(_name(model.dense), _runs(model, model.dense, base, count))

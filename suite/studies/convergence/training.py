@@ -188,10 +188,10 @@ class Judging:
     def loss(
         self, parameters: Mapping[str, torch.Tensor], share: int, shares: int
     ) -> tuple[float, float]:
-        """The mean loss of a share of the batch, and what that share weighs."""
+        """The mean loss of a share of the batch, NaN of an empty one, and what the share weighs."""
         for name, parameter in self.module.named_parameters():
             parameter.copy_(parameters[name])
         micros = self.workload.batch(0, shares)[share].micro_batches
         total = sum(float(self.build.loss(self.module(m.inputs), m)) for m in micros)
         weight = sum(float(m.weights.sum()) for m in micros)
-        return total / weight, weight
+        return total / weight if weight else math.nan, weight
