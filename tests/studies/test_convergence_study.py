@@ -130,7 +130,7 @@ def test_the_page_its_drawing_and_its_records_made_again(
 ) -> None:
     study, ends = small
     kept = tmp_path / "kept.json"
-    plain = {name: [end.to_dict() for end in own] for name, own in ends.items()}
+    plain = convergence.recorded(study, ends)
     kept.write_text(json.dumps({"about": "somewhere", "studies": {"small": plain}}))
     out, records = tmp_path / "page.md", tmp_path / "again.json"
     assert convergence.run([study], 1, out, records, kept) == verdicts.HELD
@@ -147,10 +147,42 @@ def test_a_fault_that_trains_as_well_is_told(
     """The command fails if a planted fault does not show."""
     study, ends = small
     spoilt = {**ends, "reference/ddp+no-residual": ends["reference/ddp"]}
-    plain = {name: [end.to_dict() for end in own] for name, own in spoilt.items()}
+    plain = convergence.recorded(study, spoilt)
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"studies": {"small": plain}}))
     assert convergence.run([study], 1, None, None, kept) == verdicts.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("target: 1.45", "target: 1.5", "ddp was trained otherwise: target was 1.45, asked is 1.5"),
+        ("lr: 0.1", "lr: 0.2", "'lr': 0.1"),
+        ("every: 4", "every: 2", "every was 4, asked is 2"),
+        ("world: 3", "world: 2", "world was 3, asked is 2"),
+        ("float16", "bfloat16", "ddp[+]fp16 was trained otherwise: options was"),
+    ],
+)
+def test_records_of_another_training_are_refused(
+    small: tuple[plan.Study, convergence.Ends], tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"studies": {"small": convergence.recorded(*small)}}))
+    (asked,) = plan.read([written(tmp_path, SMALL.replace(old, new, 1))])
+    with pytest.raises(SelectionError, match=says) as told:
+        convergence.run([asked], 1, None, None, kept)
+    assert "kept.json" in str(told.value)
+
+
+def test_records_that_do_not_tell_what_was_trained_are_refused(
+    small: tuple[plan.Study, convergence.Ends], tmp_path: Path
+) -> None:
+    study, ends = small
+    plain = {name: [end.to_dict() for end in own] for name, own in ends.items()}
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"studies": {"small": plain}}))
+    with pytest.raises(SelectionError, match="of an older version"):
+        convergence.run([study], 1, None, None, kept)
 
 
 # ------------------------------------------------------------------------------------ the verdict

@@ -36,9 +36,8 @@ Trainer = Callable[[Sequence[tuple[str, Run]]], Iterator[tuple[str, Trained]]]
 
 def trained(study: Study, trainer: Trainer) -> Ends:
     """Train everything that ``study`` asks for."""
-    every = [study.dense, *study.methods]
-    keys = {f"{m.name}#{seed}": (m, seed) for m in every for seed in range(len(m.runs))}
-    ends: dict[str, dict[int, Trained]] = {method.name: {} for method in every}
+    keys = {f"{m.name}#{seed}": (m, seed) for m in study.every for seed in range(len(m.runs))}
+    ends: dict[str, dict[int, Trained]] = {method.name: {} for method in study.every}
     # Seed by seed: what is stopped early has some of every method.
     order = sorted(keys, key=lambda key: keys[key][1])
     for key, end in trainer([(key, keys[key][0].runs[keys[key][1]]) for key in order]):
@@ -91,7 +90,7 @@ def run(
     for study in studies:
         ends = trained(study, in_leaders(jobs)) if again is None else _of(study, kept, again)
         found = judged(study, ends)
-        told[study.name] = to_plain(ends)
+        told[study.name] = recorded(study, ends)
         image = None if out is None else out.with_name(f"{out.stem}-{study.name}.svg")
         sections.append(page.section(study, ends, found, image.name if image else ""))
         if image is not None:
@@ -140,15 +139,39 @@ def _kept(path: Path) -> dict[str, Any]:
     return data
 
 
+def recorded(study: Study, ends: Ends) -> dict[str, Any]:
+    """What records keep of each method: its run with the first seed, and how all seeds ended."""
+    return {m.name: {"run": _plain(m.runs[0]), "ends": to_plain(ends[m.name])} for m in study.every}
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    """As a file has it."""
+    plain: dict[str, Any] = json.loads(json.dumps(to_plain(run)))
+    return plain
+
+
 def _of(study: Study, kept: Mapping[str, Any], path: Path) -> Ends:
-    """The ends of ``study`` in stored records."""
+    """The ends of ``study`` in stored records.
+
+    :raises SelectionError: there are fewer seeds, or what was trained is not what is asked.
+    """
     own = kept["studies"].get(study.name, {})
-    wanted = {method.name: len(method.runs) for method in (study.dense, *study.methods)}
-    for name, seeds in wanted.items():
-        if len(own.get(name, [])) < seeds:
-            what = (
-                f"{study.name}: {name} has {len(own.get(name, []))} seeds there, asked are {seeds}"
-            )
+    if any(isinstance(one, list) for one in own.values()):
+        what = f"{study.name}: records of an older version, which do not tell what was trained"
+        raise SelectionError(Problem(what, "train again", str(path)))
+    ends = {}
+    for method in study.every:
+        name, seeds = method.name, len(method.runs)
+        one = own.get(name, {"ends": []})
+        if len(one["ends"]) < seeds:
+            what = f"{study.name}: {name} has {len(one['ends'])} seeds there, asked are {seeds}"
             remedy = "train again, or ask for --seeds and --method that are there"
             raise SelectionError(Problem(what, remedy, str(path)))
-    return {name: from_plain(list[Trained], own[name][:n]) for name, n in wanted.items()}
+        asked, there = _plain(method.runs[0]), one["run"]
+        if differ := [key for key in {**asked, **there} if asked.get(key) != there.get(key)]:
+            each = (f"{key} was {there.get(key)!r}, asked is {asked.get(key)!r}" for key in differ)
+            what = f"{study.name}: {name} was trained otherwise: {'; '.join(each)}"
+            remedy = "train again, or give the scenario that was trained"
+            raise SelectionError(Problem(what, remedy, str(path)))
+        ends[name] = from_plain(list[Trained], one["ends"][:seeds])
+    return ends

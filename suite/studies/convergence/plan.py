@@ -93,6 +93,11 @@ class Study:
     methods: Sequence[Method]
 
     @property
+    def every(self) -> list[Method]:
+        """The dense system, then the methods."""
+        return [self.dense, *self.methods]
+
+    @property
     def first(self) -> Run:
         """A run of the dense system: what all have in common."""
         return self.dense.runs[0]
