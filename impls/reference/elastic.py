@@ -41,12 +41,14 @@ checkpoint.  Then the rename of its manifest is the commit, and what is a rank's
 rank that there was not before begins as the first (``shardproof study elastic``).
 Left out: errors that native backends raise in place of PeerGone; overlap of sums with backward;
 loss scales; factors of PowerSGD over a change of members, which begin anew; masks of dropout that
-differ between a joiner and the member that it has its generators of.
+differ between a joiner and the member that it has its generators of; draws from torch's own
+generators on ranks that are threads (not the main one), which share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -70,7 +72,12 @@ from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Replicated
 from shardproof.impls.reference.engine.options import at_least, parse_options
-from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
+from shardproof.impls.reference.engine.state import (
+    broadcast_tensors,
+    generators_of,
+    load_state,
+    named_state,
+)
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
 from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.parts.compressors.owed import Owed
@@ -271,13 +278,10 @@ class ReferenceElastic(Engine):
         self.handle.forget()  # type: ignore[attr-defined]
 
     def generators(self) -> dict[str, Generator]:
-        """What dropouts draw from, by name."""
-        return {
-            f"{name}.{key}": value
-            for name, module in self.module.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, Generator)
-        }
+        """What dropouts draw from, by name; none that rank threads share, which none may put back."""
+        found = generators_of(self.module, torch.device(self.mesh.device))
+        is_process = threading.current_thread() is threading.main_thread()
+        return {n: g for n, g in found.items() if is_process or n not in ("torch", "cuda")}
 
     def progress(self) -> int:
         """Samples in committed steps."""

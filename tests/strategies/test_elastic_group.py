@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from local_ranks import succeed, threads
+from torch import nn
 
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import BatchRule, OptimizerSpec, Refused, ScalerSpec
 from shardproof.impls.reference.checkpoint.loading import Loading
-from shardproof.impls.reference.elastic import ReferenceElastic
+from shardproof.impls.reference.elastic import Progress, ReferenceElastic
+from shardproof.impls.reference.parts.compressors.owed import Owed
 from shardproof.oracle.members import StepMembers
 from shardproof.studies.elastic.history import History, of_worlds
 from shardproof.studies.elastic.judge import truth_of
@@ -140,6 +143,37 @@ def a_step_anew(
     system.step(workload.at(now.first, now.size).batch(step, world)[rank], lambda point: None)
     system.save(root, {"data": {"step": step + 1}, "note": "mine"})
     return {piece.name: piece.tensor.detach().clone() for piece in system.local_state("parameters")}
+
+
+def alone_with_dropout() -> ReferenceElastic:
+    """As much of a system as a step that is given up and a joiner need; no group."""
+    system = ReferenceElastic()
+    system.module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    system.optimizer = torch.optim.SGD(system.module.parameters(), lr=0.1)
+    system.mesh = SimpleNamespace(device="cpu")  # type: ignore[assignment]
+    system.reducer = Owed()
+    system.handle = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
+    system.committed, system.savers = Progress(0, 0, 1), {}
+    return system
+
+
+def test_masks_of_torch_s_own_generator_are_drawn_again_and_inherited() -> None:
+    """``nn.Dropout`` has no other."""
+    system, given = alone_with_dropout(), torch.ones(64, 4)
+    before, held = system.remember(), system.held()
+    first = system.module(given)
+    assert not torch.equal(system.module(given), first)
+    system.put_back(before)
+    assert torch.equal(system.module(given), first)
+    joiner = alone_with_dropout()
+    joiner.take(held)
+    assert torch.equal(joiner.module(given), first)
+
+
+def test_the_generator_that_rank_threads_share_is_no_rank_s_to_put_back() -> None:
+    assert "torch" in alone_with_dropout().generators()
+    (found,), _ = threads(lambda rank, world: alone_with_dropout().generators(), 1)
+    assert found == {}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import shardproof
 from shardproof.contract import Piece
 from shardproof.impls.reference.checkpoint.agreement import State
 from shardproof.impls.reference.checkpoint.manifest import About
+from shardproof.impls.reference.engine.state import generators_of
 
 if TYPE_CHECKING:
     from shardproof.impls.reference.engine.engine import Engine
@@ -68,14 +69,7 @@ class Contents:
 
     def generators(self) -> dict[str, torch.Generator]:
         """Name -> generator that this rank draws from."""
-        device = torch.device(self.system.mesh.device)
-        found = {"torch": torch.default_generator}
-        if device.type == "cuda":
-            found["cuda"] = torch.cuda.default_generators[device.index or 0]
-        for path, module in self.system.module.named_modules():
-            for name, value in vars(module).items():
-                if isinstance(value, torch.Generator):
-                    found[f"{path}.{name}".lstrip(".")] = value
+        found = generators_of(self.system.module, torch.device(self.system.mesh.device))
         return {f"{name}@{self.rank}": generator for name, generator in found.items()}
 
 

@@ -17,6 +17,18 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def generators_of(module: nn.Module, device: torch.device) -> dict[str, torch.Generator]:
+    """What ``module`` draws from, by name: torch's own, the device's, those in its attributes."""
+    found = {"torch": torch.default_generator}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.default_generators[device.index or 0]
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Generator):
+                found[f"{path}.{name}".lstrip(".")] = value
+    return found
+
+
 @torch.no_grad()
 def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy ``state`` into ``module`` in place.
