@@ -278,7 +278,7 @@ class ReferenceElastic(Engine):
         self.handle.forget()  # type: ignore[attr-defined]
 
     def generators(self) -> dict[str, Generator]:
-        """What dropouts draw from, by name; none that rank threads share, which none may put back."""
+        """What dropouts draw from, by name; none that rank threads share, which are nobody's."""
         found = generators_of(self.module, torch.device(self.mesh.device))
         is_process = threading.current_thread() is threading.main_thread()
         return {n: g for n, g in found.items() if is_process or n not in ("torch", "cuda")}
@@ -342,6 +342,7 @@ class ReferenceElastic(Engine):
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Go on as the member that held ``state``."""
+        self.finish_copies()
         load_state(self.module, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for name, generator in self.generators().items():

@@ -18,6 +18,7 @@ from shardproof.comm import Mesh
 from shardproof.contract import BatchRule, OptimizerSpec, Refused, ScalerSpec
 from shardproof.impls.reference.checkpoint.loading import Loading
 from shardproof.impls.reference.elastic import Progress, ReferenceElastic
+from shardproof.impls.reference.engine.state import named_state
 from shardproof.impls.reference.parts.compressors.owed import Owed
 from shardproof.oracle.members import StepMembers
 from shardproof.studies.elastic.history import History, of_worlds
@@ -168,6 +169,20 @@ def test_masks_of_torch_s_own_generator_are_drawn_again_and_inherited() -> None:
     joiner = alone_with_dropout()
     joiner.take(held)
     assert torch.equal(joiner.module(given), first)
+
+
+def test_what_a_save_still_copies_is_not_overwritten_by_what_is_taken_over() -> None:
+    system = alone_with_dropout()
+    own = {name: tensor.clone() for name, tensor in named_state(system.module).items()}
+    seen: list[bool] = []
+
+    def copies() -> None:
+        now = named_state(system.module)
+        seen.append(all(torch.equal(now[name], own[name]) for name in own))
+
+    system.savers = {Path("root"): SimpleNamespace(before_update=copies)}  # type: ignore[dict-item]
+    system.take(alone_with_dropout().held())
+    assert seen == [True]
 
 
 def test_the_generator_that_rank_threads_share_is_no_rank_s_to_put_back() -> None:

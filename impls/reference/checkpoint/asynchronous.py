@@ -6,17 +6,18 @@
     copy       of what this rank writes, in memory: updates change the tensors in place
                (pytorch/pytorch#145408 handed the live ones to the writer).  Parameters and the
                optimizer's state stay as they are until the next update, so their copy overlaps
-               with what comes before it (CheckFreq, FAST 2021, section 4.1); the rest, which is
-               little, is copied before ``save`` returns
+               with what comes before it (CheckFreq, FAST 2021, section 4.1); the rest is copied
+               before ``save`` returns: buffers, generators, and what compression still owes (a
+               residual is as large as the rank's gradients)
     write      as in sharded.py, by one thread a rank, which calls no collective: training does
     manifest   rank 0's writer waits until every rank's index stands in the folder, under its name,
                which is a writer's last operation; then it commits.  Nobody has to call for that
     wait       the next save waits for this one: there is one copy, and it is in use
 
-Cost: training's stall is one short message of each rank (agreement.py), and what the copy takes
-longer than the next forward and backward; the first save agrees at length.  The next save pays for
-a disk that is slower than the time between two.  Memory: at most one copy of the local state, and
-less where copies share the writing; it is kept for the next save.
+Cost: training's stall is one short message of each rank (agreement.py), the copy of the rest, and
+what the other copy takes longer than the next forward and backward; the first save agrees at
+length.  The next save pays for a disk that is slower than the time between two.  Memory: at most
+one copy of the local state, and less where copies share the writing; it is kept for the next save.
 Numbers: those of the moment of ``save``, whatever training does since; step, extra and scaler too.
 Errors: of any rank's writer are raised by ``wait`` (or the next ``save``) on all ranks.
 Left out: a process of its own for writing (5 to 20 s to start one, for a stall that is no shorter).
