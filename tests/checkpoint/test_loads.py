@@ -590,3 +590,24 @@ def test_a_rank_that_has_not_used_a_parameter_loads_no_state_of_it(tmp_path: Pat
     saved = succeed(saves, 2)
     assert saved[0] != saved[1], "the trait gives both ranks the same state"
     assert succeed(loads, 2) == saved
+
+
+def test_ranks_that_train_alone_load_what_was_saved_of_another_copy(tmp_path: Path) -> None:
+    """Equal copies share the writing, so a name may have been saved of copy 1 alone."""
+    work = workload()
+
+    def saves(rank: int, world: int) -> None:
+        system = make("ddp", work, {"replicate": 2}, rank)
+        train(system, work, 0, 1)
+        system.save(tmp_path, {}).wait()
+
+    def loads(rank: int, world: int) -> list[str]:
+        system = make("local_sgd", work, {"replicate": 1}, rank)
+        system.load(tmp_path)
+        return [piece.name for piece in system.local_state("optimizer")]
+
+    succeed(saves, 2)
+    (loaded,) = succeed(loads, 1)
+    with Checkpoint.open(last(tmp_path)) as saved:
+        assert {tuple(saved.copies["optimizer", name]) for name in loaded} == {(0,), (1,)}
+        assert sorted(loaded) == saved.names("optimizer")

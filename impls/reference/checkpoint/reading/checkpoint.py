@@ -174,10 +174,11 @@ class Checkpoint:
         return found
 
     def slots_of(self, parameter: str, copy: int | None) -> list[str]:
-        """Names of its slots; of copy number ``copy`` alone, if there is one of that number."""
-        there = any(copy in copies for copies in self.copies.values())
+        """Names of its slots; of copy number ``copy`` alone, if ranks that trained alone saved it."""
+        slots = {name: each for (kind, name), each in self.copies.items() if kind == "optimizer"}
+        is_own = any(len(each) > 1 and copy in each for each in slots.values())
         names = self.slots.get(parameter, [])
-        return [n for n in names if not there or copy in self.copies["optimizer", n]]
+        return [name for name in names if not is_own or copy in slots[name]]
 
     def entries(self, name: Name, replica: int = 0) -> list[Entry]:
         """The entries of one copy: number ``replica``, or the first.  KeyError: no such name."""
