@@ -174,7 +174,7 @@ class Checkpoint:
         return found
 
     def slots_of(self, parameter: str, copy: int | None) -> list[str]:
-        """Names of its slots; of copy number ``copy`` alone, if ranks that trained alone saved it."""
+        """Names of its slots; of copy number ``copy`` alone, if ranks that train alone saved it."""
         slots = {name: each for (kind, name), each in self.copies.items() if kind == "optimizer"}
         is_own = any(len(each) > 1 and copy in each for each in slots.values())
         names = self.slots.get(parameter, [])
