@@ -103,6 +103,9 @@ class LiveTensors(AsynchronousSharded):
         self.layer.awaited.clear()  # type: ignore[attr-defined]
         return list(tensors)
 
+    def fill(self, *_: Any, **__: Any) -> None:
+        pass  # not onto themselves: autograd would see a change
+
     def wait(self) -> None:
         self.layer.awaited.set()  # type: ignore[attr-defined]
         super().wait()
