@@ -6,17 +6,15 @@ words, or show only where a rank dies.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardproof.contract import Capabilities
+from shardproof.impls.mutants.checkpoint.saves import CopiesWhenAsked, LateDisk
 from shardproof.impls.reference.checkpoint.agreement import State
-from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
 from shardproof.impls.reference.checkpoint.data_file import Held
-from shardproof.impls.reference.checkpoint.files import FileLayer
 from shardproof.impls.reference.checkpoint.sharded import Sharded
 from shardproof.impls.reference.ddp import ReferenceDDP
 from shardproof.impls.reference.diloco import DiLoCo, ReferenceDiLoCo
@@ -40,46 +38,19 @@ class KeepsItsStart(ReferenceDiLoCo):
             Alone.loaded(self)
 
 
-class LateDisk(FileLayer):
-    """Makes no file before it is told to."""
-
-    def __init__(self) -> None:
-        self.ready = threading.Event()
-        self.ready.set()
-
-    def create(self, path: Path) -> int:
-        self.ready.wait()
-        return super().create(path)
-
-
-class Late(AsynchronousSharded):
+class Late(CopiesWhenAsked):
     """Copies what an update changes when the next one asks, and writes nothing before somebody
     waits for it: all that follows the save comes first.
     """
 
     layer_type = LateDisk
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.asked = threading.Event()
-
     def room(self, tensors: Sequence[Held]) -> list[Held]:
-        self.layer.ready.clear()  # type: ignore[attr-defined]
-        self.asked.clear()
+        self.layer.awaited.clear()  # type: ignore[attr-defined]
         return super().room(tensors)
 
-    def fill(self, copies: Sequence[Held], tensors: Sequence[Held], later: bool) -> None:
-        if later:
-            self.asked.wait()
-        super().fill(copies, tensors, later)
-
-    def before_update(self) -> None:
-        self.asked.set()
-        super().before_update()
-
     def wait(self) -> None:
-        self.asked.set()
-        self.layer.ready.set()  # type: ignore[attr-defined]
+        self.layer.awaited.set()  # type: ignore[attr-defined]
         super().wait()
 
 

@@ -173,12 +173,17 @@ class Checkpoint:
             found.setdefault(name.rpartition(".")[0], []).append(name)
         return found
 
+    @cached_property
+    def own_copies(self) -> set[int]:
+        """Numbers of the copies of optimizer state, if ranks that train alone saved it."""
+        slots = (each for (kind, _), each in self.copies.items() if kind == "optimizer")
+        return {number for each in slots if len(each) > 1 for number in each}
+
     def slots_of(self, parameter: str, copy: int | None) -> list[str]:
-        """Names of its slots; of copy number ``copy`` alone, if ranks that train alone saved it."""
-        slots = {name: each for (kind, name), each in self.copies.items() if kind == "optimizer"}
-        is_own = any(len(each) > 1 and copy in each for each in slots.values())
+        """Names of its slots; those of ``copy`` alone, if ranks that train alone saved it."""
         names = self.slots.get(parameter, [])
-        return [name for name in names if not is_own or copy in slots[name]]
+        is_own = copy in self.own_copies
+        return [n for n in names if not is_own or copy in self.copies["optimizer", n]]
 
     def entries(self, name: Name, replica: int = 0) -> list[Entry]:
         """The entries of one copy: number ``replica``, or the first.  KeyError: no such name."""
