@@ -6,15 +6,14 @@ words, or show only where a rank dies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardproof.contract import Capabilities
-from shardproof.impls.mutants.checkpoint.saves import CopiesWhenAsked, LateDisk
+from shardproof.impls.mutants.checkpoint.saves import CopiesWhenAsked, WritesLate
 from shardproof.impls.reference.checkpoint.agreement import State
-from shardproof.impls.reference.checkpoint.data_file import Held
 from shardproof.impls.reference.checkpoint.sharded import Sharded
 from shardproof.impls.reference.ddp import ReferenceDDP
 from shardproof.impls.reference.diloco import DiLoCo, ReferenceDiLoCo
@@ -38,20 +37,10 @@ class KeepsItsStart(ReferenceDiLoCo):
             Alone.loaded(self)
 
 
-class Late(CopiesWhenAsked):
+class Late(WritesLate, CopiesWhenAsked):
     """Copies what an update changes when the next one asks, and writes nothing before somebody
     waits for it: all that follows the save comes first.
     """
-
-    layer_type = LateDisk
-
-    def room(self, tensors: Sequence[Held]) -> list[Held]:
-        self.layer.awaited.clear()  # type: ignore[attr-defined]
-        return super().room(tensors)
-
-    def wait(self) -> None:
-        self.layer.awaited.set()  # type: ignore[attr-defined]
-        super().wait()
 
 
 class SavesLate(ReferenceZero1):

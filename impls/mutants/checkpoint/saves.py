@@ -86,6 +86,20 @@ class LateDisk(FileLayer):
         return super().create(path)
 
 
+class WritesLate(AsynchronousSharded):
+    """Sound: a disk that is slower than training, every time."""
+
+    layer_type = LateDisk
+
+    def room(self, tensors: Sequence[Held]) -> list[Held]:
+        self.layer.awaited.clear()  # type: ignore[attr-defined]
+        return super().room(tensors)
+
+    def wait(self) -> None:
+        self.layer.awaited.set()  # type: ignore[attr-defined]
+        super().wait()
+
+
 @mutant(
     "saves_live_tensors",
     says="parameters were not loaded: they are of step 4, and the checkpoint is of step 2",
@@ -93,22 +107,15 @@ class LateDisk(FileLayer):
     options=BEHIND,
     steps=4,
 )
-class LiveTensors(AsynchronousSharded):
+class LiveTensors(WritesLate):
     """The writer behind training's back is given the tensors that are trained."""
 
-    # A disk that is slower than training shows it every time.
-    layer_type = LateDisk
-
     def room(self, tensors: Sequence[Held]) -> list[Held]:
-        self.layer.awaited.clear()  # type: ignore[attr-defined]
+        super().room(tensors)
         return list(tensors)
 
     def fill(self, *_: Any, **__: Any) -> None:
         pass  # not onto themselves: autograd would see a change
-
-    def wait(self) -> None:
-        self.layer.awaited.set()  # type: ignore[attr-defined]
-        super().wait()
 
 
 @mutant("saves_by_drawing", says=r"saving changes .*the RNG \(torch\)", backend="gloo")
