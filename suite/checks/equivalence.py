@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Lane
-from shardproof.checks import Outcome, between_steps, causes, working_precision
+from shardproof.checks import Outcome, between_steps, causes, replayed_buffers, working_precision
 from shardproof.checks.causes.fits import some
 from shardproof.checks.numbers import (
     FP64_BOUND,
@@ -195,7 +195,7 @@ def _against_oracle(evidence: Evidence, rows: Rows, buffers: bool) -> None:
                 else:
                     _trajectory(own, step, compare, rows)
             if buffers:
-                _buffers(evidence, step, compare, rows)
+                _buffers(evidence, step, compare, rows, replays)
 
 
 def _replayed(evidence: Evidence, rows: Rows) -> None:
@@ -566,10 +566,11 @@ def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
             moment.end(evidence.case.world)
 
 
-def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> None:
+def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows, replays: bool) -> None:
     """Buffers of every data coordinate against the declared rule; ``none``: nothing is promised.
 
     Where axes that are no data axes multiply the copies, those of one coordinate follow each other.
+    With ``replays`` one beyond the bound is compared with a replay of the step, but for the first.
     """
     truth = evidence.truth.steps[step].buffers
     if not truth or not truth[0] or evidence.declaration.buffers == "none":
@@ -589,6 +590,9 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> Non
             expected = truth[coordinate][name]
             how = compare if expected.is_floating_point() else bitwise
             result = how(actual, expected)
+            if replays and how is compare and step > evidence.steps[0] and not result.ok:
+                made = replayed_buffers.after_step(evidence, step, replica, coordinate)
+                result = how(actual, made[name]) if name in made else result
             wrong = wrong if wrong or result.ok else (name, coordinate, actual)
             moment.note(result, name, f"data coordinate {coordinate}", ranks)
     with _told(lambda: causes.of_buffers(evidence, step, *wrong) if wrong else ""):
