@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Depth, Kind, Piece, Refused
 from shardproof.impls.pytorch.adapter import Adapter, unit_features, whole_units
-from shardproof.impls.pytorch.checkpoint.options import Saved, offered
+from shardproof.impls.pytorch.checkpoint.options import DTENSOR_BACKENDS, Saved, offered
 from shardproof.impls.pytorch.parts.recompute import checkpoint_units, plain, single_unit
 from shardproof.impls.reference.engine.optimizer import slot_pieces
 from shardproof.impls.reference.engine.options import Training, at_least, declared, parse_options
@@ -121,7 +121,8 @@ class PyTorchFSDP2(Adapter):
         """The ``fsdp2`` profile; the rest depends on the options."""
         chosen = parse_options(Options, options)
         features = unit_features(chosen.accumulate_without_communication, chosen.precision)
-        axes, saves = ("replicate", "shard"), offered(chosen.checkpoint)
+        axes = ("replicate", "shard")
+        saves = offered(chosen.checkpoint, backends=DTENSOR_BACKENDS)
         return declared(*features, axes=axes, declines=chosen.declines(), **saves)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:

@@ -38,6 +38,7 @@ from shardproof.launch.mpi.lease import Lease
 from shardproof.launch.mpi.world_keeper import WorldTask
 from shardproof.launch.ranks import Kept, root_cause, run_ranks
 from shardproof.oracle import apart, members, replay, training, trajectories
+from shardproof.oracle.rounded import Rounded
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.schedules import Schedule
@@ -217,6 +218,10 @@ def _run_and_collect(
     evidence = Evidence(case, records, truth, workload_facts(workload), facts, schedules)
     if declaration.trains_alone:
         evidence.meeting = answers.Meets(implementation, case.options)
+    elif declaration.oracle == "emulated":
+        fold = Rounded(answers.Emulated(implementation, case.options))
+        train = functools.partial(_train_emulated, case, declaration, workload, fold)
+        evidence.train_rounded = functools.partial(apart.trained, case, train)
     evidence.own_costs = _own_costs(implementation, evidence)
     began = time.monotonic()
     if "relations" in case.checks:
@@ -339,17 +344,24 @@ def _train_oracle(
             workload, case.optimizer, case.data_coordinates, case.steps, meeting
         )
     if declaration.oracle == "emulated":
-        return training.train(
-            workload,
-            case.optimizer,
-            case.data_coordinates,
-            case.steps,
-            declaration.buffers,
-            fold=answers.Emulated(implementation, case.options),
-            by_round=declaration.emulates == "round",
-            members=members.of(case, declaration.batch) if members.changes(case) else (),
-        )
+        fold = answers.Emulated(implementation, case.options)
+        return _train_emulated(case, declaration, workload, fold)
     return training.load_or_train(case, declaration.buffers, cache, declaration.batch)
+
+
+def _train_emulated(
+    case: Case, declaration: Declaration, workload: Workload, fold: training.Fold
+) -> Truth:
+    return training.train(
+        workload,
+        case.optimizer,
+        case.data_coordinates,
+        case.steps,
+        declaration.buffers,
+        fold=fold,
+        by_round=declaration.emulates == "round",
+        members=members.of(case, declaration.batch) if members.changes(case) else (),
+    )
 
 
 def _failing_tensors(evidence: Evidence, result: CaseResult) -> list[WholeTensor]:

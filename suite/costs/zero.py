@@ -277,7 +277,8 @@ class Zero3(CostModel):
 
     def kept(self, rank: int, step: int) -> int:
         """What reductions keep."""
-        return kept_bytes(self.facts, self.reduced, rank, step)
+        called = [flat for flat in self.reduced if used_by(flat.members, step)]
+        return kept_bytes(self.facts, called, rank, step)
 
     def gradient_bytes(self, rank: int, tensors: Iterable[TensorFacts]) -> int:
         """Shards in which ``rank`` owns a part of some of ``tensors``."""

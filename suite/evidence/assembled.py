@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -306,6 +306,13 @@ class Evidence(Figures):
         self.later_legs: list[list[RankRecord]] = []
         #: When and how data coordinates that train alone meet.
         self.meeting: Meeting | None = None
+        #: Trains an emulated oracle with gradients that are off by a round-off.
+        self.train_rounded: Callable[[], Truth] | None = None
+
+    @cached_property
+    def rounded(self) -> Truth | None:
+        """The emulated oracle of gradients that are off by a round-off; ``None``: there is none."""
+        return self.train_rounded() if self.train_rounded else None
 
     @cached_property
     def trajectories(self) -> Sequence[Evidence]:

@@ -720,6 +720,8 @@ def test_a_backend_on_gpus_takes_over_cells_and_keeps_its_own() -> None:
     assert {case.backend for case in moved} == {"nccl"}
     assert all(case.is_moved for case in moved[len(own) :])
     assert not any(case.is_moved for case in own)
+    tried = Selection(["backends"], tier="quick").cases(installed())
+    assert on_backend(tried, "mpi") and not on_backend(tried, "nccl")
     chosen = Selection(["ddp-gpt"], tier="quick", backends=["gloo_cuda"]).cases(installed())
     assert chosen and {case.backend for case in chosen} == {"gloo_cuda"}
 

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from local_ranks import succeed
+from made_case import made_case
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
+from shardproof.cases.runner import run_cases
+from shardproof.checks.results import CaseResult
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import OptimizerSpec
 from shardproof.impls.reference import fsdp, zero3
@@ -201,3 +204,24 @@ def test_a_closed_strategy_leaves_the_module_without_hooks(name: str) -> None:
         system.close()
 
     succeed(body, 1)
+
+
+def test_a_unit_that_no_rank_has_used_yet_keeps_no_residuals() -> None:
+    found: list[CaseResult] = []
+    case = made_case(
+        "reference/zero3",
+        {"shard": 2},
+        options={
+            "compress": {"method": "topk", "density": 0.1},
+            "wrap": {"minimum_parameters": 500},
+        },
+        workload=WorkloadSpec(
+            "charnames_gpt",
+            traits=("conditional_late_step",),
+            params={"layers": 1, "width": 32, "heads": 2, "seq": 8},
+        ),
+        steps=3,
+        checks=("equivalence", "memory"),
+    )
+    run_cases([case], 1, found.append)
+    assert [(result.verdict, result.reason) for result in found] == [("pass", "")]

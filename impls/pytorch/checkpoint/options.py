@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardproof.contract import Refused
+from shardproof.contract import Capabilities, Refused
 from shardproof.impls.reference.engine.options import at_least
 
 #: What ``get_state_dict`` takes: a module and its optimizer.
@@ -16,6 +16,10 @@ SHARDED = ("dcp", "dcp_async")
 #: ``async_save`` calls collectives on a thread of its own, which is no rank where ranks are
 #: threads, and may not call MPI.
 ASYNC_BACKENDS = ("gloo", "gloo_cuda", "nccl")
+ANY_BACKEND = Capabilities.backends
+#: The all-gather below DTensor ends the process, or never ends, on gloo with CUDA tensors
+#: (pytorch/pytorch#152645, #132471).
+DTENSOR_BACKENDS = ("in_memory", "gloo", "nccl", "mpi")
 #: Where ranks are processes.
 PROCESSES = (*ASYNC_BACKENDS, "mpi")
 
@@ -38,8 +42,13 @@ class Saved:
     checkpoint: Checkpoints = field(default_factory=Checkpoints, kw_only=True)
 
 
-def offered(chosen: Checkpoints, formats: Sequence[str] = FORMATS, why: str = "") -> dict[str, Any]:
-    """What ``Capabilities`` say of a system that can save in ``formats``.
+def offered(
+    chosen: Checkpoints,
+    formats: Sequence[str] = FORMATS,
+    why: str = "",
+    backends: Sequence[str] = ANY_BACKEND,
+) -> dict[str, Any]:
+    """What ``Capabilities`` say of a system on ``backends`` that can save in ``formats``.
 
     :raises Refused: another format was chosen; ``why`` it is not there.
     """
@@ -47,5 +56,5 @@ def offered(chosen: Checkpoints, formats: Sequence[str] = FORMATS, why: str = ""
         raise Refused(
             f"option 'checkpoint.format' = {chosen.format!r}: {why}; valid: {', '.join(formats)}"
         )
-    backends = {"backends": ASYNC_BACKENDS} if chosen.format == "dcp_async" else {}
-    return {"checkpoints": tuple(formats), **backends}
+    able = ASYNC_BACKENDS if chosen.format == "dcp_async" else ANY_BACKEND
+    return {"checkpoints": tuple(formats), "backends": tuple(b for b in backends if b in able)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from shardproof.checks.numbers import (
 )
 from shardproof.evidence.assembled import Evidence
 from shardproof.oracle import members
+from shardproof.oracle.rounded import spread
+
+#: Roundings of every gradient element that a sound system may be off by: of its products and sums.
+ROUNDINGS = 10
 
 #: Slots of residuals, but for the number of the coordinate.
 RESIDUAL = ".residual@"
@@ -61,7 +65,10 @@ def slots_of(
             due = given.get(parameter, nothing) + before.get(name, nothing)
             yield Slot(name, held.get(name), due, exact, tensor)
     for name, tensor in truth.kept.items():
-        yield Slot(name, held.get(name), tensor, close)
+        slot = Slot(name, held.get(name), tensor, close)
+        if slot.held is not None and not slot.result().ok:
+            slot = replace(slot, compare=_conditioned(evidence, step, name, close))
+        yield slot
     for name in held.keys() - told:
         yield Slot(name, held[name], torch.zeros_like(held[name]), bitwise)
 
@@ -91,6 +98,15 @@ def _above(floor: float) -> Compare:
         return Comparison(root_mean_square([actual]), floor)
 
     return Compare(compare, relative.parts)
+
+
+def _conditioned(evidence: Evidence, step: int, name: str, close: Compare) -> Compare:
+    """``close``, or a bound of :data:`ROUNDINGS` times what a rounding of all gradients makes."""
+    rounded = evidence.rounded
+    if rounded is None or name not in rounded.steps[step].kept:
+        return close
+    moved = spread(evidence.truth.steps[step].kept[name], rounded.steps[step].kept[name])
+    return relative_frobenius(ROUNDINGS * moved) if ROUNDINGS * moved > FP64_BOUND else close
 
 
 def _same_bits(evidence: Evidence) -> bool:
