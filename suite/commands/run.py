@@ -99,6 +99,9 @@ def run(
 
     A whole case id selects that case, as SCENARIO or after -k. The folder results/RUN holds the
     evidence: run.json, cases.jsonl, records/, report.html, junit.xml; `verify` judges it again.
+
+    Exit codes: 0 all held, 1 a fail, unexpected pass, hang or crash, 2 bad input, 3 undecided (only
+    replicas compared, over budget, an error of the judge), or nothing was judged.
     """
     from shardproof.commands.supervision import RESULTS
 

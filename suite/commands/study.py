@@ -317,8 +317,8 @@ def elastic(
     shardproof study elastic --history both --runs 1
     shardproof study elastic --records elastic --out elastic.md
 
-    About half a minute to a minute a run. Exit codes: 0 all hold, 1 one does not, or the agents did
-    not what the history asks for, 2 bad input.
+    A run takes half a minute to a minute. Exit codes: 0 all hold, 1 one does not, or agents did
+    something else than its history asks for, 2 bad input.
     """
     from shardproof.commands.supervision import Interrupts
     from shardproof.files import write_whole

@@ -66,13 +66,14 @@ def problems_of_cells(file: ScenarioFile, cells: Sequence[Cell]) -> Iterator[Pro
 def _faults(plan: schema.MembershipPlan, cell: Cell) -> Iterator[tuple[Keys, str, str, str]]:
     """Where, what is wrong there, the remedy and the value."""
     shown, world = mesh_name(cell.mesh), cell.world
-    without = f"or exclude {{mesh: {shown}, membership: {plan.label}}}"
+    without = f"or exclude {{reason: ..., mesh: {shown}, membership: {plan.label}}}"
     if len(cell.mesh) > 1:
         what, remedy = "members change on a mesh of one axis only", f"take one, {without}"
         yield [], what, remedy, shown
         return
     if plan.deaths and not BACKENDS[cell.backend].threads:
-        remedy = f"exclude {{backend: {cell.backend}, membership: {plan.label}}}"
+        there = f"backend: {cell.backend}, membership: {plan.label}"
+        remedy = f"run it on backend: in_memory, or also there and exclude {{reason: ..., {there}}}"
         what = "a member can die inside a step on in_memory only"
         yield ["deaths"], what, remedy, cell.backend
     changes = {change.step: (at, change) for at, change in enumerate(plan.changes)}

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardproof import verdicts
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import from_plain, to_plain, write_whole
+from shardproof.files import from_plain, read_input, to_plain, write_whole
 from shardproof.launch.pool import Pool
 from shardproof.report.drawings import bands
 from shardproof.studies.convergence import page
@@ -129,9 +129,10 @@ def _about(jobs: int, seconds: float) -> str:
 
 def _kept(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_input(path))
     except (OSError, ValueError) as error:
-        what = f"no records of a convergence study: {error}"
+        cause = error.strerror if isinstance(error, OSError) else error
+        what = f"no records of a convergence study: {cause}"
         raise SelectionError(Problem(what, "give a file that --records wrote", str(path))) from None
     if not isinstance(data, dict) or not isinstance(data.get("studies"), dict):
         what = "no records of a convergence study: there are no studies in it"
