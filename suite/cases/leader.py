@@ -34,8 +34,9 @@ from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Beside, Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch import kept_ranks, process_control
-from shardproof.launch.mpi.lease import Lease
-from shardproof.launch.mpi.world_keeper import WorldTask
+from shardproof.launch.lease import Lease
+from shardproof.launch.nodes.nodes import Nodes
+from shardproof.launch.rank_keeper import KeeperTask
 from shardproof.launch.ranks import Kept, root_cause, run_ranks
 from shardproof.oracle import apart, members, replay, training, trajectories
 from shardproof.oracle.rounded import Rounded
@@ -50,28 +51,35 @@ class CaseTask:
     """What a leader is given: ``workdir`` is made for this case, ``oracles`` are shared by all.
 
     ``world``: a kept one of MPI, whose ranks live on after this case; ``keeps_ranks``: so do the
-    leader's own.
+    leader's own.  ``nodes``: where ranks that are processes run, if not in this machine's own.
     """
 
     case: Case
     workdir: Path
     oracles: Path
-    world: WorldTask | None = None
+    world: KeeperTask | None = None
     keeps_ranks: bool = False
+    nodes: Nodes | None = None
 
     @property
     def kept(self) -> Kept | None:
         """Where the ranks come from, if they are not started for this case."""
         if self.world is not None:
-            return functools.partial(Lease, self.world)
+            return functools.partial(Lease, [self.world])
         return kept_ranks.OF_THIS_PROCESS if self.keeps_ranks else None
+
+    @property
+    def run(self) -> Run:
+        """What runs the ranks."""
+        start = self.nodes.start if self.nodes is not None else None
+        return functools.partial(run_ranks, start=start)
 
 
 def run_case(task: CaseTask) -> dict[str, Any]:
     """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
     process_control.keep_freed_memory()
     task.workdir.mkdir(parents=True)
-    account, result = judge_case(task.case, task.workdir, task.oracles, kept=task.kept)
+    account, result = judge_case(task.case, task.workdir, task.oracles, task.run, task.kept)
     return {"result": result.to_dict(), "account": account.to_dict()}
 
 

@@ -24,6 +24,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.contract import Options
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.launch.mpi.kept_worlds import KeptWorlds
+from shardproof.launch.nodes.nodes import Nodes
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.launch.ranks import LAST_RESORT
 from shardproof.registry import declaration, preflight
@@ -42,11 +43,15 @@ _HELD = ("pass", WORKING_PRECISION_ONLY)
 
 
 class Session:
-    """Leaders and cached oracles for any number of runs; a context manager."""
+    """Leaders and cached oracles for any number of runs; a context manager.
 
-    def __init__(self, jobs: int) -> None:
+    ``nodes``: where ranks that are processes run, if not on this machine's own.
+    """
+
+    def __init__(self, jobs: int, nodes: Nodes | None = None) -> None:
         self._pool = Pool(jobs, tasks=(run_case,))
         self._made = 0
+        self._nodes = nodes
         self._worlds = KeptWorlds(self._pool)
 
     def __enter__(self) -> Session:
@@ -117,6 +122,8 @@ class Session:
     def _task(self, case: Case, workdir: Path) -> CaseTask:
         """What its leader is given.  A planted fault has ranks that nobody uses again."""
         task, backend = CaseTask(case, workdir, self._oracles), BACKENDS[case.backend]
+        if self._nodes is not None and not backend.threads:
+            return replace(task, nodes=self._nodes)
         if case.skip or case.implementation.startswith(registry.MUTANTS):
             return task
         if backend.mpirun:
@@ -170,13 +177,15 @@ def run_cases(
     on_account: OnAccount | None = None,
     on_start: Callable[[Case], None] | None = None,
     enough: Callable[[], bool] | None = None,
+    nodes: Nodes | None = None,
 ) -> tuple[list[CaseResult], list[Case]]:
     """Run ``cases``; ``on_account``, then ``on_result`` see each result as it ends.
 
     ``on_start`` is told each case as it starts.  None is started any more once ``stop_after``
-    (seconds) are over or ``enough`` says so.  Returns the results and the cases that were left out.
+    (seconds) are over or ``enough`` says so.  ``nodes``: as of a
+    :class:`Session`.  Returns the results and the cases that were left out.
     """
-    with Session(jobs) as session:
+    with Session(jobs, nodes) as session:
         return session.run(cases, on_result, stop_after, on_account, on_start, enough)
 
 

@@ -44,7 +44,7 @@ class Launcher:
     def cannot_again(self) -> str:
         """Why ranks cannot run a second time; empty: they can."""
         elsewhere = "these ranks were started elsewhere: they cannot run a second time"
-        return "" if self.run is run_ranks else elsewhere
+        return "" if getattr(self.run, "func", self.run) is run_ranks else elsewhere
 
     def train(
         self, case: Case, workload: Workload, declaration: Declaration, name: str = ""

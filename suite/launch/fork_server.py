@@ -195,6 +195,10 @@ class ForkServer:
             raise ForkServerError("the fork server is not running")
         return self._process.pid
 
+    def fileno(self) -> int:
+        """Becomes readable when :meth:`poll` has something to tell."""
+        return self._socket.fileno()
+
     def wait_ready(self) -> None:
         """Block until it has imported everything.  Not needed before :meth:`submit`."""
         while not self._ready:

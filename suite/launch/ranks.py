@@ -61,8 +61,10 @@ class Ranks(Protocol):
         """Children of this process that live on."""
 
 
-#: Gives the processes of a launch.  :raises RanksGone: there are none any more.
-Kept = Callable[[RankLaunch], Ranks]
+#: Gives the processes of a launch.
+Start = Callable[[RankLaunch], Ranks]
+#: The same, of processes that wait for one.  :raises RanksGone: there are none any more.
+Kept = Start
 
 
 def run_ranks(
@@ -76,6 +78,7 @@ def run_ranks(
     disturbances: Any = None,
     memory_bytes: int | None = None,
     kept: Kept | None = None,
+    start: Start | None = None,
 ) -> list[RankOutcome]:
     """Run ``program(rank, world)`` on every rank of a fresh default group; one outcome per rank.
 
@@ -85,7 +88,8 @@ def run_ranks(
     ranks that sleep outside of calls, with no event on any, stand still.  ``memory_bytes`` limits
     the resident bytes of each rank process (some 300 MB of torch included).  Whatever a rank does,
     this returns, and no process of the ranks is left.  ``kept`` has processes that go on to live if
-    all ends well; the program is pickled for them.
+    all ends well; ``start`` starts others than by a fork of this process, and is not asked where
+    ranks are threads.  The program is pickled for both.
     """
     if world < 1 or budget_s <= 0:
         raise ValueError(f"world {world} and budget {budget_s} s must be positive")
@@ -99,7 +103,9 @@ def run_ranks(
         disturbances=disturbances,
         began=time.monotonic(),
     )
-    return _Watch(launch, budget_s, memory_bytes, kept).outcomes()
+    if start is None or launch.link.threads:
+        start = _Forked
+    return _Watch(launch, budget_s, memory_bytes, kept, start).outcomes()
 
 
 @dataclass(frozen=True)
@@ -197,11 +203,12 @@ class _Watch:
         budget_s: float,
         memory_bytes: int | None,
         kept: Kept | None,
+        start: Start,
     ) -> None:
         self._launch = launch
         self._budget_s = budget_s
         self._memory_bytes = memory_bytes
-        self._kept = kept
+        self._kept, self._start = kept, start
         self._watchdog = Watchdog(launch.heartbeat, launch.world, launch.link)
         #: CPU seconds of each rank when the first one failed.
         self._spent_at_failure: list[float] | None = None
@@ -233,7 +240,7 @@ class _Watch:
         if self._kept is not None:
             with contextlib.suppress(RanksGone):
                 return self._kept(self._launch)
-        return _Forked(self._launch)
+        return self._start(self._launch)
 
     def _alive(self) -> list[RankProcess]:
         return [process for process in self._processes if process.ended is None]

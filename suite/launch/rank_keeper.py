@@ -1,9 +1,9 @@
-"""Keeps the ranks of one ``mpirun`` for many cases.
+"""Keeps ranks that a leader did not fork: those of one ``mpirun``, or those of a launch on a node.
 
-A process of its own, forked from the fork server: it starts ``mpirun`` (``mpirun.py``), forks the
-ranks (``launch/rank_service.py``) and hands what one leader at a time orders on to them.  It ends,
-and all with it, as soon as a rank ends or says that something is left in it, when a leader goes
-before its ranks are done, and with whoever forked it.
+A process of its own, forked from a fork server: it starts ``mpirun`` where one gives ranks their
+places (``mpi/mpirun.py``), forks the ranks (``rank_service.py``) and hands what one leader at a
+time orders on to them.  It ends, and all with it, as soon as a rank ends or says that something is
+left in it, when a leader goes before its ranks are done, and with whoever forked it.
 
 On the leader's socket come file names of pickled launches; back go pids first, then for each rank
 ``[rank, wait status]`` as it is done.
@@ -27,11 +27,16 @@ MOST_CASES = 100
 
 
 @dataclass(frozen=True)
-class WorldTask:
-    """A world of ``size`` ranks in ``folder``, which its keeper makes."""
+class KeeperTask:
+    """``ranks`` in ``folder``, which their keeper makes; ``mpi``: an ``mpirun`` gives their places.
 
-    size: int
+    They are kept for ``most_cases`` leaders, one after the other.
+    """
+
+    ranks: tuple[int, ...]
     folder: Path
+    mpi: bool = True
+    most_cases: int = MOST_CASES
 
     @property
     def door(self) -> Path:
@@ -44,10 +49,13 @@ class WorldTask:
         return self.folder / "closed"
 
 
-def keep(task: WorldTask) -> None:
+def keep(task: KeeperTask) -> None:
     """Task of the keeper's process."""
     task.folder.mkdir(parents=True, exist_ok=True)
-    with Mpirun(task.size, task.folder) as mpirun:
+    with contextlib.ExitStack() as stack:
+        mpirun = None
+        if task.mpi:
+            mpirun = stack.enter_context(Mpirun(len(task.ranks), task.folder))
         keeper = _Keeper(task, mpirun)
         # Under another name until it listens: a leader that sees it may come in.
         early = task.folder / "early"
@@ -55,7 +63,7 @@ def keep(task: WorldTask) -> None:
             door.bind(str(early))
             door.listen(1)
             early.rename(task.door)
-            for _ in range(MOST_CASES):
+            for _ in range(task.most_cases):
                 if not keeper.attend(door):
                     break
             task.closed.touch()
@@ -64,26 +72,27 @@ def keep(task: WorldTask) -> None:
 class _Keeper:
     """The ranks and what is known of them."""
 
-    def __init__(self, task: WorldTask, mpirun: Mpirun) -> None:
+    def __init__(self, task: KeeperTask, mpirun: Mpirun | None) -> None:
         self._selector = selectors.DefaultSelector()
-        self._orders: list[socket.socket] = []
-        self._pids: list[int] = []
+        self._orders: dict[int, socket.socket] = {}
+        self._pids: dict[int, int] = {}
         #: Ranks that have yet to be done with the leader's order.
         self._busy: set[int] = set()
         #: Whether every rank lives, and nothing is left in it.
         self._fit = True
         parent = os.getpid()
-        for rank in range(task.size):
+        for rank in task.ranks:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             pid = os.fork()
             if pid == 0:
-                for other in (*self._orders, ours):
+                for other in (*self._orders.values(), ours):
                     other.close()
-                mpirun.become(rank)
+                if mpirun is not None:
+                    mpirun.become(rank)
                 serve((rank,), theirs, parent, task.folder / f"rank{rank}.log")
             theirs.close()
-            self._orders.append(ours)
-            self._pids.append(pid)
+            self._orders[rank] = ours
+            self._pids[rank] = pid
             self._selector.register(ours, selectors.EVENT_READ, rank)
             self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, rank)
 
@@ -97,7 +106,7 @@ class _Keeper:
             return False
         leader, _ = door.accept()
         with leader:
-            leader.send(json.dumps(self._pids).encode())
+            leader.send(json.dumps([*self._pids.values()]).encode())
             self._selector.register(leader, selectors.EVENT_READ)
             while True:
                 if all(key.fileobj is not leader for key in self._events(leader)):
@@ -105,8 +114,8 @@ class _Keeper:
                 order = leader.recv(4096)
                 if not order:
                     break
-                self._busy = set(range(len(self._orders)))
-                for orders in self._orders:
+                self._busy = set(self._orders)
+                for orders in self._orders.values():
                     orders.send(order)
             self._selector.unregister(leader)
         return self._fit and not self._busy
