@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing $(TORCH) into $(VENV) (1 GB, a few minutes, once) ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "$(TORCH)"
 	@echo "installing the pinned dependencies ..."
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,dev,cluster]"
 	@echo "installing the extra deepspeed (built from source, without compiled operators) ..."
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e ".[deepspeed]" >/dev/null 2>&1 \
 	&& echo "deepspeed is installed" \
@@ -77,12 +77,15 @@ ecosystem: setup ## systems that people use, each beside its known verdict (PICO
 gpu: ## all measurements on GPUs, into results/baselines (40 minutes; docs/gpu.md)
 	@$(PYTHON) deploy/gpu.py
 
-# Needs a container engine and any Python, no virtual environment.  Runs every lane of equal bits.
-cluster: ## quick DDP conformance on 2 containers x 2 ranks, compared with local processes
-	@$(PYTHON) -m shardproof.multinode.cluster run ddp-gpt ddp-dyadic --nodes 2 --ranks-per-node 2 --tier full -k "quick or ((bitwise or dyadic) and sgd)"
+# Needs a container engine.  Runs every lane of equal bits.
+cluster: setup ## DDP on 2 containers x 2 ranks, compared with local processes
+	@run=results/$$(date -u +%Y%m%d-%H%M%S); chosen='quick or ((bitwise or dyadic) and sgd)'; \
+	$(BIN)/shardproof cluster run ddp-gpt ddp-dyadic --backend gloo --world 4 --tier full -k "$$chosen" --results $$run-cluster && \
+	$(BIN)/shardproof run ddp-gpt ddp-dyadic --backend gloo --world 4 --tier full -k "$$chosen" --results $$run-local && \
+	$(BIN)/shardproof compare $$run-local $$run-cluster
 
-image: ## build the container images if missing or outdated
-	@$(PYTHON) -m shardproof.multinode.cluster build
+image: setup ## build the container images if missing or outdated
+	@$(BIN)/shardproof cluster build
 
 compare: setup ## regenerate the table across hardware from the committed baselines
 	@$(BIN)/shardproof compare results/baselines/*.json --by hardware --into results/README.md

@@ -19,6 +19,7 @@ from shardproof import VERSION, verdicts
 from shardproof.commands import (
     bench,
     checkpoint,
+    cluster,
     compare,
     evidence,
     init,
@@ -61,6 +62,7 @@ app = typer.Typer(
     shardproof gate RUN --against BASELINE                     fail CI on regressions
     shardproof watch train.py --nproc 4                        watch a training script
     shardproof checkpoint verify PATH                          is a checkpoint whole?
+    shardproof cluster run ddp-gpt --nodes 2                   on containers as nodes
     shardproof study NAME                                      measure the suite itself
 
     \b
@@ -94,20 +96,11 @@ app.add_typer(
     name="checkpoint",
     short_help="Inspect, verify, diff, convert checkpoints.",
 )
+app.add_typer(
+    cluster.clusters, name="cluster", short_help="Run on containers of this machine as nodes."
+)
 app.add_typer(study.studies, name="study", short_help="Measure the suite itself.")
 app.command("calibrate", hidden=True)(study.calibrate_by_its_old_name)
-
-
-@app.command(
-    short_help="Run a scenario on several containers.",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)
-def cluster(context: typer.Context) -> None:
-    """Run a scenario on several containers and compare with local processes."""
-    from shardproof.multinode.cluster import main as run_cluster
-
-    raise typer.Exit(run_cluster(context.args))
 
 
 def _version(wanted: bool) -> None:

@@ -24,6 +24,7 @@ from shardproof.table import number
 if TYPE_CHECKING:
     from shardproof.checks.results import CaseResult
     from shardproof.commands.supervision import Interrupts
+    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.run_folder import RunFolder
     from shardproof.scenarios.budget import CaseSchedule
@@ -191,6 +192,7 @@ def run_and_exit(
     :raises typer.Exit: always, but for a dry run.
     """
     from shardproof.commands.supervision import open_folder
+    from shardproof.launch.nodes.nodes import NodeGone, Nodes
     from shardproof.registry import preflight
     from shardproof.runs.durations import Durations
     from shardproof.scenarios.budget import fit_cases
@@ -199,6 +201,12 @@ def run_and_exit(
     declared = preflight.check(sources, sources=sources)
     if fit:
         cases = _fitting(cases, declared)
+    if (nodes := Nodes.here()) is not None:
+        every, cases = len(cases), with_room(cases, nodes)
+        if len(cases) < every:
+            echo(
+                f"{nodes}: {number(every - len(cases), 'case')} of more ranks left aside", err=True
+            )
     cases = preflight.with_found_traits(cases)
     durations = Durations.of_user()
     workers = jobs or cores()
@@ -212,10 +220,30 @@ def run_and_exit(
         left_out = f", {len(planned.left_out)} left out by the budget" if planned.left_out else ""
         echo(f"{summary}{left_out}", err=True)
         return
+    if nodes is not None:
+        try:
+            nodes.wait()
+        except NodeGone as error:
+            echo(f"precondition: {error}", err=True)
+            raise typer.Exit(verdicts.NOT_DECIDED) from None
     with open_folder(results) as folder:
-        raise typer.Exit(
-            execute(folder, planned, workers, budget, durations, kept, junit, fail_fast, is_kept)
-        )
+        how = budget, durations, kept, junit, fail_fast, is_kept, nodes
+        raise typer.Exit(execute(folder, planned, workers, *how))
+
+
+def with_room(cases: Sequence[Case], nodes: Nodes) -> list[Case]:
+    """Those whose ranks fit the nodes.
+
+    :raises SelectionError: none fits.
+    """
+    from shardproof.backends import BACKENDS
+
+    room = [c for c in cases if BACKENDS[c.backend].threads or c.world <= nodes.places]
+    if cases and not room:
+        least = min(case.world for case in cases)
+        what = f"no case fits {nodes}: they need {least} or more"
+        raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
+    return room
 
 
 def _require_mpi(cases: Sequence[Case], asked: Sequence[str]) -> None:
@@ -267,13 +295,14 @@ def execute(
     junit_file: Path | None = None,
     fail_fast: int | None = None,
     is_kept: bool = True,
+    nodes: Nodes | None = None,
 ) -> int:
     """Run the cases of ``schedule``; ``budget`` is in minutes.  Returns the exit code.
 
     No case is started any more once ``fail_fast`` have broken.
 
     ``kept`` are results that the folder holds already: they count, too, as do those of cases that
-    the budget leaves out.
+    the budget leaves out.  ``nodes``: where ranks that are processes run.
     """
     from shardproof import report
     from shardproof.cases.runner import run_cases
@@ -303,9 +332,8 @@ def execute(
                     durations.note(result.id, result.seconds)
                 progress.step(result)
 
-            _, late = run_cases(
-                planned.chosen, jobs, note, seconds, folder.keep, progress.started, failed_fast
-            )
+            seen = folder.keep, progress.started, failed_fast
+            _, late = run_cases(planned.chosen, jobs, note, seconds, *seen, nodes)
         return late
 
     def body(interrupts: Interrupts) -> int:

@@ -1,308 +1,301 @@
-"""Containers as nodes: build, start, wait, copy, remove.
+"""Containers of this machine as nodes: started, followed, and removed on every path.
 
-``python3 -m shardproof.multinode.cluster run SCENARIO`` imports the standard library only, so
-that it runs where nothing is installed but an engine (``docker`` with Compose v2 or docker-compose
-1.29).  Everything it starts carries the label ``shardproof=<run>`` and is removed on every path,
-after the results were copied to ``results/<run>/``; images stay.
+A cluster is a private network without a way out, a *head*, in which ``shardproof run`` judges, and
+nodes, in each of which an agent forks ranks (``launch/nodes/``).  The nodes share the head's
+process table and its ``/dev/shm``; each has its own network, CPU and memory.  All carry the label
+``shardproof=<name>``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import hashlib
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-IMAGE = "shardproof"
-OWN_BASE = "shardproof-base"
+from shardproof.launch.nodes.nodes import ENVIRONMENT, FOLDER
+from shardproof.multinode.engine import NoCluster, image_name
+from shardproof.runs.machine import KERNEL_VARIABLES, commit
+from shardproof.verdicts import BAD_INPUT, BROKEN, HELD, INTERRUPTED, NOT_DECIDED
+
 LABEL = "shardproof"
-#: What an image is made of; a change in any of it makes the images old.
-SOURCES = (
-    *("Dockerfile", ".dockerignore", "constraints.txt", "pyproject.toml"),
-    *("suite", "impls", "scenarios", "deploy"),
-)
-#: How to list what a run started, and how to remove it.
-LISTED = {
-    ("docker", "ps", "--all"): ("docker", "rm", "--force", "--volumes"),
-    ("docker", "network", "ls"): ("docker", "network", "rm"),
-    ("docker", "volume", "ls"): ("docker", "volume", "rm"),
-}
-HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED = 0, 1, 2, 3, 130
-
-
-class NoCluster(RuntimeError):
-    """Containers cannot be had here; the message says why and what to do."""
-
-
-def engine_missing() -> str | None:
-    """Why no container can be started here (``None``: one can)."""
-    if shutil.which("docker") is None:
-        return "no container engine: install docker, then start its daemon"
-    if not _quiet("docker", "info"):
-        return "the container engine does not answer: start its daemon, or let this user reach it"
-    if _compose() is None:
-        return "no Compose: install docker-compose-plugin or docker-compose"
-    return None
-
-
-def _compose() -> list[str] | None:
-    for command in (["docker", "compose"], ["docker-compose"]):
-        if shutil.which(command[0]) and _quiet(*command, "version"):
-            return command
-    return None
-
-
-def _quiet(*command: str, timeout: float = 60.0) -> bool:
-    try:
-        return _run(*command, timeout=timeout).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-
-
-def _run(*command: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def _lines(*command: str) -> list[str]:
-    return _run(*command).stdout.split()
-
-
-# -------------------------------------------------------------------------------------- images
-
-
-def source_digest(root: Path = ROOT) -> str:
-    """Digest of everything that the images are made of."""
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        top = root / name
-        files = sorted(top.rglob("*")) if top.is_dir() else [top]
-        for file in files:
-            if file.is_file() and "__pycache__" not in file.parts:
-                digest.update(f"{file.relative_to(root)}\0".encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()[:32]
-
-
-def default_base(root: Path = ROOT) -> str:
-    found = re.search(r"^ARG BASE_IMAGE=(\S+)", (root / "Dockerfile").read_text(), re.MULTILINE)
-    assert found is not None
-    return found[1]
-
-
-def base_image() -> str:
-    """The image to build on: ``$BASE_IMAGE``, one that is here, one pulled, or one made.
-
-    :raises NoCluster: none of it works; says what to install.
-    """
-    wanted = default_base()
-    if given := os.environ.get("BASE_IMAGE"):
-        return given
-    for name in (OWN_BASE, wanted):
-        if _quiet("docker", "image", "inspect", name):
-            return name
-    if _quiet("docker", "pull", "--quiet", wanted, timeout=600):
-        return wanted
-    if shutil.which("debootstrap") and os.geteuid() == 0:
-        print(f"{wanted} cannot be pulled: making {OWN_BASE} by debootstrap ...", flush=True)
-        made = subprocess.run([ROOT / "deploy" / "base-image.sh", OWN_BASE], check=False)
-        if made.returncode == 0:
-            return OWN_BASE
-    raise NoCluster(
-        f"no base image: {wanted} cannot be pulled; as root, `apt-get install debootstrap` and try "
-        "again, or set BASE_IMAGE to an image with Python 3.11 and its venv module"
-    )
-
-
-def build(force: bool = False) -> None:
-    """Build the images ``shardproof-rank`` and ``shardproof-judge`` if they are missing or old.
-
-    :raises NoCluster: a build failed.
-    """
-    digest = source_digest()
-    for target in ("rank", "judge"):
-        name = f"{IMAGE}-{target}"
-        form = '{{index .Config.Labels "shardproof.source"}}'
-        if not force and digest in _lines("docker", "image", "inspect", "-f", form, name):
-            continue
-        arguments = [f"BASE_IMAGE={base_image()}"]
-        for key in ("TORCH", "TORCH_INDEX", "PIP_INDEX_URL", "PIP_NO_INDEX"):
-            if key in os.environ:
-                arguments.append(f"{key}={os.environ[key]}")
-        command = ["docker", "build", "--quiet", "--target", target, "--tag", name]
-        command += [part for pair in arguments for part in ("--build-arg", pair)]
-        command += ["--label", f"shardproof.source={digest}", str(ROOT)]
-        print(f"building {name} on {arguments[0].removeprefix('BASE_IMAGE=')} ...", flush=True)
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=3600, check=False)
-        if done.returncode != 0:
-            raise NoCluster(f"building {name} failed (exit code {done.returncode})")
-
-
-# ----------------------------------------------------------------------------------------- run
+#: Who the processes in containers are where the user is root.
+OWN_USER = 10001
+#: The interface that the engine gives a container.
+_INTERFACE = "eth0"
+_SHARED_MEMORY = "2g"
+#: Seconds that a head has to end in order after an interrupt.
+_END_SECONDS = 30
+_MODULES = ("shardproof.cases.preloaded", "shardproof.cases.training_run")
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to run on how many nodes.  ``deadline_s`` is for the whole of it, start to verdict."""
+class Cluster:
+    """What to start.  ``own``: folders of the user's, mounted read only where they are here."""
 
-    scenarios: tuple[str, ...] = ("ddp-gpt",)
-    nodes: int = 2
-    ranks_per_node: int = 2
-    tier: str = "quick"
-    expression: str = ""
-    deadline_s: float = 600.0
-    compare: bool = True
+    name: str
+    nodes: int
+    ranks_per_node: int
+    results: Path
+    folder: Path
+    images: Mapping[str, str]
+    own: Sequence[Path] = ()
+    cpus: float | None = None
+    memory_bytes: int | None = None
+    command: Sequence[str] = ()
 
-    def environment(self, run: str) -> dict[str, str]:
-        """The variables that compose.yaml reads."""
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What ``run.json`` tells of it."""
+        per_node = self.ranks_per_node
+        places = [list(range(n * per_node, (n + 1) * per_node)) for n in range(self.nodes)]
+        declared = {"cpus": self.cpus, "memory_bytes": self.memory_bytes}
         return {
-            "RUN": run,
-            "IMAGE": IMAGE,
-            "NODES": str(self.nodes),
-            "RANKS_PER_NODE": str(self.ranks_per_node),
-            "SCENARIO": " ".join(self.scenarios),
-            "TIER": self.tier,
-            "EXPRESSION": self.expression,
-            "DEADLINE": str(int(self.deadline_s * 0.4)),
-            "COMPARE": "yes" if self.compare else "no",
+            "name": self.name,
+            "nodes": [{"name": f"node{n}", "ranks": ranks} for n, ranks in enumerate(places)],
+            "ranks_per_node": per_node,
+            "images": dict(self.images),
+            "declared": {key: value for key, value in declared.items() if value is not None},
         }
 
+    @property
+    def environment(self) -> str:
+        """What its head knows of it (``launch.nodes.nodes.facts_here``)."""
+        typed = {"command": list(self.command), "commit": commit(), "told": self.facts}
+        return json.dumps({"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, **typed})
 
-def run(job: Job, results: Path) -> int:
-    """Run ``job`` in containers; its evidence ends up in ``results``, its exit code is returned.
 
-    :raises NoCluster: no engine, no images, or the containers did not end in time.
+def run(
+    engine: Any,
+    cluster: Cluster,
+    command: Sequence[str],
+    say: Callable[[str], None],
+    keep: bool = False,
+) -> int:
+    """Run ``shardproof`` with the words of ``command`` in a head; its exit code.
+
+    ``say`` gets its output as it comes.  Whatever happens, nothing of the cluster stays, unless
+    ``keep`` is set and it has run to its end.
+
+    :raises NoCluster: the engine cannot start it.
     """
-    missing = engine_missing()
-    if missing:
-        raise NoCluster(missing)
-    build()
-    results.mkdir(parents=True, exist_ok=True)  # before anything runs
-    compose = _compose()
-    assert compose is not None
-    name = f"shardproof-{os.getpid()}-{int(time.time())}"
-    command = [*compose, "--project-name", name, "--file", str(ROOT / "compose.yaml")]
-    command += ["up", "--no-build", "--no-color", "--scale", f"node={job.nodes - 1}"]
-    command += ["--exit-code-from", "head"]
-    began = time.time()
-    with _removed_afterwards(name, results):
-        # A session of its own: Ctrl-C reaches this process only, which then ends things in order.
-        client = subprocess.Popen(
-            command,
-            env={**os.environ, **job.environment(name)},
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    from docker.errors import DockerException
+
+    owner = _user()
+    with _removed_afterwards(engine, cluster.name, keep), _lent(cluster.results, owner):
         try:
-            code = client.wait(job.deadline_s)
-        except subprocess.TimeoutExpired:
-            raise NoCluster(f"the containers did not end within {job.deadline_s:g} s") from None
-        finally:
-            if client.poll() is None:
-                os.killpg(client.pid, signal.SIGKILL)
-                client.wait()
-    _tell(results, name, job, began, code)
-    if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED):
-        print(f"the head ended with code {code}: a container was stopped from outside, or died")
+            head = _head(engine, cluster, owner)
+            _start_nodes(engine, cluster, owner, head)
+            code = _judged(engine, head, cluster, command, say)
+        except DockerException as error:
+            raise NoCluster(f"the engine cannot run the cluster: {error}") from None
+    if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED):
+        say(f"the head ended with code {code}: it was stopped from outside, or died\n")
         return BROKEN
     return code
 
 
-def _tell(results: Path, name: str, job: Job, began: float, code: int) -> None:
-    plan = results / "cluster" / "plan.json"
-    first = json.loads(plan.read_text())["began"] - began if plan.exists() else None
-    images = {
-        target: "".join(_lines("docker", "image", "inspect", "-f", "{{.Id}}", f"{IMAGE}-{target}"))
-        for target in ("rank", "judge")
+def _judged(
+    engine: Any, head: Any, cluster: Cluster, command: Sequence[str], say: Callable[[str], None]
+) -> int:
+    """Run the command in the head, to its end or to a first interrupt's; its exit code."""
+    pid = f"/dev/shm/run-{os.getpid()}"
+    words = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', pid, "python3", "-m", "shardproof", *command]
+    environment = {ENVIRONMENT: cluster.environment}
+    judge = engine.api.exec_create(head.id, words, environment=environment)["Id"]
+
+    def follow() -> None:
+        for part in engine.api.exec_start(judge, stream=True):
+            say(part.decode("utf-8", "replace"))
+
+    said = threading.Thread(target=follow, daemon=True)
+    said.start()
+    try:
+        while said.is_alive():
+            said.join(0.2)
+    except KeyboardInterrupt:
+        # Its own way to stop in order: results are kept, and reports made.
+        head.exec_run(["sh", "-c", 'kill -INT "$(cat "$0")"', pid])
+        said.join(_END_SECONDS)
+        return INTERRUPTED
+    return int(engine.api.exec_inspect(judge)["ExitCode"])
+
+
+def _head(engine: Any, cluster: Cluster, user: int) -> Any:
+    """Started first: the nodes share its process table and memory."""
+    return engine.containers.run(
+        image_name("judge"),
+        ["sleep", "infinity"],
+        name=f"{cluster.name}-head",
+        hostname="head",
+        labels={LABEL: cluster.name, f"{LABEL}.role": "head"},
+        init=True,
+        network_mode="none",
+        ipc_mode="shareable",
+        shm_size=_SHARED_MEMORY,
+        **_common(cluster, user, {}, [_mount(cluster.results, read_only=False)]),
+    )
+
+
+def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> None:
+    labels = {LABEL: cluster.name, f"{LABEL}.role": "node"}
+    network = engine.networks.create(cluster.name, internal=True, labels={LABEL: cluster.name})
+    limits: dict[str, Any] = {}
+    if cluster.cpus is not None:
+        limits["nano_cpus"] = int(cluster.cpus * 1e9)
+    if cluster.memory_bytes is not None:
+        limits["mem_limit"] = limits["memswap_limit"] = cluster.memory_bytes
+    for node in range(cluster.nodes):
+        agent = ["python3", "-m", "shardproof.launch.nodes.agent", str(FOLDER), str(node)]
+        engine.containers.run(
+            image_name("rank"),
+            [*agent, *_MODULES],
+            name=f"{cluster.name}-node{node}",
+            hostname=f"node{node}",
+            labels=labels,
+            network=network.name,
+            pid_mode=f"container:{head.id}",
+            ipc_mode=f"container:{head.id}",
+            **limits,
+            **_common(cluster, user, {"GLOO_SOCKET_IFNAME": _INTERFACE}, []),
+        )
+
+
+def _common(
+    cluster: Cluster, user: int, environment: Mapping[str, str], mounts: Sequence[Any]
+) -> dict[str, Any]:
+    kernels = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
+    return {
+        "detach": True,
+        "user": f"{user}:{user if os.geteuid() == 0 else os.getegid()}",
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "tmpfs": {"/tmp": ""},
+        "mounts": [*(_mount(path, read_only=True) for path in cluster.own), *mounts],
+        "working_dir": str(cluster.folder),
+        "environment": {
+            "HOME": "/tmp",
+            "USER": "shardproof",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # Hides warnings of the systems under test, which every rank repeats for every case.
+            "PYTHONWARNINGS": "ignore",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **kernels,
+            **environment,
+        },
     }
-    facts = {
-        "run": name,
-        "nodes": job.nodes,
-        "ranks_per_node": job.ranks_per_node,
-        "seconds_to_first_case": first,
-        "seconds": time.time() - began,
-        "exit_code": code,
-        "images": images,
-    }
-    (results / "cluster.json").write_text(json.dumps(facts, indent=1) + "\n")
-    if first is not None:
-        print(f"start to first case {first:.1f} s, in all {facts['seconds']:.1f} s")
-    print(f"evidence: {results}")
+
+
+def _mount(path: Path, read_only: bool) -> Any:
+    from docker.types import Mount
+
+    return Mount(str(path), str(path), type="bind", read_only=read_only)
+
+
+def _user() -> int:
+    return os.geteuid() or OWN_USER
 
 
 @contextlib.contextmanager
-def _removed_afterwards(name: str, results: Path) -> Iterator[None]:
-    """Copy the results of run ``name``, then remove what it started, however the block ends."""
-    previous = {
-        number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    previous[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+def _lent(results: Path, user: int) -> Iterator[None]:
+    """Give the folder to ``user``, where that is another than the caller, and take it back."""
+
+    def give(owner: int) -> None:
+        for path in (results, *results.rglob("*")):
+            os.chown(path, owner, owner, follow_symlinks=False)
+
+    if user == os.geteuid():
+        yield
+        return
+    give(user)
     try:
         yield
+    finally:
+        give(os.geteuid())
+
+
+# ------------------------------------------------------------------------------------- removal
+
+
+@contextlib.contextmanager
+def _removed_afterwards(engine: Any, name: str, keep: bool) -> Iterator[None]:
+    """Remove all of cluster ``name`` however the block ends; with ``keep``, if it is cut short."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    previous: dict[int, Any] = {number: signal.signal(number, _interrupt) for number in numbers}
+    previous[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+    done = False
+    try:
+        yield
+        done = True
     finally:
         # A second Ctrl-C must not stop the removal; it takes seconds.
         for number in previous:
             signal.signal(number, signal.SIG_IGN)
         try:
-            _copy(name, results)
+            left = [] if keep and done else remove(engine, name)
         finally:
-            remove(name)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+        if left:
+            print(f"could not be removed: {', '.join(left)}; `shardproof cluster clean`")
 
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _copy(name: str, results: Path) -> None:
-    filters = ["--filter", f"label={LABEL}={name}", "--filter", "label=shardproof.role=head"]
-    for container in _lines("docker", "ps", "--all", "--quiet", *filters):
-        done = _run("docker", "cp", f"{container}:/results/.", str(results), timeout=300)
-        if done.returncode != 0:
-            print(f"results could not be copied: {done.stderr.strip()}", file=sys.stderr)
+def parts(engine: Any, name: str = "") -> list[Any]:
+    """Containers, then networks, of cluster ``name`` ("": of all)."""
+    filters = {"label": f"{LABEL}={name}" if name else LABEL}
+    containers = engine.containers.list(all=True, filters=filters, ignore_removed=True)
+    return [*containers, *engine.networks.list(filters=filters)]
 
 
-def remove(name: str) -> list[str]:
-    """Remove containers, networks and volumes of run ``name``; what is left, normally nothing."""
-    label = f"label={LABEL}={name}"
-    for _ in range(3):
-        for listing, removal in LISTED.items():
-            if found := _lines(*listing, "--quiet", "--filter", label):
-                _run(*removal, *found, timeout=120)
-        if not (left := leftovers(name)):
+def label_of(part: Any) -> str:
+    """The name of the cluster that a container or network belongs to."""
+    attributes = part.attrs
+    labels = attributes.get("Labels") or attributes.get("Config", {}).get("Labels") or {}
+    return str(labels.get(LABEL, ""))
+
+
+def remove(engine: Any, name: str) -> list[str]:
+    """Remove cluster ``name``; the names of what is left, normally nothing."""
+    from docker.errors import DockerException
+
+    for attempt in range(5):
+        for part in parts(engine, name):
+            with contextlib.suppress(DockerException):  # it went by itself, or goes at the next try
+                if hasattr(part, "kill"):
+                    part.remove(force=True, v=True)
+                else:
+                    part.remove()
+        if not (left := parts(engine, name)):
             return []
-        time.sleep(1.0)
-    return left
+        time.sleep(0.2 * (attempt + 1))
+    return [part.name for part in left]
 
 
-def clean(everything: bool = False) -> bool:
+def clean(engine: Any, say: Callable[[str], None], everything: bool = False) -> bool:
     """Remove what runs left behind; those that go on only with ``everything``.  Whether it went."""
-    form = f'{{{{.Label "{LABEL}"}}}}'
-    query = ("--filter", f"label={LABEL}", "--format", form)
     gone = True
-    for name in sorted({name for listing in LISTED for name in _lines(*listing, *query)}):
-        if not everything and _goes_on(name):
-            print(f"left: {name}, which goes on; `cluster clean --all` ends it, too")
+    for name in sorted({label_of(part) for part in parts(engine)} - {""}):
+        if not everything and goes_on(name):
+            say(f"left: {name}, which goes on; `cluster clean --all` ends it, too\n")
         else:
-            gone = not remove(name) and gone
+            gone = not remove(engine, name) and gone
     return gone
 
 
-def _goes_on(name: str) -> bool:
-    """Whether the process that started run ``name`` is there, and no other has its number now."""
+def goes_on(name: str) -> bool:
+    """Whether the process that started cluster ``name`` is there, and no other has its number."""
     named = re.fullmatch(r"shardproof-(\d+)-\d+", name)
     if named is None:
         return False
@@ -314,71 +307,3 @@ def _goes_on(name: str) -> bool:
         return True  # another user's
     command = Path(f"/proc/{named[1]}/cmdline")
     return not command.exists() or b"cluster" in command.read_bytes()
-
-
-def leftovers(name: str | None = None) -> list[str]:
-    """Containers, networks and volumes that carry the label."""
-    label = f"label={LABEL}" if name is None else f"label={LABEL}={name}"
-    query = ("--quiet", "--filter", label)
-    return [thing for listing in LISTED for thing in _lines(*listing, *query)]
-
-
-# ------------------------------------------------------------------------------------- command
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardproof cluster", description="Containers of this machine as nodes."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("run", help="run scenarios on containers and judge them")
-    runs.add_argument("scenario", nargs="*", default=["ddp-gpt"])
-    runs.add_argument("--nodes", type=int, default=2)
-    runs.add_argument("--ranks-per-node", type=int, default=2)
-    runs.add_argument("--tier", choices=("quick", "full"), default="quick")
-    runs.add_argument("-k", dest="expression", default="", metavar="EXPR")
-    runs.add_argument("--results", type=Path, metavar="RUN_FOLDER")
-    runs.add_argument("--deadline", type=float, default=600.0, metavar="SECONDS")
-    runs.add_argument("--no-compare", action="store_true", help="skip the same cases run locally")
-    builds = commands.add_parser("build", help="build the images if they are missing or old")
-    builds.add_argument("--force", action="store_true")
-    cleans = commands.add_parser("clean", help="remove what a killed run left behind")
-    cleans.add_argument("--all", action="store_true", help="also end runs that go on")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        if options.command == "build":
-            build(options.force)
-            return HELD
-        if options.command == "clean":
-            return HELD if clean(options.all) else NOT_DECIDED
-        if options.nodes < 1 or options.ranks_per_node < 1 or options.deadline <= 0:
-            print("--nodes, --ranks-per-node and --deadline must be positive", file=sys.stderr)
-            return BAD_INPUT
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        job = Job(
-            tuple(options.scenario or ["ddp-gpt"]),
-            options.nodes,
-            options.ranks_per_node,
-            options.tier,
-            options.expression,
-            options.deadline,
-            not options.no_compare,
-        )
-        return run(job, options.results or Path("results") / f"{stamp}-cluster")
-    except NoCluster as error:
-        print(f"precondition: {error}", file=sys.stderr)
-        return NOT_DECIDED
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror} - name another --results", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

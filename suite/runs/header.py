@@ -87,6 +87,8 @@ class Invocation(_Part):
     kills: list[str] = []
     key: ComparisonKey | None = None
     benches: list[str] = []
+    #: The containers that ranks ran in, which node had which, and what they were made of.
+    cluster: dict[str, JsonValue] | None = None
 
 
 class Header(_Part):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shardproof import VERSION
 from shardproof.launch.fork_server import REPRODUCIBLE
+from shardproof.launch.nodes.nodes import facts_here
 from shardproof.launch.process_control import cores
 from shardproof.runs.header import Fingerprint, Gpu, Invocation
 
@@ -27,8 +28,16 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def begun(command: Sequence[str], now: str) -> Invocation:
-    """An invocation of ``command`` that starts on this machine."""
+    """An invocation of ``command`` that starts on this machine.
+
+    The head of a cluster is told what was typed, by which commit.
+    """
+    facts = facts_here()
+    cluster = {} if facts is None else {"cluster": facts["told"]}
+    if facts is not None:
+        command = facts["command"]
     return Invocation(
+        **cluster,
         # A file name may hold bytes that are no text.
         command=[os.fsencode(word).decode(errors="replace") for word in command],
         started=now,
@@ -36,7 +45,7 @@ def begun(command: Sequence[str], now: str) -> Invocation:
         exit_code=None,
         pid=os.getpid(),
         suite=VERSION,
-        commit=_commit(),
+        commit=commit() if facts is None else facts["commit"],
         python=platform.python_version(),
         packages={name: _version(name) for name in _PACKAGES},
         fingerprint=fingerprint(),
@@ -79,7 +88,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The suite's commit, with ``+changes`` if files differ from it; ``None`` outside of git."""
     head = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")

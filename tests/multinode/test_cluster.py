@@ -14,71 +14,211 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import docker
 import pytest
 import torch
 from made_case import made_case
 
+from shardproof.commands import cluster as cluster_command
+from shardproof.commands import main as command_line
 from shardproof.contract import Piece
 from shardproof.errors import SelectionError
 from shardproof.evidence.records import RankRecord
+from shardproof.launch.nodes.nodes import Nodes
 from shardproof.multinode import cluster, foreign_records, torchrun
+from shardproof.multinode import engine as engine_room
+from shardproof.multinode.engine import NoCluster
 from shardproof.registry.declaration import Declaration
-from shardproof.verdicts import BAD_INPUT
+from shardproof.runs import machine
+from shardproof.verdicts import BAD_INPUT, INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# --------------------------------------------------------------------------------------- clean
+# ------------------------------------------------------------------------------ a made engine
 
 
-@pytest.fixture
-def made_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """An engine that holds a container and a network of each run: run -> what is there."""
-    there: dict[str, list[str]] = {}
+class Part:
+    """A container or network that was made."""
 
-    def answer(*command: str, timeout: float = 0) -> subprocess.CompletedProcess[str]:
-        label = next((w for w in command if w.startswith("label=")), "").split("=")[2:]
-        kept = [run for run in there if label in ([], [run])]
-        if "rm" in command:
-            for run, parts in there.items():
-                there[run] = [part for part in parts if part not in command]
-        kind = "network" if "network" in command else "volume" if "volume" in command else "box"
-        parts = [(run, part) for run in kept for part in there[run] if part.startswith(kind)]
-        lines = [run if "--format" in command else part for run, part in parts]
-        return subprocess.CompletedProcess(command, 0, "\n".join(lines), "")
+    def __init__(self, engine: MadeEngine, name: str, labels: dict[str, str], run: Any) -> None:
+        self.engine, self.name, self.id, self.asked = engine, name, f"id-of-{name}", run
+        self.attrs = {"Labels": labels}
 
-    monkeypatch.setattr(cluster, "_run", answer)
-    return there
+    def remove(self, **_: object) -> None:
+        self.engine.parts.remove(self)
 
 
-def test_clean_leaves_runs_that_go_on(
-    made_engine: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+class MadeEngine:
+    """Stands in for the client of docker's SDK: notes what it is asked for, and starts nothing.
+
+    The head's command says ``says`` and ends with ``code``; container number ``breaks`` cannot be
+    started.
+    """
+
+    def __init__(self, code: int = 0, says: bytes = b"", breaks: int = -1) -> None:
+        self.parts: list[Part] = []
+        self.made: list[Part] = []
+        self.executed: list[Any] = []
+        self.containers = SimpleNamespace(run=self._run, list=self._list("box"))
+        self.networks = SimpleNamespace(create=self._create, list=self._list("network"))
+        self.api = SimpleNamespace(
+            exec_create=lambda *given, **named: self.executed.append((given, named)) or {"Id": "e"},
+            exec_start=lambda *_, **__: iter([says]),
+            exec_inspect=lambda _: {"ExitCode": code},
+        )
+        self._breaks = breaks
+
+    def add(self, name: str, labels: dict[str, str], run: Any = None) -> Part:
+        part = Part(self, name, labels, run)
+        self.parts.append(part)
+        self.made.append(part)
+        return part
+
+    def _run(self, image: str, command: list[str], **options: Any) -> Part:
+        if len(self.made) == self._breaks:
+            raise docker.errors.APIError("no such device")
+        return self.add(options["name"], options["labels"], (image, command, options))
+
+    def _create(self, name: str, **options: Any) -> Part:
+        return self.add(name, options["labels"], options)
+
+    def _list(self, kind: str) -> Any:
+        def listed(filters: dict[str, str], **_: object) -> list[Part]:
+            _, _, name = filters["label"].partition("=")
+            return [
+                part
+                for part in self.parts
+                if name in ("", part.attrs["Labels"]["shardproof"])
+                and (kind == "network") == isinstance(part.asked, dict)
+            ]
+
+        return listed
+
+
+def made_cluster(results: Path) -> cluster.Cluster:
+    here = Path("/home/me/work")
+    images = {"rank": "sha256:1", "judge": "sha256:2"}
+    return cluster.Cluster(
+        "shardproof-1-2", 2, 3, results, here, images, own=[here], memory_bytes=1 << 30
+    )
+
+
+def test_containers_have_no_rights_and_one_place_to_write(tmp_path: Path) -> None:
+    engine, said = MadeEngine(code=1, says=b"1 fail\n"), []
+    assert cluster.run(engine, made_cluster(tmp_path), ["run", "ddp-gpt"], said.append) == 1
+    assert said == ["1 fail\n"] and not engine.parts
+    head, network, *nodes = engine.made
+    assert network.asked["internal"]
+    assert [part.name for part in nodes] == ["shardproof-1-2-node0", "shardproof-1-2-node1"]
+    for part in (head, *nodes):
+        _, _, options = part.asked
+        assert options["read_only"] and options["cap_drop"] == ["ALL"]
+        assert options["security_opt"] == ["no-new-privileges:true"]
+        assert not {"privileged", "cap_add", "ports", "devices"} & set(options)
+        writable = [m["Target"] for m in options["mounts"] if not m["ReadOnly"]]
+        assert writable == ([str(tmp_path)] if part is head else [])
+        assert {m["Target"] for m in options["mounts"]} >= {"/home/me/work"}
+        assert not options["user"].startswith("0")
+    for part in nodes:
+        assert part.asked[2]["pid_mode"] == part.asked[2]["ipc_mode"] == f"container:{head.id}"
+        assert part.asked[2]["network"] == network.name
+        assert part.asked[2]["mem_limit"] == 1 << 30
+    assert head.asked[2]["network_mode"] == "none"
+
+
+def test_the_head_is_told_which_rank_lies_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = MadeEngine()
+    cluster.run(engine, made_cluster(tmp_path), ["run"], print)
+    ((_, words), named) = engine.executed[0]
+    assert words[-4:] == ["python3", "-m", "shardproof", "run"]
+    for name, value in named["environment"].items():
+        monkeypatch.setenv(name, value)
+    nodes = Nodes.here()
+    assert nodes is not None and (nodes.count, nodes.ranks_per_node) == (2, 3)
+    told = machine.begun(["run"], "now").cluster
+    assert told is not None and told["images"] == {"rank": "sha256:1", "judge": "sha256:2"}
+    assert told["nodes"] == [
+        {"name": "node0", "ranks": [0, 1, 2]},
+        {"name": "node1", "ranks": [3, 4, 5]},
+    ]
+    assert told["declared"] == {"memory_bytes": 1 << 30}
+
+
+def test_a_node_that_does_not_start_is_a_precondition_and_nothing_stays(tmp_path: Path) -> None:
+    engine = MadeEngine(breaks=3)
+    with pytest.raises(NoCluster, match="no such device"):
+        cluster.run(engine, made_cluster(tmp_path), ["run"], print)
+    assert len(engine.made) == 3 and not engine.parts
+
+
+def test_a_head_that_is_stopped_from_outside_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert cluster.run(MadeEngine(code=137), made_cluster(tmp_path), ["run"], said.append) == 1
+    assert "the head ended with code 137" in said[-1]
+
+
+def test_clean_leaves_runs_that_go_on() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()", "cluster"], stdin=-1) as live:
         with subprocess.Popen(["sleep", "60"]) as other:
+            engine, said = MadeEngine(), []
             runs = [f"shardproof-{pid}-17" for pid in (live.pid, other.pid, 2**22 + 1)]
-            parts = [[f"box{n}", f"network{n}"] for n in range(4)]
-            made_engine |= dict(zip([*runs, "made-by-hand"], parts, strict=True))
-            assert cluster.main(["clean"]) == 0
-            assert list(made_engine.values()) == [parts[0], [], [], []]
-            assert (
-                f"left: {runs[0]}, which goes on; `cluster clean --all`" in capsys.readouterr().out
-            )
-            assert cluster.main(["clean", "--all"]) == 0
-            assert not any(made_engine.values())
+            for run in (*runs, "made-by-hand"):
+                engine.add(f"box of {run}", {"shardproof": run})
+                engine.add(f"network of {run}", {"shardproof": run}, {})
+            assert cluster.clean(engine, said.append)
+            left = {part.attrs["Labels"]["shardproof"] for part in engine.parts}
+            assert left == {runs[0]} and len(engine.parts) == 2
+            assert f"left: {runs[0]}, which goes on; `cluster clean --all`" in said[0]
+            assert cluster.clean(engine, said.append, everything=True)
+            assert not engine.parts
             other.kill()
         live.kill()
 
 
-def test_results_that_cannot_be_written_are_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["ddp-gpt", "--nodes", "0"], "--nodes"),
+        (["ddp-gpt", "--ranks-per-node", "99"], "--ranks-per-node"),
+        (["ddp-gpt", "--memory", "2 parsecs"], "'2 parsecs' is no size of 512m or more"),
+        (["ddp-gpt", "--backend", "mpi"], "an mpirun starts ranks on one machine"),
+        (["ddp-ggt"], "did you mean ddp-gpt?"),
+        (
+            ["ddp-gpt", "--backend", "gloo", "--world", "4", "--nodes", "1"],
+            "no case fits 1 nodes x 2 ranks",
+        ),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_built(
+    words: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cluster, "engine_missing", lambda: None)
-    monkeypatch.setattr(cluster, "build", lambda: None)
+    monkeypatch.setattr(engine_room, "client", lambda: pytest.fail("it asked for the engine"))
+    monkeypatch.setattr(sys, "argv", ["shardproof", "cluster", "run", *words])
+    with pytest.raises(SystemExit) as left:
+        command_line.main()
+    assert left.value.code == BAD_INPUT
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_results_that_cannot_be_written_are_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert cluster.main(["run", "--results", str(tmp_path / "file" / "run")]) == 2
-    assert capsys.readouterr().err.startswith(f"{tmp_path / 'file' / 'run'}: Not a directory - ")
+    with pytest.raises(SelectionError, match="results cannot be written: Not a directory"):
+        cluster_command._results(tmp_path / "file" / "run")
+
+
+def test_an_argument_of_the_build_makes_images_old() -> None:
+    one, other = {"TORCH": "torch==2.13.0"}, {"TORCH": "torch==2.14.0"}
+    assert engine_room.source_digest(one) != engine_room.source_digest(other)
+    index = {"PIP_INDEX_URL": "http://mirror"}
+    assert engine_room.source_digest(one | index) == engine_room.source_digest(one)
 
 
 # ---------------------------------------------------------------------------------- one machine
@@ -307,115 +447,123 @@ def test_a_rank_that_raises_spoils_its_case_only(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine() -> None:
-    """A container engine and both images."""
-    missing = cluster.engine_missing()
-    if missing and os.environ.get("CI") == "true":
-        pytest.fail(f"CI must run the container tests: {missing}")
-    if missing:
-        pytest.skip(missing)
+def engine() -> Any:
+    """A container engine with both images."""
     try:
-        cluster.build()
-    except cluster.NoCluster as error:
+        found = engine_room.client()
+        engine_room.build(found)
+    except NoCluster as error:
         if os.environ.get("CI") == "true":
-            pytest.fail(str(error))
+            pytest.fail(f"CI must run the container tests: {error}")
         pytest.skip(str(error))
+    return found
 
 
-def _inside(target: str, *command: str) -> str:
-    done = subprocess.run(
-        [
-            "docker",
-            "run",
-            "--rm",
-            "--label",
-            "shardproof=test",
-            f"{cluster.IMAGE}-{target}",
-            *command,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout
+def _inside(engine: Any, target: str, *command: str) -> str:
+    labels = {"shardproof": "test"}
+    image = engine_room.image_name(target)
+    return str(engine.containers.run(image, list(command), remove=True, labels=labels).decode())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_images_are_slim_and_without_rights(engine: None) -> None:
-    size = subprocess.run(
-        ["docker", "image", "inspect", "-f", "{{.Size}}", f"{cluster.IMAGE}-rank"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(size.stdout) < 1.4e9
+def test_images_are_slim_and_without_rights(engine: Any) -> None:
+    assert engine.images.get(engine_room.image_name("rank")).attrs["Size"] < 1.4e9
     probe = (
         "import os, importlib.util as u, shardproof.multinode.torchrun\n"
         "from shardproof.workloads import data\n"
         "print(os.getuid(), len(data.digits()[0]),\n"
         "      [n for n in ('typer', 'rich', 'sklearn', 'scipy', 'pandas') if u.find_spec(n)])"
     )
-    assert _inside("rank", "python", "-c", probe).split() == ["10001", "1797", "[]"]
+    assert _inside(engine, "rank", "python", "-c", probe).split() == ["10001", "1797", "[]"]
     assert "typer" in _inside(
-        "judge", "python", "-c", "import typer, sklearn; print(typer.__name__)"
+        engine, "judge", "python", "-c", "import typer, sklearn; print(typer.__name__)"
+    )
+
+
+def _shardproof(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardproof", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_containers_compute_the_bits_of_local_processes(engine: None, tmp_path: Path) -> None:
-    job = cluster.Job(("ddp-gpt",), 2, 2, "full", "small_buckets and (quick or bitwise) and sgd")
-    assert cluster.run(job, tmp_path) == 0
-    told = {row["lane"]: row for row in json.loads((tmp_path / "digests.json").read_text())}
-    assert told["bitwise"]["equal"] > 100
-    assert told["bitwise"]["unequal"] == 0
-    facts = json.loads((tmp_path / "cluster.json").read_text())
-    assert facts["seconds_to_first_case"] > 0
-    assert (tmp_path / "cases.jsonl").exists()
-    assert not cluster.leftovers(facts["run"])
+def test_containers_compute_the_bits_of_local_processes(engine: Any, tmp_path: Path) -> None:
+    """Data, sharding, pipelines and tensors over nodes: same verdicts, same digests."""
+    chosen = ["ddp-gpt", "zero-dyadic", "pipeline-dyadic", "tensor-dyadic", "hybrid-dyadic"]
+    chosen += ["--backend", "gloo", "--world", "4", "--tier", "full"]
+    chosen += ["-k", "(small_buckets and bitwise and sgd) or (reference and dyadic and sgd)"]
+    there, here = str(tmp_path / "there"), str(tmp_path / "here")
+    done = _shardproof("cluster", "run", *chosen, "--results", there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert _shardproof("run", *chosen, "--results", here).returncode == 0
+    compared = _shardproof("compare", here, there)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    assert _shardproof("verify", there).returncode == 0
+    assert not cluster.parts(engine)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_interrupt_leaves_nothing(engine: None, tmp_path: Path) -> None:
+def test_a_class_of_ones_own_runs_and_a_rank_that_breaks_is_named(
+    engine: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, signal\n"
+        "from shardproof import registry\n"
+        "class Mine(registry.load('reference/naive_ddp')):\n"
+        "    def step(self, batch, observe):\n"
+        "        import torch.distributed as dist\n"
+        "        if dist.get_rank() == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return super().step(batch, observe)\n"
+    )
+    (tmp_path / "s.yaml").write_text(
+        "name: own\nabout: a rank is killed\nsees: crashes\n"
+        "workload: {name: charnames_gpt}\n"
+        "matrix: {implementation: ['mine:Mine', 'reference/naive_ddp'], backend: gloo,\n"
+        "  mesh: {replicate: 4}, optimizer: sgd}\n"
+        "checks: equivalence\n"
+    )
+    done = _shardproof("cluster", "run", "s.yaml", "--results", "run", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = (tmp_path / "run" / "cases.jsonl").read_text().splitlines()
+    told = {line["case"]["implementation"]: line for line in map(json.loads, lines)}
+    assert told["reference/naive_ddp"]["verdict"] == "pass"
+    assert told["mine:Mine"]["verdict"] == "crash"
+    assert "rank 3 killed" in told["mine:Mine"]["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_interrupt_leaves_nothing(engine: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardproof", "cluster", "run", "ddp-gpt", "--tier", "full"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "shardproof.multinode.cluster",
-            "run",
-            "--results",
-            str(tmp_path / "run"),
-        ],
+        [*command, "--backend", "gloo", "--results", str(tmp_path / "run")],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    run = f"shardproof-{process.pid}-"
-
-    def containers() -> list[str]:
-        form = '{{.Label "shardproof"}}'
-        listed = subprocess.run(
-            ["docker", "ps", "--filter", "label=shardproof", "--format", form],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return [name for name in listed.stdout.split() if name.startswith(run)]
-
+    lines = tmp_path / "run" / "cases.jsonl"
     deadline = time.monotonic() + 120
     try:
-        while not (found := containers()):
+        while not lines.exists():
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == cluster.INTERRUPTED
+        assert process.wait(60) == INTERRUPTED
     finally:
         process.kill()
         process.wait()
-    assert not cluster.leftovers(found[0])
+    assert not cluster.parts(engine)
+    header = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert header["invocations"][-1]["exit_code"] == INTERRUPTED, "the head ended in order"

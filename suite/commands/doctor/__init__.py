@@ -287,9 +287,9 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _engine() -> Finding:
-    from shardproof.multinode.cluster import engine_missing
+    from shardproof.multinode.engine import engine_missing
 
     missing = engine_missing()
     if missing:
-        return Finding("container engine", "note", missing, "needed by `make cluster` only")
+        return Finding("container engine", "note", missing, "needed by `shardproof cluster` only")
     return Finding("container engine", "good", "answers")

@@ -89,6 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     """Serve as the agent of node ``arguments[1]``."""
     folder, node, *modules = arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    Path(folder).mkdir(exist_ok=True)
     with (
         ForkServer(["shardproof.launch.rank_keeper", *modules]) as fork_server,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.lease import Lease
 from shardproof.launch.rank_keeper import KeeperTask
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import RanksGone
+
+#: The variable in which a head finds what it is the head of, as JSON (``multinode/cluster.py``).
+ENVIRONMENT = "SHARDPROOF_CLUSTER"
+#: Where the agents of a cluster have their doors.
+FOLDER = Path("/dev/shm/shardproof-nodes")
+#: Seconds that agents have to come.
+START_SECONDS = 120.0
+#: ``nodes`` and ``ranks_per_node``; and for ``run.json`` the ``command`` that was typed, its
+#: ``commit``, and what is ``told`` of the cluster.
+Facts = Mapping[str, Any]
 
 
 class NodeGone(RuntimeError):
@@ -31,6 +44,29 @@ class Nodes:
     folder: Path
     count: int
     ranks_per_node: int
+
+    @classmethod
+    def here(cls) -> Self | None:
+        """Those that this machine is the head of."""
+        if (facts := facts_here()) is None:
+            return None
+        return cls(FOLDER, int(facts["nodes"]), int(facts["ranks_per_node"]))
+
+    def wait(self) -> None:
+        """Return once every agent answers.
+
+        :raises NodeGone: one does not.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        for node in range(self.count):
+            while not door(self.folder, node).exists():
+                if time.monotonic() > deadline:
+                    what = f"node {node}: its agent has not come within {START_SECONDS:g} s"
+                    raise NodeGone(what)
+                time.sleep(0.05)
+
+    def __str__(self) -> str:
+        return f"{self.count} nodes x {self.ranks_per_node} ranks"
 
     @property
     def places(self) -> int:
@@ -50,6 +86,12 @@ class Nodes:
         if launch.world > self.places:
             raise ValueError(f"{launch.world} ranks on {self.places} places")
         return Ranks(self, launch)
+
+
+def facts_here() -> Facts | None:
+    """What this machine is the head of; ``None``: of nothing."""
+    text = os.environ.get(ENVIRONMENT, "")
+    return json.loads(text) if text else None
 
 
 def door(folder: Path, node: int) -> Path:
