@@ -144,6 +144,10 @@ class LeftOut(_Line):
     pair: Options | None
     reason: str
 
+    def line(self) -> dict[str, Any]:
+        """The line of ``cases.jsonl``."""
+        return {"kind": "left out", **self.to_dict()}
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """What a line of ``cases.jsonl`` leaves out."""

@@ -21,6 +21,7 @@ from shardproof.commands.console import Blocks, echo, make_console, print_line
 from shardproof.commands.options import FailOn
 from shardproof.runs.durations import Durations
 from shardproof.runs.run_folder import read
+from shardproof.runs.shard import Cut, Shard
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,11 +31,15 @@ Line = PairLine | CellLine
 
 @dataclass(frozen=True)
 class Request:
-    """How to measure: within ``budget`` minutes of ``began``, with which passes, and what fails."""
+    """How to measure: within ``budget`` minutes of ``began``, with which passes, and what fails.
+
+    ``shard``: only that part of all.
+    """
 
     budget: float | None = None
     passes: Passes = field(default_factory=Passes)
     fail_on: frozenset[FailOn] = frozenset()
+    shard: Shard | None = None
     began: float = field(default_factory=lambda: time.monotonic())
 
 
@@ -63,8 +68,11 @@ def run(
     request: Request,
     durations: Durations,
     results: Path | None,
+    cut: Cut | None = None,
 ) -> int:
     """Measure ``subjects`` (all pairs, or all cells) into a run folder; the exit code.
+
+    ``cut``: the selection that they are the part ``request.shard`` of.
 
     What does not fit into the budget is left out by name; with a cell, those that would have been
     modelled from its launches.
@@ -87,6 +95,8 @@ def run(
         return end <= request.budget * 60
 
     with supervision.open_folder(results) as folder:
+        if cut is not None and request.shard is not None:
+            folder.cut(cut, request.shard)
 
         def kept() -> Sequence[Line]:
             run = read(folder.path)

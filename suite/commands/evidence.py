@@ -1,15 +1,23 @@
-"""The commands about evidence and this machine: ``verify``, ``bundle``, ``badges``, ``doctor``."""
+"""The commands about evidence and this machine: ``verify``, ``merge``, ``bundle``, ``badges``,
+``doctor``.
+"""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.console import echo
+from shardproof.errors import Problem, SelectionError
+
+if TYPE_CHECKING:
+    from shardproof.runs.merge import Merge
+    from shardproof.runs.run_folder import RunFolder
 
 
 def verify(run: options.Run = None) -> None:
@@ -45,6 +53,82 @@ def verify(run: options.Run = None) -> None:
     timed = verified.benches + verified.scalings + verified.collectives
     judged = verified.cases + verified.kills + timed
     raise typer.Exit(verdicts.HELD if judged else verdicts.NOT_DECIDED)
+
+
+def merge(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="parts: run folders, ids or bundles")
+    ],
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", metavar="RUN", help="write into this new run folder", parser=options.named
+        ),
+    ] = None,
+) -> None:
+    """Put the parts of a selection together, as `--shard I/N` of `run`, `mutants` and `bench` left
+    them on as many machines, into one run.
+
+    Lines, records and raw times are copied byte for byte; `verify`, `report`, `compare` and `gate`
+    take the run like any other. What no part has a line for is left out, named, and can be run by
+    `run --resume --results RUN` (cases). run.json tells machine, torch and kernels of each part.
+
+    Refused are parts of other selections, another number of parts, versions or commits of the
+    suite, formats, and one part twice; of timed parts also other hardware and torch, for figures
+    beside their ratios belong to one machine.
+
+    Exit codes: 0 all parts are there, whatever their verdicts (`report` and `gate` tell); 2 parts
+    that do not belong together; 3 a part is missing or did not end.
+
+    \b
+    shardproof run --tier full --shard 1/4 --results part1        on one machine; 2/4 on the next
+    shardproof merge part1 part2 part3 part4 --into results/full
+    shardproof merge part*.tar.gz                                 bundles of them
+    """
+    from shardproof.commands import supervision
+    from shardproof.runs import merge as parts
+    from shardproof.runs.bundle.unpacking import open_run
+
+    if into is not None and into.is_dir() and any(into.iterdir()):
+        raise SelectionError(Problem("--into: is there already", "name a new folder", str(into)))
+    with ExitStack() as stack:
+        opened = [(name, stack.enter_context(open_run(name, supervision.RESULTS))) for name in runs]
+        merged = parts.plan(parts.read_part(name, path) for name, path in opened)
+        with supervision.open_folder(into) as folder:
+            raise typer.Exit(_merge(merged, folder))
+
+
+def _merge(merged: Merge, folder: RunFolder) -> int:
+    """Write the run, its reports, and what is to be told of it; the exit code."""
+    from shardproof.bench.evidence import keep_report
+    from shardproof.commands.console import make_console, print_line
+    from shardproof.commands.supervision import Interrupts, supervised
+    from shardproof.runs import junit
+    from shardproof.runs import merge as parts
+    from shardproof.runs.run_folder import read
+
+    console = make_console()
+
+    def body(_: Interrupts) -> int:
+        parts.copy(merged, folder)
+        keep_report(folder)
+        run = read(folder.path)
+        for text in (*(part.sentence() for part in merged.parts), *merged.differences):
+            print_line(console, text)
+        for text in merged.gaps:
+            print_line(console, text)
+        if judged := [*run.cases, *run.mutant_cases]:
+            counts = verdicts.count(judged)
+            print_line(console, verdicts.summary(counts, len(run.left_out)))
+        return verdicts.NOT_DECIDED if merged.gaps else verdicts.HELD
+
+    def interrupted() -> None:
+        print_line(console, f"stopped: remove {folder.path} and merge again")
+
+    def finish() -> None:
+        folder.write("junit.xml", junit.document(read(folder.path)))
+
+    return supervised(folder, console, body, interrupted, finish)
 
 
 def bundle(

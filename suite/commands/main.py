@@ -56,6 +56,7 @@ app = typer.Typer(
     shardproof init mine:MyDDP                                 a test, gate and workflow for it
     shardproof run --resume --results results/RUN              go on with that run
     shardproof list cases                                      what there is to run
+    shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
     shardproof mutants                                         prove that the checks can fail
     shardproof bench reference/ddp pytorch/ddp --size 20m      compare speed on this machine
     shardproof compare RUN RUN                                 what differs between runs
@@ -82,6 +83,7 @@ app.command()(scenario_files.schema)
 app.command(short_help="Plant every fault and see its check catch it.")(mutants.mutants)
 app.command()(report.report)
 app.command(short_help="Judge a run again from its records.")(evidence.verify)
+app.command(short_help="Put parts of a cut selection together into one run.")(evidence.merge)
 app.command(short_help="Pack a run into one archive that verify accepts anywhere.")(evidence.bundle)
 app.command(short_help="Draw a run's verdicts as SVG badges.")(evidence.badges)
 app.command(short_help="Look for what would make runs fail here.")(evidence.doctor)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardproof.checks.results import CaseResult, Kill
     from shardproof.commands.supervision import Interrupts
     from shardproof.runs.run_folder import RunFolder
+    from shardproof.runs.shard import Shard
 
 
 #: Share of the faults that may survive where parents are held to their family only.
@@ -47,6 +48,7 @@ def mutants(
     budget: options.Budget = None,
     jobs: options.Jobs = None,
     results: options.Results = None,
+    shard: options.ShardOption = None,
 ) -> None:
     """Plant every fault: its named check must fail while the parent passes the same case.
 
@@ -57,14 +59,16 @@ def mutants(
     shardproof mutants --impl reference/ddp        faults of one parent
     shardproof mutants --impl 'ddp_*bucket*'
     shardproof mutants --depth family              what survives where layouts are free
+    shardproof mutants --shard 2/4 --results part2 a quarter of the faults: see `shardproof merge`
     """
     from shardproof.commands.supervision import open_folder
 
+    part = options.shard_of(shard)
     chosen = choose_mutants(impl or ["*"])
     with open_folder(results) as folder:
         workers, all_must_run = jobs or cores(), tier == "full"
         raise typer.Exit(
-            execute_mutants(folder, chosen, workers, budget, all_must_run, depth or "")
+            execute_mutants(folder, chosen, workers, budget, all_must_run, depth or "", part)
         )
 
 
@@ -75,16 +79,30 @@ def execute_mutants(
     budget: float | None,
     all_must_run: bool,
     depth: Literal["", "family"] = "",
+    shard: Shard | None = None,
 ) -> int:
-    """Run every mutant beside its parent and print the kill matrix.  Returns the exit code."""
+    """Run every mutant beside its parent and print the kill matrix.  Returns the exit code.
+
+    ``shard``: only that part of them.  Faults that share a parent's case stay together.
+    """
     from shardproof import report
-    from shardproof.cases.kills import kinds, mutant_cases, pair, run_mutants
+    from shardproof.cases.kills import judge_kill, kinds, mutant_cases, pair, run_mutants
     from shardproof.commands.console import FaultProgress, make_console, print_line
     from shardproof.commands.supervision import supervised
     from shardproof.runs.run_folder import read
+    from shardproof.runs.shard import Cut
 
     console = make_console()
     pairs = [pair(mutant, weigh_all=all_must_run, depth=depth) for mutant in mutants]
+    if shard is not None:
+        whole = pairs
+        lines = [{"kind": "kill", **judge_kill(item, None, None).to_dict()} for item in whole]
+        cut = Cut.of(lines, {item.mutant.name: item.parent.id for item in whole}, shard)
+        pairs = [item for item in whole if cut.parts[item.mutant.name] == shard.index]
+        mutants = [item.mutant for item in pairs]
+        folder.cut(cut, shard, mutant_cases(whole))
+        what = f"part {shard.index} of {shard.of}"
+        print_line(console, f"{what}: {len(pairs):,} of {number(len(whole), 'fault')}")
 
     def body(interrupts: Interrupts) -> int:
         cases = mutant_cases(pairs)

@@ -12,6 +12,7 @@ from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import why_not_writable, write_whole
 
 if TYPE_CHECKING:
+    from shardproof.runs.shard import Shard
     from shardproof.scenarios.selection import Selection
 
 
@@ -65,10 +66,28 @@ Budget = Annotated[
         "--budget", metavar="MIN", min=0.01, help="minutes; what does not fit is left out and named"
     ),
 ]
+
 Jobs = Annotated[
     int | None,
     typer.Option("-j", metavar="JOBS", min=1, max=256, help="cases at once (default: cores)"),
 ]
+
+ShardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shard", metavar="I/N", help="part I of N of the selection, for `shardproof merge`"
+    ),
+]
+
+
+def shard_of(text: str | None) -> Shard | None:
+    """The part that the option means.
+
+    :raises SelectionError: no part.
+    """
+    from shardproof.runs.shard import parse
+
+    return None if text is None else parse(text)
 
 
 def named(text: str) -> Path:

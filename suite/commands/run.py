@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.run_folder import RunFolder
+    from shardproof.runs.shard import Shard
     from shardproof.scenarios.budget import CaseSchedule
 
 
@@ -43,6 +44,7 @@ def run(
     jobs: options.Jobs = None,
     results: options.Results = None,
     seed: options.Seed = None,
+    shard: options.ShardOption = None,
     campaign: Annotated[
         int | None,
         typer.Option(
@@ -91,6 +93,7 @@ def run(
     shardproof run --campaign 200 --seed 7              look for false alarms
     shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
     shardproof run --impl mine:MyDDP --fail-fast 1      stop at the first case that breaks
+    shardproof run --tier full --shard 2/4 --results part2   a quarter; `merge` joins all four
     shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
     shardproof run --resume --results results/RUN       with that run, not with the newest
     shardproof run --rerun-failed --backend gloo        some of the cases that failed
@@ -107,7 +110,8 @@ def run(
     from shardproof.commands.supervision import RESULTS
 
     kept: list[CaseResult] = []
-    for option, value in (("--depth", depth), ("--like", like)):
+    part = options.shard_of(shard)
+    for option, value in (("--depth", depth), ("--like", like), ("--shard", shard)):
         if value and (resume or rerun_failed):
             remedy = "leave it out: that run keeps the cases that it had planned"
             raise SelectionError(Problem(f"{option} is for new runs", remedy, value))
@@ -169,7 +173,7 @@ def run(
     if depth:
         cases = [replace(case, depth=depth) for case in cases]
     fit = not (scenarios or resume or rerun_failed or like)
-    run_and_exit(cases, budget, jobs, results, kept, junit, dry_run, fit, fail_fast)
+    run_and_exit(cases, budget, jobs, results, kept, junit, dry_run, fit, fail_fast, shard=part)
 
 
 def run_and_exit(
@@ -183,18 +187,21 @@ def run_and_exit(
     fit: bool = False,
     fail_fast: int | None = None,
     is_kept: bool = True,
+    shard: Shard | None = None,
 ) -> None:
     """Run what of ``cases`` fits into ``budget`` minutes and end the command with its exit code.
 
     ``fit``: of a user's own class only the cells whose axes it declares.  ``is_kept``: the folder
-    of results stays once the command has ended.
+    of results stays once the command has ended.  ``shard``: run only that part of the cases.
 
     :raises typer.Exit: always, but for a dry run.
     """
+    from shardproof.checks.results import LeftOut
     from shardproof.commands.supervision import open_folder
     from shardproof.launch.nodes.nodes import NodeGone, Nodes
     from shardproof.registry import preflight
     from shardproof.runs.durations import Durations
+    from shardproof.runs.shard import Cut
     from shardproof.scenarios.budget import fit_cases
 
     sources = {case.implementation: case.source for case in cases}
@@ -208,6 +215,14 @@ def run_and_exit(
                 f"{nodes}: {number(every - len(cases), 'case')} of more ranks left aside", err=True
             )
     cases = preflight.with_found_traits(cases)
+    whole, cut = cases, None
+    if shard is not None:
+        lines = (LeftOut(case.id, case, None, "").line() for case in whole)
+        cut = Cut.of(lines, {case.id: case.id for case in whole}, shard)
+        own = cut.names(shard.index)
+        cases = [case for case in whole if case.id in own]
+        what = f"part {shard.index} of {shard.of}"
+        echo(f"{what}: {len(cases):,} of {number(len(whole), 'case')}", err=True)
     durations = Durations.of_user()
     workers = jobs or cores()
     planned = fit_cases(cases, durations, workers, budget)
@@ -227,6 +242,8 @@ def run_and_exit(
             echo(f"precondition: {error}", err=True)
             raise typer.Exit(verdicts.NOT_DECIDED) from None
     with open_folder(results) as folder:
+        if cut is not None and shard is not None:
+            folder.cut(cut, shard, whole)
         how = budget, durations, kept, junit, fail_fast, is_kept, nodes
         raise typer.Exit(execute(folder, planned, workers, *how))
 

@@ -37,6 +37,7 @@ def campaign(
     count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000)],
     impl: options.Impl = None,
     seed: options.Seed = None,
+    shard: options.ShardOption = None,
     budget: options.Budget = None,
     jobs: options.Jobs = None,
     results: options.Results = None,
@@ -50,7 +51,8 @@ def campaign(
     """
     from shardproof.studies.campaign import first_cases
 
-    run.run_and_exit(first_cases(count, seed or 0, impl or ()), budget, jobs, results)
+    part, cases = options.shard_of(shard), first_cases(count, seed or 0, impl or ())
+    run.run_and_exit(cases, budget, jobs, results, shard=part)
 
 
 @studies.command(short_help="Measure clean runs beside the thresholds.")
@@ -185,6 +187,7 @@ def checkpoints(
     count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000)],
     impl: options.Impl = None,
     seed: options.Seed = None,
+    shard: options.ShardOption = None,
     budget: options.Budget = None,
     jobs: options.Jobs = None,
     results: options.Results = None,
@@ -201,7 +204,8 @@ def checkpoints(
     """
     from shardproof.studies.checkpoints import first_cases
 
-    run.run_and_exit(first_cases(count, seed or 0, impl or ()), budget, jobs, results)
+    part, cases = options.shard_of(shard), first_cases(count, seed or 0, impl or ())
+    run.run_and_exit(cases, budget, jobs, results, shard=part)
 
 
 @studies.command(short_help="Random fault plans and clean cases while every core is busy.")

@@ -153,7 +153,7 @@ def of_run(run: Run) -> Snapshot:
         kills={kill.name: kill.killed for kill in run.kills if not kill.left_out},
         left_out={FAULTS + kill.name: kill.why_not for kill in run.kills if kill.left_out}
         | {line.id: line.reason for line in run.left_out},
-        keys=[one.key.model_dump(exclude_unset=True) for one in invocations if one.key is not None],
+        keys=[key.model_dump(exclude_unset=True) for key in run.header.keys],
     )
 
 

@@ -67,11 +67,27 @@ class ComparisonKey(_Part):
     data: str | None = None
 
 
+class PartOf(_Part):
+    """Part ``index`` of ``of``, cut from ``selected`` items; ``digest`` is that of their list."""
+
+    index: int
+    of: int
+    selected: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"part {self.index} of {self.of}"
+
+
 Name = Annotated[str, BeforeValidator(lambda name: old_words.renamed_name(str(name)))]
 
 
 class Invocation(_Part):
-    """One command that wrote into the run; ``planned``, ``kills`` and ``benches`` are ids."""
+    """One command that wrote into the run; ``planned``, ``kills`` and ``benches`` are ids.
+
+    ``part``: what it ran is a part of a selection that was cut; ``run``: the id of the run that it
+    was copied from.
+    """
 
     command: list[str]
     started: str = ""
@@ -89,14 +105,38 @@ class Invocation(_Part):
     benches: list[str] = []
     #: The containers that ranks ran in, which node had which, and what they were made of.
     cluster: dict[str, JsonValue] | None = None
+    part: PartOf | None = None
+    run: str | None = None
 
 
 class Header(_Part):
-    """``run.json``; every header that was read has an invocation."""
+    """``run.json``; every header that was read has an invocation.
+
+    ``merged``: the command that put the run together of parts; the invocations are theirs.
+    """
 
     format: JsonValue = None
     id: str = ""
     invocations: list[Invocation]
+    merged: Invocation | None = None
+
+    @property
+    def part(self) -> PartOf | None:
+        """What part of a selection the run is; ``None``: none, or put together of parts."""
+        if self.merged is not None:
+            return None
+        return next((one.part for one in self.invocations if one.part is not None), None)
+
+    @property
+    def keys(self) -> list[ComparisonKey]:
+        """Those of all commands, the one that put parts together included."""
+        commands = [*self.invocations, *([self.merged] if self.merged is not None else [])]
+        return [command.key for command in commands if command.key is not None]
+
+    @property
+    def key_of_whole(self) -> ComparisonKey | None:
+        """Of parts, which share it: that of the selection, before its data are known."""
+        return next((key.model_copy(update={"data": None}) for key in self.keys), None)
 
     @property
     def last(self) -> Invocation:

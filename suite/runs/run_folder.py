@@ -2,6 +2,7 @@
 
     results/<run-id>/run.json        what ran, where, with which versions; one entry an invocation
                      planned.jsonl   the cases that an invocation was about to run
+                     selection.jsonl of a part (``--shard``): each item of the whole, and its part
                      cases.jsonl     one line a case, kill or left-out case, on disk as it ends
                      records/        what each verdict is made of, manifest.jsonl: digests of it all
                      times/          raw step times of comparisons (``shardproof bench``)
@@ -34,8 +35,19 @@ from shardproof.checks.results import OF_THIS_RUN, CaseResult, Kill, LeftOut
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import DAMAGE, UNWRITABLE, lines_of, open_input, read_input, write_whole
-from shardproof.runs.header import FORMAT, NAME, ComparisonKey, Header, other_format, read_header
+from shardproof.runs import shard
+from shardproof.runs.header import (
+    FORMAT,
+    NAME,
+    ComparisonKey,
+    Header,
+    Invocation,
+    PartOf,
+    other_format,
+    read_header,
+)
 from shardproof.runs.records import Manifest, append_line, require_inside, write
+from shardproof.runs.shard import Cut, Shard
 
 #: What a line of ``cases.jsonl`` is about.
 LineKind = Literal[
@@ -43,7 +55,8 @@ LineKind = Literal[
 ]
 #: A line as JSON; those of ``bench`` and ``scaling`` are read by :mod:`shardproof.bench`.
 Line = dict[str, Any]
-_LINES = "cases.jsonl"
+#: The file of a line for each result.
+LINES = "cases.jsonl"
 _PLAN = "planned.jsonl"
 #: A file system without locks, as some of clusters are.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
@@ -95,7 +108,7 @@ class RunFolder:
     """Writes one run; use it as a context manager or call :meth:`close`."""
 
     def __init__(self, path: Path, command: Sequence[str]) -> None:
-        self.path, self._lines = path, path / _LINES
+        self.path, self._lines = path, path / LINES
         path.mkdir(parents=True, exist_ok=True)
         self._lock = self._locked()
         try:
@@ -112,6 +125,9 @@ class RunFolder:
 
         self._header = header or Header(format=FORMAT, id=path.name, invocations=[])
         self._invocation = machine.begun(command, _now())
+        if self._header.part is not None:  # whatever goes on with a part stays in it
+            self._invocation.part = self._header.part
+            self._invocation.key = self._header.key_of_whole
         self._header.invocations.append(self._invocation)
         self._manifest = Manifest(path)
         self._data: set[str] = set()
@@ -148,12 +164,42 @@ class RunFolder:
         finally:
             self._lock.close()
 
+    def cut(self, whole: Cut, part: Shard, cases: Sequence[Case] = ()) -> None:
+        """Say, before any plan, that this run is ``part`` of ``whole``, which has these ``cases``.
+
+        :raises SelectionError: the run is another part, or has other cases.
+        """
+        of = PartOf(index=part.index, of=part.of, selected=len(whole.rows), digest=whole.digest)
+        before = self._header.invocations[:-1]
+        if any(one.part != of for one in before if one.part or one.planned or one.benches):
+            what = f"this run is {self._header.part or 'no part of a selection'}"
+            if self._header.part is not None and self._header.part.index == part.index:
+                what = f"this run is {self._header.part} of another selection"
+            remedy = "name another --results folder"
+            raise SelectionError(Problem(what, remedy, f"--shard {part}", str(self.path)))
+        self._invocation.part = of
+        if cases:
+            self._invocation.key = comparison_key(cases)
+        self.write(shard.FILE, whole.text())
+        self._write_header()
+
+    def _require_of_part(self, names: Iterable[str]) -> None:
+        """:raises SelectionError: the run is a part, and one of ``names`` is not in it."""
+        if (part := self._invocation.part) is None:
+            return
+        own = Cut.read(self.path).names(part.index)
+        if other := next((name for name in names if name not in own), None):
+            what = f"this run is {part}, which does not have this"
+            raise SelectionError(Problem(what, "name another run folder", other, str(self.path)))
+
     def plan(self, cases: Sequence[Case], kills: Sequence[str] = ()) -> None:
         """Say what is about to run, so that what is missing later is seen to be missing.
 
         :raises SelectionError: this run has another case of the same id, whose result it would hide
-            (those of faults are the suite's own, and weighed as their kills need).
+            (those of faults are the suite's own, and weighed as their kills need); or it is a part
+            of a selection, without these.
         """
+        self._require_of_part(kills or [case.id for case in cases])
         new = [json.dumps(case.to_dict()) for case in cases]
         planned = {} if kills else read_plan(self.path)
         for line in new if planned else ():
@@ -163,17 +209,52 @@ class RunFolder:
                 raise SelectionError(Problem(what, remedy, case.id, str(self.path)))
         self._invocation.planned = [case.id for case in cases]
         self._invocation.kills = list(kills)
-        self._invocation.key = comparison_key(cases)
+        if self._invocation.key is None:  # that of a part is the whole's
+            self._invocation.key = comparison_key(cases)
+        self._plan_more(new)
+        self._write_header()
+
+    def _plan_more(self, cases: Iterable[str]) -> None:
         file = self.path / _PLAN
         before = read_input(file) if file.exists() else b""
         before = before[: before.rfind(b"\n") + 1]  # without what a kill cut off
-        self.write(file.name, before + "".join(f"{line}\n" for line in new).encode())
-        self._write_header()
+        self.write(file.name, before + "".join(f"{line}\n" for line in cases).encode())
 
     def plan_benches(self, ids: Sequence[str]) -> None:
         """Say which comparisons or scaling cells are about to be timed."""
+        self._require_of_part(ids)
         self._invocation.benches = list(ids)
         self._write_header()
+
+    def put_together(self, invocations: Sequence[Invocation], whole: Cut) -> None:
+        """Show the ``invocations`` of parts of ``whole`` in place of this one, which runs nothing.
+
+        Their lines and files come by :meth:`copy_line` and :meth:`copy_file`.
+        """
+        self._header.invocations = list(invocations)
+        self._invocation.key = self._header.key_of_whole
+        self._header.merged = self._invocation
+        cases = (line["case"] for _, line in whole.rows if line.get("case"))
+        self._plan_more(json.dumps(case) for case in cases)
+        self._write_header()
+
+    def copy_line(self, line: bytes) -> None:
+        """Append a line of another run, byte for byte."""
+        fields = json.loads(line)
+        if data := fields.get("data"):
+            self._data.add(f"{fields['case']['workload']['name']} {data}")
+        self._append(line)
+
+    def copy_file(self, name: str, content: bytes) -> None:
+        """Write a file of another run.
+
+        :raises SelectionError: there is one of that name.
+        """
+        if (self.path / name).exists():
+            what, remedy = "two parts have a file of that name", "name each part once"
+            raise SelectionError(Problem(what, remedy, file=str(self.path / name)))
+        (self.path / name).parent.mkdir(exist_ok=True)
+        self.write(name, content)
 
     def keep(self, result: CaseResult, account: Line) -> None:
         """Write the record of a case, before :meth:`add` tells its result."""
@@ -187,10 +268,12 @@ class RunFolder:
     def add(self, result: CaseResult | Kill | LeftOut | Line, kind: LineKind = "case") -> None:
         """Append one line; on disk when this returns."""
         fields = result if isinstance(result, dict) else result.to_dict()
-        line = json.dumps(standard({"kind": kind, **fields}), allow_nan=False).encode()
+        self._append(json.dumps(standard({"kind": kind, **fields}), allow_nan=False).encode())
+
+    def _append(self, line: bytes) -> None:
         append_line(self._lines, line)
         self._count += 1
-        self._manifest.seal(_LINES, hashlib.sha256(line).hexdigest(), self._count)
+        self._manifest.seal(LINES, hashlib.sha256(line).hexdigest(), self._count)
 
     def write(self, file: str, content: str | bytes) -> None:
         """Write a file of this run, and note its digest; both or, on a full disk, neither."""
@@ -248,8 +331,8 @@ class RunFolder:
             os.truncate(self._lines, content.rfind(b"\n") + 1)
         lines = read_input(self._lines).splitlines()
         listed = self._manifest.read()
-        if lines and listed and (_LINES, len(lines)) not in listed:
-            self._manifest.seal(_LINES, hashlib.sha256(lines[-1]).hexdigest(), len(lines))
+        if lines and listed and (LINES, len(lines)) not in listed:
+            self._manifest.seal(LINES, hashlib.sha256(lines[-1]).hexdigest(), len(lines))
 
 
 def read_plan(path: Path) -> dict[str, Case]:
@@ -267,7 +350,7 @@ def read_plan(path: Path) -> dict[str, Case]:
 
 def require_run_or_new(path: Path) -> None:
     """:raises SelectionError: the folder ``path`` holds something, and no run."""
-    ours = {_LINES, Manifest.NAME}  # all that a disk had room for
+    ours = {LINES, Manifest.NAME}  # all that a disk had room for
     if path.is_dir() and not (path / NAME).exists() and {p.name for p in path.iterdir()} - ours:
         remedy = "name a run folder, a new one or an empty one"
         raise SelectionError(Problem("is a folder that holds no run", remedy, file=str(path)))
@@ -300,7 +383,7 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
             Problem("no run", "name a folder under results/ that holds run.json", str(path))
         )
     last: dict[tuple[str, str], tuple[int, Line]] = {}
-    for number, line in _lines(path / _LINES, strict):
+    for number, line in _lines(path / LINES, strict):
         kill = line["kind"] == "kill"
         key = ("kill", str(line.get("name"))) if kill else ("", str(line.get("id")))
         if not _left_out(line) or key not in last or _left_out(last[key][1]):
@@ -317,7 +400,7 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
     }
     for number, line in last.values():
         for name in (line.get("record"), line.get("times")):
-            require_inside(path, name, f"{path / _LINES}:{number}")
+            require_inside(path, name, f"{path / LINES}:{number}")
         if line["kind"] in readers:
             try:
                 readers[line["kind"]](line)
@@ -325,7 +408,7 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
                 name = line.get("id") or line.get("name") or "a line"
                 what = f"is damaged: {name}: {type(error).__name__} {error}"
                 remedy = "`shardproof verify` tells what else was changed"
-                problem = Problem(what, remedy, None, str(path / _LINES), number)
+                problem = Problem(what, remedy, None, str(path / LINES), number)
                 if damaged is None:
                     raise SelectionError(problem) from None
                 damaged.append(problem)
@@ -373,7 +456,7 @@ def standard(value: Any) -> Any:
 
 def lines(run: Path) -> Iterator[Line]:
     """Every line of ``cases.jsonl`` in the folder ``run``, in the order they were written."""
-    return (line for _, line in _lines(run / _LINES))
+    return (line for _, line in _lines(run / LINES))
 
 
 def _lines(path: Path, strict: bool = False) -> Iterator[tuple[int, Line]]:

@@ -129,6 +129,7 @@ def bench(
         float, typer.Option("--deadline", metavar="S", min=1, help="seconds of a launch, at most")
     ] = 900.0,
     results: options.Results = None,
+    shard: options.ShardOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be timed, and time nothing")
     ] = False,
@@ -141,6 +142,7 @@ def bench(
     shardproof bench reference/ddp pytorch/ddp --option-b gradient_as_bucket_view=true
     shardproof bench                                   every pair in scenarios/speed
     shardproof bench data-parallel -k zero3 --profile  one of them, and where its time goes
+    shardproof bench --shard 1/4 --results part1       a quarter of them: see `shardproof merge`
     shardproof bench peers --budget 15                 what fits into a quarter of an hour
     shardproof bench scaling                           strong and weak scaling
     shardproof bench strong -k 'pytorch/ddp and ::2::' --fail-on goal
@@ -204,7 +206,10 @@ def bench(
         )
     _refuse(context, collectives.OWN, "write `bench collectives`", "collectives")
     request = Request(
-        budget, Passes(not no_memory, profile, score), fail_on=frozenset(fail_on or ())
+        budget,
+        Passes(not no_memory, profile, score),
+        fail_on=frozenset(fail_on or ()),
+        shard=options.shard_of(shard),
     )
     typed = names is not None and _are_implementations(names)
     if names and not typed and (paths := _scaling_scenarios(names)):
@@ -224,6 +229,7 @@ def bench(
         if expression:
             remedy = "leave it out: A and B are one pair"
             raise SelectionError(Problem("-k chooses among pairs of scenarios", remedy, expression))
+        _refuse(context, ("shard",), "leave it out: A and B are one pair", "scenarios")
         given = zip(LETTERS, names, (option_a, option_b), (mesh_a, mesh_b), strict=True)
         a, b = (
             Side(
@@ -288,15 +294,24 @@ def _measure(
 ) -> int:
     """Measure ``subjects``, or print what would be measured; the exit code."""
     from shardproof.bench.session import Session
+    from shardproof.checks.results import LeftOut
     from shardproof.commands import bench_run
     from shardproof.runs.durations import Durations
+    from shardproof.runs.shard import Cut
 
     durations = Durations.of_user()
+    cut = None
+    if request.shard is not None:
+        groups = {subject.id: " ".join(subject.group) for subject in subjects}
+        lines = (LeftOut(each.id, None, each.to_dict(), "").line() for each in subjects)
+        cut = Cut.of(lines, groups, request.shard)
+        own = cut.names(request.shard.index)
+        subjects = [subject for subject in subjects if subject.id in own]
     if dry_run:
         bench_run.dry_run(subjects, request, durations)
         return verdicts.HELD
     with Session() as session:
-        return bench_run.run(session, subjects, request, durations, results)
+        return bench_run.run(session, subjects, request, durations, results, cut)
 
 
 def _are_implementations(names: Sequence[str]) -> bool:

@@ -1,0 +1,196 @@
+"""Parts of a selection that was cut (``--shard``), put together into one run.
+
+Evidence is copied byte for byte: lines, records and raw times; the manifest is made anew over it.
+What no part has a line for is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from shardproof.errors import Problem, SelectionError
+from shardproof.files import lines_of, read_input
+from shardproof.runs import run_folder
+from shardproof.runs.header import FORMAT, Invocation, PartOf, other_format, read_header
+from shardproof.runs.integrity import require_unedited
+from shardproof.runs.records import Manifest
+from shardproof.runs.run_folder import RunFolder
+from shardproof.runs.shard import Cut, name_of
+from shardproof.table import number
+
+#: Lines that are no item of a selection: cases behind a fault, and what is said of all comparisons.
+_BESIDE = ("mutant case", "bench report")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part as read: ``name`` is what it was called, ``done`` the items that have a line."""
+
+    name: str
+    path: Path
+    run: str
+    place: PartOf
+    invocations: Sequence[Invocation]
+    done: frozenset[str]
+
+    @property
+    def torch(self) -> str:
+        return str(self.invocations[-1].packages.get("torch"))
+
+    @property
+    def kernels(self) -> str:
+        """What torch computed with, and the variables that chose it."""
+        kernels = self.invocations[-1].fingerprint.kernels
+        return " ".join(v if k == "torch" else f"{k}={v}" for k, v in kernels.items()) or "unknown"
+
+    @property
+    def hardware(self) -> str:
+        return self.invocations[-1].fingerprint.label
+
+    def sentence(self) -> str:
+        """What it ran, and on what."""
+        on = f"torch {self.torch}, kernels {self.kernels}, {self.hardware}"
+        return f"{self.name}: {self.place}, {number(len(self.done), 'result')}, {on}"
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Parts that belong together, in order, and what none of them has: a line and its reason."""
+
+    whole: Cut
+    parts: Sequence[Part]
+    lacking: Sequence[tuple[dict[str, Any], str]]
+
+    @property
+    def gaps(self) -> list[str]:
+        """What is missing, in sentences."""
+        counts = Counter(why for _, why in self.lacking)
+        kind = self.whole.kind
+        return [f"{why}: {number(n, kind)} left out" for why, n in sorted(counts.items())]
+
+    @property
+    def differences(self) -> Iterator[str]:
+        """What differs between the machines of the parts; ``run.json`` has it of each."""
+        for what, told in (
+            ("torch", [part.torch for part in self.parts]),
+            ("kernels", [part.kernels for part in self.parts]),
+            ("hardware", [part.hardware for part in self.parts]),
+        ):
+            if len(values := dict.fromkeys(told)) > 1:
+                yield f"the parts ran with different {what}: {', '.join(values)}"
+
+
+def read_part(name: str, path: Path) -> Part:
+    """The part in the folder ``path``, called ``name``.
+
+    :raises SelectionError: no run, of another format, edited, or no part.
+    """
+    header = read_header(path)
+    if header is None:
+        raise SelectionError(Problem("no run", "name a run that --shard made", name))
+    if header.format != FORMAT:
+        raise other_format(header, path)
+    if (place := header.part) is None:
+        what = "is no part of a selection" if header.merged is None else "is put together already"
+        remedy = "name the runs that `run`, `mutants` or `bench` with --shard I/N left"
+        raise SelectionError(Problem(what, remedy, name))
+    require_unedited(path)
+    for file in _files(path):
+        if not (path / file).is_file():
+            raise SelectionError(Problem("is missing", "take a whole copy", file=str(path / file)))
+    whole = Cut.read(path)
+    own = whole.names(place.index)
+    lines = (line for line in run_folder.lines(path) if line["kind"] not in _BESIDE)
+    done = frozenset(map(name_of, lines))
+    if whole.digest != place.digest or not done <= own:
+        what = f"is not what {place} was planned to be"
+        raise SelectionError(Problem(what, "take a whole copy, or run it again", name))
+    if whole.kind == "fault" and done < own:
+        done = frozenset()  # faults are weighed when all of their cases have ended
+    return Part(name, path, header.id, place, header.invocations, done)
+
+
+def plan(parts: Iterable[Part]) -> Merge:
+    """What putting ``parts`` together gives.
+
+    :raises SelectionError: they do not belong together, and which; or none has a result.
+    """
+    ordered = sorted(parts, key=lambda part: part.place.index)
+    first = ordered[0]
+    _require_alike(ordered, "selections", _selection)
+    _require_alike(ordered, "versions of the suite", _judges)
+    for one, other in pairwise(ordered):
+        if one.place.index == other.place.index:
+            what = f"{one.place} is there twice: {one.name} and {other.name}"
+            raise SelectionError(Problem(what, "name one of them"))
+    whole = Cut.read(first.path)
+    if whole.kind == "comparison":
+        # What stands beside ratios (resident memory, modelled figures) is of one machine a run.
+        _require_alike(ordered, "machines", lambda part: part.hardware)
+        _require_alike(ordered, "versions of torch", lambda part: part.torch)
+    if not any(part.done for part in ordered):
+        remedy = "let a part end: `shardproof run --resume --results PART` goes on with cases"
+        raise SelectionError(Problem("no part has a result", remedy, first.name))
+    there = {part.place.index: part for part in ordered}
+    lacking = []
+    for index, line in whole.rows:
+        of = f"part {index} of {first.place.of}"
+        if index not in there:
+            lacking.append((line, f"{of} is missing"))
+        elif name_of(line) not in there[index].done:
+            lacking.append((line, f"{of} did not end"))
+    return Merge(whole, ordered, lacking)
+
+
+def copy(merge: Merge, folder: RunFolder) -> None:
+    """Write into the new ``folder`` what the parts have, and what they lack as left out.
+
+    :raises SelectionError: two parts have a file of one name.
+    """
+    ended = [part for part in merge.parts if part.done]
+    invocations = [
+        one.model_copy(update={"run": part.run}) for part in ended for one in part.invocations
+    ]
+    folder.put_together(invocations, merge.whole)
+    for part in ended:
+        for name in _files(part.path):
+            folder.copy_file(name, read_input(part.path / name))
+        for raw in lines_of(part.path / run_folder.LINES):
+            if raw.endswith(b"\n") and json.loads(raw)["kind"] != "bench report":
+                folder.copy_line(raw[:-1])
+    for line, why in merge.lacking:
+        if line["kind"] == "kill":
+            folder.add(line | {"why_not": f"left out: {why}"}, "kill")
+        else:
+            folder.add(line | {"reason": why}, "left out")
+
+
+def _files(run: Path) -> list[str]:
+    """Records and raw times of a run, as its manifest has them."""
+    return [name for name, line in Manifest(run).read() if line is None and "/" in name]
+
+
+def _require_alike(parts: Sequence[Part], what: str, of: Callable[[Part], str]) -> None:
+    """:raises SelectionError: ``of`` is not the same of all ``parts``."""
+    values = [of(part) for part in parts]
+    for part, value in zip(parts, values, strict=True):
+        if value != values[0]:
+            both = f"{parts[0].name} ({values[0]}) and {part.name} ({value})"
+            raise SelectionError(Problem(f"parts of two {what}: {both}", "name parts of one"))
+
+
+def _selection(part: Part) -> str:
+    place = part.place
+    return f"{place.selected:,} items in {place.of} parts, digest {place.digest[:12]}"
+
+
+def _judges(part: Part) -> str:
+    """Versions and commits that judged it."""
+    judges = (f"{one.suite}, commit {one.commit or 'unknown'}" for one in part.invocations)
+    return " and ".join(dict.fromkeys(judges))
