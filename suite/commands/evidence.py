@@ -224,16 +224,27 @@ def badges(
     echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
 
 
-def doctor() -> None:
+def doctor(
+    of_cluster: Annotated[
+        bool,
+        typer.Option("--cluster", help="also the engine, images, tc, Slurm and Ray"),
+    ] = False,
+) -> None:
     """Look for what would make runs fail or mislead here, and say what to do about it.
+
+    \b
+    shardproof doctor
+    shardproof doctor --cluster     for `cluster run`, deploy/slurm and `run --on ray`
 
     Exit code 0: ready; 3: something has to be done first.
     """
-    from shardproof.commands import supervision
-    from shardproof.commands.doctor import examine
+    from itertools import chain
 
-    ready = True
-    for finding in examine(supervision.RESULTS):
+    from shardproof.commands import supervision
+    from shardproof.commands.doctor import cluster, examine
+
+    ready, more = True, cluster.examine() if of_cluster else ()
+    for finding in chain(examine(supervision.RESULTS, with_engine=not of_cluster), more):
         ready = ready and finding.state != "bad"
         echo(f"{finding.state:4}  {finding.what}: {finding.found}")
         if finding.remedy:

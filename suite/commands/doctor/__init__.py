@@ -26,7 +26,7 @@ MEMORY_BYTES = 2 << 30
 DISK_BYTES = 256 << 20
 
 
-def examine(results: Path) -> Iterator[Finding]:
+def examine(results: Path, with_engine: bool = True) -> Iterator[Finding]:
     """All findings, quick ones first; ``results`` is where runs are to be written."""
     yield Finding("python", "good", sys.version.split()[0])
     yield _torch()
@@ -42,7 +42,8 @@ def examine(results: Path) -> Iterator[Finding]:
     yield from (*of_gloo, *of_mpi)
     yield from nccl.examine()
     yield from _backends({"gloo": of_gloo, "gloo_cuda": of_gloo, "mpi": of_mpi})
-    yield _engine()
+    if with_engine:
+        yield _engine()
 
 
 def _backends(tried: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
