@@ -13,7 +13,6 @@ import typer
 from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.console import echo
-from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
     from shardproof.runs.merge import Merge
@@ -89,8 +88,7 @@ def merge(
     from shardproof.runs import merge as parts
     from shardproof.runs.bundle.unpacking import open_run
 
-    if into is not None and into.is_dir() and any(into.iterdir()):
-        raise SelectionError(Problem("--into: is there already", "name a new folder", str(into)))
+    options.require_new("--into", into)
     with ExitStack() as stack:
         opened = [(name, stack.enter_context(open_run(name, supervision.RESULTS))) for name in runs]
         merged = parts.plan(parts.read_part(name, path) for name, path in opened)

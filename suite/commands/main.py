@@ -27,6 +27,7 @@ from shardproof.commands import (
     mutants,
     options,
     report,
+    reproduce,
     run,
     scenario_files,
     study,
@@ -59,6 +60,7 @@ app = typer.Typer(
     shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
     shardproof mutants                                         prove that the checks can fail
     shardproof bench reference/ddp pytorch/ddp --size 20m      compare speed on this machine
+    shardproof reproduce RUN                                   the same cases again, here
     shardproof compare RUN RUN                                 what differs between runs
     shardproof gate RUN --against BASELINE                     fail CI on regressions
     shardproof watch train.py --nproc 4                        watch a training script
@@ -87,6 +89,9 @@ app.command(short_help="Put parts of a cut selection together into one run.")(ev
 app.command(short_help="Pack a run into one archive that verify accepts anywhere.")(evidence.bundle)
 app.command(short_help="Draw a run's verdicts as SVG badges.")(evidence.badges)
 app.command(short_help="Look for what would make runs fail here.")(evidence.doctor)
+app.command(short_help="Run a run's cases again here, and say what comes out the same.")(
+    reproduce.reproduce
+)
 app.command(short_help="Say what differs between runs.")(compare.compare)
 app.command(short_help="Judge a run beside a baseline, by a policy.")(compare.gate)
 app.command(short_help="Time pairs of implementations, or what more ranks gain.")(bench.bench)

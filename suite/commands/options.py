@@ -108,6 +108,12 @@ def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
     return path
 
 
+def require_new(option: str, path: Path | None) -> None:
+    """:raises SelectionError: the run folder that ``option`` names holds something."""
+    if path is not None and path.is_dir() and any(path.iterdir()):
+        raise SelectionError(Problem(f"{option}: is there already", "name a new folder", str(path)))
+
+
 def output(flag: str, about: str) -> Any:
     """The option ``flag`` of a file to write."""
     return typer.Option(flag, metavar="FILE", help=about, callback=writable)

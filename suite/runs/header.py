@@ -86,7 +86,7 @@ class Invocation(_Part):
     """One command that wrote into the run; ``planned``, ``kills`` and ``benches`` are ids.
 
     ``part``: what it ran is a part of a selection that was cut; ``run``: the id of the run that it
-    was copied from.
+    was copied from; ``reproduces``: the id of the run whose cases it ran again.
     """
 
     command: list[str]
@@ -107,6 +107,7 @@ class Invocation(_Part):
     cluster: dict[str, JsonValue] | None = None
     part: PartOf | None = None
     run: str | None = None
+    reproduces: str | None = None
 
 
 class Header(_Part):

@@ -226,6 +226,10 @@ class RunFolder:
         self._invocation.benches = list(ids)
         self._write_header()
 
+    def reproduces(self, run: str) -> None:
+        """Say, before any plan, whose cases are about to be run again."""
+        self._invocation.reproduces = run
+
     def put_together(self, invocations: Sequence[Invocation], whole: Cut) -> None:
         """Show the ``invocations`` of parts of ``whole`` in place of this one, which runs nothing.
 

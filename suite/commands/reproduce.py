@@ -1,0 +1,143 @@
+"""``shardproof reproduce``: run the cases of a run again here, and say what comes out the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardproof import verdicts
+from shardproof.case import Case
+from shardproof.commands import options
+from shardproof.commands.console import echo
+from shardproof.errors import Problem, SelectionError
+from shardproof.launch.process_control import cores
+
+if TYPE_CHECKING:
+    from shardproof.compare.reproduced import Reproduced
+    from shardproof.runs.run_folder import Run
+
+#: In the folder of what was run again: a line for each result of the first run.
+OUTCOMES = "reproduced.jsonl"
+
+
+def reproduce(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run folder, id or bundle")],
+    expression: options.Expression = "",
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: Annotated[
+        Path | None,
+        typer.Option("--results", metavar="RUN", help="the new run folder", parser=options.named),
+    ] = None,
+) -> None:
+    """Run the cases of a run again here, as it has them stored, and say of each what is the same.
+
+    \b
+    equal               verdict, exact figures and the digest of every tensor
+    agrees              other bits, both within the case's bound of the oracle
+    differs             verdict, an exact figure, or bits that nothing explains
+    cannot be compared  other torch, suite or data; bits of other kernels; no such backend,
+                        system or option here; no room in --budget
+    beside              skipped or left out there, a fault plan, a planted fault, timed
+
+    Scenarios of today have no say. The new folder is a run like any other; its reproduced.jsonl
+    has these lines.
+
+    Exit codes: 0 all that can be compared is equal or agrees; 1 a case differs; 2 bad input;
+    3 nothing could be compared, or some could not.
+
+    \b
+    shardproof reproduce 20260102-030405.tar.gz
+    shardproof reproduce results/RUN -k "bitwise and in_memory" --results results/again
+    """
+    from shardproof.commands.supervision import RESULTS
+    from shardproof.runs.bundle.unpacking import open_run
+    from shardproof.runs.header import FORMAT, other_format
+    from shardproof.runs.integrity import damage_is_bad_input, require_unedited
+    from shardproof.runs.run_folder import read
+    from shardproof.scenarios.select import compile_expression
+
+    options.require_new("--results", results)
+    matches = compile_expression(expression)
+    with open_run(run, RESULTS) as path, damage_is_bad_input(path):
+        before = read(path, strict=True)
+        if before.header.format != FORMAT:
+            raise other_format(before.header, path)
+        require_unedited(path)
+        faults = {f"mutants/{kill.name}" for kill in before.kills}
+        cases_of_faults = {result.id for result in before.mutant_cases}
+        ids = frozenset(filter(matches, (before.ids | faults) - cases_of_faults))
+        if not ids:
+            remedy = "leave -k out, or name a run with results"
+            raise SelectionError(Problem("nothing to run again", remedy, expression or run))
+        raise typer.Exit(_reproduce(before, ids, budget, jobs or cores(), results))
+
+
+def _reproduce(
+    before: Run, ids: frozenset[str], budget: float | None, jobs: int, results: Path | None
+) -> int:
+    from shardproof.commands.run import execute
+    from shardproof.commands.supervision import open_folder
+    from shardproof.compare import reproduced
+    from shardproof.runs.durations import Durations
+    from shardproof.runs.run_folder import read
+    from shardproof.scenarios.budget import fit_cases
+
+    beside = reproduced.beside(before)
+    cases = [one.case for one in before.cases if one.id in ids and one.id not in beside]
+    obstacles = _obstacles(cases)
+    cases = [case for case in cases if case.id not in obstacles]
+    if not cases:
+        outcomes = reproduced.judge(before, None, obstacles, ids)
+        _tell(outcomes)
+        return reproduced.exit_code(outcomes)
+    durations = Durations.of_user()
+    with open_folder(results) as folder:
+        folder.reproduces(before.name)
+        schedule = fit_cases(cases, durations, jobs, budget)
+        code = execute(folder, schedule, jobs, budget, durations)
+        if code == verdicts.INTERRUPTED:
+            return code
+        outcomes = reproduced.judge(before, read(folder.path), obstacles, ids)
+        lines = (json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
+        folder.write(OUTCOMES, "".join(lines))
+    _tell(outcomes)
+    return reproduced.exit_code(outcomes)
+
+
+def _tell(outcomes: Sequence[Reproduced]) -> None:
+    from shardproof.compare import reproduced
+
+    for outcome in outcomes:
+        echo(outcome.sentence())
+    echo(reproduced.summary(outcomes))
+
+
+def _obstacles(cases: Sequence[Case]) -> dict[str, str]:
+    """By its id why a case cannot be run by this version, or without a system of its own."""
+    from shardproof import registry
+    from shardproof.backends import BACKENDS
+    from shardproof.registry import preflight
+    from shardproof.workloads import WORKLOADS
+
+    gone: dict[str, str] = {}
+    for name in dict.fromkeys(case.implementation for case in cases):
+        try:
+            registry.check(name)
+            preflight.check([name])
+        except SelectionError as error:
+            gone[name] = f"the system is gone: {error.problems[0].what}"
+    told = {}
+    for case in cases:
+        if case.implementation in gone:
+            told[case.id] = gone[case.implementation]
+        elif case.backend not in BACKENDS:
+            told[case.id] = f"no longer supported: backend {case.backend}"
+        elif ":" not in case.workload.name and case.workload.name not in WORKLOADS:
+            told[case.id] = f"no longer supported: workload {case.workload.name}"
+    return told
