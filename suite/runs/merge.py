@@ -104,6 +104,7 @@ def read_part(name: str, path: Path) -> Part:
     for file in _files(path):
         if not (path / file).is_file():
             raise SelectionError(Problem("is missing", "take a whole copy", file=str(path / file)))
+    run_folder.read(path, strict=True)  # what is damaged is told by its line
     whole = Cut.read(path)
     own = whole.names(place.index)
     lines = (line for line in run_folder.lines(path) if line["kind"] not in _BESIDE)
@@ -162,7 +163,8 @@ def copy(merge: Merge, folder: RunFolder) -> None:
         for name in _files(part.path):
             folder.copy_file(name, read_input(part.path / name))
         for raw in lines_of(part.path / run_folder.LINES):
-            if raw.endswith(b"\n") and json.loads(raw)["kind"] != "bench report":
+            fields = json.loads(raw) if raw.endswith(b"\n") else None  # cut off by a kill
+            if isinstance(fields, dict) and fields.get("kind") not in (None, "bench report"):
                 folder.copy_line(raw[:-1])
     for line, why in merge.lacking:
         if line["kind"] == "kill":

@@ -92,6 +92,9 @@ class Cut:
         file = folder / FILE
         try:
             rows = [json.loads(line) for line in read_input(file).splitlines()]
+            for row in rows:
+                if not all(isinstance(row.get(key) or {}, dict) for key in ("case", "pair")):
+                    raise ValueError(name_of(row))
             return cls([(int(row.pop("part")), row) for row in rows if name_of(row)])
         except (OSError, *DAMAGE):
             remedy = "take a whole copy of the part"

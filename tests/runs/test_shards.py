@@ -253,6 +253,14 @@ def test_damaged_parts_are_refused(command: Any, tmp_path: Path) -> None:
     code, _, err = command("merge", str(first), str(second), "--into", str(tmp_path / "x"))
     assert code == 2 and f"{second / 'cases.jsonl'}: line 1 " in err
     (second / "cases.jsonl").write_text(lines)
+    selection = (second / "selection.jsonl").read_text()
+    for damage in (selection[:-9], "[]\n", '{"part": 1}\n', '{"kind":"a","id":"b","case":[1]}\n'):
+        (second / "selection.jsonl").write_text(damage)
+        with pytest.raises(SelectionError, match="is damaged or missing"):
+            Cut.read(second)
+        code, _, err = command("merge", str(first), str(second), "--into", str(tmp_path / "x"))
+        assert code == 2 and f"{second / 'selection.jsonl'}: was changed" in err
+    (second / "selection.jsonl").write_text(selection)
     header = json.loads((first / "run.json").read_text()) | {"format": 5}
     (first / "run.json").write_text(json.dumps(header))
     code, _, err = command("merge", str(first), str(second), "--into", str(tmp_path / "x"))
