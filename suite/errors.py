@@ -45,6 +45,10 @@ class SelectionError(InputError):
     """A selection (``-k``, ``--impl``, a name) that cannot be read or matches nothing."""
 
 
+class LaunchError(InputError):
+    """Ranks that were started in a way in which they cannot work together."""
+
+
 #: What moves a terminal's cursor, turns the direction of text or is half a character; lines stay.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"

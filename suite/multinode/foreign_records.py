@@ -7,6 +7,7 @@ machines compute the same bits as processes on one machine.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -56,6 +57,14 @@ def write_plan(records: Path, cases: Sequence[Case], world: int) -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     plan = Plan(time.time(), world, torch.__version__, capability, list(cases))
     write_whole(records / "plan.json", json.dumps(plan.to_dict()))
+
+
+def plan_digest(records: Path) -> str:
+    """Digest of the plan in ``records``; empty if there is none."""
+    try:
+        return hashlib.sha256((records / "plan.json").read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return ""
 
 
 def read_plan(records: Path) -> Plan:

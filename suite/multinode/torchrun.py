@@ -1,8 +1,8 @@
 """The rank program under torchrun: ``torchrun ... -m shardproof.multinode.torchrun SCENARIO``.
 
-Also under ``mpirun`` and ``srun``; ``--backend mpi`` needs an ``mpirun`` and no address.  Every
-rank of the job runs the same cases one after the other, each in a fresh process group on one store,
-and leaves what it saw in a folder that all ranks share (``--records``)::
+Also under ``mpirun`` and ``srun``, and with every rank by hand; ``--backend mpi`` needs an
+``mpirun`` and no address.  Every rank of the job runs the same cases one after the other, each in a
+fresh process group on one store, and leaves what it saw in a folder that all ranks share (``--records``)::
 
     records/plan.json               which cases, in which order, when the first began
             case<n>/rank<k>.rec     what rank k holds (see shardproof.cases.rank_program)
@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import gc
-import json
 import os
 import socket
 import stat
@@ -33,13 +32,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -47,126 +43,24 @@ from shardproof import backends, tensor_bytes, workloads
 from shardproof.backends import mpi
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
-from shardproof.errors import InputError, Problem, SelectionError
+from shardproof.errors import InputError
 from shardproof.launch import heartbeat
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.fork_server import REPRODUCIBLE
 from shardproof.launch.fork_server_main import import_lazy_modules
-from shardproof.launch.mpi.mpirun import unlink_segments
 from shardproof.launch.outcome import RankOutcome, of_exception
 from shardproof.launch.ranks import LAST_RESORT
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
-from shardproof.multinode import foreign_records
+from shardproof.multinode import foreign_records, meeting, roll_call
+from shardproof.multinode.place import MEETING_SECONDS, Place, interface_to
 from shardproof.scenarios import vocabulary
 from shardproof.scenarios.selection import Selection
 from shardproof.verdicts import BAD_INPUT, BROKEN, HELD
 
-#: Names of (rank, world size) that launchers put into the environment, the first found counts.
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "MPICH": ("PMI_RANK", "PMI_SIZE"),
-    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
-}
-#: Seconds that ranks wait for each other before the first case: slow nodes are still starting.
-MEETING_SECONDS = 600.0
 #: Seconds that rank 0 has to judge, while the others of an MPI job wait.
 JUDGING_SECONDS = 7200.0
 #: Seconds that a rank at a standstill waits until the others have written their stacks as well.
 STACKS_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Place:
-    rank: int
-    world: int
-    address: str
-    port: int
-    #: The store itself, where this rank serves it already.
-    served: dist.Store | None = None
-
-    @classmethod
-    def by_mpi(cls) -> Place:
-        """Ask MPI; rank 0 opens the store and tells the others where.
-
-        :raises SelectionError: there is no MPI, or not the one whose ``mpirun`` started this.
-        """
-        if reason := backends.BACKENDS["mpi"].available():
-            raise SelectionError(Problem(reason, "or choose another --backend", "--backend mpi"))
-        found = mpi.start()
-        comm = found.COMM_WORLD
-        rank, world = comm.Get_rank(), comm.Get_size()
-        here = comm.Split_type(found.COMM_TYPE_SHARED)
-        unlink_segments()  # however this process ends: only in order does it leave MPI
-        for _, size in LAUNCHERS.values():
-            if int(os.environ.get(size, world)) != world:
-                what = f"MPI knows of {world} ranks, but the launcher started {os.environ[size]}"
-                remedy = "use the mpirun of the MPI that mpi4py finds, or --backend gloo"
-                raise SelectionError(Problem(what, remedy, "--backend mpi"))
-        store, place = None, ("", 0)
-        if rank == 0:
-            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            alone = here.Get_size() == world
-            place = "127.0.0.1" if alone else socket.gethostname(), store.port
-        address, port = comm.bcast(place, root=0)
-        return cls(rank, world, address, port, store)
-
-    @classmethod
-    def find(cls, environment: Mapping[str, str]) -> Place:
-        """Read the launcher's variables.
-
-        :raises SelectionError: no launcher, or no address to meet at.
-        """
-        for rank, world in LAUNCHERS.values():
-            if rank in environment and world in environment:
-                size = int(environment[world])
-                address = environment.get("MASTER_ADDR", "127.0.0.1" if size == 1 else "")
-                if not address and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size):
-                    address = "127.0.0.1"
-                if not address:
-                    remedy = "set it to the first node's host name, the same on every rank"
-                    raise SelectionError(Problem("MASTER_ADDR is not set", remedy))
-                port = int(environment.get("MASTER_PORT", "29511"))
-                return cls(int(environment[rank]), size, address, port)
-        names = ", ".join(LAUNCHERS)
-        example = "torchrun --nproc-per-node 4 -m shardproof.multinode.torchrun"
-        remedy = f"start it with one of {names}, e.g. {example}"
-        raise SelectionError(Problem("no launcher: the rank is unknown", remedy))
-
-    def store(self, serves: bool = True) -> dist.Store:
-        """The job's store, which rank 0 ``serves``; under torchrun its agent may already do so."""
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if serves and self.served is not None:
-            return dist.PrefixStore(f"shardproof/{attempt}", self.served)
-        serves &= os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        base = dist.TCPStore(
-            self.address,
-            self.port,
-            self.world,
-            is_master=self.rank == 0 and serves and self.served is None,
-            timeout=timedelta(seconds=MEETING_SECONDS),
-            wait_for_workers=False,
-        )
-        return dist.PrefixStore(f"shardproof/{attempt}", base)
-
-
-def interface_to(address: str) -> str | None:
-    """The network interface that leads to ``address``; ``None`` if that cannot be told.
-
-    gloo would otherwise resolve the own host name, which is the loopback on many machines.
-    """
-    try:
-        first, *_ = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = first
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing: only chooses the route
-            own = probe.getsockname()[0]
-    except OSError:
-        return None
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == own for entry in entries):
-            return name
-    return None
 
 
 def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True) -> int:
@@ -174,17 +68,21 @@ def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True)
 
     With ``whole`` off digests are written, but no tensors.
 
-    :raises SelectionError: the ranks were given different cases.
+    :raises LaunchError: the ranks cannot work together, and why.
     """
     torch.set_num_threads(1)
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(place.address)):
+    given = os.environ.get("GLOO_SOCKET_IFNAME")
+    if given is None and (name := interface_to(place.address)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
-    import_lazy_modules()  # or the first case pays for it
     store = place.store()
-    _agree(store, place, [case.id for case in cases])
+    roll_call.answer(store, place, MEETING_SECONDS, given)
+    import_lazy_modules()  # or the first case pays for it
+    meeting.agree(store, place, [case.id for case in cases])
     if place.rank == 0:
         foreign_records.write_plan(records, cases, place.world)
-    _meet(store, place, "start", MEETING_SECONDS)
+        store.set("plan", foreign_records.plan_digest(records))
+    meeting.meet(store, place, "start", MEETING_SECONDS)
+    meeting.see_plan(store, place, records)
     for number, case in enumerate(cases):
         if case.skip:
             continue
@@ -192,9 +90,8 @@ def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True)
         folder.mkdir(parents=True, exist_ok=True)
         with _Guard(place, case, number, folder):
             _one(store, place, case, number, folder, whole)
-            _meet(store, place, f"case{number}", case.deadline * LAST_RESORT)
-    # The store lives in rank 0 (or its agent): it must not end before the others are done with it.
-    _meet(store, place, "end", MEETING_SECONDS)
+            meeting.meet(store, place, f"case{number}", case.deadline * LAST_RESORT)
+    meeting.part(store, place, MEETING_SECONDS)
     return HELD
 
 
@@ -249,7 +146,7 @@ class _Guard:
             file.flush()
             faulthandler.dump_traceback(file)
         if together:
-            _meet(self._store, self._place, f"{self._key}/told", STACKS_SECONDS)
+            meeting.meet(self._store, self._place, f"{self._key}/told", STACKS_SECONDS)
         _exit(BROKEN)
 
 
@@ -279,7 +176,7 @@ def _one(
         outcome = RankOutcome(place.rank, "ok", ended=time.monotonic() - began)
         # A rank that left now would reset connections on which its last bytes are under way.
         with contextlib.suppress(TimeoutError):
-            _meet(store, place, f"case{number}/returned", 1.0)
+            meeting.meet(store, place, f"case{number}/returned", 1.0)
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
         outcome = of_exception(place.rank, error, time.monotonic() - began)
         backends.tell_failure(error)
@@ -311,31 +208,6 @@ def _wake_peers(before: set[int]) -> None:
             # Not gloo's listening socket: its thread ends the process if that fails.
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _meet(store: dist.Store, place: Place, key: str, seconds: float) -> None:
-    """Return when all ranks have come; raise ``TimeoutError`` that says how many did."""
-    store.add(key, 1)
-    deadline, pause = time.monotonic() + seconds, 0.005
-    heartbeat.wait(True)
-    while (here := store.add(key, 0)) < place.world:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{here} of {place.world} ranks came to {key!r} in {seconds:g} s")
-        time.sleep(pause)
-        pause = min(0.5, 1.1 * pause)  # a rank that waits long does not compute
-    heartbeat.wait(False)
-
-
-def _agree(store: dist.Store, place: Place, ids: Sequence[str]) -> None:
-    """All ranks must run the same cases: other files on one node would end in a riddle."""
-    if place.rank == 0:
-        store.set("cases", json.dumps(list(ids)))
-    first = json.loads(store.get("cases"))
-    if first != list(ids):
-        odd = sorted(set(first) ^ set(ids)) or ["the order"]
-        remedy = "install the same version and the same scenario files on every node"
-        what = f"rank {place.rank} and rank 0 were given different cases"
-        raise SelectionError(Problem(what, remedy, odd[0]))
 
 
 def _without_fault(case: Case) -> Case:
@@ -397,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _judge(options)
         if over_mpi:
             # MPICH ends whoever still runs once all have left MPI, so they leave it together.
-            _meet(place.store(), place, "judged", JUDGING_SECONDS)
+            meeting.meet(place.store(), place, "judged", JUDGING_SECONDS)
             mpi.stop()
         return code
     except InputError as error:

@@ -24,7 +24,6 @@ from made_case import made_case
 from shardproof.commands import cluster as cluster_command
 from shardproof.commands import main as command_line
 from shardproof.contract import Piece
-from shardproof.errors import SelectionError
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.nodes.nodes import Nodes
 from shardproof.multinode import cluster, foreign_records, torchrun
@@ -222,70 +221,6 @@ def test_an_argument_of_the_build_makes_images_old() -> None:
 
 
 # ---------------------------------------------------------------------------------- one machine
-
-
-@pytest.mark.parametrize(
-    ("environment", "place"),
-    [
-        (
-            {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "1234"},
-            torchrun.Place(3, 4, "head", 1234),
-        ),
-        (
-            {
-                "OMPI_COMM_WORLD_RANK": "1",
-                "OMPI_COMM_WORLD_SIZE": "2",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            },
-            torchrun.Place(1, 2, "127.0.0.1", 29511),
-        ),
-        (
-            {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "MASTER_ADDR": "n1"},
-            torchrun.Place(5, 8, "n1", 29511),
-        ),
-    ],
-)
-def test_place_is_read_from_any_launcher(
-    environment: dict[str, str], place: torchrun.Place
-) -> None:
-    assert torchrun.Place.find(environment) == place
-
-
-def test_place_says_what_is_missing() -> None:
-    with pytest.raises(SelectionError, match="torchrun"):
-        torchrun.Place.find({})
-    with pytest.raises(SelectionError, match="MASTER_ADDR"):
-        torchrun.Place.find({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
-
-
-@pytest.mark.parametrize("started", ["2", "4"], ids=["as MPI says", "by another mpirun"])
-def test_a_rank_of_mpi_that_ends_early_leaves_no_shared_memory(
-    started: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MPICH removes the names of its segments only when ranks leave it in order."""
-    done: list[str] = []
-    here = SimpleNamespace(Get_size=lambda: 2)
-    comm = SimpleNamespace(
-        Get_rank=lambda: 1,
-        Get_size=lambda: 2,
-        Split_type=lambda kind: done.append("all have begun") or here,
-        bcast=lambda place, root: ("127.0.0.1", 4242),
-    )
-    world = SimpleNamespace(COMM_WORLD=comm, COMM_TYPE_SHARED=0)
-    monkeypatch.setattr(torchrun.mpi, "start", lambda: world)
-    monkeypatch.setattr(torchrun.mpi, "available", lambda: None)
-    monkeypatch.setattr(torchrun, "unlink_segments", lambda: done.append("unlinked"))
-    monkeypatch.setenv("PMI_SIZE", started)
-    if started == "4":
-        with pytest.raises(SelectionError, match="MPI knows of 2 ranks, but the launcher"):
-            torchrun.Place.by_mpi()
-    else:
-        assert torchrun.Place.by_mpi() == torchrun.Place(1, 2, "127.0.0.1", 4242)
-    assert done == ["all have begun", "unlinked"]
-
-
-def test_interface_leads_to_the_address() -> None:
-    assert torchrun.interface_to("127.0.0.1") in ("lo", "lo0")
 
 
 def test_no_case_of_that_world_is_bad_input(
