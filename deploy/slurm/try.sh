@@ -1,0 +1,66 @@
+#!/bin/bash
+# A Slurm of two nodes on this machine, in a folder of its own: deploy/slurm/try.sh COMMAND... runs COMMAND on it,
+# then ends it.  As root; needs slurmctld and slurmd (Debian: slurm-wlm), no munge, and does not touch /etc/slurm.
+set -euo pipefail
+for program in slurmctld slurmd sbatch; do
+    command -v "$program" >/dev/null || { echo "$program is not here: apt-get install slurm-wlm"; exit 3; }
+done
+folder=$(mktemp -d /tmp/shardproof-slurm-XXXXXX)
+mkdir -p "$folder"/{state,log,spool/n1,spool/n2}
+export SLURM_CONF=$folder/slurm.conf
+read -r controller first second < <("${PYTHON:-python3}" - <<'PORTS'
+import socket
+held = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+print(*(each.getsockname()[1] for each in held))
+PORTS
+)
+node="NodeHostname=$(hostname) NodeAddr=127.0.0.1 CPUs=2 RealMemory=1000 State=UNKNOWN"
+cat >"$SLURM_CONF" <<CONF
+ClusterName=shardproof
+SlurmctldHost=$(hostname)(127.0.0.1)
+SlurmctldPort=$controller
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation=$folder/state
+SlurmdSpoolDir=$folder/spool/%n
+SlurmctldPidFile=$folder/slurmctld.pid
+SlurmdPidFile=$folder/slurmd.%n.pid
+SlurmctldLogFile=$folder/log/slurmctld.log
+SlurmdLogFile=$folder/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=2
+NodeName=n1 $node Port=$first
+NodeName=n2 $node Port=$second
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=YES State=UP
+CONF
+
+daemons=()
+end() {
+    # Jobs first: the process that holds a step outlives its slurmd.
+    scancel --user="$(id -un)" 2>/dev/null && sleep 3
+    kill "${daemons[@]}" 2>/dev/null
+    wait "${daemons[@]}" 2>/dev/null
+    rm -rf "$folder"
+}
+trap 'code=$?; set +e; end; exit $code' EXIT
+slurmctld -D >/dev/null 2>&1 & daemons+=($!)
+for name in n1 n2; do slurmd -D -N "$name" >/dev/null 2>&1 & daemons+=($!); done
+for _ in $(seq 60); do
+    [ "$(sinfo --noheader --Node --states=idle 2>/dev/null | wc -l)" -eq 2 ] && break
+    sleep 0.5
+done
+[ "$(sinfo --noheader --Node --states=idle | wc -l)" -eq 2 ] || { tail -n 5 "$folder"/log/*.log; exit 1; }
+# All nodes are this machine.
+export MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo
+"$@"
