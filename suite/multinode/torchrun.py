@@ -2,7 +2,8 @@
 
 Also under ``mpirun`` and ``srun``, and with every rank by hand; ``--backend mpi`` needs an
 ``mpirun`` and no address.  Every rank of the job runs the same cases one after the other, each in a
-fresh process group on one store, and leaves what it saw in a folder that all ranks share (``--records``)::
+fresh process group on one store, and leaves what it saw in a folder that all ranks share
+(``--records``)::
 
     records/plan.json               which cases, in which order, when the first began
             case<n>/rank<k>.rec     what rank k holds (see shardproof.cases.rank_program)

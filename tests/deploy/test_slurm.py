@@ -1,4 +1,4 @@
-"""deploy/slurm on a real Slurm of two nodes on this machine; skipped with the reason without one."""
+"""deploy/slurm on a real Slurm of two nodes on this machine; without one, skipped."""
 
 from __future__ import annotations
 
