@@ -1,7 +1,9 @@
 #!/bin/sh
 # Command of the containers in compose.yaml: deploy/node.sh head|node.
-# Reads NODES, RANKS_PER_NODE, SCENARIO, TIER, EXPRESSION, DEADLINE (seconds per launch), COMPARE.
+# Reads RUN, NODES, RANKS_PER_NODE, SCENARIO, TIER, EXPRESSION, DEADLINE (seconds per launch), COMPARE.
 set -u
+run=/results/$RUN
+mkdir -p "$run" || exit 2
 worker() {  # worker RECORDS TORCHRUN_OPTION...
     records=$1; shift
     began=$(date +%s)
@@ -17,7 +19,7 @@ across="--nnodes $NODES --rdzv-backend c10d --rdzv-endpoint head:29500 --rdzv-id
 per_node=$RANKS_PER_NODE more=
 
 if [ "$1" = node ]; then
-    worker /results/cluster $across
+    worker "$run/cluster" $across
     # Compose stops all containers when one ends, so outlive the head, which judges.
     trap 'exit 0' TERM INT
     sleep "$((DEADLINE * 3))" &
@@ -25,13 +27,13 @@ if [ "$1" = node ]; then
     exit 0
 fi
 
-worker /results/cluster $across || echo "the job across nodes ended with code $?"
-if [ "${COMPARE:-yes}" = yes ] && [ -e /results/cluster/plan.json ]; then
+worker "$run/cluster" $across || echo "the job across nodes ended with code $?"
+if [ "${COMPARE:-yes}" = yes ] && [ -e "$run/cluster"/plan.json ]; then
     # The same cases with as many processes, all in this container.
     per_node=$((NODES * RANKS_PER_NODE)) more=--digests-only
-    worker /results/local --standalone || echo "the local job ended with code $?"
-    set -- --against /results/local
+    worker "$run/local" --standalone || echo "the local job ended with code $?"
+    set -- --against "$run/local"
 else
     set --
 fi
-exec python -m shardproof.multinode.torchrun --judge /results/cluster "$@" --results /results --prune
+exec python -m shardproof.multinode.torchrun --judge "$run/cluster" "$@" --results "$run" --prune

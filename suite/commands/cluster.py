@@ -99,6 +99,7 @@ def run(
     words = options.selection(scenarios, impl, backend, world, expression, tier, seed)
     there = launched.Nodes(launched.FOLDER, nodes, ranks_per_node)
     with_room(words.cases(installed()), there)  # bad input is told before anything is built
+    own = _own(scenarios or (), impl or ())
     command = ["run", *(scenarios or ()), "--tier", tier]
     for flag, values in (("--impl", impl), ("--backend", backend), ("--world", world)):
         command += [word for value in values or () for word in (flag, str(value))]
@@ -117,7 +118,7 @@ def run(
             results=folder,
             folder=Path.cwd(),
             images=images,
-            own=_own(scenarios or (), impl or ()),
+            own=own,
             cpus=cpus,
             memory_bytes=memory_bytes,
             command=["shardproof", *sys.argv[1:]],
@@ -217,9 +218,19 @@ def _results(given: Path | None) -> Path:
 
 
 def _own(scenarios: list[str] | tuple[()], impl: list[str] | tuple[()]) -> list[Path]:
-    """Folders of the user's that containers have to see."""
+    """Folders of the user's that containers have to see.
+
+    :raises SelectionError: those of root are for root only, as whom nothing runs in a container.
+    """
+    from shardproof.multinode.cluster import OWN_USER
+
     files = [Path(name).resolve() for name in scenarios if Path(name).exists()]
     folders = {file if file.is_dir() else file.parent for file in files}
     if any(":" in name for name in impl) or files:
         folders.add(Path.cwd())
+    for folder in folders:
+        if os.geteuid() == 0 and folder.stat().st_mode & 0o005 != 0o005:
+            what = f"containers of root's run as user {OWN_USER}, who cannot read this folder"
+            remedy = "`chmod o+rx` it, or start this as another user"
+            raise SelectionError(Problem(what, remedy, file=str(folder)))
     return sorted(folders)

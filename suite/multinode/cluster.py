@@ -121,6 +121,7 @@ def _judged(
         while said.is_alive():
             said.join(0.2)
     except KeyboardInterrupt:
+        _ignore_signals()
         # Its own way to stop in order: results are kept, and reports made.
         head.exec_run(["sh", "-c", 'kill -INT "$(cat "$0")"', pid])
         said.join(_END_SECONDS)
@@ -236,9 +237,7 @@ def _removed_afterwards(engine: Any, name: str, keep: bool) -> Iterator[None]:
         yield
         done = True
     finally:
-        # A second Ctrl-C must not stop the removal; it takes seconds.
-        for number in previous:
-            signal.signal(number, signal.SIG_IGN)
+        _ignore_signals()
         try:
             left = [] if keep and done else remove(engine, name)
         finally:
@@ -246,6 +245,12 @@ def _removed_afterwards(engine: Any, name: str, keep: bool) -> Iterator[None]:
                 signal.signal(number, handler)
         if left:
             print(f"could not be removed: {', '.join(left)}; `shardproof cluster clean`")
+
+
+def _ignore_signals() -> None:
+    """A second Ctrl-C must not stop what ends a cluster in order; it takes seconds."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _interrupt(*_: object) -> None:
