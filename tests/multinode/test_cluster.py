@@ -24,6 +24,7 @@ from made_case import made_case
 from shardproof.commands import cluster as cluster_command
 from shardproof.commands import main as command_line
 from shardproof.contract import Piece
+from shardproof.errors import SelectionError
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.nodes.nodes import Nodes
 from shardproof.multinode import cluster, foreign_records, torchrun
