@@ -93,10 +93,11 @@ def parent_case(own: Case, parent: str) -> Case:
     return replace(own, id=f"{parent}::parent-{digest}", implementation=parent)
 
 
-def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) -> Kill:
-    """Compare the mutant's result with its parent's (``None``: left out, hence not killed).
+def why_not_killed(pair: Pair, own: CaseResult | None, parent: CaseResult | None) -> str:
+    """Why the mutant's result beside its parent's is no kill; empty: it is one.
 
     At depth family any check that fails is a kill: those of exact bytes and layouts are not asked.
+    Of the mutant this needs what a line of its kill has, too.
     """
     failing = _failing(own) if own else ()
     why_not, crash_says = "", pair.mutant.crash_says
@@ -117,12 +118,18 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
             why_not = f"survives {', '.join(silent)}{seen} [{own.verdict}: {own.reason}]"
         elif own.verdict == "crash" and crash_says not in own.reason:
             why_not = f"crashes, but does not say {crash_says!r} [{own.reason}]"
+    return why_not
+
+
+def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) -> Kill:
+    """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
+    why_not = why_not_killed(pair, own, parent)
     as_declared = own is not None and not why_not and pair.case.depth != "family"
     return Kill(
         name=pair.mutant.name,
         parent=pair.mutant.parent,
         killed_by=tuple(pair.mutant.killed_by),
-        failing=failing,
+        failing=_failing(own) if own else (),
         killed=not why_not,
         why_not=why_not,
         verdict=own.verdict if own else "left out",
@@ -130,7 +137,7 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
         lane=pair.case.lane,
         margin=_margin(own) if own else None,
         seconds=own.seconds if own else 0.0,
-        crash_says=crash_says,
+        crash_says=pair.mutant.crash_says,
         depth=pair.case.depth or None,
         named=bool(re.search(pair.mutant.says, own.reason)) if own and as_declared else None,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.cases.kills import Pair, judge_kill, parent_case
+from shardproof.cases.kills import Pair, parent_case, why_not_killed
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import Problem, SelectionError, one_line
@@ -209,9 +209,9 @@ def _killed_again(kill: Kill, results: list[CaseResult]) -> Iterator[str]:
     # By what it ran: ids of parents are digests, which runs of old words made of those.
     theirs = next((r for r in results if replace(r.case, id=parent.id) == parent), None)
     # A kill names what judging needs of the mutant.
-    again = judge_kill(Pair(kill, own.case, parent), own, theirs)
-    if again.killed != kill.killed:
-        yield f"cases.jsonl: fault {kill.name}: its results give killed={again.killed}"
+    killed = not why_not_killed(Pair(kill, own.case, parent), own, theirs)
+    if killed != kill.killed:
+        yield f"cases.jsonl: fault {kill.name}: its results give killed={killed}"
 
 
 def _short(value: Any) -> str:

@@ -24,6 +24,7 @@ from shardproof.cases.kills import (
     kinds,
     pair,
     run_mutants,
+    why_not_killed,
 )
 from shardproof.checks import GENERAL, OF_UNTRAINED, Outcome, Worst
 from shardproof.checks.results import CaseResult, Kill
@@ -109,6 +110,22 @@ def test_at_depth_family_any_failing_check_kills_and_a_share_may_survive(
     assert "33.3% survive at depth family, at most 15%" in out
     assert {kill.depth for kill in read(tmp_path / "run").kills} == {"family"}
     assert verify(tmp_path / "run").problems == []
+
+
+def test_a_kill_is_judged_again_by_its_line_alone() -> None:
+    """As `verify` does of a run whose faults are held to what they declare."""
+    item = pair(registry.load_mutant("ddp_never_reduces"))
+    names = item.mutant.killed_by
+    own, parent = (
+        CaseResult(case.id, case, word, word, [Outcome(name, word) for name in names])
+        for case, word in ((item.case, "fail"), (item.parent, "pass"))
+    )
+    kill = judge_kill(item, own, parent)
+    assert kill.killed
+    again = kill_matrix.Pair(kill, item.case, item.parent)
+    assert why_not_killed(again, own, parent) == ""
+    own.checks = []
+    assert "survives" in why_not_killed(again, own, parent)
 
 
 def test_every_check_that_faces_faults_kills_one() -> None:
