@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -515,3 +516,23 @@ def test_interrupt_leaves_nothing(engine: Any, tmp_path: Path) -> None:
     assert not cluster.parts(engine)
     header = json.loads((tmp_path / "run" / "run.json").read_text())
     assert header["invocations"][-1]["exit_code"] == INTERRUPTED, "the head ended in order"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compose_is_the_way_by_hand(engine: Any) -> None:
+    ways = [["docker", "compose"], ["docker-compose"]]
+    found = [w for w in ways if shutil.which(w[0]) and not subprocess.call([*w, "version"])]
+    if not found:
+        pytest.skip("no Compose")
+    run = f"test-{os.getpid()}"
+    chosen = {"RUN": run, "EXPRESSION": "bucket_view", "COMPARE": "no", "NODES": "2"}
+    environment = {**os.environ, **chosen, "OWNER": str(os.getuid())}
+    command = [*found[0], "--project-name", run]
+    up = ["up", "--no-build", "--scale", "node=1", "--exit-code-from", "head"]
+    try:
+        assert subprocess.call([*command, *up], cwd=ROOT, env=environment) == 0
+        assert _shardproof("verify", str(ROOT / "results" / run)).returncode == 0
+    finally:
+        subprocess.call([*command, "down"], cwd=ROOT, env=environment)
+        shutil.rmtree(ROOT / "results" / run, ignore_errors=True)
