@@ -89,7 +89,7 @@ def run(
     from docker.errors import DockerException
 
     owner = _user()
-    with _removed_afterwards(engine, cluster.name, keep), _lent(cluster.results, owner):
+    with _lent(cluster.results, owner), _removed_afterwards(engine, cluster.name, keep):
         try:
             head = _head(engine, cluster, owner)
             _start_nodes(engine, cluster, owner, head)
@@ -111,20 +111,25 @@ def _judged(
     environment = {ENVIRONMENT: cluster.environment}
     judge = engine.api.exec_create(head.id, words, environment=environment)["Id"]
 
-    def follow() -> None:
-        for part in engine.api.exec_start(judge, stream=True):
-            say(part.decode("utf-8", "replace"))
+    # Not the thread's join: one that is interrupted takes the thread for ended.
+    ended = threading.Event()
 
-    said = threading.Thread(target=follow, daemon=True)
-    said.start()
+    def follow() -> None:
+        try:
+            for part in engine.api.exec_start(judge, stream=True):
+                say(part.decode("utf-8", "replace"))
+        finally:
+            ended.set()
+
+    threading.Thread(target=follow, daemon=True).start()
     try:
-        while said.is_alive():
-            said.join(0.2)
+        while not ended.wait(0.2):
+            pass
     except KeyboardInterrupt:
         _ignore_signals()
         # Its own way to stop in order: results are kept, and reports made.
         head.exec_run(["sh", "-c", 'kill -INT "$(cat "$0")"', pid])
-        said.join(_END_SECONDS)
+        ended.wait(_END_SECONDS)
         return INTERRUPTED
     return int(engine.api.exec_inspect(judge)["ExitCode"])
 

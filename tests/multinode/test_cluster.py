@@ -502,7 +502,7 @@ def test_interrupt_leaves_nothing(engine: Any, tmp_path: Path) -> None:
     lines = tmp_path / "run" / "cases.jsonl"
     deadline = time.monotonic() + 120
     try:
-        while not lines.exists():
+        while not (lines.exists() and lines.stat().st_size):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.2)
