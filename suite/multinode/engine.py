@@ -125,6 +125,7 @@ def _build(engine: Any, target: str, arguments: dict[str, str], digest: str) -> 
             buildargs=arguments,
             labels={SOURCE: digest},
             rm=True,
+            forcerm=True,
             decode=True,
             timeout=3600,
         ):
