@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardproof import registry
 from shardproof.backends import BACKENDS
@@ -37,6 +37,18 @@ OnAccount = Callable[[CaseResult, dict[str, Any]], None]
 #: of its ranks, on which no verdict of a system hangs.
 JUDGING_SECONDS = 600.0
 
+
+class Judged(NamedTuple):
+    """A case, its result and its account as JSON."""
+
+    case: Case
+    result: CaseResult
+    account: dict[str, Any]
+
+
+#: Judges cases, some at a time, and yields each as it ends.  The next is drawn only when there is
+#: room for it; closed early, what runs is ended.
+Judge = Callable[[Iterable[Case]], Generator[Judged, None, None]]
 
 #: Verdicts after which the processes of a case may serve another.
 _HELD = ("pass", WORKING_PRECISION_ONLY)
@@ -73,26 +85,14 @@ class Session:
         on_start: Callable[[Case], None] | None = None,
         enough: Callable[[], bool] | None = None,
     ) -> tuple[list[CaseResult], list[Case]]:
-        """As :func:`run_cases`.
+        """As :func:`run_cases`."""
+        return _collect(self.judge, cases, on_result, stop_after, on_account, on_start, enough)
 
-        A case that the judge itself failed to judge (its process was killed, or memory or
-        descriptors were exhausted) is run once more, after all others.
-        """
-        results: list[CaseResult] = []
-        again: list[Case] = []
-        if len({case.id for case in cases}) != len(cases):
-            raise ValueError("two cases share one id")
-        started: set[str] = set()
-        begin = time.monotonic()
+    def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
+        """Judge them in leaders of this machine; a :data:`Judge`."""
 
-        def items(cases: Sequence[Case]) -> Iterator[tuple[str, CaseTask, float]]:
+        def items() -> Iterator[tuple[str, CaseTask, float]]:
             for case in cases:
-                late = stop_after is not None and time.monotonic() - begin > stop_after
-                if cases is not again and (late or (enough is not None and enough())):
-                    return
-                started.add(case.id)
-                if on_start is not None:
-                    on_start(case)
                 self._made += 1
                 workdir = self._pool.folder / f"case{self._made}"
                 seconds = 2 * LAST_RESORT * case.deadline + JUDGING_SECONDS
@@ -100,24 +100,15 @@ class Session:
 
         # The pool calls run_case(task) (cases/leader.py) in another process.  What that
         # returned is end.value; an end without a value is a case that broke its judge.
-        # Closed by hand: an error in a callback must end the running leaders now, not some day.
-        for these in (cases, again):
-            with closing(self._pool.run(run_case, items(these), _leaves_no_trace)) as ends:
-                for end in ends:
-                    shutil.rmtree(end.payload.workdir, ignore_errors=True)
-                    result, account = _result_of(end)
-                    if end.payload.world is not None:
-                        case = end.payload.case
-                        held = result.verdict in _HELD and not calls.ends_in_a_mismatch(case)
-                        self._worlds.give_back(end.payload.world, held)
-                    if these is not again and (account["leader"] or account["fault"]):
-                        again.append(end.payload.case)
-                        continue
-                    results.append(result)
-                    if on_account is not None:
-                        on_account(result, account)
-                    on_result(result)
-        return results, [case for case in cases if case.id not in started]
+        with closing(self._pool.run(run_case, items(), _leaves_no_trace)) as ends:
+            for end in ends:
+                shutil.rmtree(end.payload.workdir, ignore_errors=True)
+                case = end.payload.case
+                result, account = _result_of(end)
+                if end.payload.world is not None:
+                    held = result.verdict in _HELD and not calls.ends_in_a_mismatch(case)
+                    self._worlds.give_back(end.payload.world, held)
+                yield Judged(case, result, account)
 
     def _task(self, case: Case, workdir: Path) -> CaseTask:
         """What its leader is given.  A planted fault has ranks that nobody uses again."""
@@ -178,24 +169,80 @@ def run_cases(
     on_start: Callable[[Case], None] | None = None,
     enough: Callable[[], bool] | None = None,
     nodes: Nodes | None = None,
+    judge: Judge | None = None,
 ) -> tuple[list[CaseResult], list[Case]]:
     """Run ``cases``; ``on_account``, then ``on_result`` see each result as it ends.
 
     ``on_start`` is told each case as it starts.  None is started any more once ``stop_after``
     (seconds) are over or ``enough`` says so.  ``nodes``: as of a
-    :class:`Session`.  Returns the results and the cases that were left out.
+    :class:`Session`; ``judge``: who judges them, if not such a session.  Returns the results and
+    the cases that were left out.
     """
+    how = on_result, stop_after, on_account, on_start, enough
+    if judge is not None:
+        return _collect(judge, cases, *how)
     with Session(jobs, nodes) as session:
-        return session.run(cases, on_result, stop_after, on_account, on_start, enough)
+        return session.run(cases, *how)
+
+
+def _collect(
+    judge: Judge,
+    cases: Sequence[Case],
+    on_result: Callable[[CaseResult], None],
+    stop_after: float | None,
+    on_account: OnAccount | None,
+    on_start: Callable[[Case], None] | None,
+    enough: Callable[[], bool] | None,
+) -> tuple[list[CaseResult], list[Case]]:
+    """As :func:`run_cases`.
+
+    A case that the judge itself failed to judge (its process was killed, or memory or
+    descriptors were exhausted) is run once more, after all others.
+    """
+    results: list[CaseResult] = []
+    again: list[Case] = []
+    if len({case.id for case in cases}) != len(cases):
+        raise ValueError("two cases share one id")
+    started: set[str] = set()
+    begin = time.monotonic()
+
+    def starting(cases: Sequence[Case]) -> Iterator[Case]:
+        for case in cases:
+            late = stop_after is not None and time.monotonic() - begin > stop_after
+            if cases is not again and (late or (enough is not None and enough())):
+                return
+            started.add(case.id)
+            if on_start is not None:
+                on_start(case)
+            yield case
+
+    # Closed by hand: an error in a callback must end the running leaders now, not some day.
+    for these in (cases, again):
+        with closing(judge(starting(these))) as judged:
+            for case, result, account in judged:
+                if these is not again and (account["leader"] or account["fault"]):
+                    again.append(case)
+                    continue
+                results.append(result)
+                if on_account is not None:
+                    on_account(result, account)
+                on_result(result)
+    return results, [case for case in cases if case.id not in started]
 
 
 def _result_of(end: TaskEnd[CaseTask]) -> tuple[CaseResult, dict[str, Any]]:
     """The result of a case and its account: the leader's, or those of a leader that died."""
-    if end.value is not None:
-        result, account = CaseResult.from_dict(end.value["result"]), end.value["account"]
-    else:
-        ended = LeaderEnd(end.exit_code, end.signal, end.timed_out, end.seconds, end.output)
-        left = Account(end.payload.case, leader=ended)
-        result, account = decide_case(left), left.to_dict()
+    if end.value is None:
+        how = end.exit_code, end.signal, end.timed_out, end.seconds, end.output
+        return broken(end.payload.case, LeaderEnd(*how))
+    result, account = CaseResult.from_dict(end.value["result"]), end.value["account"]
     result.seconds = end.seconds
     return result, account
+
+
+def broken(case: Case, ended: LeaderEnd) -> tuple[CaseResult, dict[str, Any]]:
+    """The result and the account of a case whose judging process left none."""
+    left = Account(case, leader=ended)
+    result = decide_case(left)
+    result.seconds = ended.seconds
+    return result, left.to_dict()
