@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import why_not_writable, write_whole
 
 if TYPE_CHECKING:
+    from shardproof.cases.on_ray.cluster import RayCluster
     from shardproof.runs.shard import Shard
     from shardproof.scenarios.selection import Selection
 
@@ -78,6 +82,43 @@ ShardOption = Annotated[
         "--shard", metavar="I/N", help="part I of N of the selection, for `shardproof merge`"
     ),
 ]
+
+
+def ray_address(where: str | None) -> str | None:
+    """The address that ``--on`` means; empty: the cluster of this machine, or a new one.
+
+    :raises SelectionError: it names none.
+    """
+    from shardproof.cases.on_ray import address
+
+    return None if where is None else address(where)
+
+
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="CLUSTER",
+        callback=ray_address,
+        help="judge on a Ray cluster: ray (that of this machine, or a new one) or ray://HOST[:PORT]",
+    ),
+]
+
+
+@contextmanager
+def cluster(address: str | None, jobs: int | None) -> Iterator[RayCluster | None]:
+    """The Ray cluster at ``address``, joined while the command runs; ``None``: this machine.
+
+    :raises SelectionError: it cannot be joined.
+    """
+    if address is None:
+        yield None
+        return
+    from shardproof.cases.on_ray.cluster import joined
+
+    with joined(address, jobs) as there:
+        echo(str(there), err=True)
+        yield there
 
 
 def shard_of(text: str | None) -> Shard | None:

@@ -22,6 +22,8 @@ from shardproof.launch.process_control import cores
 from shardproof.table import number
 
 if TYPE_CHECKING:
+    from shardproof.cases.on_ray.cluster import RayCluster
+    from shardproof.cases.runner import Judge
     from shardproof.checks.results import CaseResult
     from shardproof.commands.supervision import Interrupts
     from shardproof.launch.nodes.nodes import Nodes
@@ -45,6 +47,7 @@ def run(
     results: options.Results = None,
     seed: options.Seed = None,
     shard: options.ShardOption = None,
+    on: options.On = None,
     campaign: Annotated[
         int | None,
         typer.Option(
@@ -94,6 +97,7 @@ def run(
     shardproof run --campaign 50 --impl '*/fsdp*'       in a part of the systems
     shardproof run --impl mine:MyDDP --fail-fast 1      stop at the first case that breaks
     shardproof run --tier full --shard 2/4 --results part2   a quarter; `merge` joins all four
+    shardproof run --tier full --on ray://HOST          on a Ray cluster, a case a task
     shardproof run --resume                             go on after a kill, Ctrl-C or a full disk
     shardproof run --resume --results results/RUN       with that run, not with the newest
     shardproof run --rerun-failed --backend gloo        some of the cases that failed
@@ -168,12 +172,14 @@ def run(
             from shardproof.scenarios.vocabulary import installed
 
             cases = selection.cases(installed())
-    if not dry_run:
+    if not dry_run and on is None:
         _require_mpi(cases, backend or ())
     if depth:
         cases = [replace(case, depth=depth) for case in cases]
     fit = not (scenarios or resume or rerun_failed or like)
-    run_and_exit(cases, budget, jobs, results, kept, junit, dry_run, fit, fail_fast, shard=part)
+    how = budget, jobs, results, kept, junit, dry_run, fit, fail_fast
+    with options.cluster(None if dry_run else on, jobs) as cluster:
+        run_and_exit(cases, *how, shard=part, cluster=cluster)
 
 
 def run_and_exit(
@@ -188,11 +194,13 @@ def run_and_exit(
     fail_fast: int | None = None,
     is_kept: bool = True,
     shard: Shard | None = None,
+    cluster: RayCluster | None = None,
 ) -> None:
     """Run what of ``cases`` fits into ``budget`` minutes and end the command with its exit code.
 
     ``fit``: of a user's own class only the cells whose axes it declares.  ``is_kept``: the folder
     of results stays once the command has ended.  ``shard``: run only that part of the cases.
+    ``cluster``: what judges them, if not this machine.
 
     :raises typer.Exit: always, but for a dry run.
     """
@@ -224,7 +232,7 @@ def run_and_exit(
         what = f"part {shard.index} of {shard.of}"
         echo(f"{what}: {len(cases):,} of {number(len(whole), 'case')}", err=True)
     durations = Durations.of_user()
-    workers = jobs or cores()
+    workers = jobs or cores() if cluster is None else cluster.places
     planned = fit_cases(cases, durations, workers, budget)
     if dry_run:
         for case in planned.chosen:
@@ -244,7 +252,10 @@ def run_and_exit(
     with open_folder(results) as folder:
         if cut is not None and shard is not None:
             folder.cut(cut, shard, whole)
-        how = budget, durations, kept, junit, fail_fast, is_kept, nodes
+        if cluster is not None:
+            folder.tell_cluster(cluster.facts)
+        judge = None if cluster is None else cluster.judge
+        how = budget, durations, kept, junit, fail_fast, is_kept, nodes, judge
         raise typer.Exit(execute(folder, planned, workers, *how))
 
 
@@ -313,13 +324,15 @@ def execute(
     fail_fast: int | None = None,
     is_kept: bool = True,
     nodes: Nodes | None = None,
+    judge: Judge | None = None,
 ) -> int:
     """Run the cases of ``schedule``; ``budget`` is in minutes.  Returns the exit code.
 
     No case is started any more once ``fail_fast`` have broken.
 
     ``kept`` are results that the folder holds already: they count, too, as do those of cases that
-    the budget leaves out.  ``nodes``: where ranks that are processes run.
+    the budget leaves out.  ``nodes``: where ranks that are processes run; ``judge``: who judges, if
+    not this machine's leaders.
     """
     from shardproof import report
     from shardproof.cases.runner import run_cases
@@ -350,7 +363,7 @@ def execute(
                 progress.step(result)
 
             seen = folder.keep, progress.started, failed_fast
-            _, late = run_cases(planned.chosen, jobs, note, seconds, *seen, nodes)
+            _, late = run_cases(planned.chosen, jobs, note, seconds, *seen, nodes, judge)
         return late
 
     def body(interrupts: Interrupts) -> int:

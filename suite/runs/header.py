@@ -103,7 +103,8 @@ class Invocation(_Part):
     kills: list[str] = []
     key: ComparisonKey | None = None
     benches: list[str] = []
-    #: The containers that ranks ran in, which node had which, and what they were made of.
+    #: The containers that ranks ran in, which node had which, and what they were made of; or the
+    #: nodes of Ray that judged.
     cluster: dict[str, JsonValue] | None = None
     part: PartOf | None = None
     run: str | None = None

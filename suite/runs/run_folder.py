@@ -183,6 +183,11 @@ class RunFolder:
         self.write(shard.FILE, whole.text())
         self._write_header()
 
+    def tell_cluster(self, told: dict[str, Any]) -> None:
+        """Note in ``run.json`` which machines judge."""
+        self._invocation.cluster = told
+        self._write_header()
+
     def _require_of_part(self, names: Iterable[str]) -> None:
         """:raises SelectionError: the run is a part, and one of ``names`` is not in it."""
         if (part := self._invocation.part) is None:
