@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import time
+import warnings
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def _init(ray: Any, address: str, jobs: int) -> None:
     if not address:
         address = "local"
         how |= {"num_cpus": jobs, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-    ray.init(address, **how)
+    with warnings.catch_warnings(action="ignore"):  # what comes to nothing is an error, told once
+        ray.init(address, **how)
 
 
 def _of_this_machine() -> str:
