@@ -20,6 +20,9 @@ from shardproof.errors import Problem, SelectionError
 #: More would be ranks that wait for cores.
 MOST_NODES, MOST_RANKS = 16, 32
 _UNITS = {"k": 10, "m": 20, "g": 30}
+_RATES = {"mbit": 10**6, "gbit": 10**9}
+#: Bits per second; beyond, the kernel counts in other units, and here nothing sends as fast.
+_MOST_RATE = 10 * 10**9
 #: The least that a node with two ranks needs: each has torch in memory.
 _LEAST_MEMORY = 512 << 20
 
@@ -34,6 +37,15 @@ def memory(text: str) -> int:
         least = f"{_LEAST_MEMORY >> 20}m"
         raise typer.BadParameter(f"{text!r} is no size of {least} or more, such as 2g")
     return size
+
+
+def bandwidth(text: str) -> int:
+    """Bits per second of ``100mbit`` or ``1gbit``."""
+    found = re.fullmatch(r"(\d{1,5})(mbit|gbit)", text.lower())
+    rate = int(found[1]) * _RATES[found[2]] if found else 0
+    if not 0 < rate <= _MOST_RATE:
+        raise typer.BadParameter(f"{text!r} is no rate of 1mbit to 10gbit, such as 100mbit")
+    return rate
 
 
 Nodes = Annotated[int, typer.Option("--nodes", metavar="K", min=1, max=MOST_NODES, help="nodes")]
@@ -70,6 +82,15 @@ def run(
         int | None,
         typer.Option("--memory", metavar="M", parser=memory, help="of each node, such as 2g"),
     ] = None,
+    bits_per_second: Annotated[
+        int | None,
+        typer.Option(
+            "--bandwidth",
+            metavar="RATE",
+            parser=bandwidth,
+            help="that each node sends with, such as 100mbit",
+        ),
+    ] = None,
     keep: Annotated[
         bool,
         typer.Option("--keep", help="leave the containers, to look into them (`down` ends them)"),
@@ -82,20 +103,26 @@ def run(
     shardproof cluster run zero --nodes 4 --ranks-per-node 1
     shardproof cluster run ddp-gpt --impl mine:MyDDP            a class of your own
     shardproof cluster run my.yaml --cpus 0.5 --memory 2g       capped nodes
+    shardproof cluster run ddp-gpt --bandwidth 100mbit          a slow network between nodes
 
     Builds the images if they are missing or old (from a checkout). The run folder is one that
     verify, report, compare and gate take like any other; run.json tells images, nodes, and which
     rank ran where. Cases of backend in_memory have ranks that are threads: they run in the head.
+    Caps are measured before the run; more than 20 % off ends it with exit code 3 and both figures.
     A class or scenario file of your own is mounted read only, with its folder.
     """
     from shardproof.commands.run import with_room
     from shardproof.launch.nodes import nodes as launched
     from shardproof.multinode import cluster, engine
+    from shardproof.multinode.caps import Caps
     from shardproof.scenarios.vocabulary import installed
 
     if "mpi" in (backend or ()) and nodes > 1:
         what = "an mpirun starts ranks on one machine; across nodes nothing starts its daemons"
         raise SelectionError(Problem(what, "choose gloo, or --nodes 1", "--backend mpi"))
+    if bits_per_second is not None and nodes == 1:
+        what = "nothing is sent between nodes of a cluster of one"
+        raise SelectionError(Problem(what, "choose --nodes 2, or leave it out", "--bandwidth"))
     words = options.selection(scenarios, impl, backend, world, expression, tier, seed)
     there = launched.Nodes(launched.FOLDER, nodes, ranks_per_node)
     with_room(words.cases(installed()), there)  # bad input is told before anything is built
@@ -119,8 +146,7 @@ def run(
             folder=Path.cwd(),
             images=images,
             own=own,
-            cpus=cpus,
-            memory_bytes=memory_bytes,
+            caps=Caps(cpus, memory_bytes, bits_per_second),
             command=["shardproof", *sys.argv[1:]],
         )
         code = cluster.run(client, made, [*command, "--results", str(folder)], _say, keep)

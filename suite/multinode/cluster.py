@@ -16,20 +16,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.launch.nodes.nodes import ENVIRONMENT, FOLDER
+from shardproof.launch.nodes.nodes import ENVIRONMENT, FOLDER, door
+from shardproof.multinode import caps
+from shardproof.multinode.caps import Caps
 from shardproof.multinode.engine import NoCluster, image_name
+from shardproof.multinode.node_caps import INTERFACE
 from shardproof.runs.machine import KERNEL_VARIABLES, commit
 from shardproof.verdicts import BAD_INPUT, BROKEN, HELD, INTERRUPTED, NOT_DECIDED
 
 LABEL = "shardproof"
 #: Who the processes in containers are where the user is root.
 OWN_USER = 10001
-#: The interface that the engine gives a container.
-_INTERFACE = "eth0"
 _SHARED_MEMORY = "2g"
 #: Seconds that a head has to end in order after an interrupt.
 _END_SECONDS = 30
@@ -38,7 +39,10 @@ _MODULES = ("shardproof.cases.preloaded", "shardproof.cases.training_run")
 
 @dataclass(frozen=True)
 class Cluster:
-    """What to start.  ``own``: folders of the user's, mounted read only where they are here."""
+    """What to start.  ``own``: folders of the user's, mounted read only where they are here.
+
+    ``measured``: what its nodes have of ``caps``, by node, once they have started.
+    """
 
     name: str
     nodes: int
@@ -47,8 +51,8 @@ class Cluster:
     folder: Path
     images: Mapping[str, str]
     own: Sequence[Path] = ()
-    cpus: float | None = None
-    memory_bytes: int | None = None
+    caps: Caps = field(default_factory=Caps)
+    measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
     command: Sequence[str] = ()
 
     @property
@@ -56,13 +60,13 @@ class Cluster:
         """What ``run.json`` tells of it."""
         per_node = self.ranks_per_node
         places = [list(range(n * per_node, (n + 1) * per_node)) for n in range(self.nodes)]
-        declared = {"cpus": self.cpus, "memory_bytes": self.memory_bytes}
         return {
             "name": self.name,
             "nodes": [{"name": f"node{n}", "ranks": ranks} for n, ranks in enumerate(places)],
             "ranks_per_node": per_node,
             "images": dict(self.images),
-            "declared": {key: value for key, value in declared.items() if value is not None},
+            "declared": self.caps.declared,
+            "measured": {name: list(values) for name, values in self.measured.items()},
         }
 
     @property
@@ -84,7 +88,7 @@ def run(
     ``say`` gets its output as it comes.  Whatever happens, nothing of the cluster stays, unless
     ``keep`` is set and it has run to its end.
 
-    :raises NoCluster: the engine cannot start it.
+    :raises NoCluster: the engine cannot start it, or its nodes have not what was declared.
     """
     from docker.errors import DockerException
 
@@ -92,7 +96,10 @@ def run(
     with _lent(cluster.results, owner), _removed_afterwards(engine, cluster.name, keep):
         try:
             head = _head(engine, cluster, owner)
-            _start_nodes(engine, cluster, owner, head)
+            nodes = _start_nodes(engine, cluster, owner, head)
+            doors = [str(door(FOLDER, node)) for node in range(cluster.nodes)]
+            found = caps.measured(engine, head, nodes, doors, cluster.caps)
+            cluster = replace(cluster, measured=found)
             code = _judged(engine, head, cluster, command, say)
         except DockerException as error:
             raise NoCluster(f"the engine cannot run the cluster: {error}") from None
@@ -150,17 +157,13 @@ def _head(engine: Any, cluster: Cluster, user: int) -> Any:
     )
 
 
-def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> None:
+def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[Any]:
     labels = {LABEL: cluster.name, f"{LABEL}.role": "node"}
     network = engine.networks.create(cluster.name, internal=True, labels={LABEL: cluster.name})
-    limits: dict[str, Any] = {}
-    if cluster.cpus is not None:
-        limits["nano_cpus"] = int(cluster.cpus * 1e9)
-    if cluster.memory_bytes is not None:
-        limits["mem_limit"] = limits["memswap_limit"] = cluster.memory_bytes
+    nodes = []
     for node in range(cluster.nodes):
         agent = ["python3", "-m", "shardproof.launch.nodes.agent", str(FOLDER), str(node)]
-        engine.containers.run(
+        started = engine.containers.run(
             image_name("rank"),
             [*agent, *_MODULES],
             name=f"{cluster.name}-node{node}",
@@ -169,9 +172,14 @@ def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> None:
             network=network.name,
             pid_mode=f"container:{head.id}",
             ipc_mode=f"container:{head.id}",
-            **limits,
-            **_common(cluster, user, {"GLOO_SOCKET_IFNAME": _INTERFACE}, []),
+            **cluster.caps.limits,
+            **_common(cluster, user, {"GLOO_SOCKET_IFNAME": INTERFACE}, []),
         )
+        if cluster.caps.bits_per_second is not None:
+            rate = cluster.caps.bits_per_second
+            caps.shape(engine, image_name("rank"), started, rate, {LABEL: cluster.name})
+        nodes.append(started)
+    return nodes
 
 
 def _common(

@@ -14,13 +14,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import docker
 import pytest
 import torch
 from made_case import made_case
+from made_engine import MadeEngine, made_cluster
 
 from shardproof.commands import cluster as cluster_command
 from shardproof.commands import main as command_line
@@ -28,83 +27,15 @@ from shardproof.contract import Piece
 from shardproof.errors import SelectionError
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.nodes.nodes import Nodes
-from shardproof.multinode import cluster, foreign_records, torchrun
+from shardproof.multinode import caps, cluster, foreign_records, torchrun
 from shardproof.multinode import engine as engine_room
+from shardproof.multinode.caps import Caps
 from shardproof.multinode.engine import NoCluster
 from shardproof.registry.declaration import Declaration
 from shardproof.runs import machine
 from shardproof.verdicts import BAD_INPUT, INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# ------------------------------------------------------------------------------ a made engine
-
-
-class Part:
-    """A container or network that was made."""
-
-    def __init__(self, engine: MadeEngine, name: str, labels: dict[str, str], run: Any) -> None:
-        self.engine, self.name, self.id, self.asked = engine, name, f"id-of-{name}", run
-        self.attrs = {"Labels": labels}
-
-    def remove(self, **_: object) -> None:
-        self.engine.parts.remove(self)
-
-
-class MadeEngine:
-    """Stands in for the client of docker's SDK: notes what it is asked for, and starts nothing.
-
-    The head's command says ``says`` and ends with ``code``; container number ``breaks`` cannot be
-    started.
-    """
-
-    def __init__(self, code: int = 0, says: bytes = b"", breaks: int = -1) -> None:
-        self.parts: list[Part] = []
-        self.made: list[Part] = []
-        self.executed: list[Any] = []
-        self.containers = SimpleNamespace(run=self._run, list=self._list("box"))
-        self.networks = SimpleNamespace(create=self._create, list=self._list("network"))
-        self.api = SimpleNamespace(
-            exec_create=lambda *given, **named: self.executed.append((given, named)) or {"Id": "e"},
-            exec_start=lambda *_, **__: iter([says]),
-            exec_inspect=lambda _: {"ExitCode": code},
-        )
-        self._breaks = breaks
-
-    def add(self, name: str, labels: dict[str, str], run: Any = None) -> Part:
-        part = Part(self, name, labels, run)
-        self.parts.append(part)
-        self.made.append(part)
-        return part
-
-    def _run(self, image: str, command: list[str], **options: Any) -> Part:
-        if len(self.made) == self._breaks:
-            raise docker.errors.APIError("no such device")
-        return self.add(options["name"], options["labels"], (image, command, options))
-
-    def _create(self, name: str, **options: Any) -> Part:
-        return self.add(name, options["labels"], options)
-
-    def _list(self, kind: str) -> Any:
-        def listed(filters: dict[str, str], **_: object) -> list[Part]:
-            _, _, name = filters["label"].partition("=")
-            return [
-                part
-                for part in self.parts
-                if name in ("", part.attrs["Labels"]["shardproof"])
-                and (kind == "network") == isinstance(part.asked, dict)
-            ]
-
-        return listed
-
-
-def made_cluster(results: Path) -> cluster.Cluster:
-    here = Path("/home/me/work")
-    images = {"rank": "sha256:1", "judge": "sha256:2"}
-    return cluster.Cluster(
-        "shardproof-1-2", 2, 3, results, here, images, own=[here], memory_bytes=1 << 30
-    )
 
 
 def test_containers_have_no_rights_and_one_place_to_write(tmp_path: Path) -> None:
@@ -135,7 +66,7 @@ def test_the_head_is_told_which_rank_lies_where(
 ) -> None:
     engine = MadeEngine()
     cluster.run(engine, made_cluster(tmp_path), ["run"], print)
-    ((_, words), named) = engine.executed[0]
+    ((_, words), named) = engine.executed[-1]
     assert words[-4:] == ["python3", "-m", "shardproof", "run"]
     for name, value in named["environment"].items():
         monkeypatch.setenv(name, value)
@@ -148,6 +79,7 @@ def test_the_head_is_told_which_rank_lies_where(
         {"name": "node1", "ranks": [3, 4, 5]},
     ]
     assert told["declared"] == {"memory_bytes": 1 << 30}
+    assert told["measured"] == {"memory_bytes": [1 << 30, 1 << 30]}
 
 
 def test_a_node_that_does_not_start_is_a_precondition_and_nothing_stays(tmp_path: Path) -> None:
@@ -187,6 +119,9 @@ def test_clean_leaves_runs_that_go_on() -> None:
         (["ddp-gpt", "--nodes", "0"], "--nodes"),
         (["ddp-gpt", "--ranks-per-node", "99"], "--ranks-per-node"),
         (["ddp-gpt", "--memory", "2 parsecs"], "'2 parsecs' is no size of 512m or more"),
+        (["ddp-gpt", "--bandwidth", "fast"], "'fast' is no rate of 1mbit to 10gbit"),
+        (["ddp-gpt", "--bandwidth", "20gbit"], "'20gbit' is no rate of 1mbit to 10gbit"),
+        (["ddp-gpt", "--bandwidth", "1gbit", "--nodes", "1"], "choose --nodes 2"),
         (["ddp-gpt", "--backend", "mpi"], "an mpirun starts ranks on one machine"),
         (["ddp-ggt"], "did you mean ddp-gpt?"),
         (
@@ -487,6 +422,47 @@ def test_a_class_of_ones_own_runs_and_a_rank_that_breaks_is_named(
     assert told["reference/naive_ddp"]["verdict"] == "pass"
     assert told["mine:Mine"]["verdict"] == "crash"
     assert "rank 3 killed" in told["mine:Mine"]["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_caps_of_nodes_are_set_measured_and_told(engine: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "s.yaml").write_text(
+        "name: capped\nabout: nodes are capped\nsees: nothing\n"
+        "workload: {name: charnames_gpt}\n"
+        "matrix: {implementation: reference/naive_ddp, backend: gloo,\n"
+        "  mesh: {replicate: 4}, optimizer: sgd}\n"
+        "checks: equivalence\n"
+    )
+    capped = ["s.yaml", "--bandwidth", "20mbit", "--memory", "1g", "--results", "run"]
+    done = _shardproof("cluster", "run", *capped, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    header = json.loads((tmp_path / "run" / "run.json").read_text())
+    told = header["invocations"][-1]["cluster"]
+    declared = {"bits_per_second": 20e6, "memory_bytes": 1 << 30}
+    assert told["declared"] == declared
+    assert {name: len(found) for name, found in told["measured"].items()} == dict.fromkeys(
+        declared, 2
+    )
+    for name, found in told["measured"].items():
+        assert found == pytest.approx([declared[name]] * 2, rel=0.2), name
+    assert not cluster.parts(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_cores_of_a_node_are_capped_and_measured(engine: Any) -> None:
+    """So few that a busy machine has them, too."""
+    declared = Caps(cpus=0.1)
+    image = engine_room.image_name("rank")
+    started = {"detach": True, "init": True, "labels": {"shardproof": "test"}, **declared.limits}
+    node = engine.containers.run(image, ["sleep", "infinity"], **started)
+    try:
+        measured = caps.measured(engine, node, [node], [], declared)
+    finally:
+        node.remove(force=True)
+    assert measured["cpus"] == pytest.approx([0.1], rel=caps.TOLERANCE)
 
 
 @pytest.mark.slow

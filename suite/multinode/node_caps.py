@@ -1,0 +1,178 @@
+"""Sets and measures the caps of a node, inside it; of the standard library alone, to start at once.
+
+``python -m shardproof.multinode.node_caps WORD [ARGUMENT...]``; each function below is a word, and
+its result is printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+#: The interface that the engine gives a container.
+INTERFACE = "eth0"
+#: Where a node receives what is sent to measure bandwidth.  Ranks take ports from 32768 on.
+PORT = 29400
+#: Seconds that a core is kept busy: many times the 0.1 s over which the kernel counts a quota.
+_BUSY_SECONDS = 2.0
+#: Seconds that sender and receiver have to find each other.
+_MEET_SECONDS = 60.0
+#: Seconds after which a transfer, made to take one, is measured as far as it came.
+_MOST_SECONDS = 3.0
+_CHUNK = 1 << 16
+_MEMORY_FILES = ("memory.max", "memory/memory.limit_in_bytes")  # of cgroup 2 and 1
+
+
+class NoCap(RuntimeError):
+    """A cap cannot be set or measured; the message says why and what to do."""
+
+
+def burst(bytes_per_second: int) -> int:
+    """Bytes that pass at once: those of 2 ms, as timers may be late; some packets at least."""
+    return max(1 << 14, bytes_per_second // 500)
+
+
+def wait(*doors: str, seconds: float = 120.0) -> None:
+    """Until the agents have imported what ranks need, which takes all their cores.
+
+    :raises NoCap: one has not come.
+    """
+    deadline = time.monotonic() + seconds
+    for door in doors:
+        while not Path(door).exists():
+            if time.monotonic() > deadline:
+                raise NoCap(f"{Path(door).name}: its agent has not come within {seconds:g} s")
+            time.sleep(0.05)
+
+
+def shape(bytes_per_second: str) -> None:
+    """Send no faster than this: the token bucket filter of the kernel (tbf).
+
+    What ``tc qdisc replace dev eth0 root tbf`` does, as one message to the kernel, because images
+    need no ``tc`` then.  It needs the capability NET_ADMIN in the network of the node.
+
+    :raises NoCap: the kernel does not take it.
+    """
+    try:
+        _ask_kernel(shaping(socket.if_nametoindex(INTERFACE), int(bytes_per_second)))
+    except OSError as error:
+        remedy = {
+            errno.ENOENT: "the kernel has no tbf; load its module sch_tbf",
+            errno.EPERM: "the engine gives no NET_ADMIN in a node's network; use one that does",
+        }.get(error.errno or 0, "`shardproof doctor --cluster` tells what the kernel has")
+        raise NoCap(f"bandwidth cannot be capped ({error.strerror}): {remedy}") from None
+
+
+def shaping(interface: int, bytes_per_second: int) -> bytes:
+    """The message that asks the kernel for a tbf (``linux/rtnetlink.h``, ``pkt_sched.h``)."""
+    new_qdisc, request, ack, replace, create = 36, 1, 4, 0x100, 0x400
+    at_root, ethernet = 0xFFFFFFFF, 1
+    kind, options, parameters, burst_attribute = 1, 2, 1, 6
+    at_once = burst(bytes_per_second)
+    queue = at_once + bytes_per_second // 20  # what waits for at most 50 ms; more is dropped
+    rate = struct.pack("=BBHhHI", 0, ethernet, 0, 0, 0, bytes_per_second)
+    no_peak = bytes(len(rate))
+    tbf = _attribute(parameters, rate + no_peak + struct.pack("=III", queue, 0, 0))
+    tbf += _attribute(burst_attribute, struct.pack("=I", at_once))
+    body = struct.pack("=BxxxiIII", socket.AF_UNSPEC, interface, 1 << 16, at_root, 0)
+    body += _attribute(kind, b"tbf\0") + _attribute(options, tbf)
+    flags = request | ack | replace | create
+    return struct.pack("=IHHII", 16 + len(body), new_qdisc, flags, 1, 0) + body
+
+
+def _attribute(number: int, value: bytes) -> bytes:
+    padding = bytes(-len(value) % 4)
+    return struct.pack("=HH", 4 + len(value), number) + value + padding
+
+
+def _ask_kernel(message: bytes) -> None:
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        kernel.send(message)
+        answer = kernel.recv(_CHUNK)
+    (code,) = struct.unpack_from("=i", answer, 16)
+    if code:
+        raise OSError(-code, os.strerror(-code))
+
+
+def cores(processes: str) -> float:
+    """Cores that so many busy processes get."""
+    began = time.monotonic()
+    for _ in range(int(processes)):
+        if os.fork() == 0:
+            while time.monotonic() < began + _BUSY_SECONDS:
+                pass
+            os._exit(0)
+    for _ in range(int(processes)):
+        os.wait()
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (spent.ru_utime + spent.ru_stime) / (time.monotonic() - began)
+
+
+def memory(folder: str = "/sys/fs/cgroup") -> int:
+    """Bytes that the kernel lets the node have, as its cgroup tells; 0: no limit is told."""
+    for name in _MEMORY_FILES:
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            return int((Path(folder) / name).read_text())
+    return 0
+
+
+def receive(skip: str, *, port: int = PORT) -> float:
+    """Bytes per second at which one sender's bytes come, the first ``skip`` of them left out."""
+    came, counted_from = 0, 0
+    with socket.create_server(("", port)) as server:
+        server.settimeout(_MEET_SECONDS)
+        connection, _ = server.accept()
+    with connection:
+        connection.settimeout(_MOST_SECONDS)
+        first = began = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            while (part := connection.recv(_CHUNK)) and time.monotonic() < first + _MOST_SECONDS:
+                came += len(part)
+                if not counted_from and came >= int(skip):
+                    counted_from, began = came, time.monotonic()
+    return (came - counted_from) / (time.monotonic() - began)
+
+
+def send(host: str, count: str, *, port: int = PORT) -> None:
+    """Send so many bytes to ``receive`` on another node, as soon as that is there.
+
+    :raises OSError: it does not come, or cannot be reached.
+    """
+    deadline = time.monotonic() + _MEET_SECONDS
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=_MEET_SECONDS)
+            break
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+    with connection, contextlib.suppress(OSError):  # the receiver has seen enough
+        left = int(count)
+        while left > 0:
+            left -= connection.send(bytes(min(left, _CHUNK)))
+
+
+_WORDS: dict[str, Callable[..., object]] = {
+    word.__name__: word for word in (wait, shape, cores, memory, receive, send)
+}
+
+
+def main(word: str, *arguments: str) -> None:
+    """Do what ``word`` says."""
+    try:
+        print(_WORDS[word](*arguments))
+    except (NoCap, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""A container engine that starts nothing, and a cluster to ask it for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import docker
+
+from shardproof.multinode import cluster
+from shardproof.multinode.caps import Caps
+
+
+class Part:
+    """A container or network that was made."""
+
+    def __init__(self, engine: MadeEngine, name: str, labels: dict[str, str], run: Any) -> None:
+        self.engine, self.name, self.id, self.asked = engine, name, f"id-of-{name}", run
+        self.attrs = {"Labels": labels}
+
+    def remove(self, **_: object) -> None:
+        self.engine.parts.remove(self)
+
+
+class MadeEngine:
+    """Stands in for the client of docker's SDK: notes what it is asked for, and starts nothing.
+
+    The head's command says ``says`` and ends with ``code``; container number ``breaks`` cannot be
+    started.
+    """
+
+    def __init__(self, code: int = 0, says: bytes = b"", breaks: int = -1) -> None:
+        self.parts: list[Part] = []
+        self.made: list[Part] = []
+        self.executed: list[Any] = []
+        self.containers = SimpleNamespace(run=self._run, list=self._list("box"))
+        self.networks = SimpleNamespace(create=self._create, list=self._list("network"))
+        self.probed = {"memory": b"1073741824"}  # what is measured in nodes, by word
+        self.api = SimpleNamespace(
+            exec_create=self._execute,
+            exec_start=lambda word, **_: iter([self.probed.get(word, b"") if word else says]),
+            exec_inspect=lambda word: {"ExitCode": 0 if word else code},
+        )
+        self._breaks = breaks
+
+    def add(self, name: str, labels: dict[str, str], run: Any = None) -> Part:
+        part = Part(self, name, labels, run)
+        self.parts.append(part)
+        self.made.append(part)
+        return part
+
+    def _execute(self, container: str, words: list[str], **named: Any) -> dict[str, str]:
+        self.executed.append(((container, words), named))
+        return {"Id": words[3] if "shardproof.multinode.node_caps" in words else ""}
+
+    def _run(self, image: str, command: list[str], **options: Any) -> Part:
+        if len(self.made) == self._breaks:
+            raise docker.errors.APIError("no such device")
+        return self.add(options["name"], options["labels"], (image, command, options))
+
+    def _create(self, name: str, **options: Any) -> Part:
+        return self.add(name, options["labels"], options)
+
+    def _list(self, kind: str) -> Any:
+        def listed(filters: dict[str, str], **_: object) -> list[Part]:
+            _, _, name = filters["label"].partition("=")
+            return [
+                part
+                for part in self.parts
+                if name in ("", part.attrs["Labels"]["shardproof"])
+                and (kind == "network") == isinstance(part.asked, dict)
+            ]
+
+        return listed
+
+
+def made_cluster(results: Path) -> cluster.Cluster:
+    here = Path("/home/me/work")
+    images = {"rank": "sha256:1", "judge": "sha256:2"}
+    return cluster.Cluster(
+        "shardproof-1-2", 2, 3, results, here, images, own=[here], caps=Caps(memory_bytes=1 << 30)
+    )
