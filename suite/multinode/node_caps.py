@@ -77,7 +77,8 @@ def shaping(interface: int, bytes_per_second: int) -> bytes:
     at_root, ethernet = 0xFFFFFFFF, 1
     kind, options, parameters, burst_attribute = 1, 2, 1, 6
     at_once = burst(bytes_per_second)
-    queue = at_once + bytes_per_second // 20  # what waits for at most 50 ms; more is dropped
+    # What waits, for 50 ms or longer; more is dropped.  TCP hands over up to 64 KiB in one piece.
+    queue = at_once + max(1 << 18, bytes_per_second // 20)
     rate = struct.pack("=BBHhHI", 0, ethernet, 0, 0, 0, bytes_per_second)
     no_peak = bytes(len(rate))
     tbf = _attribute(parameters, rate + no_peak + struct.pack("=III", queue, 0, 0))

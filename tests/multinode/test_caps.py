@@ -115,8 +115,10 @@ def test_the_kernel_is_asked_for_a_token_bucket() -> None:
     family, interface, _, parent, _ = struct.unpack_from("=BxxxiIII", message, 16)
     assert (length, kind, family, interface) == (len(message), 36, 0, 7)
     assert parent == 0xFFFFFFFF and b"tbf\0" in message
-    assert struct.pack("=I", 12_500_000) in message
+    assert struct.pack("=III", 12_500_000, 0, 0) in message, "the rate, and no peak"
     assert message.endswith(struct.pack("=HHI", 8, 6, 25_000)), "what passes in 2 ms"
+    slow = node_caps.shaping(7, 125_000)
+    assert struct.pack("=I", (1 << 14) + (1 << 18)) in slow, "room for what TCP hands over at once"
 
 
 def test_what_comes_at_once_is_not_counted() -> None:
