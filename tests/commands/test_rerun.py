@@ -91,7 +91,10 @@ def test_of_planted_faults(
     """The fault beside its parent; a parent beside all its faults."""
     planted: list[list[str]] = []
 
-    def plant(folder: Any, chosen: Any, jobs: int, budget: Any, weigh: bool, depth: Any) -> int:
+    def plant(
+        folder: Any, chosen: Any, jobs: int, budget: Any, weigh: bool, depth: Any, shard: Any
+    ) -> int:
+        assert shard is None
         pairs = [pair(mutant, weigh_all=weigh, depth=depth) for mutant in chosen]
         planted.append([case.id for case in mutant_cases(pairs)])
         return 0
