@@ -105,16 +105,22 @@ def _ask_kernel(message: bytes) -> None:
 
 def cores(processes: str) -> float:
     """Cores that so many busy processes get."""
-    began = time.monotonic()
+    before, began, busy = _of_children(), time.monotonic(), []
     for _ in range(int(processes)):
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             while time.monotonic() < began + _BUSY_SECONDS:
                 pass
             os._exit(0)
-    for _ in range(int(processes)):
-        os.wait()
+        busy.append(pid)
+    for pid in busy:
+        os.waitpid(pid, 0)
+    return (_of_children() - before) / (time.monotonic() - began)
+
+
+def _of_children() -> float:
+    """CPU seconds of those that have ended."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (spent.ru_utime + spent.ru_stime) / (time.monotonic() - began)
+    return spent.ru_utime + spent.ru_stime
 
 
 def memory(folder: str = "/sys/fs/cgroup") -> int:

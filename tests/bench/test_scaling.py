@@ -409,7 +409,7 @@ def test_every_option_of_bench_counts_for_scaling_or_is_refused() -> None:
     from shardproof.commands.main import app
 
     known = set(inspect.signature(bench.bench).parameters) - {"context"}
-    assert known == OF_CELLS | set(OF_PAIRS) | set(OWN) | {"parameters"}
+    assert known == OF_CELLS | set(OF_PAIRS) | set(OWN) | {"parameters", "shard"}
     size = ["bench", "strong", "--parameters", "200M", "--dry-run"]
     told = str(CliRunner().invoke(app, size).exception)
     assert "--parameters belongs to checkpoints" in told
