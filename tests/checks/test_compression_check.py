@@ -13,6 +13,8 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import compression
 from shardproof.checks.causes.compressed import of_kept, of_sent
+from shardproof.checks.compression import slots
+from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
 from shardproof.contract import OptimizerSpec
 
 TOPK = {"method": "topk", "density": 0.1}
@@ -111,3 +113,19 @@ def test_residuals_that_are_right_only_together_are_told() -> None:
 )
 def test_a_wrong_sum_is_told_in_words(sums: Tensor, says: str) -> None:
     assert of_sent({"w": sums}, {"w": SENT}, ["w"], {"ranks": 2}).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("moved", "off", "ok"),
+    [(0.0, 0.9e-12, True), (0.0, 2e-12, False), (1e-10, 5e-10, True), (1e-10, 2e-9, False)],
+)
+def test_the_bound_of_a_factor_follows_the_condition(moved: float, off: float, ok: bool) -> None:
+    factor = torch.ones(8, dtype=torch.float64)
+
+    def kept(by: float) -> SimpleNamespace:
+        return SimpleNamespace(steps=[SimpleNamespace(kept={"w.factor@0": factor * (1 + by)})])
+
+    evidence = SimpleNamespace(truth=kept(0.0), rounded=kept(moved))
+    close = relative_frobenius(FP64_BOUND)
+    compare = slots._conditioned(evidence, 0, "w.factor@0", close)  # type: ignore[arg-type]
+    assert compare(factor * (1 + off), factor).ok == ok
