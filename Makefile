@@ -82,7 +82,7 @@ cluster: setup ## DDP on 2 containers x 2 ranks, compared with local processes
 	@run=results/$$(date -u +%Y%m%d-%H%M%S); chosen='quick or ((bitwise or dyadic) and sgd)'; \
 	$(BIN)/shardproof cluster run ddp-gpt ddp-dyadic --backend gloo --world 4 --tier full -k "$$chosen" --results $$run-cluster && \
 	$(BIN)/shardproof run ddp-gpt ddp-dyadic --backend gloo --world 4 --tier full -k "$$chosen" --results $$run-local && \
-	$(BIN)/shardproof compare $$run-local $$run-cluster
+	$(BIN)/shardproof gate $$run-cluster --against $$run-local
 
 image: setup ## build the container images if missing or outdated
 	@$(BIN)/shardproof cluster build
