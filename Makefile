@@ -18,7 +18,7 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench peers test launches slow conformance mutants ecosystem gpu cluster image compare report docs lint format clean
+.PHONY: help setup bench peers test launches slow clusters conformance coverage mutants ecosystem gpu cluster image lock compare report docs lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -55,8 +55,11 @@ test: setup ## tests of the judge itself, with one planted fault per file and ch
 launches: setup ## tests that start many processes: watch, parts of a system in prove, init
 	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "launches and not slow"
 
-slow: setup ## slow tests, and tests that need a container engine
-	@$(BIN)/pytest tests -m slow
+slow: setup ## slow tests
+	@$(BIN)/pytest tests -m slow --ignore tests/multinode --ignore tests/deploy
+
+clusters: setup ## slow tests that need a container engine or a Slurm
+	@$(BIN)/pytest tests/multinode tests/deploy -m slow
 
 peers: setup ## reference strategies beside their upstream peers, into results/README.md (15 minutes on an idle machine)
 	@run=results/$$(date -u +%Y%m%d-%H%M%S)-peers; \
@@ -66,6 +69,10 @@ peers: setup ## reference strategies beside their upstream peers, into results/R
 
 conformance: setup ## all of conformance and of checkpoints, all tiers
 	@$(BIN)/shardproof run --tier full -j $(JOBS)
+
+coverage: setup ## lines and branches of impls/reference that no quick case executes; pairs that no case has
+	@$(BIN)/shardproof list coverage >/dev/null
+	@$(BIN)/shardproof study lines
 
 mutants: setup ## every planted fault against the checks that must catch it
 	@$(BIN)/shardproof mutants -j $(JOBS)
@@ -78,17 +85,19 @@ gpu: ## all measurements on GPUs, into results/baselines (40 minutes; docs/gpu.m
 	@$(PYTHON) deploy/gpu.py
 
 # Needs a container engine.  Runs every lane of equal bits.
-cluster: setup ## DDP on 2 containers x 2 ranks, compared with local processes
+cluster: setup ## DDP on 2 containers x 2 ranks, then the same cases in local processes: equal digests
 	@run=results/$$(date -u +%Y%m%d-%H%M%S); chosen='quick or ((bitwise or dyadic) and sgd)'; \
 	$(BIN)/shardproof cluster run ddp-gpt ddp-dyadic --backend gloo --world 4 --tier full -k "$$chosen" --results $$run-cluster && \
-	$(BIN)/shardproof run ddp-gpt ddp-dyadic --backend gloo --world 4 --tier full -k "$$chosen" --results $$run-local && \
-	$(BIN)/shardproof gate $$run-cluster --against $$run-local
+	$(BIN)/shardproof reproduce $$run-cluster --results $$run-local
 
 image: setup ## build the container images if missing or outdated
 	@$(BIN)/shardproof cluster build
 
 compare: setup ## regenerate the table across hardware from the committed baselines
 	@$(BIN)/shardproof compare results/baselines/*.json --by hardware --into results/README.md
+
+lock: setup ## lock the packages of the images with hashes, in deploy/locks
+	@$(BIN)/python deploy/lock.py
 
 report: setup ## regenerate the tables of results/README.md from the newest run
 	@$(BIN)/shardproof report --into results/README.md

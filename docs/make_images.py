@@ -2,6 +2,7 @@
 
     python docs/make_images.py matrix RUN          # docs/images/matrix.svg: verdicts of a run
     python docs/make_images.py cast                # docs/images/caught.svg: a planted fault, caught
+    python docs/make_images.py efficiency RUN ...  # docs/images/efficiency.svg: by bandwidth
 
 The matrix has a row for each implementation and a column for each capability; a cell shows the
 worst that the cases of all backends say.  The cast runs the commands of ``COMMANDS`` and shows
@@ -21,9 +22,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from shardproof.bench import lines
 from shardproof.report import capability_matrix
 from shardproof.report.badges import COLOURS
 from shardproof.report.capability_matrix import STATES, State
+from shardproof.report.drawings import by_bandwidth
 from shardproof.runs.run_folder import find_run, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,17 +188,42 @@ def cast() -> str:
     return svg(28 + WIDTH * 7.6, 36 + len(shown) * high, name, body, "".join(style))
 
 
+# ------------------------------------------------------------------------------------- efficiency
+
+
+def efficiency(runs: Sequence[Path]) -> str:
+    """Efficiency by the bandwidth between nodes: the panels of the report, side by side."""
+    panels = by_bandwidth.panels(cell for run in runs for cell in lines.cells(read(run)))
+    wide, top = 330, 34
+    high = max(float(re.findall(r'viewBox="0 0 330 ([0-9.]+)"', panel)[0]) for _, panel in panels)
+    body = ['<rect width="100%" height="100%" fill="var(--paper)"/>']
+    for number, (heading, panel) in enumerate(panels):
+        x = 14 + number * (wide + 20)
+        body.append(f'<text x="{x}" y="24" font-weight="600">{escape(heading)}</text>')
+        place = f'<svg x="{x}" y="{top}" width="{wide}" height="{high:g}"'
+        body.append(str(panel).replace("<svg", place, 1))
+    style = (ROOT / "suite/report/templates/report.css").read_text(encoding="utf-8")
+    name = "Efficiency of ranks on nodes by the bandwidth between them, beside the model"
+    style += f"text{{font:11px {SANS};fill:var(--ink)}}"
+    return svg(28 + len(panels) * (wide + 20), top + high + 10, name, body, style)
+
+
 def main() -> None:
     """Write one picture."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("picture", choices=("matrix", "cast"))
-    parser.add_argument("run", nargs="?", help="folder or id of a run; default: the newest")
+    parser.add_argument("picture", choices=("matrix", "cast", "efficiency"))
+    parser.add_argument("run", nargs="*", help="folders or ids of runs; default: the newest")
     options = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
     if options.picture == "matrix":
-        (IMAGES / "matrix.svg").write_text(matrix(find_run(options.run)))
+        (IMAGES / "matrix.svg").write_text(
+            matrix(find_run(options.run[0] if options.run else None))
+        )
+    elif options.picture == "efficiency":
+        runs = [find_run(run) for run in options.run or [None]]
+        (IMAGES / "efficiency.svg").write_text(efficiency(runs))
     else:
         (IMAGES / "caught.svg").write_text(cast())
 

@@ -54,6 +54,10 @@ class WorkloadSpec:
             shares.append([window for window in windows if window])
         return shares
 
+    def first_share(self, step: int, coordinates: int) -> int:
+        """Which of the shares that :meth:`cut` tells the first data coordinate has in ``step``."""
+        return step % coordinates if "rotating_shares" in self.traits else 0
+
     def window_sizes(self, coordinate: int) -> list[int]:
         """Number of micro-batches of each window of one coordinate, were there samples for all."""
         sizes = [self.micro_batches] * self.windows
@@ -71,7 +75,13 @@ def split(total: int, parts: int) -> list[int]:
     return [small + 1] * larger + [small] * (parts - larger)
 
 
-FaultKind = Literal["kill", "stop", "raise", "exit", "delay", "corrupt", "drop", "swap", "shape"]
+RankFault = Literal["kill", "stop", "raise", "exit", "delay", "corrupt", "drop", "swap", "shape"]
+NodeFault = Literal["kill_node", "pause_node", "cut_node", "slow_node", "fill_memory", "fill_disk"]
+ClusterFault = Literal["stop_head", "stop_client"]
+FaultKind = RankFault | NodeFault
+#: What happens to the node of the rank, and to the whole of a cluster.
+OF_NODES: tuple[str, ...] = get_args(NodeFault)
+OF_CLUSTERS: tuple[str, ...] = get_args(ClusterFault)
 FaultPhase = Literal["setup", "forward", "backward", "update", "save", "load"]
 
 
@@ -85,7 +95,7 @@ class Fault(Stored):
     reason; ``says``: texts in it.
     """
 
-    kind: FaultKind
+    kind: FaultKind | ClusterFault
     rank: int
     step: int
     phase: FaultPhase

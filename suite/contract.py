@@ -179,6 +179,8 @@ class Build(Protocol):
 
         Its values are *perturbed*, differently on every rank: load ``state`` (see ``setup``), or
         receive it from a rank that did.  The module is called as ``module(inputs) -> outputs``.
+        A part of it whose attribute ``differentiates`` is true takes a gradient in its forward,
+        through which backward goes, too; one with ``whole_sequence`` must see all positions.
         """
 
     def stage(self, module: nn.Module, start: int, stop: int) -> nn.Module:
@@ -414,7 +416,8 @@ class Capabilities:
     members, in their order.
 
     ``packages`` are modules that the machine may lack: then cases become ``skip``, while options
-    are still refused, so :meth:`Implementation.capabilities` must do without them.
+    are still refused, so :meth:`Implementation.capabilities` must do without them.  ``lacks``: what
+    the installed packages have not that these options need, in words; the same becomes of cases.
     """
 
     axes: tuple[str, ...] = ("replicate",)
@@ -430,6 +433,7 @@ class Capabilities:
     features: frozenset[str] = frozenset()
     declines: Mapping[str, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
+    lacks: str = ""
     balance: float = 2.0
     overhead: float = 2.0
     loss_factor: str = "1"

@@ -154,7 +154,7 @@ def with_messages(schedule: Schedule) -> Schedule:
     for rank, actions in enumerate(sent):
         posts: list[Action] = []
         for action in actions:
-            receive = _receive(schedule, rank, action)
+            receive = received(schedule, rank, action)
             if receive in turn:
                 source = place[receive.stage + (-1 if receive.op == "RF" else 1)], rank
                 posts += queues[source][posted[source] : turn[receive] + 1]
@@ -164,7 +164,7 @@ def with_messages(schedule: Schedule) -> Schedule:
     return replace(schedule, orders=tuple(orders))
 
 
-def _receive(schedule: Schedule, rank: int, action: Action) -> Action | None:
+def received(schedule: Schedule, rank: int, action: Action) -> Action | None:
     """The receive of what ``action`` of ``rank`` waits for; ``None``: it needs no message."""
     op, stage, micro = action
     place = schedule.place
@@ -200,12 +200,14 @@ def simulate(
     weight_backward: float = 1.0,
     message: float = 0.0,
     took: Mapping[Action, float] | None = None,
+    waits: bool = False,
 ) -> Timeline:
     """Play ``schedule`` with these times of a *rank's* work on one micro-batch.
 
     A stage takes the share of a rank that its chunks leave it (half of it where a rank has two);
     ``message`` is the time from send to arrival; ``took`` has a time for each computation instead.
-    Raises :class:`Deadlock`.
+    With ``waits`` a receive stands where its rank waits for it, which may be long before what needs
+    it.  Raises :class:`Deadlock`.
     """
     share = schedule.ranks / schedule.stages
     times = {"F": forward, "B": input_backward, "W": weight_backward}
@@ -229,16 +231,17 @@ def simulate(
                 arrived[goal] = now + message
                 if goal in sleeping:
                     ready.append(sleeping.pop(goal))
-            elif op in times:
-                wants = _receive(schedule, rank, action)
+            elif op in times or waits:
+                wants = action if op in MESSAGES else received(schedule, rank, action)
                 if wants is not None:
                     if wants not in arrived:
                         sleeping[wants] = rank
                         break
                     now = max(now, arrived[wants])
-                begins[action] = now
-                now += times[op] if took is None else took[action]
-                ends[action] = now
+                if op in times:
+                    begins[action] = now
+                    now += times[op] if took is None else took[action]
+                    ends[action] = now
             index += 1
         at[rank], clock[rank] = index, now
     if any(index < len(order) for index, order in zip(at, orders, strict=True)):
@@ -258,13 +261,13 @@ def _cycle(schedule: Schedule, at: Sequence[int]) -> str:
     while rank not in path and at[rank] < len(schedule.orders[rank]):
         path.append(rank)
         action = schedule.orders[rank][at[rank]]
-        rank = schedule.place[action.stage + (-1 if action.op == "F" else 1)]
+        rank = schedule.place[action.stage + (-1 if "F" in action.op else 1)]
     waits, ways = [], []
     for waiting in path[path.index(rank) if rank in path else 0 :]:
         action = schedule.orders[waiting][at[waiting]]
-        other = action.stage + (-1 if action.op == "F" else 1)
+        other = action.stage + (-1 if "F" in action.op else 1)
         sender = schedule.place[other]
-        needed = Action("SF" if action.op == "F" else "SB", other, action.micro)
+        needed = Action("SF" if "F" in action.op else "SB", other, action.micro)
         left = schedule.orders[sender][at[sender] :]
         why = f"behind {left[0]}" if left else "never"
         waits.append(

@@ -75,6 +75,11 @@ def exit_code(counts: Mapping[str, int]) -> int:
     return HELD if any(counts.get(verdict) for verdict in GREEN) else NOT_DECIDED
 
 
+def gravest(codes: Iterable[int]) -> int:
+    """The exit code of a command that did what ended with ``codes``."""
+    return max(codes, key=(HELD, NOT_DECIDED, BROKEN, BAD_INPUT, INTERRUPTED).index)
+
+
 def summary(counts: Mapping[str, int], left_out: int) -> str:
     """The closing line: counts judged, xfailed, skipped and left out."""
     judged = sum(n for verdict, n in counts.items() if verdict not in ("skip", "xfail"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -210,3 +211,9 @@ def test_reference_strategies_stay_readable() -> None:
             if text.strip() and not text.strip().startswith("#") and number not in skipped
         ]
         assert len(lines) < 250, f"{path.relative_to(ROOT)} has {len(lines)} lines of code"
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Or pytest takes one for the other, and collects neither."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]

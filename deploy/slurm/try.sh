@@ -1,12 +1,18 @@
 #!/bin/bash
 # A Slurm of two nodes on this machine, in a folder of its own: deploy/slurm/try.sh COMMAND... runs COMMAND on it,
-# then ends it.  As root; needs slurmctld and slurmd (Debian: slurm-wlm), no munge, and does not touch /etc/slurm.
+# then ends it.  As root; needs slurmctld, slurmd and munged (Debian: slurm-wlm), and touches neither /etc/slurm nor
+# /etc/munge: its munged has a key and a socket of its own.  Who may use it is what munge says: any user of this
+# machine, as that user.
 set -euo pipefail
-for program in slurmctld slurmd sbatch; do
+for program in slurmctld slurmd sbatch munged; do
     command -v "$program" >/dev/null || { echo "$program is not here: apt-get install slurm-wlm"; exit 3; }
 done
 folder=$(mktemp -d /tmp/shardproof-slurm-XXXXXX)
-mkdir -p "$folder"/{state,log,spool/n1,spool/n2}
+mkdir -p "$folder"/{state,log,spool/n1,spool/n2,key,munge}
+# Users reach munge's socket, slurm.conf and their jobs, no key.
+chmod 711 "$folder" "$folder"/{munge,spool}
+chmod 700 "$folder"/{state,log,key}
+(umask 077 && head -c 1024 /dev/urandom >"$folder/key/munge.key")
 export SLURM_CONF=$folder/slurm.conf
 read -r controller first second < <("${PYTHON:-python3}" - <<'PORTS'
 import socket
@@ -21,8 +27,9 @@ SlurmctldHost=$(hostname)(127.0.0.1)
 SlurmctldPort=$controller
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/none
-CredType=cred/none
+AuthType=auth/munge
+AuthInfo=socket=$folder/munge/socket
+CredType=cred/munge
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/spool/%n
 SlurmctldPidFile=$folder/slurmctld.pid
@@ -33,6 +40,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SwitchType=switch/none
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -54,6 +62,13 @@ end() {
     rm -rf "$folder"
 }
 trap 'code=$?; set +e; end; exit $code' EXIT
+munged --foreground --key-file="$folder/key/munge.key" --socket="$folder/munge/socket" \
+    --pid-file="$folder/munge/pid" --seed-file="$folder/key/seed" 2>"$folder/log/munged.log" &
+daemons+=($!)
+for _ in $(seq 60); do
+    [ -S "$folder/munge/socket" ] && break
+    sleep 0.5
+done
 slurmctld -D >/dev/null 2>&1 & daemons+=($!)
 for name in n1 n2; do slurmd -D -N "$name" >/dev/null 2>&1 & daemons+=($!); done
 for _ in $(seq 60); do

@@ -98,7 +98,8 @@ class DDPCompressed(PyTorchDDP):
         if chosen.method == "bf16_hook":
             backends = ("nccl",)
         elif chosen.method not in CASTS:
-            backends = tuple(name for name in backends if name != "in_memory")
+            # On a GPU the hook draws its factors on the host, and no formula has that copy.
+            backends = tuple(b for b in backends if b not in ("in_memory", "gloo_cuda"))
         if chosen.method == "powersgd_hook":
             declines = {**declines, **NO_MATRIX}
         return replace(

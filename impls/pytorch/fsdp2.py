@@ -84,13 +84,15 @@ class Options(Training, Saved):
         single_unit(self.recompute_every)
         if self.offload == "optimizer":
             raise Refused("option 'offload' = 'optimizer': fully_shard offloads parameters or none")
-        if self.reduce_scatter_unused_params and not hasattr(FSDPModule, UNUSED):
-            raise Refused(
-                f"option 'reduce_scatter_unused_params' = true: torch {torch.__version__} has no "
-                f"FSDPModule.{UNUSED}; valid: false"
-            )
         if self.precision.buffers is not None:
             raise Refused("option 'precision.buffers': fully_shard does not cast buffers")
+
+    @property
+    def lacks(self) -> str:
+        """What the installed torch has not."""
+        if not self.reduce_scatter_unused_params or hasattr(FSDPModule, UNUSED):
+            return ""
+        return f"torch {torch.__version__} has no FSDPModule.{UNUSED}"
 
     def declines(self) -> dict[str, str]:
         """Traits that torch does not support, in its own words where it has any."""
@@ -123,7 +125,8 @@ class PyTorchFSDP2(Adapter):
         features = unit_features(chosen.accumulate_without_communication, chosen.precision)
         axes = ("replicate", "shard")
         saves = offered(chosen.checkpoint, backends=DTENSOR_BACKENDS)
-        return declared(*features, axes=axes, declines=chosen.declines(), **saves)
+        told = {"declines": chosen.declines(), "lacks": chosen.lacks}
+        return declared(*features, axes=axes, **told, **saves)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:
         """The options, once their ranks divide."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -294,7 +295,16 @@ class GroupBase(dist.ProcessGroup):
         memory.communicated(t for item in (*request.inputs, *request.outputs) for t in item)
         if ledger is not None:
             loads = request.loads(self._size, self._rank)
-            calls = ledger.record(request.operation, self.global_ranks, self.axis, loads)
+            ranks = self.global_ranks
+            peer = request.peer
+            if peer is not None:  # one beyond the group is refused, or not, by the backend
+                peer = ranks[peer] if 0 <= peer < len(ranks) else None
+            strided = request.is_strided()
+            calls = ledger.record(request.operation, ranks, self.axis, loads, peer, strided)
+            if request.operation in ("send", "recv"):
+                ((tensor,),) = request.inputs or request.outputs
+                if memory.at_release(tensor, partial(ledger.released, calls)):
+                    ledger.released(calls, traffic.NEVER)
         handle = self._start(request)
         handle.noted = noted
         if ledger is not None and calls is not None:

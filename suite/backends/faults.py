@@ -4,8 +4,9 @@ A rank dies, stops, raises, exits or is late (``kill``, ``stop``, ``raise``, ``e
 where it first comes to the phase of the step; ``call`` calls later, if the plan says so.  One of
 its calls is spoilt (``corrupt``: one bit of what it gives, ``drop``: the call is not made,
 ``swap``: it is made after the next one of the group, ``shape``: one element more) at the first
-that can be.  The moment is written to the heartbeat, so that it is known whether the fault
-happened, also of a rank that it kills.
+that can be.  What strikes a node is done from outside (``launch/nodes/asking.py``).  The moment is
+written to the heartbeat, so that it is known whether the fault happened, also of a rank that it
+kills.
 
 Needs the program-order log, and so ledgers.
 
@@ -33,11 +34,14 @@ from shardproof.backends import base, in_memory
 from shardproof.backends.base import Handle, tell_fault
 from shardproof.backends.futures import OwnHandle
 from shardproof.backends.request import Request
-from shardproof.case import Fault
+from shardproof.case import OF_CLUSTERS, OF_NODES, Fault
 from shardproof.ledgers import program_order
 
 #: What happens to the process, at a call or between two.
-OF_PROCESSES = ("kill", "stop", "raise", "exit", "delay")
+OF_PROCESSES = ("kill", "stop", "raise", "exit", "delay", *OF_NODES, *OF_CLUSTERS)
+#: Carries out what a rank cannot do by itself, and returns when it is done; set where there are
+#: nodes.
+strike_node: Callable[[Fault], None] | None = None
 #: Phases that come before all steps.
 BEFORE_STEPS = ("setup", "load")
 #: Operations whose calls can ask for one element more: their arguments begin with the tensors.
@@ -111,7 +115,10 @@ class Injection:
     def _strike(self) -> None:
         self._happens()
         fault = self._fault
-        if fault.kind == "delay":
+        if fault.kind in (*OF_NODES, *OF_CLUSTERS):
+            assert strike_node is not None
+            strike_node(fault)
+        elif fault.kind == "delay":
             time.sleep(fault.seconds)
         elif fault.kind == "exit":
             os._exit(EXIT_CODE)

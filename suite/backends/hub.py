@@ -253,19 +253,8 @@ class Hub:
                 return own
             shared.exchanges.remove(other)
             sender, receiver = (own, other) if request.operation == "send" else (other, own)
-            ((source, sent),) = sender.posts.items()
-            ((target, received),) = receiver.posts.items()
-            receiver.source = source
-            pairs = [(r[0], s[0]) for r, s in zip(received.outputs, sent.inputs, strict=True)]
-            if any(r.numel() != s.numel() or r.dtype != s.dtype for r, s in pairs):
-                giver, taker = shared.ranks[source], shared.ranks[target]
-                text = f"rank {giver} calls {sent.text()}, but rank {taker} calls {received.text()}"
-                self._fail(errors.CollectiveMismatch(text))
-                self._raise_failure()
-        if self.delay:
-            receiver.writes = [[(to, arithmetic.copy(value)) for to, value in pairs]]
-        else:
-            arithmetic.write(pairs)
+            receiver.source = next(iter(sender.posts))
+        self._exchange(sender, receiver)
         with self._lock:
             self._complete(sender)
             self._complete(receiver)
@@ -317,6 +306,26 @@ class Hub:
         else:
             for own in writes:
                 arithmetic.write(own)
+
+    def _exchange(self, sender: Pending, receiver: Pending) -> None:
+        """Copy, now or for whoever waits.  No name here outlives the return: a thread that has not
+        gone on yet would keep the other rank's tensor alive.
+        """
+        (sent,), (received,) = sender.posts.values(), receiver.posts.values()
+        pairs = [(r[0], s[0]) for r, s in zip(received.outputs, sent.inputs, strict=True)]
+        if any(r.numel() != s.numel() or r.dtype != s.dtype for r, s in pairs):
+            (giver,), (taker,) = sender.posts, receiver.posts
+            who = (f"rank {sender.group.ranks[place]} calls" for place in (giver, taker))
+            texts = [
+                f"{one} {call.text()}" for one, call in zip(who, (sent, received), strict=True)
+            ]
+            with self._lock:
+                self._fail(errors.CollectiveMismatch(", but ".join(texts)))
+                self._raise_failure()
+        if self.delay:
+            receiver.writes = [[(to, arithmetic.copy(value)) for to, value in pairs]]
+        else:
+            arithmetic.write(pairs)
 
     def _complete(self, pending: Pending) -> None:
         """The call is over; a rank that has yet to wait for it keeps nobody's tensors alive."""

@@ -9,6 +9,8 @@ ledgers off nothing is installed.  Results, order, threads and failures are the 
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,6 +59,33 @@ class _Handle(Handle):
         return int(self._work._source_rank())
 
     source_rank = _source_rank
+
+
+class _Late(_Handle):
+    """What ``work`` returns comes ``seconds`` after it is there, whoever waits for it and when."""
+
+    def __init__(self, request: Request, work: Any, seconds: float) -> None:
+        super().__init__(request, work)
+        self._there = torch.futures.Future[list[Tensor]]()
+        threading.Thread(target=self._under_way, args=(seconds,), daemon=True).start()
+
+    def _under_way(self, seconds: float) -> None:
+        try:
+            self._work.wait()
+            time.sleep(seconds)
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            self._there.set_exception(error)  # type: ignore[arg-type]  # torch's own hint is wrong
+        else:
+            self._there.set_result([tensor for item in self.request.outputs for tensor in item])
+
+    def _settle(self, timeout: float | None) -> None:
+        self._there.wait()
+
+    def _future(self) -> Any:
+        return self._there
+
+    def is_completed(self) -> bool:
+        return bool(self._there.done())
 
 
 class _Together(_Handle):
@@ -109,7 +138,8 @@ class Logged(GroupBase):
     ) -> None:
         """Join the default group of ``world`` processes that meet in ``rendezvous``.
 
-        Disturbances need the wrapper, and so the ledgers; without ledgers there are none.
+        Disturbances need the wrapper, and so the ledgers; without ledgers there are none but nodes
+        that are far from each other.
         """
         cls.disturbances = disturbances
         limit = timedelta(seconds=timeout_s)
@@ -119,7 +149,8 @@ class Logged(GroupBase):
         if hasattr(c10d, "default_pg_nccl_timeout"):
             c10d.default_pg_nccl_timeout = limit
         # torch builds groups from this name.
-        setattr(c10d, cls.native_type.__name__, cls if ledgers else cls.native_type)
+        wrapped = ledgers or (disturbances is not None and disturbances.far is not None)
+        setattr(c10d, cls.native_type.__name__, cls if wrapped else cls.native_type)
         store = rendezvous
         if isinstance(store, Path):
             store = dist.FileStore(str(store), world)
@@ -155,7 +186,10 @@ class Logged(GroupBase):
         method = getattr(self.native, request.method, None)
         if method is None:
             method = getattr(self.native, OLD_NAMES[request.method])
-        handle = _Handle(request, method(*request.args))
+        work = method(*request.args)
+        far = self.disturbances.far if self.disturbances is not None else None
+        late = far.late(request, self.global_ranks, self._rank) if far is not None else 0.0
+        handle = _Late(request, work, late) if late else _Handle(request, work)
         if self._gathered is not None:
             self._gathered.append(handle)
         return handle

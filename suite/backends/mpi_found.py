@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +30,31 @@ class Mpi:
     family: str
     version: str
 
-    def command(self, ranks: int) -> list[str]:
-        """What comes before the program: as many ranks as asked, also as root and on few cores."""
+    def command(self, ranks: int, nodes: Mapping[str, int] | None = None) -> list[str]:
+        """What comes before the program: as many ranks as asked, also as root and on few cores.
+
+        ``nodes``: how many each node has, in order, where they are spread (Open MPI only).
+        """
         if self.family == "MPICH":
             return [self.mpirun, "-n", str(ranks)]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        return [self.mpirun, *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+        flags = [*root, "--oversubscribe", "--bind-to", "none"]
+        if nodes is not None:
+            hosts = ",".join(f"{node}:{count}" for node, count in nodes.items())
+            # Each daemon ends with what has started it.
+            flags += ["--leave-session-attached", "--host", hosts]
+        return [self.mpirun, *flags, "-n", str(ranks)]
+
+    @property
+    def stays_on_one_machine(self) -> str | None:
+        """Why it does not spread ranks over nodes; ``None``: it does."""
+        if self.family == "MPICH":
+            return "daemons of MPICH are not started on nodes: use Open MPI 5, or one node"
+        return None
+
+    def launched_by(self, program: str) -> dict[str, str]:
+        """Settings: ``program NODE COMMAND`` starts a daemon on a node, for each from here."""
+        return {"PRTE_MCA_plm_ssh_agent": program, "PRTE_MCA_plm_ssh_no_tree_spawn": "1"}
 
     def environment(self, folder: Path) -> dict[str, str]:
         """Settings: what it leaves behind lies in ``folder``, and who waits inside it gives way."""

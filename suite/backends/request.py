@@ -70,6 +70,11 @@ class Request:
             words.append(f"... {len(items)} tensors")
         return f"{self.operation}({', '.join(words)})"
 
+    def is_strided(self) -> bool:
+        """Whether a tensor of it is not contiguous."""
+        sides = (*self.inputs, *self.outputs)
+        return not all(tensor.is_contiguous() for item in sides for tensor in item)
+
     def signature(self) -> tuple[object, ...]:
         """What must agree between all ranks of a collective."""
         one_sided = self.operation in ("gather", "scatter")

@@ -73,14 +73,15 @@ class Request:
         return f"collectives::{operation}::{algorithm}::{self.backend}::world{self.world}"
 
 
-def run(request: Request, workdir: Path) -> list[Timed]:
+def run(request: Request) -> list[Timed]:
     """Time all systems in fresh ranks.
 
     :raises LaunchFailed: ranks broke, hung or ran out of time.
     """
     with Pool(1, tasks=(in_leader,)) as pool:
         seconds = request.deadline + _STARTING
-        with closing(pool.run(in_leader, [("collectives", (request, workdir), seconds)])) as ends:
+        task = request, pool.folder / "ranks"
+        with closing(pool.run(in_leader, [("collectives", task, seconds)])) as ends:
             (end,) = ends
     if end.value is None:
         raise LaunchFailed("crash", f"the process that led the ranks ended: {end.output[-400:]}")
@@ -93,7 +94,7 @@ def in_leader(task: tuple[Request, Path]) -> Any:
     """Task of a leader: what the ranks measured, put together."""
     request, workdir = task
     try:
-        ranks = on_ranks(request, workdir, Seconds, lambda rank: measure(request, rank))
+        ranks = on_ranks(request, workdir, Seconds, partial(measure, request))
     except LaunchFailed as failed:
         return {"problem": [failed.verdict, failed.reason]}
     timed = []

@@ -59,7 +59,8 @@ def _of_pair(pair: Pair, measured: Measured) -> lines.MeasuredPair:
 def _of_cell(cell: Cell, measured: Measured) -> lines.MeasuredCell:
     source = measured.source or measured
     records = source.records
-    sides = (*BASES, *([] if measured.refused else ["ranks"]))
+    sides = (*BASES, *(["ranks"] if measured.together else []))
+    throughputs = BASES if measured.refused else sides  # none of ranks that share cores
     return lines.MeasuredCell(
         **_by_name(lines.MeasuredCell, cell, measured) | {"probed": source.probed},
         implementation=cell.system.implementation,
@@ -68,7 +69,9 @@ def _of_cell(cell: Cell, measured: Measured) -> lines.MeasuredCell:
         strategy=measured.strategies.get("ranks", ""),
         measured_in=None if source is measured else source.subject.id,
         losses=losses(source, sides),
-        targets_per_step={side: targets_of(records[0], side) for side in sides} if records else {},
+        targets_per_step=(
+            {side: targets_of(records[0], side) for side in throughputs} if records else {}
+        ),
         segment_steps=[ranks[0].segment_steps for ranks in records],
     )
 

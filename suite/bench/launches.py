@@ -16,6 +16,7 @@ from shardproof.bench.subjects import (
     Cell,
     Side,
     Subject,
+    grown,
 )
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec
@@ -83,7 +84,8 @@ class Launch:
     ``number`` is that of the launch, ``blocks`` those of its blocks.  ``pace`` is the side whose
     time sets the steps of every segment; without one each side has its own number of steps.
     ``probed``: samples of a rank -> the run whose compute is measured between blocks; the calls of
-    the first one are, too (empty: nothing is probed).
+    the first one are, too (empty: nothing is probed).  So many ranks compute ``at_once`` then, for
+    there are no cores for more (0: all).
     """
 
     sides: dict[str, SideRun]
@@ -93,6 +95,7 @@ class Launch:
     pace: str = ""
     probed: dict[int, SideRun] = field(default_factory=dict)
     action: Action = "step"
+    at_once: int = 0
 
     @property
     def first(self) -> SideRun:
@@ -108,25 +111,34 @@ def side_run(subject: Subject, side: str, axes: Mapping[str, int]) -> SideRun:
 
 
 def cell_launch(
-    cell: Cell, axis: str, number: int, blocks: Sequence[int], together: bool
+    cell: Cell,
+    mesh: Mapping[str, int],
+    number: int,
+    blocks: Sequence[int],
+    together: bool,
+    at_once: int = 0,
 ) -> Launch:
-    """One rank and N ranks; without ``together`` one rank alone, beside an idle second one.
+    """One rank and N ranks on ``mesh``; without ``together`` one rank alone, beside an idle second
+    one (or as many as the axes have whose sizes stay).
 
-    The model is probed in the first launch, where its formulas know the backend.
+    The model is probed in the first launch, where its formulas know the backend; ``at_once`` of the
+    ranks compute at once there (0: all).
     """
-    cell = cell if together else cell.at(2)
-    ranks = side_run(cell, "ranks", {axis: cell.world})
-    wrapped = replace(ranks, axes={axis: 1}, workload=cell.base, first_rank_only=True)
+    if not together:
+        cell = cell.at(max(2, cell.inner))
+    ranks = side_run(cell, "ranks", grown(mesh, cell.world))
+    alone = dict.fromkeys(mesh, 1)
+    wrapped = replace(ranks, axes=alone, workload=cell.base, first_rank_only=True)
     plain = replace(wrapped, axes={"replicate": 1}, side=Side(PLAIN))
     sides = {"plain": plain, "wrapped": wrapped} | ({"ranks": ranks} if together else {})
     probed: dict[int, SideRun] = {}
     if number == 0 and cell.backend in alpha_beta.ALGORITHMS:
         probed[cell.samples(cell.world)] = ranks
         if cell.mode == "strong":  # a rank's batch shrinks: one sample gives the fixed part
-            single = replace(cell.workload, global_batch=cell.world)
+            single = replace(cell.workload, global_batch=cell.data_coordinates(cell.world))
             probed.setdefault(1, replace(ranks, workload=single))
     orders = {SCALING: ORDER if together else ALONE_ORDER}
-    return Launch(sides, orders, number, list(blocks), probed=probed)
+    return Launch(sides, orders, number, list(blocks), probed=probed, at_once=at_once)
 
 
 @dataclass(frozen=True)

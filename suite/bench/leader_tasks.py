@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -87,15 +88,13 @@ def time_launch(task: tuple[Launch, Path]) -> Any:
                 replace(run, deadline=run.deadline / 2),
                 workdir.with_name(f"{workdir.name}-watched"),
                 WatchedStep,
-                lambda rank: probes.watch(run, rank),
+                partial(probes.watch, run),
                 ledgers=True,
             )
 
-        def program(rank: int) -> RankTimes:
-            if launch.action != "step":
-                return timed_saves.run(launch, workdir, rank)
-            return timed_ranks.run(launch, watched, workdir, rank)
-
+        program = partial(timed_ranks.run, launch, watched, workdir)
+        if launch.action != "step":
+            program = partial(timed_saves.run, launch, workdir)
         ranks = on_ranks(launch.first, workdir, RankTimes, program)
         return Timed(ranks, watched)
 
@@ -112,9 +111,9 @@ def one_side(task: tuple[str, SideRun, Path]) -> Any:
     if what == "memory":
         run = replace(run, backend="in_memory")
     kinds: dict[str, tuple[Any, Callable[[int], Any]]] = {
-        "memory": (int, lambda rank: timed_ranks.memory(run, rank)),
-        "alone": (AloneRecord, lambda rank: timed_ranks.alone(run, rank, workdir)),
-        "profile": (dict[str, float], lambda rank: profile.profile(run, rank)),
+        "memory": (int, partial(timed_ranks.memory, run)),
+        "alone": (AloneRecord, partial(timed_ranks.alone, run, workdir)),
+        "profile": (dict[str, float], partial(profile.profile, run)),
     }
     kind, program = kinds[what]
     return _reply(lambda: on_ranks(run, workdir, kind, program))
@@ -131,7 +130,7 @@ def measure_rounds(task: RoundsToMeasure) -> Any:
             first,
             task.workdir / "watched",
             list[WatchedStep],
-            lambda rank: [probes.watch(run, rank) for run in runs],
+            partial(probes.watch_each, runs),
             ledgers=True,
         )
         calls = [call for each in watched for call in each.calls]
@@ -142,7 +141,7 @@ def measure_rounds(task: RoundsToMeasure) -> Any:
             first,
             task.workdir / "measured",
             RankRounds,
-            lambda rank: measurement.measure(runs, sizes, products, task.rounds, rank),
+            partial(measurement.measure, runs, sizes, products, task.rounds),
         )
         return Rounds(watched, measured)
 
@@ -165,19 +164,24 @@ def on_ranks(
 ) -> list[T]:
     """What ``program(rank)``, of type ``kind``, returns on each of the fresh ranks of ``run``.
 
+    On the nodes that this machine is the head of, if it is one: ``program`` is pickled then.
+
     :raises LaunchFailed: a rank broke, hung, or refused.
     """
     from shardproof import tensor_bytes
+    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.launch.ranks import root_cause, run_ranks
 
     workdir.mkdir(parents=True, exist_ok=True)
+    nodes = Nodes.here()
     outcomes = run_ranks(
         run.backend,
         run.world,
-        lambda rank, _: {"record": to_plain(program(rank))},
+        partial(_recorded, program),
         workdir,
         run.deadline,
         ledgers=ledgers,
+        start=None if nodes is None else nodes.start,
     )
     cause = root_cause(outcomes)
     if cause is None:
@@ -188,6 +192,10 @@ def on_ranks(
     where = cause.traceback.splitlines()[-3:-1] if cause.traceback else []
     verdict = {"hung": "hang", "over budget": "over budget"}.get(cause.status, "crash")
     raise LaunchFailed(verdict, " ".join([cause.sentence(), *where]))
+
+
+def _recorded(program: Callable[[int], object], rank: int, world: int) -> dict[str, Any]:
+    return {"record": to_plain(program(rank))}
 
 
 def _reply(answer: Callable[[], object]) -> Any:

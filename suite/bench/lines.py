@@ -267,10 +267,15 @@ class PairProbes(StoredModel):
 
 class CellProbes(Probes, ProbedStep):
     """What ``world`` ranks probed: seconds to the gradients by samples of a rank, those of the
-    ``update`` after, and the step of a rank with its share of the batch.
+    ``update`` after, and the step of a rank with its share of the batch.  ``nodes``: over how many,
+    of ``ranks_per_node`` consecutive ranks each (0: nobody told).  ``schedule``: of their pipeline
+    (``None``: there is none, or nobody told).
     """
 
     world: int
+    nodes: int = 1
+    ranks_per_node: int = 0
+    schedule: dict[str, Any] | None = None
     gradients: dict[int, float]
     update: float
 
@@ -360,7 +365,7 @@ class PairLine(MeasuredPair, JudgedPair):
 
 class MeasuredCell(Line):
     """A scaling cell before it is judged; ``measured_in`` names the cell in whose launches a
-    refused cell's single rank was timed.
+    refused cell's single rank was timed.  ``crowded``: all of its ranks were, sharing cores.
     """
 
     mode: str
@@ -373,6 +378,7 @@ class MeasuredCell(Line):
     strategy: str = ""
     room: Room | None = None
     measured_in: str | None = None
+    crowded: bool = False
     peak_bytes: int | None = None
     probed: CellProbes | None = None
     segment_steps: list[dict[str, int]] = Field(default_factory=list)
@@ -384,6 +390,11 @@ class MeasuredCell(Line):
     @property
     def refused(self) -> bool:
         return self.room is not None and self.room.oversubscribed(self.world)
+
+    @property
+    def together(self) -> bool:
+        """Whether all of its ranks were timed."""
+        return self.crowded or not self.refused
 
 
 class CellFigures(StoredModel):

@@ -25,15 +25,17 @@ from shardproof.bench.lines import CellProbes, Memory, NoFigures, PairProbes, Si
 from shardproof.bench.model import measurement, scorecard
 from shardproof.bench.model.records import Rounds
 from shardproof.bench.scaling import modelled
+from shardproof.bench.scaling.nodes import not_probed
 from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
 from shardproof.bench.stats import TimedStep
-from shardproof.bench.subjects import LETTERS, ORDERS, SIDES, Cell, Pair, Room, Side, Subject
+from shardproof.bench.subjects import LETTERS, ORDERS, SIDES, Cell, Pair, Room, Side, Subject, grown
 from shardproof.bench.telemetry import nvml, sampling
 from shardproof.case import DATA_AXES, split
 from shardproof.cases.runner import JUDGING_SECONDS
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import from_plain
 from shardproof.launch.fork_server import Task
+from shardproof.launch.nodes.nodes import Nodes
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry.declaration import Answer, Declaration
 
@@ -59,8 +61,10 @@ class Measured:
     needs.
 
     Of a cell only: ``peak_bytes`` of a step on its worst rank; ``room``, how many ranks fit here;
-    ``source``, the cell in whose launches a refused cell's single rank was timed (its own, where
-    none fits); ``times_file``, that of raw times, once they are kept.
+    ``nodes`` that it is on; ``source``, the cell in whose launches a refused cell's single rank was
+    timed (its own, where none fits); ``crowded``: all ranks of a refused cell are timed
+    nevertheless, for no other launch goes over its links; ``times_file``, that of raw times, once
+    they are kept.
     """
 
     subject: Subject
@@ -79,7 +83,9 @@ class Measured:
     probed: PairProbes | CellProbes | NoFigures | None = None
     peak_bytes: int | None = None
     room: Room | None = None
+    nodes: Nodes | None = None
     source: Measured | None = None
+    crowded: bool = False
     times_file: str = ""
 
     @property
@@ -90,14 +96,22 @@ class Measured:
     def refused(self) -> bool:
         return self.room is not None and self.room.oversubscribed(self.subject.world)
 
+    @property
+    def together(self) -> bool:
+        """Whether a cell's launches have all of its ranks."""
+        return self.crowded or not self.refused
+
     def run(self, side: str) -> SideRun:
         return launches.side_run(self.subject, side, self.meshes[side])
 
     def launch(self, number: int, blocks: Iterable[int]) -> Launch:
         if isinstance(self.subject, Cell):
-            (axis,) = self.meshes["ranks"]
-            together = not self.refused
-            return launches.cell_launch(self.subject, axis, number, list(blocks), together)
+            mesh, at_once = self.meshes["ranks"], 0
+            if self.crowded and self.room is not None:
+                at_once = max(1, self.room.ranks // self.room.threads)
+            return launches.cell_launch(
+                *(self.subject, mesh, number, list(blocks), self.together, at_once)
+            )
         if (
             self.subject.action != "step"
         ):  # without a twin, whose state would take half as much again
@@ -192,7 +206,8 @@ class Session:
                 measured.seconds = time.monotonic() - began
             measured.records.append(timed.ranks)
             if timed.watched is not None and isinstance(subject, Cell):
-                measured.probed = modelled.digest(subject, launch, timed.watched, timed.ranks)
+                seen = timed.watched, timed.ranks, measured.nodes
+                measured.probed = modelled.digest(subject, launch, *seen)
             done += count
             on_blocks(done)
 
@@ -322,16 +337,18 @@ def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> 
     threads = ["in_memory" in declaration.backends for declaration in declared.values()]
     item.on_threads = len(threads) == len(answers) and all(threads)
     if isinstance(subject, Cell):
-        item.room = Room.here(gpus)
+        item.nodes = Nodes.here()
+        item.room = Room.here(gpus, item.nodes)
         axes: Sequence[str] = ()
         missing = answers["ranks"].missing
         if not missing and "ranks" in declared:
-            axes = [axis for axis in declared["ranks"].axes if axis in DATA_AXES]
-            missing = _missing_for_cell(subject, declared["ranks"], item.room)
+            axes = _growing(subject, declared["ranks"])
+            missing = _missing_for_cell(subject, axes, declared["ranks"], item.room)
         if missing:
             item.problem = "precondition", f"{subject.title}: {missing}"
         else:
-            item.meshes["ranks"] = natural_mesh(axes, subject.world)
+            outer = natural_mesh(axes, subject.world // subject.inner)
+            item.meshes["ranks"] = {**outer, **subject.system.mesh}
         return
     for letter in LETTERS:
         side = subject.side(letter)
@@ -342,31 +359,61 @@ def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> 
     item.meshes["twin"] = item.meshes["a"]
 
 
-def _missing_for_cell(cell: Cell, declared: Declaration, room: Room) -> str:
-    """Why a cell, all of whose ranks are on one data axis, cannot run; empty: it can."""
-    if not any(axis in DATA_AXES for axis in declared.axes):
-        return f"has no data axis, only {', '.join(declared.axes) or 'none'}"
-    batch = cell.workload.global_batch
-    if missing := declared.excludes(cell.backend, cell.dtype, cell.world):
+def _growing(cell: Cell, declared: Declaration) -> list[str]:
+    """The axes that may take the ranks which the axes of the cell leave."""
+    if cell.grows:
+        return [cell.grows]
+    return [axis for axis in declared.axes if axis in DATA_AXES and axis not in cell.system.mesh]
+
+
+def _missing_for_cell(cell: Cell, growing: Sequence[str], declared: Declaration, room: Room) -> str:
+    """Why a cell cannot run, one of whose axes is of ``growing``; empty: it can."""
+    if not growing:
+        beside = f" beside {', '.join(cell.system.mesh)}" if cell.system.mesh else ""
+        return f"has no data axis{beside}, only {', '.join(declared.axes) or 'none'}"
+    batch, shares = cell.workload.global_batch, cell.data_coordinates(cell.world)
+    axes = [*growing[:1], *cell.system.mesh]
+    if missing := declared.excludes(cell.backend, cell.dtype, cell.world, axes):
         return missing
-    if batch < cell.world <= room.ranks:
-        return f"{batch} samples do not go round {cell.world} ranks"
+    if batch < shares and cell.world <= room.ranks:
+        return f"{batch} samples do not go round {shares} ranks"
     return ""
 
 
 def in_order(group: list[Measured]) -> list[Measured]:
-    """Those to be measured, then cells that are modelled from the largest of them."""
+    """Those to be measured, then cells that are modelled from the largest of them, or from a launch
+    of their own where only that goes over their links.
+    """
     sound = [item for item in group if item.problem is None]
     fitting = [item for item in sound if not item.refused]
     refused = [item for item in sound if item.refused]
-    source = fitting[-1] if fitting else refused[0] if refused else None
+    sources = fitting[-1:] or refused[:1]
     for item in refused:
-        item.source = source
+        explain = [source for source in reversed(sources) if _has_links_of(source, item)]
+        if not explain and _may_share_cores(item):
+            item.crowded, explain = True, [item]
+            sources.append(item)
+        item.source = (explain or sources)[0]
         if not fitting and item.room is not None and item.room.of.startswith("GPU"):
             why = f"alpha and beta are probed on 2 GPUs, this machine has {item.room.ranks}"
             item.problem = ("precondition", why)  # ranks never share a GPU
     broken = [item for item in group if item not in sound]
     return [*broken, *fitting, *refused]
+
+
+def _has_links_of(source: Measured, item: Measured) -> bool:
+    """Whether the launches of ``source`` go over the links of a refused cell."""
+    if item.nodes is None:
+        return True
+    mesh = item.meshes["ranks"]
+    probed = grown(mesh, source.launch(0, ()).first.world)
+    return not not_probed(mesh, probed, item.nodes.ranks_per_node)
+
+
+def _may_share_cores(item: Measured) -> bool:
+    """Whether there is a place for each rank of a refused cell; ranks never share a GPU."""
+    on_cpu = BACKENDS[item.subject.backend].device != "cuda"
+    return on_cpu and item.nodes is not None and item.subject.world <= item.nodes.places
 
 
 def _resident(measured: Measured) -> Memory | NoFigures:

@@ -15,10 +15,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from scipy import stats as distributions
 
 from shardproof.bench.lines import Estimate, InReport, PairFigures, PairLine, Twin
 
@@ -40,6 +39,15 @@ OPEN = ("inconclusive", "precondition", "over budget")
 Verdict = Literal["faster", "slower", "same", "small difference", "inconclusive"]
 
 
+def _scipy() -> Any:
+    """Its distributions, when somebody judges: ranks, which import this for what they leave, have
+    no scipy on a node.
+    """
+    from scipy import stats
+
+    return stats
+
+
 def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     """Paired t interval of the mean log ratio.
 
@@ -56,7 +64,7 @@ def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
 
 @cache
 def t_quantile(confidence: float, freedom: float) -> float:
-    return float(distributions.t.ppf((1 + confidence) / 2, freedom))
+    return float(_scipy().t.ppf((1 + confidence) / 2, freedom))
 
 
 def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
@@ -112,7 +120,7 @@ def smallest_effect(estimated: Estimate, least: float, power: float = POWER) -> 
     The mean has to clear the margin and its own half-width, so the effect lies beyond the larger.
     """
     hurdle = max(least, t_quantile(CONFIDENCE, estimated.freedom) * estimated.error)
-    return hurdle + float(distributions.t.ppf(power, estimated.freedom)) * estimated.error
+    return hurdle + float(_scipy().t.ppf(power, estimated.freedom)) * estimated.error
 
 
 def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) -> int:
@@ -131,7 +139,7 @@ def difference_p(estimated: Estimate) -> float:
     """p of "no difference" by the paired t: below 0.05 exactly where the interval excludes 0."""
     if estimated.sd == 0:
         return float(estimated.mean == 0)
-    return 2 * float(distributions.t.sf(abs(estimated.mean) / estimated.error, estimated.freedom))
+    return 2 * float(_scipy().t.sf(abs(estimated.mean) / estimated.error, estimated.freedom))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -280,4 +288,4 @@ def launches_differ(logs: Sequence[tuple[int, float]]) -> float | None:
     several = [values for values in groups.values() if len(values) > 1]
     if len(several) < 2 or len({value for values in several for value in values}) < 2:
         return None
-    return float(distributions.f_oneway(*several).pvalue)
+    return float(_scipy().f_oneway(*several).pvalue)

@@ -6,12 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from shardproof.case import WorkloadSpec
+from shardproof.case import DATA_AXES, WorkloadSpec
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.files import Stored
 from shardproof.launch.process_control import physical_cores
+
+if TYPE_CHECKING:
+    from shardproof.launch.nodes.nodes import Nodes
 
 #: Letters of the sides of a comparison.
 LETTERS = ("a", "b")
@@ -115,7 +118,7 @@ class Pair(Timed):
         """Sides are examined for one comparison at a time."""
         return (self.id,)
 
-    def progress_name(self, refused: bool) -> str:
+    def progress_name(self, alone: bool) -> str:
         return self.versus
 
     def side(self, letter: str) -> Side:
@@ -123,9 +126,19 @@ class Pair(Timed):
         return self.b if letter == "b" else self.a
 
 
+def grown(mesh: Mapping[str, int], world: int) -> dict[str, int]:
+    """The mesh of a cell on ``world`` ranks: its first axis grows, the sizes of others stay."""
+    (axis, _), *inner = mesh.items()
+    return {axis: world // math.prod(size for _, size in inner), **dict(inner)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell(Timed):
-    """One system on one backend at one world; ``base`` is the workload of the single process."""
+    """One system on one backend at one world; ``base`` is the workload of the single process.
+
+    The mesh of ``system`` has the axes whose sizes stay; the ranks that it leaves are on the axis
+    that ``grows`` (empty: a data axis of the system), outside of them.
+    """
 
     #: The one that is declared; its bases follow from it.
     own_sides: ClassVar[Sequence[str]] = ("ranks",)
@@ -135,6 +148,9 @@ class Cell(Timed):
     base: WorkloadSpec
     target: float
     label: str = ""
+    #: What a node of a cluster sends with, as scenarios write it; empty: wherever it is timed.
+    bandwidth: str = ""
+    grows: str = ""
     blocks: int = CELL_BLOCKS
     deadline: float = 600.0
 
@@ -144,26 +160,41 @@ class Cell(Timed):
 
     @property
     def id(self) -> str:
-        return f"scaling::{self.name}::{self.title}::{self.backend}::{self.world}::{self.work}"
+        where = f"{self.backend}::{self.world}::{self.work}"
+        between = f"::{self.bandwidth}" if self.bandwidth else ""
+        return f"scaling::{self.name}::{self.title}::{where}{between}"
 
     @property
     def group(self) -> tuple[str, ...]:
         """Cells that differ in nothing but their world share it."""
-        return self.name, self.title, self.backend
+        return self.name, self.title, self.network
 
-    def progress_name(self, refused: bool) -> str:
-        """The name in messages about progress; of a refused cell one rank is timed alone."""
-        ranks = "alone" if refused else f"on {self.world} ranks"
-        return f"{self.mode} {self.title} {ranks}, {self.backend}"
+    @property
+    def network(self) -> str:
+        """Backend, and what nodes send with."""
+        return ", ".join(filter(None, (self.backend, self.bandwidth)))
+
+    def progress_name(self, alone: bool) -> str:
+        """The name in messages about progress; ``alone``: one rank of it is timed."""
+        ranks = "alone" if alone else f"on {self.world} ranks"
+        return f"{self.mode} {self.title} {ranks}, {self.network}"
 
     def side(self, side: str) -> Side:
         return self.system
 
+    @property
+    def inner(self) -> int:
+        """Ranks on the axes whose sizes stay."""
+        return math.prod(self.system.mesh.values())
+
+    def data_coordinates(self, world: int) -> int:
+        """Among how many ``world`` ranks share the batch of a step."""
+        stays = math.prod(n for axis, n in self.system.mesh.items() if axis in DATA_AXES)
+        return stays * (world // self.inner if self.grows in ("", *DATA_AXES) else 1)
+
     def samples(self, world: int) -> int:
         """Samples of the rank that has most, in a step of ``world`` ranks."""
-        if self.mode == "weak":
-            return self.base.global_batch
-        return math.ceil(self.base.global_batch / world)
+        return math.ceil(self.at(world).workload.global_batch / self.data_coordinates(world))
 
     def at(self, world: int) -> Cell:
         samples = self.base.global_batch * (world if self.mode == "weak" else 1)
@@ -182,9 +213,13 @@ class Room:
     threads: int = 1  # shardproof.launch gives every rank one
 
     @classmethod
-    def here(cls, gpus: int | None) -> Room:
-        """That of this machine: its ``gpus``, or (``None``) its physical cores."""
+    def here(cls, gpus: int | None, nodes: Nodes | None = None) -> Room:
+        """That of this machine: its ``gpus``, or (``None``) its physical cores; of its ``nodes``,
+        where these have less.
+        """
         count, of = (physical_cores(), "physical core") if gpus is None else (gpus, "GPU")
+        if nodes is not None and nodes.places < count:
+            count, of = nodes.places, "node place"
         return cls(count, of if count == 1 else f"{of}s")
 
     def oversubscribed(self, world: int) -> bool:

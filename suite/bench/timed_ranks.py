@@ -31,7 +31,7 @@ import torch
 
 from shardproof import backends
 from shardproof.bench import pinning, sides
-from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
+from shardproof.bench.arm import Arm, assert_nothing_is_recorded, comms_along, everybody
 from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.model import measurement, probes
 from shardproof.bench.model.records import AloneSteps, WatchedStep
@@ -164,9 +164,17 @@ class _Probing:
     def __init__(self, launch: Launch, watched: WatchedStep, control: Comm, rank: int) -> None:
         self._control = control
         self._alone = [probes.Alone(of_side, rank) for of_side in launch.probed.values()]
-        sizes = measurement.ladder(watched.calls)
-        dtype = getattr(torch, next(iter(launch.probed.values())).dtype)
-        self.probes = probes.Probes(control, sizes, watched.products, dtype)
+        #: Ranks that compute at once share a turn.
+        at_once = launch.at_once or control.size
+        self._turn, self._turns = rank // at_once, -(-control.size // at_once)
+        first = next(iter(launch.probed.values()))
+        calls = measurement.apart(first.axes, watched.calls)
+        sizes = {axis: measurement.ladder(each) for axis, each in calls.items()}
+        everybody = sizes.pop("")
+        comms = comms_along(first.axes, first.backend, sizes)
+        along = {axis: (comms[axis], each) for axis, each in sizes.items()}
+        dtype = getattr(torch, first.dtype)
+        self.probes = probes.Probes(control, everybody, watched.products, dtype, along)
 
     def warm_up(self) -> None:
         """Steps and calls that do not count."""
@@ -177,9 +185,16 @@ class _Probing:
         self.probes.forget()
 
     def block(self) -> None:
-        """One round of everything, all ranks at once."""
+        """One round of everything, all ranks at once (of compute: those of a turn)."""
         for single in self._alone:
-            single.segment(sides.SEGMENT_STEPS, self._control.barrier)
+            for turn in range(self._turns):
+                if turn == self._turn:
+                    single.segment(sides.SEGMENT_STEPS, self._control.barrier)
+                else:  # come to the barriers of those who compute
+                    for _ in range(sides.SEGMENT_STEPS):
+                        self._control.barrier()
+                if self._turns > 1:
+                    self._control.barrier()
         self.probes.sweep()
 
     def close(self) -> list[AloneSteps]:
@@ -202,7 +217,7 @@ def memory(of_side: SideRun, rank: int) -> int:
     return ledger.log.peak("step", MEMORY_STEPS - 1).bytes
 
 
-def alone(of_side: SideRun, rank: int, workdir: Path) -> AloneRecord:
+def alone(of_side: SideRun, workdir: Path, rank: int) -> AloneRecord:
     """What the side takes of this rank, a process of its own, while nobody times it.
 
     With a GPU steps go on for ``sampling.ALONE_SECONDS``, so that there is energy to divide.

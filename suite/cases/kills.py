@@ -99,22 +99,22 @@ def why_not_killed(pair: Pair, own: CaseResult | None, parent: CaseResult | None
     At depth family any check that fails is a kill: those of exact bytes and layouts are not asked.
     Of the mutant this needs what a line of its kill has, too.
     """
-    failing = _failing(own) if own else ()
+    fails = failing(own) if own else ()
     why_not, crash_says = "", pair.mutant.crash_says
     if own is None or parent is None:
         why_not = "left out: no budget"
     elif parent.verdict not in ("pass", WORKING_PRECISION_ONLY):
         why_not = f"its parent is {parent.verdict}: {parent.reason}"
     elif pair.case.depth == "family":
-        why_not = "" if failing else f"survives there [{own.verdict}: {own.reason}]"
+        why_not = "" if fails else f"survives there [{own.verdict}: {own.reason}]"
     else:
-        silent = [name for name in pair.mutant.killed_by if name not in failing]
+        silent = [name for name in pair.mutant.killed_by if name not in fails]
         passed = (*VERDICT_KILLERS, *(o.check for o in parent.checks if o.status == "pass"))
         skipped = [name for name in pair.mutant.killed_by if name not in passed]
         if skipped:
             why_not = f"{', '.join(skipped)} does not judge the parent here"
         elif silent:
-            seen = f"; failing: {', '.join(failing)}" if failing else ""
+            seen = f"; failing: {', '.join(fails)}" if fails else ""
             why_not = f"survives {', '.join(silent)}{seen} [{own.verdict}: {own.reason}]"
         elif own.verdict == "crash" and crash_says not in own.reason:
             why_not = f"crashes, but does not say {crash_says!r} [{own.reason}]"
@@ -129,7 +129,7 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
         name=pair.mutant.name,
         parent=pair.mutant.parent,
         killed_by=tuple(pair.mutant.killed_by),
-        failing=_failing(own) if own else (),
+        failing=failing(own) if own else (),
         killed=not why_not,
         why_not=why_not,
         verdict=own.verdict if own else "left out",
@@ -143,7 +143,8 @@ def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) ->
     )
 
 
-def _failing(result: CaseResult) -> tuple[str, ...]:
+def failing(result: CaseResult) -> tuple[str, ...]:
+    """The checks that fail, and the verdict where that kills; empty: nothing speaks against it."""
     names = [outcome.check for outcome in result.checks if outcome.status == "fail"]
     if result.verdict in VERDICT_KILLERS:
         names.append(result.verdict)

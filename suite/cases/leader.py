@@ -35,7 +35,7 @@ from shardproof.evidence.assembled import Beside, Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch import kept_ranks, process_control
 from shardproof.launch.lease import Lease
-from shardproof.launch.nodes.nodes import Nodes
+from shardproof.launch.nodes.nodes import NodeGone, Nodes
 from shardproof.launch.rank_keeper import KeeperTask
 from shardproof.launch.ranks import Kept, root_cause, run_ranks
 from shardproof.oracle import apart, members, replay, training, trajectories
@@ -110,6 +110,10 @@ def judge_case(
             account.timings["judge"] = time.monotonic() - began
     except BrokenContract as error:
         account.refused = [type(error).__name__, str(error)]
+        result = decide_case(account)
+    except NodeGone as error:
+        account.figures, account.whole = None, []
+        account.fault = f"{error}, and this case needs it"
         result = decide_case(account)
     except Exception as error:  # noqa: BLE001 - the judge's own fault must become a verdict as well
         trace = "".join(traceback.format_exception(error)[-3:])

@@ -47,6 +47,7 @@ from shardproof.evidence.records import (
     TensorDigest,
     WorkloadFacts,
 )
+from shardproof.launch.nodes.nodes import node_here
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
@@ -101,7 +102,7 @@ class _Rank:
 
     def run(self) -> RankRecord:
         """Drive the implementation and record what it holds at every observation."""
-        record = RankRecord(self.rank, cores(), self.declaration)
+        record = RankRecord(self.rank, cores(), self.declaration, node=node_here())
         with self.memory or nullcontext():
             self._run(record)
         if self.memory:

@@ -9,7 +9,6 @@ Every check is a file of ``suite/checks/`` with a ``measure`` and a ``decide``.
 from __future__ import annotations
 
 import re
-import shlex
 import traceback
 from collections.abc import Mapping, Sequence
 
@@ -19,17 +18,17 @@ from shardproof.case import AXES, Case
 from shardproof.cases.audit import audited
 from shardproof.checks import Outcome, faults
 from shardproof.checks.refusals import judge_errors
-from shardproof.checks.results import OF_THIS_RUN, CaseResult
+from shardproof.checks.results import CaseResult, rerun
 from shardproof.checks.schedule import announced
 from shardproof.costs.expression import FormulaError, parse
 from shardproof.errors import is_exhausted
+from shardproof.evidence import seen
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.process_control import signal_name
 from shardproof.launch.watchdog import most_idle_looks
-from shardproof.registry import MUTANTS
 from shardproof.registry.declaration import Declaration
 from shardproof.verdicts import JUDGE_ERROR, OVER_BUDGET, REPLICAS_ONLY, WORKING_PRECISION_ONLY
 
@@ -60,6 +59,7 @@ def decide_case(account: Account) -> CaseResult:
     result, declared = _decided(account), account.declaration
     result.depth = account.case.depth or (declared.depth if declared else None)
     result.loss_factor = declared.loss_factor if declared else None
+    result.seen = seen.of(account.figures) if account.figures is not None else None
     return result
 
 
@@ -104,7 +104,7 @@ def _decided(account: Account) -> CaseResult:
         outcome = announced.not_run(account.unsound_schedules)
         return _apply_xfail(case, *verdict_of([outcome]), [outcome])
     cause = root_cause(rank_outcomes)
-    if case.fault is not None:
+    if case.fault is not None and case.fault.verdicts:
         return _under_fault(case, account, cause)
     if cause is not None and cause.error_type == "Refused" and is_about_input(case, cause.message):
         return _apply_xfail(case, "refused", cause.message)
@@ -241,6 +241,8 @@ _FRAME = re.compile(r'^ +File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
 
 def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, str]:
     """Verdict and sentence for ranks that did not end well."""
+    if cause.cause == "lost node":
+        return "hang" if cause.status == "hung" else "crash", cause.autopsy
     if cause.status == "raised" and cause.error_type in CONTRACT_ERRORS:
         return "fail", f"rank {cause.rank}: {cause.error_type}: {cause.message}"
     if cause.status == "hung" or cause.error_type in ("Deadlock", "PeerTimeout"):
@@ -322,33 +324,5 @@ def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] =
         bound=worst.bound if worst else None,
         bytes_sent=sent.get("bytes_sent"),
         bytes_expected=sent.get("bytes_expected"),
-        rerun=_rerun(case),
+        rerun=rerun(case),
     )
-
-
-def _rerun(case: Case) -> str:
-    """The command that judges ``case`` again."""
-    if case.scenario == "mutants" and not case.source:
-        # A fault runs beside its parent, and a parent beside all its faults.
-        planted = case.implementation.removeprefix(MUTANTS)
-        unweighed = "" if "memory" in case.checks else " --tier quick"
-        return f"shardproof mutants --impl {planted}{unweighed}{_depth(case)}"
-    return f"shardproof run {_argument(case)} -k '{case.id}'{_depth(case)}"
-
-
-def _depth(case: Case) -> str:
-    planned = case.scenario == "prove" and not case.source  # with its depth
-    return f" --depth {case.depth}" if case.depth and not planned else ""
-
-
-def _argument(case: Case) -> str:
-    """What names the scenario on the command line: its file, if it is not one of the suite's.
-
-    A call of ``prove`` has none, only the plan of its run.
-    """
-    if case.scenario == "prove" and not case.source:
-        return f"--rerun-failed {OF_THIS_RUN}"
-    file = case.source.rpartition(":")[0]
-    file = f"./{file}" if file.startswith("-") else file
-    own = not file or file.startswith("scenarios/")
-    return f"{case.scenario if own else shlex.quote(file)} --tier {case.tier}"

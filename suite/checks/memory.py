@@ -11,7 +11,10 @@ host in a step are no network traffic, and compared, too; so are parameters that
 that stand on every rank, where a cost model tells them apart.  The accounting (A32, A16, ...) is
 named.
 
-*Cannot see* how large activations, buffers and temporaries grow (measured, not judged), what an
+Temporaries, which nobody shows, may at their largest exceed those of one process by the model's
+largest unit and its largest parameter (:mod:`shardproof.checks.unattributed`).
+
+*Cannot see* how large activations and buffers grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems
 that need processes only.  A buffer that a rank owns no part of counts as communication, not as
 gradients.
@@ -24,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import Outcome, Worst, unattributed
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED
@@ -82,7 +85,20 @@ def decide(evidence: Figures) -> Outcome:
             distance = float(abs(held - bound))
             worst = Worst(f"{kind} bytes", step, place, f"rank {rank}", distance, 0.0)
             return Outcome("memory", "fail", message, worst, figures.to_dict())
+        if found := unattributed.exceeds(evidence, record):
+            step, phase, held, high = found
+            message = (
+                f"rank {record.rank}, step {step}, {phase}: {held:,} bytes of temporaries at the "
+                f"peak, at most {high:,}: those of one process, the model's largest unit and its "
+                "largest parameter"
+            )
+            worst = Worst("temporary bytes", step, phase, f"rank {record.rank}", held - high, 0.0)
+            return Outcome("memory", "fail", message, worst, figures.to_dict())
     return Outcome("memory", "pass", "", None, figures.to_dict())
+
+
+#: What one process takes.
+measure = unattributed.measure
 
 
 def _at_family(evidence: Figures) -> Outcome:

@@ -6,14 +6,17 @@ out.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from shardproof.case import Case
 from shardproof.checks import Outcome
 from shardproof.contract import Depth, Options
 from shardproof.files import Stored, field_names, require_types
+from shardproof.registry import MUTANTS
 
 
 class _Line(Stored):
@@ -50,8 +53,39 @@ def _known(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key in names}
 
 
-#: In the command that reruns a case of ``prove``: its run, filled in where there is a folder.
+#: In the command that reruns a case of ``prove``: its run, where there is no folder yet.
 OF_THIS_RUN = "--results RUN"
+
+
+def rerun(case: Case, command: str = "shardproof run", folder: Path | None = None) -> str:
+    """The command that judges ``case`` again; ``command``: how it begins where cases of scenarios
+    ran, ``folder``: that of the run.
+    """
+    if case.scenario == "mutants" and not case.source:
+        # A fault runs beside its parent, and a parent beside all its faults.
+        planted = case.implementation.removeprefix(MUTANTS)
+        unweighed = "" if "memory" in case.checks else " --tier quick"
+        return f"shardproof mutants --impl {planted}{unweighed}{_depth(case)}"
+    return f"{command} {_argument(case, folder)} -k '{case.id}'{_depth(case)}"
+
+
+def _depth(case: Case) -> str:
+    planned = case.scenario == "prove" and not case.source  # with its depth
+    return f" --depth {case.depth}" if case.depth and not planned else ""
+
+
+def _argument(case: Case, folder: Path | None) -> str:
+    """What names the scenario on the command line: its file, if it is not one of the suite's.
+
+    A call of ``prove`` has none, only the plan of its run.
+    """
+    if case.scenario == "prove" and not case.source:
+        run = OF_THIS_RUN if folder is None else f"--results {shlex.quote(str(folder))}"
+        return f"--rerun-failed {run}"
+    file = case.source.rpartition(":")[0]
+    file = f"./{file}" if file.startswith("-") else file
+    own = not file or file.startswith("scenarios/")
+    return f"{case.scenario if own else shlex.quote(file)} --tier {case.tier}"
 
 
 @dataclass
@@ -61,10 +95,11 @@ class CaseResult(_Line):
     ``worst_error`` and ``bound`` are those of the check ``equivalence``; bytes are fractions as
     text.  ``record`` is the file of the case's record in the run's folder, ``data`` the digest of
     its data set, ``depth`` how closely the system was held to its strategy, ``loss_factor`` how
-    many times the true loss it was to tell.
+    many times the true loss it was to tell, ``seen`` the events that occurred
+    (:mod:`shardproof.evidence.seen`).
     """
 
-    OPTIONAL = ("record", "data", "depth", "loss_factor")
+    OPTIONAL = ("record", "data", "depth", "loss_factor", "seen")
 
     id: str
     case: Case
@@ -81,6 +116,7 @@ class CaseResult(_Line):
     data: str | None = None
     depth: Depth | None = None
     loss_factor: str | None = None
+    seen: tuple[str, ...] | None = None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -9,6 +9,9 @@ all axes instead.  Set-up and control traffic (integers, objects, barriers) stan
 own; a step's control traffic is bounded, for gradients can travel disguised as integers.  For a
 upstream system, which is held to its own formula, the textbook's bytes stand beside.
 
+On a cluster of several nodes each promised flow is also split into bytes inside nodes and bytes
+between them (``ledgers/places.py``), and the latter compared alike: HYBRID_SHARD gathers inside.
+
 *Cannot see* wire bytes, latency, or traffic that bypasses process groups.
 """
 
@@ -33,6 +36,8 @@ from shardproof.costs.own import in_step
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
+from shardproof.ledgers import places
+from shardproof.ledgers.places import Lie
 from shardproof.ledgers.traffic import Call
 from shardproof.oracle import members
 
@@ -90,6 +95,9 @@ def decide(evidence: Figures) -> Outcome:
             message = _flow_differs(step, strategy, flows_of(evidence, step), floats)
             message = message or _flow_differs(step, strategy, counted, integers, " of integers")
             message = message or _rank_differs(evidence, step, strategy, floats)
+            if not message and _has_nodes(evidence):
+                figures.between_nodes = _between_nodes(evidence, step, flows)
+                message = _between_differs(figures.between_nodes, step, strategy)
         elif evidence.family is not None:
             low, high = figures.within = _family_bounds(evidence, evidence.family, step)
             if compressed:
@@ -126,13 +134,30 @@ class Sent:
     bytes: str
 
 
+@dataclass(frozen=True)
+class Between:
+    """Of the bytes of one operation along one axis in a step those that went ``across`` nodes.
+
+    ``lies``: how the axis lies over nodes.  ``promised``: bytes across by the formula; ``None``: it
+    does not split them, because groups lie in different ways, or receivers differ.
+    """
+
+    axis: str
+    lies: Lie
+    operation: str
+    bytes: str
+    across: str
+    promised: str | None
+
+
 @dataclass
 class TrafficFigures(SparselyStored):
     """What the ranks ``sent`` in the last step, beside the ``flows`` of the cost model.
 
     Bytes are exact fractions, as text.  ``within``: least and most of the family,
     at that depth.  ``textbook``: the strategy that an upstream system carries
-    out, by whose formula it would send ``textbook_bytes``.
+    out, by whose formula it would send ``textbook_bytes``.  ``between_nodes``: where ranks were on
+    several nodes, what of it crossed them.
     """
 
     formula: str
@@ -147,6 +172,7 @@ class TrafficFigures(SparselyStored):
     textbook_bytes: str | None = None
     bytes_expected: str | None = None
     within: tuple[int, int] | None = None
+    between_nodes: Sequence[Between] | None = None
 
 
 #: (axis, operation) -> calls and logical bytes, summed over ranks.
@@ -170,6 +196,54 @@ def flows_of(
                 calls, total = flows.get(key, (0, Fraction(0)))
                 flows[key] = calls + 1, total + call.logical_bytes
     return flows
+
+
+def _has_nodes(evidence: Figures) -> bool:
+    """Whether ranks were on several nodes, and groups are those of the mesh."""
+    homes = {record.node for record in evidence.records}
+    return None not in homes and len(homes) > 1 and not members.changes(evidence.case)
+
+
+def _between_nodes(evidence: Figures, step: int, promised: Sequence[Flow]) -> list[Between]:
+    """What of each promised flow crossed nodes, and what of it had to."""
+    mesh, nodes = evidence.case.mesh, [record.node or 0 for record in evidence.records]
+    wanted: dict[tuple[str, str, bool], list[Fraction | None]] = {}
+    for flow in promised:
+        groups = places.groups_along(mesh, flow.axis, flow.ranks)
+        share = places.promised_across(flow.operation, groups, nodes, whole=flow.ranks > 0)
+        across = wanted.setdefault((flow.axis, flow.operation, flow.integers), [])
+        messages = places.promised_messages(flow.between, groups, nodes)
+        across.append(messages if share is None else flow.bytes * share)
+    rows = []
+    for (axis, operation, integers), across in sorted(wanted.items()):
+        calls = [
+            (record.rank, call)
+            for record in evidence.records
+            for call in step_calls(record, step, floating=not integers)
+            if call.operation == operation and axis_of(call.group, mesh) == axis
+        ]
+        total = sum((call.logical_bytes for _, call in calls), Fraction(0))
+        parts = [places.sent_across(call, rank, nodes) for rank, call in calls]
+        split = [part for part in parts if part is not None]
+        if total and len(split) == len(parts):
+            sent = sum(split, Fraction(0))
+            known = [one for one in across if one is not None]
+            told = str(sum(known, Fraction(0))) if len(known) == len(across) else None
+            lies = places.lie(places.groups_along(mesh, axis), nodes)
+            rows.append(Between(axis, lies, operation, str(total), str(sent), told))
+    return rows
+
+
+def _between_differs(rows: Sequence[Between], step: int, strategy: str) -> str:
+    """The first flow of which other bytes cross nodes than the formula says."""
+    for row in rows:
+        if row.promised not in (None, row.across):
+            return (
+                f"step {step}, axis {row.axis}, {row.operation}: "
+                f"{_text(Fraction(row.across))} bytes go between nodes over all ranks, {strategy} "
+                f"promises {_text(Fraction(row.promised or 0))} (the axis lies {row.lies})"
+            )
+    return ""
 
 
 def _integers(evidence: Figures, step: int, promised: Sequence[Flow]) -> Flows:

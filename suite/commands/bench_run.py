@@ -159,7 +159,7 @@ def _measure(
     """All launches and passes of one comparison or cell."""
     subject = item.subject
     with Blocks(
-        console, f"{number} {subject.progress_name(item.refused)}", subject.blocks
+        console, f"{number} {subject.progress_name(not item.together)}", subject.blocks
     ) as progress:
         session.time(item, progress.update)
         steps = [("memory", session.measure_memory)] if item.on_threads and not item.refused else []

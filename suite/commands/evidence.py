@@ -69,7 +69,7 @@ def merge(
     them on as many machines, into one run.
 
     Lines, records and raw times are copied byte for byte; `verify`, `report`, `compare` and `gate`
-    take the run like any other. What no part has a line for is left out, named, and can be run by
+    take the run like any other. What no part has a result for is left out, named, and can be run by
     `run --resume --results RUN` (cases). run.json tells machine, torch and kernels of each part.
 
     Refused are parts of other selections, another number of parts, versions or commits of the
@@ -77,7 +77,8 @@ def merge(
     beside their ratios belong to one machine.
 
     Exit codes: 0 all parts are there, whatever their verdicts (`report` and `gate` tell); 2 parts
-    that do not belong together; 3 a part is missing or did not end.
+    that do not belong together; 3 a part is missing, did not end,
+    or left something out (a budget, Ctrl-C).
 
     \b
     shardproof run --tier full --shard 1/4 --results part1        on one machine; 2/4 on the next

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
+from shardproof.table import number
+
+if TYPE_CHECKING:
+    from shardproof.case import Case
+    from shardproof.coverage.pairs import Coverage
 
 Entries = list[tuple[str, str]]
 
-
-What = Literal["impls", "backends", "scenarios", "cases", "mutants", "checks", "traits"]
+What = Literal["impls", "backends", "scenarios", "cases", "coverage", "mutants", "checks", "traits"]
+#: What the filters of `run` apply to.
+_OF_CASES = ("cases", "coverage")
 
 
 def implementations() -> Entries:
@@ -98,24 +106,131 @@ def list_(
     expression: options.Expression = "",
     tier: options.Tier = "full",
     seed: options.Seed = None,
+    campaign: Annotated[
+        int | None,
+        typer.Option(
+            "--campaign",
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="of coverage: what N random cases from --seed meet",
+        ),
+    ] = None,
+    triples: Annotated[
+        bool, typer.Option("--triples", help="of coverage: triples of what touches communication")
+    ] = False,
 ) -> None:
     """List what there is. Piped, one full name a line; the filters of `run` apply to cases.
+
+    `coverage` counts the cases that have both a trigger (a trait, a form of batch or mesh) and a
+    feature (a strategy, an option, a backend). Piped, a line is trigger, feature, cases of the
+    quick tier, of the full one, and why there is none, with tabs between. Of all scenarios a pair
+    without a case or a reason is open, and ends this with exit code 1; filters only select.
+    `--triples` counts the cases that have a strategy, a way to send and a circumstance of that; not
+    all that are possible are met.
 
     \b
     shardproof list impls
     shardproof list cases --tier quick -k 'tied and gloo'
     shardproof list cases --impl mine:MyZero1 --like 'reference/zero1*'
     shardproof list traits
+    shardproof list coverage
+    shardproof list coverage --triples
+    shardproof list coverage --campaign 2000 --seed 7
+    shardproof list coverage --impl reference/zero3 | grep -P 'tied\\t'
     """
-    if what == "cases":
+    filters = (scenarios, impl, backend, world, like, expression, seed is not None)
+    if triples and what != "coverage":
+        raise SelectionError(Problem("--triples belongs to `list coverage`", "leave it out", what))
+    if campaign is not None:
+        given = {
+            f"list {what}": what != "coverage",
+            "SCENARIO": scenarios,
+            "--backend": backend,
+            "--world": world,
+            "-k": expression,
+            "--like": like,
+            "--triples": triples,
+        }
+        if clash := next((name for name, value in given.items() if value), ""):
+            problem = "--campaign belongs to `list coverage` and draws its own cases"
+            raise SelectionError(Problem(problem, f"leave out {clash}", str(campaign)))
+        _list_campaign(campaign, seed or 0, impl or ())
+        return
+    if what in _OF_CASES:
         from shardproof.scenarios.vocabulary import installed
 
         selection = options.selection(scenarios, impl, backend, world, expression, tier, seed, like)
-        rows = [(case.id, "") for case in selection.cases(installed())]
-    elif scenarios or impl or backend or world or like or expression or seed is not None:
-        raise SelectionError(Problem("filters belong to `list cases`", "leave them out", what))
+        cases = selection.cases(installed())
+        if triples:
+            _list_triples(cases)
+            return
+        if what == "coverage":
+            _list_coverage(cases, is_whole=not any(filters) and tier == "full")
+            return
+        rows = [(case.id, "") for case in cases]
+    elif any(filters):
+        names = " and ".join(f"`list {name}`" for name in _OF_CASES)
+        raise SelectionError(Problem(f"filters belong to {names}", "leave them out", what))
     else:
         rows = LISTS[what]()
     width = max((len(name) for name, about in rows if about), default=0)
     for name, about in rows:
         echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)
+
+
+def _list_coverage(cases: Sequence[Case], is_whole: bool) -> None:
+    """Print the coverage of ``cases``; those of all scenarios may leave no pair open."""
+    from shardproof.coverage import pairs
+
+    coverage = pairs.table(pairs.taken(cases))
+    lacks = "open" if is_whole else "no case among these"
+    _print_coverage(coverage, lacks, coverage.sentence(lacks))
+    if is_whole and coverage.open:
+        raise typer.Exit(verdicts.BROKEN)
+
+
+def _print_coverage(coverage: Coverage, lacks: str, sentence: str) -> None:
+    if sys.stdout.isatty():
+        from shardproof.commands.console import make_console, print_line
+
+        console = make_console()
+        console.print(coverage.by_feature(lacks))
+        print_line(console, sentence)
+        return
+    for trigger, feature in coverage.pairs:
+        pair = trigger, feature
+        counts = coverage.quick.get(pair, 0), coverage.full.get(pair, 0)
+        why = "" if any(counts) else coverage.why_empty(pair) or lacks
+        echo("\t".join((trigger, feature, *map(str, counts), why)))
+
+
+def _list_campaign(count: int, seed: int, patterns: Sequence[str]) -> None:
+    """Print which pairs of the table ``count`` random cases meet, and how many: on stderr."""
+    from shardproof.coverage import pairs
+    from shardproof.studies import campaign
+
+    cases = [replace(case, tier="full") for case in campaign.first_cases(count, seed, patterns)]
+    others = campaign.varied_cases(patterns)
+    coverage, wanted = pairs.table(cases, others), pairs.table(others).met
+    share = f"{len(coverage.met & wanted):,} of {len(wanted):,} pairs that a scenario meets"
+    sentence = f"{number(count, 'case')} drawn from seed {seed}: {share}"
+    _print_coverage(coverage, "not drawn", sentence)
+    if not sys.stdout.isatty():
+        echo(sentence, err=True)
+
+
+def _list_triples(cases: Sequence[Case]) -> None:
+    """Print what of the triples ``cases`` meet."""
+    from shardproof.commands.console import make_console, print_line
+    from shardproof.coverage import pairs, triples
+
+    found = triples.table(pairs.taken(cases))
+    if sys.stdout.isatty():
+        console = make_console()
+        console.print(found.by_strategy())
+        print_line(console, found.sentence())
+        return
+    for triple in sorted(found.met | {*found.open}):
+        counts = found.quick.get(triple, 0), found.full.get(triple, 0)
+        echo("\t".join((*triple, *map(str, counts))))

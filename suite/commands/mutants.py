@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,11 +12,13 @@ import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
+from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.launch.process_control import cores
 from shardproof.table import number
 
 if TYPE_CHECKING:
+    from shardproof.case import Case
     from shardproof.checks.results import CaseResult, Kill
     from shardproof.commands.supervision import Interrupts
     from shardproof.runs.run_folder import RunFolder
@@ -49,10 +53,32 @@ def mutants(
     jobs: options.Jobs = None,
     results: options.Results = None,
     shard: options.ShardOption = None,
+    campaign: Annotated[
+        int | None,
+        typer.Option(
+            "--campaign",
+            metavar="N",
+            min=1,
+            max=1000,
+            help="plant each fault in up to N random clean cases of its parent instead",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", metavar="S", min=0, help="with --campaign: other cases, another order [0]"
+        ),
+    ] = None,
 ) -> None:
     """Plant every fault: its named check must fail while the parent passes the same case.
 
     Prints the kill matrix, fault x check. A survivor ends with exit code 1.
+
+    With --campaign N each fault is planted in the cases that `run --campaign` draws of its parent,
+    in their order, until any check fails that the parent passes; the share of faults that N cases
+    kill is printed, by N. That is a measure: a survivor is no failure, but a parent that fails is.
+    Faults come in an order of the seed, so a budget leaves a sample. `kills-by-n.json` in the run
+    folder tells all.
 
     \b
     shardproof mutants
@@ -60,13 +86,25 @@ def mutants(
     shardproof mutants --impl 'ddp_*bucket*'
     shardproof mutants --depth family              what survives where layouts are free
     shardproof mutants --shard 2/4 --results part2 a quarter of the faults: see `shardproof merge`
+    shardproof mutants --campaign 20 --budget 30   how many die in random cases, by their number
     """
     from shardproof.commands.supervision import open_folder
 
+    if campaign is None and seed is not None:
+        remedy = "leave it out: planted faults have cases of their own"
+        raise SelectionError(Problem("--seed belongs to --campaign", remedy, str(seed)))
+    if campaign is not None:
+        given = {"--tier quick": tier == "quick", "--depth": depth, "--shard": shard}
+        if clash := next((name for name, value in given.items() if value), ""):
+            what = "--campaign plants in cases as they are drawn"
+            raise SelectionError(Problem(what, f"leave out {clash}", str(campaign)))
     part = options.shard_of(shard)
     chosen = choose_mutants(impl or ["*"])
     with open_folder(results) as folder:
         workers, all_must_run = jobs or cores(), tier == "full"
+        if campaign is not None:
+            how = campaign, seed or 0, workers, budget
+            raise typer.Exit(execute_random(folder, chosen, *how))
         raise typer.Exit(
             execute_mutants(folder, chosen, workers, budget, all_must_run, depth or "", part)
         )
@@ -147,6 +185,58 @@ def execute_mutants(
             return verdicts.BROKEN
         open_end = not judged or (left_out > 0 and all_must_run)
         return verdicts.NOT_DECIDED if open_end else verdicts.HELD
+
+    return supervised(folder, console, body, lambda: print_line(console, "stopped"), lambda: None)
+
+
+def execute_random(
+    folder: RunFolder,
+    mutants: Sequence[Any],
+    most: int,
+    seed: int,
+    jobs: int,
+    budget: float | None,
+) -> int:
+    """Plant each of ``mutants`` in up to ``most`` random cases and print how many die, by N.
+
+    ``budget`` is in minutes.  Returns the exit code.
+    """
+    from shardproof.cases.runner import Session
+    from shardproof.commands.console import make_console, print_line
+    from shardproof.commands.supervision import supervised
+    from shardproof.runs import random_kills
+    from shardproof.studies.campaign.kills import plant
+
+    console = make_console()
+    end = None if budget is None else time.monotonic() + budget * 60
+
+    def body(interrupts: Interrupts) -> int:
+        def judge(cases: Sequence[Case]) -> dict[str, CaseResult]:
+            seconds = None if end is None else end - time.monotonic()
+            if seconds is not None and seconds <= 0:
+                return {}
+            results, late = session.run(cases, note, seconds, folder.keep)
+            for case in late:
+                folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
+            return {result.id: result for result in results}
+
+        def note(result: CaseResult) -> None:
+            with interrupts.held():
+                folder.add(result, "mutant case")
+
+        folder.plan([])  # which cases there will be hangs on what dies before
+        with Session(jobs) as session:
+            tell = functools.partial(echo, err=True)
+            kills = plant(mutants, most, seed, judge, tell)
+        folder.write(random_kills.FILE, kills.text())
+        if kills.faults:
+            console.print(kills.table())
+        for name in kills.alarms:
+            print_line(console, f"false alarm: its parent fails in {name}")
+        print_line(console, kills.sentence())
+        if kills.alarms:
+            return verdicts.BROKEN
+        return verdicts.HELD if kills.faults else verdicts.NOT_DECIDED
 
     return supervised(folder, console, body, lambda: print_line(console, "stopped"), lambda: None)
 

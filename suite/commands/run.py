@@ -206,10 +206,11 @@ def run_and_exit(
     """
     from shardproof.checks.results import LeftOut
     from shardproof.commands.supervision import open_folder
-    from shardproof.launch.nodes.nodes import NodeGone, Nodes
+    from shardproof.launch.nodes.nodes import Nodes, facts_here
     from shardproof.registry import preflight
     from shardproof.runs.durations import Durations
     from shardproof.runs.shard import Cut
+    from shardproof.scenarios import node_faults
     from shardproof.scenarios.budget import fit_cases
 
     sources = {case.implementation: case.source for case in cases}
@@ -222,7 +223,7 @@ def run_and_exit(
             echo(
                 f"{nodes}: {number(every - len(cases), 'case')} of more ranks left aside", err=True
             )
-    cases = preflight.with_found_traits(cases)
+    cases = preflight.with_found_traits(node_faults.with_planned(cases, facts_here()))
     whole, cut = cases, None
     if shard is not None:
         lines = (LeftOut(case.id, case, None, "").line() for case in whole)
@@ -231,6 +232,8 @@ def run_and_exit(
         cases = [case for case in whole if case.id in own]
         what = f"part {shard.index} of {shard.of}"
         echo(f"{what}: {len(cases):,} of {number(len(whole), 'case')}", err=True)
+    if any(node_faults.strikes_nodes(case) and not case.skip for case in cases):
+        jobs = 1  # a case beside it would meet its fault
     durations = Durations.of_user()
     workers = jobs or cores() if cluster is None else cluster.places
     planned = fit_cases(cases, durations, workers, budget)
@@ -243,12 +246,7 @@ def run_and_exit(
         left_out = f", {len(planned.left_out)} left out by the budget" if planned.left_out else ""
         echo(f"{summary}{left_out}", err=True)
         return
-    if nodes is not None:
-        try:
-            nodes.wait()
-        except NodeGone as error:
-            echo(f"precondition: {error}", err=True)
-            raise typer.Exit(verdicts.NOT_DECIDED) from None
+    wait_for(nodes)
     with open_folder(results) as folder:
         if cut is not None and shard is not None:
             folder.cut(cut, shard, whole)
@@ -260,18 +258,32 @@ def run_and_exit(
 
 
 def with_room(cases: Sequence[Case], nodes: Nodes) -> list[Case]:
-    """Those whose ranks fit the nodes.
+    """Those whose ranks fit the nodes; those whose messages cannot be delayed there are skipped.
 
     :raises SelectionError: none fits.
     """
-    from shardproof.backends import BACKENDS
-
-    room = [c for c in cases if BACKENDS[c.backend].threads or c.world <= nodes.places]
+    room = [case for case in cases if nodes.has_room(case.backend, case.world)]
+    room = [replace(case, skip=case.skip or nodes.not_far(case.backend)) for case in room]
     if cases and not room:
         least = min(case.world for case in cases)
         what = f"no case fits {nodes}: they need {least} or more"
         raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
     return room
+
+
+def wait_for(nodes: Nodes | None) -> None:
+    """Return once the agents of all nodes are there.
+
+    :raises typer.Exit: one does not come; told.
+    """
+    from shardproof.launch.nodes.nodes import NodeGone
+
+    if nodes is not None:
+        try:
+            nodes.wait()
+        except NodeGone as error:
+            echo(f"precondition: {error}", err=True)
+            raise typer.Exit(verdicts.NOT_DECIDED) from None
 
 
 def _require_mpi(cases: Sequence[Case], asked: Sequence[str]) -> None:
@@ -281,6 +293,7 @@ def _require_mpi(cases: Sequence[Case], asked: Sequence[str]) -> None:
     """
     from shardproof.backends import BACKENDS
     from shardproof.launch.mpi import mpirun
+    from shardproof.launch.nodes.nodes import Nodes
 
     for name in asked:
         worlds = {case.world for case in cases if case.backend == name and BACKENDS[name].mpirun}
@@ -289,7 +302,7 @@ def _require_mpi(cases: Sequence[Case], asked: Sequence[str]) -> None:
         if reason := BACKENDS[name].available():
             remedy = "`shardproof doctor` tells what it finds; or leave --backend out"
             raise SelectionError(Problem(reason, remedy, f"--backend {name}"))
-        if reason := mpirun.problem(max(worlds)):
+        if Nodes.here() is None and (reason := mpirun.problem(max(worlds))):
             remedy = f"allow it {max(worlds)} ranks on this machine, or choose --world below"
             raise SelectionError(Problem(reason, remedy, f"--backend {name}"))
 
@@ -416,7 +429,8 @@ def execute(
                 folder.leave_out(case, "stopped by Ctrl-C")
         left_out = len(schedule.left_out) + len(schedule.chosen) - (len(results) - len(kept))
         report.show_broken(results, console.print)
-        print_line(console, f"stopped: {verdicts.summary(verdicts.count(results), left_out)}")
+        told = verdicts.summary(verdicts.count(results), left_out)
+        print_line(console, f"stopped: {told} (run --resume goes on)")
 
     def finish() -> None:
         durations.save()

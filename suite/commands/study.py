@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,8 @@ studies = typer.Typer(
     shardproof study checkpoints 300            random clean saves, loads, reshapes: does any fail?
     shardproof study convergence                do lossy and stale methods train as well?
     shardproof study elastic                    workers and agents of torchrun are killed
+    shardproof study mutation 200               systematic faults of every strategy: which survive?
+    shardproof study lines                      lines and branches that no case executes
     """,
 )
 
@@ -251,7 +254,12 @@ def convergence(
     seeds: Annotated[
         int | None, typer.Option("--seeds", metavar="N", min=2, help="so many [the file's]")
     ] = None,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", metavar="B", help="communication backend [the file's]"),
+    ] = "",
     jobs: options.Jobs = None,
+    results: options.Results = None,
     out: Annotated[
         Path | None, options.output("--out", "write the page here, its drawings beside it")
     ] = None,
@@ -270,20 +278,148 @@ def convergence(
     system, by the 95 % interval of a paired t over seeds. A scenario says what it expects of each
     method, and plants faults that equality cannot see.
 
+    Where ranks are processes (backend gloo, as in the scenario cluster) trainings run one at a
+    time, the page tells the seconds of the steps to the target beside the steps, and which method
+    is there first. `shardproof cluster study` trains on nodes with a network between them.
+
     \b
     shardproof study convergence -j 1 --out convergence.md --records convergence.json
     shardproof study convergence digits --method reference/ddp+topk1 --seeds 4
+    shardproof study convergence digits --backend gloo --seeds 4
     shardproof study convergence --from convergence.json --out convergence.md
 
     Exit codes: 0 every method is what its scenario expects, 1 one is not, 2 bad input, 3 dense
     training misses the target, or ranks broke.
     """
-    from shardproof.studies import convergence as study
+    from shardproof.commands import supervision
+    from shardproof.commands.console import make_console, print_line
+    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.studies.convergence import plan
+    from shardproof.studies.convergence import study as of_studies
 
-    chosen = plan.read(plan.files(scenario or ()), seeds)
-    chosen = [one.only(method or ()) for one in chosen]
-    raise typer.Exit(study.run(chosen, jobs or cores(), out, records, again))
+    chosen = [
+        one.only(method or ()) for one in plan.read(plan.files(scenario or ()), seeds, backend)
+    ]
+    if (nodes := Nodes.here()) is not None:
+        plan.require_room(chosen, nodes)
+        run.wait_for(nodes)
+    how = chosen, jobs or cores(), out, records, again
+    if results is None:
+        raise typer.Exit(of_studies.run(*how))
+    console = make_console()
+
+    def body(interrupts: supervision.Interrupts) -> int:
+        return of_studies.run(*how, folder)
+
+    def interrupted() -> None:
+        print_line(console, "stopped: nothing was kept, for not all had been trained")
+
+    with supervision.open_folder(results) as folder:
+        raise typer.Exit(supervision.supervised(folder, console, body, interrupted, lambda: None))
+
+
+@studies.command(short_help="Plant systematic faults in the reference strategies.")
+def mutation(
+    count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000, help="faults")],
+    scenario: options.Scenarios = None,
+    backend: options.BackendOption = None,
+    expression: options.Expression = "",
+    tier: options.Tier = "quick",
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="S", min=0, help="another sample of faults")
+    ] = 0,
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="MIN", min=0.01, help="minutes for planting"),
+    ] = None,
+    jobs: options.Jobs = None,
+    out: Annotated[Path | None, options.output("--out", "write what is left here (JSON)")] = None,
+) -> None:
+    """Change one place of impls/reference at a time, and see whether a case turns red.
+
+    Faults are drawn by seed from all places where an operator applies: a call dropped, made twice,
+    moved, or left out once; another op, group, root or dtype; a range, a comparison or a
+    constant off by one; a scale or a copy lost; arguments exchanged. Each is planted in up to 24
+    cases that execute its line until one is red, first in those with the most triggers and
+    features, for their seconds, that those before them do not have.
+
+    Told apart: faults in lines that no case executes; those without effect in any case (the bits of
+    every tensor, all calls and bytes are as without it); those that only a budget of CPU seconds
+    ended.
+
+    \b
+    shardproof study mutation 200 --seed 3
+    shardproof study mutation 50 zero-gpt zero-traits --tier full --out left.json
+
+    With scenarios or -k, faults are drawn from the lines that their cases execute.
+
+    Exit codes: 0 none survived, 1 some did, 2 bad input, 3 no fault had an effect anywhere.
+    """
+    from shardproof.scenarios.selection import Selection
+    from shardproof.scenarios.vocabulary import installed
+    from shardproof.studies.mutation import study
+
+    selection = Selection(scenario or (), backends=backend or (), expression=expression, tier=tier)
+    cases = study.judged_cases(selection.cases(installed()))
+    some = bool(scenario or expression)
+    seconds = None if budget is None else budget * 60
+    found = study.run(cases, count, seed, jobs or cores(), _to_stderr, some, seconds)
+    for one in found.left():
+        echo(f"{one.state}: {one.fault.diff()}\n")
+    echo(found.sentence())
+    if out is not None:
+        options.write(out, json.dumps(found.document(), indent=1) + "\n")
+    if not {"killed", "survived"} & {*found.counts}:
+        raise typer.Exit(verdicts.NOT_DECIDED)
+    raise typer.Exit(verdicts.BROKEN if found.counts["survived"] else verdicts.HELD)
+
+
+@studies.command(short_help="Lines and branches of impls/reference that no case executes.")
+def lines(
+    scenario: options.Scenarios = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", metavar="B", help="cells of these backends [in_memory]"),
+    ] = None,
+    expression: options.Expression = "",
+    tier: options.Tier = "quick",
+    jobs: options.Jobs = None,
+    out: Annotated[Path | None, options.output("--out", "write the Markdown here, too")] = None,
+) -> None:
+    """Run the cases of reference strategies and count the lines and branches that they execute.
+
+    Threads and forked ranks count, and cases that must be refused. The package `coverage` tells
+    which lines and branches there are. Apart stand branches that end in an error, and those that
+    suite/studies/mutation/untaken.yaml explains.
+
+    With scenarios or -k it shows the files that their cases execute, and asks for no share.
+
+    Exit codes: 0 at least 98 % of branches, 1 fewer, 2 bad input, 3 no case passed.
+    """
+    from shardproof.scenarios.selection import Selection
+    from shardproof.scenarios.vocabulary import installed
+    from shardproof.studies.mutation import lines as executed
+    from shardproof.studies.mutation import study
+
+    chosen = backend or ["in_memory"]
+    selection = Selection(scenario or (), backends=chosen, expression=expression, tier=tier)
+    cases = study.judged_cases(selection.cases(installed()), refused=True)
+    arcs = study.arcs_of(cases, jobs or cores(), _to_stderr)
+    if not arcs:
+        raise typer.Exit(verdicts.NOT_DECIDED)
+    measured = executed.measured(arcs)
+    if scenario or expression:  # nobody asks some cases for all files
+        measured = [file for file in measured if file.name in arcs]
+    page = executed.page(measured)
+    echo(page)
+    if out is not None:
+        options.write(out, page)
+    enough = bool(scenario or expression) or executed.suffices(measured)
+    raise typer.Exit(verdicts.HELD if enough else verdicts.BROKEN)
+
+
+def _to_stderr(text: str) -> None:
+    echo(text, err=True)
 
 
 @studies.command(short_help="Workers and agents of torchrun are killed: are the numbers right?")

@@ -5,20 +5,24 @@ Whatever ends a run, what is written stays, the folder is closed and its reports
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof import report, verdicts
 from shardproof.commands.console import print_line
+from shardproof.coverage import pairs
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import UNWRITABLE
+from shardproof.launch import process_control
+from shardproof.report.coverage import judged, seen
 from shardproof.runs.integrity import damage_is_bad_input
 from shardproof.runs.records import RecordError
 from shardproof.runs.run_folder import RunFolder, read, require_run_or_new
@@ -29,19 +33,28 @@ if TYPE_CHECKING:
 RESULTS = Path("results")
 
 
-def open_folder(path: Path | None) -> RunFolder:
-    """The run folder at ``path``, or a new one under ``results/``.
+def open_folder(
+    path: Path | None,
+    root: Path = RESULTS,
+    command: Sequence[str] = (),
+    may_hold_more: bool = False,
+) -> RunFolder:
+    """The run folder at ``path``, or a new one under ``root``.
+
+    ``command``: that of this process, if not what was typed.  ``may_hold_more``: beside a run,
+    what ranks left.
 
     :raises SelectionError: it cannot be written, or holds something else.
     """
-    command = ["shardproof", *sys.argv[1:]]
+    command = command or ["shardproof", *sys.argv[1:]]
     try:
         if path is None:
-            return RunFolder.create(RESULTS, command)
-        require_run_or_new(path)
+            return RunFolder.create(root, command)
+        if not may_hold_more:
+            require_run_or_new(path)
         return RunFolder(path, command)
     except OSError as error:
-        where = str(error.filename or path or RESULTS)
+        where = str(error.filename or path or root)
         what = f"results cannot be written: {error.strerror}"
         raise SelectionError(Problem(what, "choose another --results folder", file=where)) from None
     except RecordError as error:
@@ -100,9 +113,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._caught)
+            for number in process_control.heard():
+                self._before[number] = signal.signal(number, self._caught)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,3 +153,6 @@ def _finish(folder: RunFolder, code: int, more: Callable[[], None]) -> None:
     run = read(folder.path)
     for name, document in (("report.html", report.html(run)), ("report.md", report.document(run))):
         folder.write(name, document)
+    if run.cases:
+        met = {**pairs.document(judged(run.cases)), "seen": seen(run.cases)}
+        folder.write("coverage.json", json.dumps(met, indent=1) + "\n")

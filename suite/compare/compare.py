@@ -34,7 +34,7 @@ NAMED = 4
 class Change:
     """An exact figure that differs.  ``detail`` tells where, if the figure is a digest.
 
-    ``exact`` is false for what only runs of one build of torch share.
+    ``unlike``: what only runs that share it have the same, and these do not; empty: all have.
     """
 
     id: str
@@ -43,7 +43,12 @@ class Change:
     after: exact_figures.Scalar
     word: exact_figures.Word
     detail: str = ""
-    exact: bool = True
+    unlike: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether no difference of what they ran on explains it."""
+        return not self.unlike
 
     def sentence(self) -> str:
         if self.detail:
@@ -244,8 +249,17 @@ def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
             word, detail = exact_figures.word(name, was, now), ""
             if name in old.deep and name in new.deep:
                 detail = exact_figures.first_difference(old.deep[name], new.deep[name])
-        build = old.version.torch == new.version.torch or name not in exact_figures.OF_ONE_BUILD
-        yield Change(new.id, name, was, now, word, detail, build)
+        unlike = _unlike(name, old.version, new.version)
+        yield Change(new.id, name, was, now, word, detail, unlike)
+
+
+def _unlike(figure: str, old: Version, new: Version) -> str:
+    """What of two runs differs that ``figure`` hangs on; empty: nothing."""
+    if figure in exact_figures.OF_ONE_BUILD and old.torch != new.torch:
+        return "another build of torch"
+    if figure in exact_figures.OF_ONE_PYTHON and old.python != new.python:
+        return "another Python"
+    return ""
 
 
 def _timings(pairs: Iterable[Pairing]) -> list[Timing]:

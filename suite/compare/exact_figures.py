@@ -24,7 +24,8 @@ Json = Scalar | Sequence["Json"] | Mapping[str, "Json"]
 JsonObject = Mapping[str, Json]
 Word = Literal["worse", "better", "changed"]
 
-#: Figures that hang on clocks, on rounding, or on the order in which asynchronous ranks came by.
+#: Figures that hang on clocks, on rounding, on the order in which asynchronous ranks came by, or on
+#: which node has which rank.
 INEXACT = frozenset(
     {
         "equivalence.factor",
@@ -33,6 +34,7 @@ INEXACT = frozenset(
         "memory.allocator",
         "memory.source",
         "schedule.measured",
+        "traffic.between_nodes",
         "traffic.source",
     }
 )
@@ -40,6 +42,8 @@ INEXACT = frozenset(
 OF_MESSAGES = frozenset({"memory.peaks", "schedule.activations"})
 #: Exact where torch is the same build; elsewhere kernels take other temporaries.
 OF_ONE_BUILD = frozenset({"memory.peaks", "memory.peak_bytes"})
+#: Exact where Python is the same release; elsewhere it pickles objects to other lengths.
+OF_ONE_PYTHON = frozenset({"traffic.control_bytes"})
 #: Which way is better; of what is not named a difference is neither.
 _LESS = frozenset(
     {

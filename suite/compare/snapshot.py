@@ -138,14 +138,13 @@ def of_run(run: Run) -> Snapshot:
         for invocation, version in zip(invocations, versions, strict=True)
         for name in (*invocation.planned, *invocation.benches)
     }
-    machines = [invocation.fingerprint for invocation in invocations]
     last = versions[-1]
     pairs = {pair.id: _bench(pair, by_id.get(pair.id, last)) for pair in timed.pairs(run)}
     cells = {cell.id: _scaling(cell, by_id.get(cell.id, last)) for cell in timed.cells(run)}
     return Snapshot(
         name=run.path.resolve().name,
-        hardware=" and ".join(dict.fromkeys(machine.label for machine in machines)),
-        machine=machines[-1].model_dump(exclude_unset=True),
+        hardware=" and ".join(dict.fromkeys(one.hardware for one in invocations)),
+        machine=invocations[-1].fingerprint.model_dump(exclude_unset=True),
         taken=run.header.last.started[:10],
         versions=list(dict.fromkeys(versions)),
         cases={r.id: _case(r, by_id.get(r.id, last)) for r in run.cases},

@@ -195,7 +195,7 @@ def changes(differences: Sequence[Change]) -> Table:
             change.figure,
             exact_figures.show(change.before),
             exact_figures.show(change.after),
-            change.detail + ("" if change.exact else " (another build of torch)"),
+            change.detail + (f" ({change.unlike})" if change.unlike else ""),
         )
         for change in differences
     ]

@@ -196,7 +196,9 @@ def _pipeline(facts: ModelFacts) -> tuple[Fraction, Fraction]:
             least += 2 * item * sum(sizes[:boundaries])
             most += 2 * item * sum(sizes)
     tied = Pipeline(facts).tied_messages() if boundaries else ()
-    return Fraction(least), Fraction(most + sum(tied) + 2 * _whole_bytes(facts) * bool(boundaries))
+    return Fraction(least), Fraction(
+        most + sum(message.bytes for message in tied) + 2 * _whole_bytes(facts) * bool(boundaries)
+    )
 
 
 def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:

@@ -13,18 +13,18 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from shardproof.case import DATA_AXES
-from shardproof.costs.ddp import DDP
+from shardproof.costs.ddp import DDP, Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.model import Bound, CostModel, Flow, Local, flow
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
 from shardproof.costs.offload import offloaded
-from shardproof.costs.pipeline import Pipeline, exchanged
+from shardproof.costs.pipeline import Message, Pipeline, exchanged
 from shardproof.costs.stages import Stages, stages_of
 from shardproof.costs.tensor import TensorParallel
 from shardproof.costs.zero import Zero1, Zero2, Zero3
 
 _DATA: dict[str, type[CostModel]] = {
-    cost_model.strategy: cost_model for cost_model in (DDP, Zero1, Zero2, Zero3, FSDP)
+    cost_model.strategy: cost_model for cost_model in (Single, DDP, Zero1, Zero2, Zero3, FSDP)
 }
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
 _SCALARS = 64
@@ -59,7 +59,9 @@ class Hybrid(CostModel):
         self.layers = TensorParallel(
             replace(facts, options=options, parameters=sent, clipped=False)
         )
-        self.data = str(facts.option("data", "ddp"))
+        # Without data axes no strategy is asked: what is unused has no gradient, as in one process.
+        self.has_data = any(axis in facts.axes for axis in DATA_AXES)
+        self.data = str(facts.option("data", "ddp")) if self.has_data else Single.strategy
         self.is_cut = facts.size("pipe") > 1
         self.models = lru_cache(maxsize=None)(self._models)
 
@@ -96,7 +98,7 @@ class Hybrid(CostModel):
         names = {t.name for t in local}
         groups = (tuple(n for n in group if n in names) for group in facts.groups)
         options = {
-            **(facts.option("data_options", {})),
+            **(facts.option("data_options", {}) if self.has_data else {}),
             **{n: facts.options[n] for n in ("precision", "offload") if n in facts.options},
             "recompute_every": facts.option("recompute_every", 0),
         }
@@ -131,7 +133,7 @@ class Hybrid(CostModel):
         facts = self.facts
         sizes = {axis: facts.size(axis) for axis in DATA_AXES if axis in facts.axes}
         if self.data != "ddp":
-            return sizes or {"shard": 1}
+            return sizes
         return {"replicate": facts.size("replicate") * facts.size("shard")}
 
     def of(self, rank: int) -> tuple[list[CostModel], int]:
@@ -164,8 +166,8 @@ class Hybrid(CostModel):
             return one
         return replace(one, axis="+".join(axis for axis in DATA_AXES if self.facts.size(axis) > 1))
 
-    def messages(self) -> Iterator[int]:
-        """Bytes of every message between stages; of a split sequence each rank has a part."""
+    def messages(self) -> Iterator[Message]:
+        """Every message between stages; of a split sequence each rank has a part."""
         facts, layers = self.facts, self.layers
         if layers.is_sequence:
             hidden = {}
@@ -175,8 +177,8 @@ class Hybrid(CostModel):
             facts = replace(facts, hidden=hidden)
         return Pipeline(facts).messages()
 
-    def tied_messages(self) -> Iterator[int]:
-        """Bytes of the gradients of tied tensors that ranks of the pipe axis send each other."""
+    def tied_messages(self) -> Iterator[Message]:
+        """The gradients of tied tensors that ranks of the pipe axis send each other."""
         facts = self.facts
         data = facts.size("replicate") * facts.size("shard")
         for tensor in range(facts.size("tensor")):

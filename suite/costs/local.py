@@ -48,9 +48,13 @@ class LocalSGD(Single):
         """The same."""
         return self.why_not_measured()
 
-    def trains(self, rank: int) -> bool:
-        """Whether ``rank`` has data: without it there is nothing to update by."""
-        return self.facts.micro_batches[self.facts.coordinate(rank)["replicate"]] > 0
+    def trains(self, rank: int, step: int) -> bool:
+        """Whether ``rank`` has data in ``step``: without it there is nothing to update by."""
+        return self.facts.micro_batches_of(self.facts.coordinate(rank)["replicate"], step) > 0
+
+    def has_trained(self, rank: int, updated: int) -> bool:
+        """Whether it had any by step ``updated``."""
+        return any(self.trains(rank, step) for step in range(updated + 1))
 
     def outer(self) -> int:
         """Copies of the parameters that the strategy keeps."""
@@ -58,21 +62,21 @@ class LocalSGD(Single):
 
     def gradient_bytes(self, rank: int, step: int) -> int:
         """Of a rank's own use."""
-        return super().gradient_bytes(rank, step) if self.trains(rank) else 0
+        return super().gradient_bytes(rank, step) if self.trains(rank, step) else 0
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """As one process; what is kept from meeting to meeting counts as optimizer state."""
-        own = super().resident(rank, step, updated if self.trains(rank) else -1)
+        own = super().resident(rank, step, updated if self.has_trained(rank, updated) else -1)
         kept = self.outer() * sum(tensor.nbytes for tensor in self.facts.trainable)
         return own | {"optimizer_state": own["optimizer_state"] + kept}
 
     def local(self, rank: int) -> Local:
         """Whole tensors; state of what this rank uses, or of all where something is kept."""
-        held = {t.name: t.numel for t in self.held_by(rank)}
-        own = Local.of(self.facts, held, held if self.trains(rank) else {})
-        if not self.outer():
-            return own
-        return Local(own.parameters, own.gradients, _sizes(self.facts.trainable))
+        held, last = {t.name: t.numel for t in self.held_by(rank)}, self.facts.steps - 1
+        own = Local.of(self.facts, held, held if self.has_trained(rank, last) else {})
+        gradients = own.gradients if self.trains(rank, last) else {}
+        state = _sizes(self.facts.trainable) if self.outer() else own.optimizer
+        return Local(own.parameters, gradients, state)
 
 
 class DiLoCo(LocalSGD):

@@ -44,7 +44,9 @@ class Flow:
     ``calls`` is exact, a range, or ``None`` (any number); groups of one rank send nothing and are
     not counted.  ``bytes`` are logical (see :mod:`shardproof.ledgers.traffic`).  ``by_rank``: calls
     and bytes of each global rank, where ranks differ and each is promised its own.  ``integers``:
-    it moves those, which are counted apart from floats.
+    it moves those, which are counted apart from floats.  ``ranks``: those of each group,
+    neighbours along the axis; 0: not told.  ``between``: of messages, bytes by the places of both
+    ends on the axis; empty: not told.
     """
 
     axis: str
@@ -53,6 +55,8 @@ class Flow:
     calls: int | tuple[int, int] | None
     by_rank: tuple[tuple[int, Fraction], ...] | None = None
     integers: bool = False
+    ranks: int = 0
+    between: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
 
     @property
     def range(self) -> tuple[int, int]:
@@ -278,7 +282,9 @@ def grouped_flow(
         return []
     factor = 2 * (ranks - 1) if operation == "all_reduce" else ranks - 1
     total = Fraction(factor * sum(sizes) * times)
-    return [Flow(axis, operation, total, len(sizes) * times * ranks, integers=integers)]
+    return [
+        Flow(axis, operation, total, len(sizes) * times * ranks, integers=integers, ranks=ranks)
+    ]
 
 
 def norm_flow(facts: ModelFacts, axis: str) -> list[Flow]:

@@ -74,10 +74,11 @@ class ModelFacts(Stored):
     """One case, as far as its costs depend on it.
 
     ``modules`` maps every module's dotted name to its class; ``units`` are the repeated blocks.
-    ``micro_batches`` counts those of each data coordinate in one step; ``groups`` are the names of
-    each parameter group that the optimizer makes (empty: all trained ones in one).  ``scaled``:
-    losses are scaled; ``skipped``: the step in question overflowed and is no update.
-    ``calls``: how often one forward calls a module, where that is not once.
+    ``micro_batches`` counts those of each data coordinate in step 0, and in all steps unless shares
+    are ``rotating``; ``groups`` are the names of each parameter group that the optimizer makes
+    (empty: all trained ones in one).  ``scaled``: losses are scaled; ``skipped``: the step in
+    question overflowed and is no update.  ``calls``: how often one forward calls a module, where
+    that is not once.
 
     Where there is a pipe or a tensor axis, ``inputs`` are the shapes of all micro-batches by step,
     data coordinate and window; ``step`` is the step in question.  ``heads`` maps modules that
@@ -93,6 +94,7 @@ class ModelFacts(Stored):
     modules: Mapping[str, str] = field(default_factory=dict)
     units: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = (1,)
+    rotating: bool = False
     groups: tuple[tuple[str, ...], ...] = ()
     optimizer: str = "sgd"
     momentum: float = 0.9
@@ -129,6 +131,11 @@ class ModelFacts(Stored):
     def called(self, name: str) -> int:
         """How often one forward calls the module ``name``."""
         return math.prod(n for part, n in self.calls.items() if f"{name}.".startswith(f"{part}."))
+
+    def micro_batches_of(self, coordinate: int, step: int) -> int:
+        """How many a data coordinate has in ``step``."""
+        share = coordinate + step if self.rotating else coordinate
+        return self.micro_batches[share % len(self.micro_batches)]
 
     @property
     def rounds(self) -> int:
@@ -204,6 +211,7 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
         modules={name: type(module).__name__ for name, module in model.named_modules()},
         units=tuple(workload.units),
         micro_batches=tuple(case.workload.micro_batch_counts(case.data_coordinates)),
+        rotating="rotating_shares" in case.workload.traits,
         groups=tuple(
             tuple(names)
             for _, names in case.optimizer.assign(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import permutations
 
 from shardproof.costs.ddp import Single
 from shardproof.costs.model import Flow, norm_flow
@@ -13,6 +15,14 @@ from shardproof.costs.stages import Stages, stages_of
 
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
 _SCALARS = 64
+
+
+@dataclass(frozen=True)
+class Message:
+    """``bytes`` between two places on the pipe axis, ``ends``, in either direction."""
+
+    bytes: int
+    ends: tuple[int, int]
 
 
 class Pipeline(Single):
@@ -37,15 +47,15 @@ class Pipeline(Single):
 
     def flows(self) -> list[Flow]:
         """2 messages a micro-batch and boundary, gradients of tied tensors, the norm."""
-        sizes = [*self.messages(), *self.tied_messages()]
-        return [*exchanged(sizes), *norm_flow(self.facts, "pipe")]
+        messages = [*self.messages(), *self.tied_messages()]
+        return [*exchanged(messages), *norm_flow(self.facts, "pipe")]
 
-    def messages(self) -> Iterator[int]:
-        """Bytes of every message of the step between neighbouring stages, both directions."""
+    def messages(self) -> Iterator[Message]:
+        """Every message of the step between neighbouring stages, both directions."""
         facts, place = self.facts, self.stages.place
         item = self.item(facts.trainable[0])
         boundaries = [
-            units.stop - 1
+            (units.stop - 1, (place[stage], place[stage + 1]))
             for stage, units in enumerate(self.stages.units[:-1])
             if place[stage] != place[stage + 1]
         ]
@@ -53,16 +63,16 @@ class Pipeline(Single):
         for windows in facts.inputs[facts.step] if facts.inputs else ():
             for shape in (shape for window in windows for shape in window):
                 hidden = facts.hidden[shape_key(shape)]
-                for boundary in boundaries:
-                    yield from (hidden[boundary] * item,) * 2 * copies
+                for boundary, ends in boundaries:
+                    yield from (Message(hidden[boundary] * item, ends),) * 2 * copies
 
-    def tied_messages(self) -> Iterator[int]:
-        """Bytes of the gradients that the ranks of a tied tensor send each other."""
+    def tied_messages(self) -> Iterator[Message]:
+        """The gradients that the ranks of a tied tensor send each other."""
         facts = self.facts
         for tensor in used(facts.parameters, facts.step):
-            ranks = len(self.stages.ranks(tensor))
             copies = facts.world // facts.size("pipe")
-            yield from (tensor.numel * self.item(tensor),) * ranks * (ranks - 1) * copies
+            for ends in permutations(self.stages.ranks(tensor), 2):
+                yield from (Message(tensor.numel * self.item(tensor), ends),) * copies
 
     def held_by(self, rank: int) -> list[TensorFacts]:
         """The parameters of the stages of global ``rank``; one that is tied is held on each end."""
@@ -78,9 +88,16 @@ class Pipeline(Single):
         return _SCALARS + 8 * self.facts.rounds
 
 
-def exchanged(sizes: Sequence[int]) -> list[Flow]:
-    """The flows of messages of these bytes between ranks of the pipe axis."""
-    if not sizes:
+def exchanged(messages: Iterable[Message], share: int = 1) -> list[Flow]:
+    """The flows of messages between ranks of the pipe axis; of each 1/``share`` is sent."""
+    messages = [*messages]
+    if not messages:
         return []
-    sent = Flow("pipe", "send", Fraction(sum(sizes)), len(sizes))
-    return [sent, Flow("pipe", "recv", Fraction(0), len(sizes))]
+    between = dict.fromkeys((message.ends for message in messages), Fraction(0))
+    for message in messages:
+        between[message.ends] += Fraction(message.bytes, share)
+    total, count = sum(between.values(), Fraction(0)), len(messages)
+    return [
+        Flow("pipe", "send", total, count, between=between),
+        Flow("pipe", "recv", Fraction(0), count),
+    ]

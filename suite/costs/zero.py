@@ -360,7 +360,7 @@ class Zero3(CostModel):
                 "communication": Bound(0, self.in_flight(rank, step)),
                 "gradients": Bound(0, held),
             }
-        if not self.facts.micro_batches[self._coordinate(rank)]:
+        if not self.facts.micro_batches_of(self._coordinate(rank), step):
             return bounds
         sizes = self.whole_bytes()
         root = sizes.pop("", 0)

@@ -160,7 +160,8 @@ class RankRecord(Stored):
     parameters as the system gathers them; ``None``, like ``evaluation``: refused, or not asked.
     ``calls``: the calls that it judged, of workload ``calls``; ``drawn``: what its sampler gave, of
     workload ``epochs``; ``voted``: of workload ``votes``; the account leaves all three out.
-    ``loaded``: of a run that goes on from a checkpoint.
+    ``loaded``: of a run that goes on from a checkpoint.  ``node``: the number of the node that it
+    ran on; ``None``: there are no nodes.
     """
 
     rank: int
@@ -182,6 +183,7 @@ class RankRecord(Stored):
     drawn: list[Drawn] = field(default_factory=list)
     voted: list[Voted] = field(default_factory=list)
     loaded: Loaded | None = None
+    node: int | None = None
 
     def calls_of(self, step: int) -> list[Call]:
         """The calls that the rank made in ``step``."""

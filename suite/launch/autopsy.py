@@ -20,8 +20,9 @@ from shardproof.backends.errors import differing_calls, members_of, name_ranks, 
 from shardproof.launch.heartbeat import ORDERED, Noted
 
 #: ``dead peer``: it is gone or stopped; ``rendezvous``: it never came to the making of a group;
-#: ``desync``: it lives, and makes other calls or none.
-Cause = Literal["desync", "dead peer", "rendezvous"]
+#: ``desync``: it lives, and makes other calls or none; ``lost node``: its node is paused, or cut
+#: off.
+Cause = Literal["desync", "dead peer", "rendezvous", "lost node"]
 How = Literal["gone", "stopped", "ended", "stands", "computes", "waits", "joins"]
 #: Who is the reason rather: one that is gone explains one that only stands.
 _GRAVEST: tuple[How, ...] = ("gone", "stopped", "ended", "stands", "computes")
@@ -106,6 +107,20 @@ def find_mismatch(standings: Sequence[Standing]) -> Autopsy | None:
     where = those[rank].place
     sentence = f"desync: {differs}" + (f" (rank {rank} {where})" if where else "")
     return Autopsy("desync", sentence, rank)
+
+
+def of_node(standings: Sequence[Standing], ranks: Collection[int], node: str) -> Autopsy:
+    """Ranks that wait for those of a node that cannot be reached; ``node`` says it in words."""
+    there = {one.rank: one for one in standings}
+    waits = {rank: call for rank, one in there.items() if (call := _awaited(one, there))}
+    wait = {rank: call for rank, call in waits.items() if rank not in ranks} or waits
+    told = ""
+    if wait:
+        first = min(wait)
+        same = [rank for rank in wait if _key(wait[rank]) == _key(wait[first])]
+        told = f"; {name_ranks(same)} {'wait' if len(same) > 1 else 'waits'} in "
+        told += f"{_named(wait[first])}{_at(there[first])}"
+    return Autopsy("lost node", f"lost node: {node}{told}", min(ranks))
 
 
 def find(standings: Sequence[Standing]) -> Autopsy | None:

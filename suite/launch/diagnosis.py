@@ -11,6 +11,7 @@ from pathlib import Path
 from shardproof.backends.errors import CollectiveMismatch
 from shardproof.launch import autopsy, heartbeat, process_control, stacks
 from shardproof.launch.autopsy import Standing
+from shardproof.launch.nodes.condition import Lost
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.rank_process import RankLaunch
 
@@ -41,6 +42,13 @@ class RankProcess:
     #: Ranks known to be why we ended it.
     guilty: frozenset[int] = frozenset()
     stopped: bool = False
+    #: What has become of its node.
+    lost: Lost | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its node is: it does nothing, nor does it end."""
+        return self.lost is not None and self.lost.how == "paused"
 
     @property
     def overdue(self) -> bool:
@@ -71,7 +79,11 @@ def diagnose(
     standings = [dead[o.rank][0].standing(dead[o.rank][1], o) for o in settled]
     # What a backend says of calls that do not match it may have said before all had come.
     said = root.error_type == CollectiveMismatch.__name__
-    found = autopsy.find_mismatch(standings) if said else autopsy.find(standings)
+    lost = next((p.lost for p in processes if p.lost is not None), None)
+    if lost is not None and not said:
+        found: autopsy.Autopsy | None = autopsy.of_node(standings, lost.ranks, str(lost))
+    else:
+        found = autopsy.find_mismatch(standings) if said else autopsy.find(standings)
     if found is None:
         return settled
     told = replace(root, autopsy=found.sentence, cause=found.cause, culprit=found.rank)
@@ -175,6 +187,12 @@ class _Dead:
             message = f"killed{shared}" if innocent else process.reason
             return replace(outcome, status="killed", message=message, signal=process.signal)
         notice = f" by {last.exit_notice}" if last.exit_notice else ""
+        if process.lost is not None and process.lost.how in ("ended", "full"):
+            what = "and all its processes with it"
+            if process.lost.how == "full":
+                what = "so the kernel ended this process"
+            message = f"{process.lost}, {what}"
+            return replace(outcome, status="killed", message=message, signal=process.signal)
         if process.signal is not None:
             name = process_control.signal_name(process.signal)
             message = f"{name}{notice}{shared}"
@@ -187,6 +205,8 @@ class _Dead:
             outcome,
             status="exited",
             exit_code=process.exit_code,
+            # MPI ends a rank that lost a peer, perhaps before the peer's own end is seen.
+            consequence=innocent or (self.launch.link.mpirun and not notice),
             message=f"ended with exit code {process.exit_code}{notice}{shared} before it returned",
         )
 

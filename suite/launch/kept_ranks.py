@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardproof.launch import process_control
 from shardproof.launch.diagnosis import RankProcess
+from shardproof.launch.nodes.condition import Lost
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.rank_service import Done, serve
 from shardproof.launch.ranks import RanksGone
@@ -109,6 +110,10 @@ class _Lent:
             service.fit = done.clean and done.code == 0
             return done.code << 8
         return service.status()
+
+    def lost(self, at_end: bool = False) -> Mapping[int, Lost]:
+        """None: they run on this machine."""
+        return {}
 
     def close(self, alive: Sequence[RankProcess]) -> None:
         """What is not done is ended; and all are, unless each is as it was before."""

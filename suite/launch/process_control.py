@@ -132,6 +132,14 @@ def activity_of(pid: int, thread: int = 0) -> tuple[str, float]:
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def began(pid: int) -> int | None:
+    """When the process began, in ticks of the kernel since it started; ``None``: there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
 def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for ``signum``; one that has called exec has none."""
     try:
@@ -199,6 +207,12 @@ def thread_count() -> int:
         if line.startswith("Threads:"):
             return int(line.split()[1])
     raise OSError("/proc/self/status has no Threads line")
+
+
+def heard() -> list[signal.Signals]:
+    """The signals that end a command in order, but those that are ignored, as under ``nohup``."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def signal_name(signum: int) -> str:

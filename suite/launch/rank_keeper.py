@@ -6,7 +6,7 @@ time orders on to them.  It ends, and all with it, as soon as a rank ends or say
 left in it, when a leader goes before its ranks are done, and with whoever forked it.
 
 On the leader's socket come file names of pickled launches; back go pids first, then for each rank
-``[rank, wait status]`` as it is done.
+``[rank, wait status, whether the kernel ended it for memory]`` as it is done.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.launch.mpi.mpirun import Mpirun
+from shardproof.files import write_whole
+from shardproof.launch.mpi.mpirun import Mpirun, MpirunError, Spread
 from shardproof.launch.rank_service import Done, serve
 
 #: Cases after which ranks are replaced: whatever a case leaks is bounded.
@@ -30,13 +32,28 @@ MOST_CASES = 100
 class KeeperTask:
     """``ranks`` in ``folder``, which their keeper makes; ``mpi``: an ``mpirun`` gives their places.
 
-    They are kept for ``most_cases`` leaders, one after the other.
+    They are kept for ``most_cases`` leaders, one after the other.  ``spread``: the nodes over which
+    the ``mpirun`` spreads ranks, these among them.
     """
 
     ranks: tuple[int, ...]
     folder: Path
     mpi: bool = True
     most_cases: int = MOST_CASES
+    spread: Spread | None = None
+
+    def order(self) -> bytes:
+        """For :meth:`of`."""
+        spread = self.spread and [str(self.spread.doors), dict(self.spread.ranks)]
+        fields = [self.ranks, str(self.folder), self.mpi, self.most_cases, spread]
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def of(cls, order: bytes) -> KeeperTask:
+        """The task that was packed by :meth:`order`."""
+        ranks, folder, mpi, most_cases, spread = json.loads(order)
+        over = Spread(Path(spread[0]), spread[1]) if spread else None
+        return cls(tuple(ranks), Path(folder), mpi, most_cases, over)
 
     @property
     def door(self) -> Path:
@@ -45,7 +62,7 @@ class KeeperTask:
 
     @property
     def closed(self) -> Path:
-        """There as soon as no further leader is let in."""
+        """There as soon as no further leader is let in; says why, where ranks did not start."""
         return self.folder / "closed"
 
 
@@ -55,7 +72,12 @@ def keep(task: KeeperTask) -> None:
     with contextlib.ExitStack() as stack:
         mpirun = None
         if task.mpi:
-            mpirun = stack.enter_context(Mpirun(len(task.ranks), task.folder))
+            mpirun = Mpirun(task.ranks, task.folder, task.spread)
+            try:
+                stack.enter_context(mpirun)
+            except MpirunError as error:
+                write_whole(task.closed, str(error))  # whoever sees it reads it
+                raise
         keeper = _Keeper(task, mpirun)
         # Under another name until it listens: a leader that sees it may come in.
         early = task.folder / "early"
@@ -80,6 +102,7 @@ class _Keeper:
         self._busy: set[int] = set()
         #: Whether every rank lives, and nothing is left in it.
         self._fit = True
+        self._ended_for_memory = ended_for_memory()
         parent = os.getpid()
         for rank in task.ranks:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -141,11 +164,18 @@ class _Keeper:
         return keys
 
     def _done(self, leader: socket.socket | None, rank: int, status: int) -> None:
+        before, self._ended_for_memory = self._ended_for_memory, ended_for_memory()
+        for_memory = status == signal.SIGKILL and self._ended_for_memory > before
         if rank in self._busy and leader is not None:
             self._busy.discard(rank)
-            _tell(leader, rank, status)
+            with contextlib.suppress(OSError):  # it has gone: seen at the next read
+                leader.send(json.dumps([rank, status, for_memory]).encode())
 
 
-def _tell(leader: socket.socket, rank: int, status: int) -> None:
-    with contextlib.suppress(OSError):  # it has gone: seen at the next read
-        leader.send(json.dumps([rank, status]).encode())
+def ended_for_memory(folder: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processes of this cgroup that the kernel has ended because its memory was used up."""
+    for name in ("memory.events", "memory/memory.oom_control"):  # of cgroup 2 and 1
+        with contextlib.suppress(OSError, ValueError):
+            words = (folder / name).read_text().split()
+            return int(words[words.index("oom_kill") + 1])
+    return 0

@@ -185,7 +185,10 @@ def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]
         return 0, finished
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
         outcome = of_exception(rank, error, time.monotonic() - launch.began)
-        _write_end(launch, outcome)
+        try:
+            _write_end(launch, outcome)
+        except OSError:  # nor is there room to say so, but in memory that is there already
+            writer.announce_exit(f"{outcome.error_type}: {outcome.message}")
         writer.state(heartbeat.FAILED)
         if hub is not None:
             hub.fail(rank, error)

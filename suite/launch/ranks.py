@@ -12,7 +12,7 @@ import contextlib
 import os
 import selectors
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ from shardproof import backends
 from shardproof.launch import autopsy, heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
 from shardproof.launch.mpi.mpirun import Mpirun, unlink_segments
+from shardproof.launch.nodes import asking
+from shardproof.launch.nodes.condition import Lost
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process
 from shardproof.launch.watchdog import DESYNC_LOOKS, TICK_SECONDS, WAITING_LOOKS, Watchdog
@@ -53,6 +55,12 @@ class Ranks(Protocol):
 
     def status(self, process: RankProcess) -> int | None:
         """Its wait status, once it has ended, or is done and kept; ``None``: not yet."""
+
+    def lost(self, at_end: bool = False) -> Mapping[int, Lost]:
+        """What has become of their nodes, by rank; none of this machine's own.
+
+        ``at_end``: all have ended, and it is waited until it is known whether nodes have, too.
+        """
 
     def close(self, alive: Sequence[RankProcess]) -> None:
         """End what still runs, on an error of ours or Ctrl-C."""
@@ -129,6 +137,7 @@ class _SuiteLink:
 
     def join(self, rank: int, launch: RankLaunch, hub: backends.Hub) -> None:
         backends.listen(heartbeat)
+        backends.faults.strike_node = asking.strike
         where = self.name, rank, launch.world, launch.rendezvous, launch.timeout_s
         backends.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
         if self.mpirun:
@@ -155,7 +164,7 @@ class _Forked:
         if launch.link.mpirun:
             folder = launch.workdir / "mpi"
             folder.mkdir()
-            mpirun = self._place.enter_context(Mpirun(launch.world, folder))
+            mpirun = self._place.enter_context(Mpirun(range(launch.world), folder))
         if launch.link.threads:
             groups: list[tuple[int, ...]] = [tuple(range(launch.world))]
         else:
@@ -180,6 +189,9 @@ class _Forked:
     def status(self, process: RankProcess) -> int | None:
         pid, status = os.waitpid(process.pid, os.WNOHANG)
         return status if pid else None
+
+    def lost(self, at_end: bool = False) -> Mapping[int, Lost]:
+        return {}
 
     def close(self, alive: Sequence[RankProcess]) -> None:
         for process in alive:
@@ -228,7 +240,12 @@ class _Watch:
                 for process in alive:
                     self._collect(process, ranks.status(process))
                 if alive := self._alive():
+                    self._see_nodes(alive, ranks)
                     self._enforce(alive)
+            if any(process.exit_code != 0 for process in self._processes):
+                lost = ranks.lost(at_end=True)
+                for process in self._processes:
+                    process.lost = process.lost or lost.get(process.ranks[0])
         finally:
             ranks.close(self._alive())
             if process_control.is_subreaper():
@@ -255,6 +272,16 @@ class _Watch:
             process.exit_code = os.WEXITSTATUS(status)
         if status != 0 and not process.reason:
             self._failed()
+
+    def _see_nodes(self, alive: Sequence[RankProcess], ranks: Ranks) -> None:
+        """Once nothing happens, what has become of the nodes of ranks."""
+        silent = self._watchdog.silence >= DESYNC_LOOKS
+        lost = ranks.lost() if silent else {}
+        for process in alive:
+            process.lost = lost.get(process.ranks[0])
+            if process.reason and process.is_paused:
+                # It dies of our signal when its node goes on.
+                process.ended = time.monotonic() - self._launch.began
 
     def _enforce(self, alive: Sequence[RankProcess]) -> None:
         self._watchdog.look(alive)

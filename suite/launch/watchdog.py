@@ -79,7 +79,7 @@ class Watchdog:
         """Take one sample of the living processes; 20 a second are asked for."""
         beats = heartbeat.read(self._beats)
         self._alive, none_runs = [], True
-        for pid, rank in ((process.pid, rank) for process in alive for rank in process.ranks):
+        for process, rank in ((one, rank) for one in alive for rank in one.ranks):
             beat, seen = beats[rank], self._ranks[rank]
             seen.state = beat.state
             if self._link.threads and beat.state >= heartbeat.DONE:
@@ -89,13 +89,13 @@ class Watchdog:
             thread = beat.native if self._link.threads else 0
             if thread != seen.thread:
                 seen.thread, seen.cpu = thread, 0.0
-            letter, cpu = process_control.activity_of(pid, thread)
+            letter, cpu = process_control.activity_of(process.pid, thread)
             waited, seen.waits = seen.waits, beat.waiting
             if not (waited and seen.waits):
                 seen.spent += max(0.0, cpu - seen.cpu)
             seen.cpu = cpu
-            seen.stopped = letter in "Tt"
-            runs = letter in "RD"
+            seen.stopped = letter in "Tt" or process.is_paused
+            runs = letter in "RD" and not process.is_paused
             seen.runnable += runs
             none_runs &= not runs or (seen.waits and self._link.polls)
         events = [(beat.sequence, beat.waits, beat.state) for beat in beats]

@@ -18,14 +18,21 @@ from fractions import Fraction
 from shardproof.files import Stored
 from shardproof.ledgers.program_order import PerRank, Phase, RankLog, inside_backward
 
+#: What :attr:`Call.released` is of a tensor that is still there.
+NEVER = -1
+
 
 @dataclass(slots=True)
 class Call(Stored):
     """One call to a process group (a coalesced call of two dtypes makes two entries).
 
     ``payload_bytes`` is the n of the model; ``logical_bytes`` this rank's share of what is sent.
-    ``issued`` and ``waited`` are event numbers of the rank's log (``waited`` is ``None`` if nobody
-    ever waited); ``units_before`` is its unit clock at the issue.
+    ``peer``: the global rank that a message is for, or comes from; ``None``: no message, or from
+    anyone.  ``issued`` and ``waited`` are event numbers of the rank's log (``waited`` is ``None``
+    if nobody ever waited); ``units_before`` is its unit clock at the issue.  ``strided``: a tensor
+    of it was not contiguous.  ``released``: of a message, the number of the next event when the
+    storage of its tensor was freed, :data:`NEVER` where it was not; ``None``: nobody looked, for no
+    memory ledger was open.
     """
 
     sequence: int
@@ -41,6 +48,9 @@ class Call(Stored):
     issued: int
     waited: int | None = None
     floating: bool = True
+    peer: int | None = None
+    strided: bool = False
+    released: int | None = None
 
 
 @dataclass
@@ -61,6 +71,8 @@ class TrafficLedger:
         group: tuple[int, ...],
         axis: str,
         loads: list[tuple[str, bool, int, Fraction]],
+        peer: int | None = None,
+        strided: bool = False,
     ) -> list[Call]:
         """Note a call; ``loads``: ``(dtype, floating, payload bytes, share sent)`` per dtype."""
         issued, sequence = self.log.tick(), len(self.calls)
@@ -78,6 +90,8 @@ class TrafficLedger:
                 units_before=self.log.units,
                 issued=issued,
                 floating=floating,
+                peer=peer,
+                strided=strided,
             )
             for dtype, floating, payload, share in loads
         ]
@@ -90,6 +104,11 @@ class TrafficLedger:
             number = self.log.tick()
             for call in calls:
                 call.waited = number
+
+    def released(self, calls: list[Call], number: int | None = None) -> None:
+        """Note that the storage that ``calls`` were made with is freed now, on whatever thread."""
+        for call in calls:
+            call.released = self.log.now if number is None else number
 
     def named_calls(self) -> list[Call]:
         """Copies of all calls, with the axes named by :meth:`name_group`."""

@@ -1,37 +1,45 @@
 """The container engine of this machine: how it is reached, and the images that nodes are made of.
 
-By the docker SDK for Python (extra ``cluster``).  ``shardproof-rank`` holds what a rank needs,
-``shardproof-judge`` everything (``Dockerfile``).
+By the docker SDK for Python (extra ``cluster``).  What images are made of: ``image_inputs.py``.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import functools
 import os
-import re
 import shutil
 import subprocess
-from pathlib import Path
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-TARGETS = ("rank", "judge")
+from shardproof.multinode import image_inputs
+from shardproof.multinode.image_inputs import LEAN, ROOT
+from shardproof.runs.machine import commit
+
 OWN_BASE = "shardproof-base"
-#: Files that images are made of.
-SOURCES = (
-    *("Dockerfile", ".dockerignore", "constraints.txt", "pyproject.toml", "README.md", "LICENSE"),
-    *("suite", "impls", "scenarios", "deploy"),
-)
-#: Variables that the build takes over.  Those of an index name a place, no content.
-ARGUMENTS = ("TORCH", "TORCH_INDEX", "PIP_INDEX_URL", "PIP_NO_INDEX")
-_PLACES = ("TORCH_INDEX", "PIP_INDEX_URL", "PIP_NO_INDEX")
 #: The label of what an image was made of.
 SOURCE = "shardproof.source"
+#: The label of its parts, and of the checkout (``image_inputs.label_of_inputs``).
+INPUTS = "shardproof.inputs"
 _TAIL = 20
+#: Seconds without a word of a command after which its container is looked at.
+_SILENT_SECONDS = 5.0
 
 
 class NoCluster(RuntimeError):
     """Containers cannot be had here; the message says why and what to do."""
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What the SDK raises where the engine cannot do something, stalls, or has gone."""
+    from docker.errors import DockerException
+    from requests import RequestException
+    from urllib3.exceptions import HTTPError
+
+    return DockerException, RequestException, HTTPError
 
 
 def client() -> Any:
@@ -48,7 +56,7 @@ def client() -> Any:
     try:
         found = docker.from_env(timeout=120)
         found.ping()
-    except docker.errors.DockerException as error:
+    except failures() as error:
         what = (
             "no container engine answers: install docker, start its daemon, let this user reach it"
         )
@@ -65,76 +73,181 @@ def engine_missing() -> str | None:
     return None
 
 
+class Output:
+    """What a command in the container ``box`` says, given to ``take`` by a thread as it comes.
+
+    ``start`` starts the command.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        box: Any,
+        start: Callable[[], Iterable[bytes]],
+        take: Callable[[bytes], object],
+    ) -> None:
+        self._engine, self._box, self._start, self._take = engine, box, start, take
+        self._heard = time.monotonic()
+        # Not the thread's join: one that is interrupted takes the thread for ended.
+        self.ended = threading.Event()
+        #: What broke it, at most one.
+        self.broke: list[Exception] = []
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def wait(self) -> None:
+        """Return once it has ended, or broke.
+
+        :raises NoCluster: it says nothing, since its container is paused or has ended.
+        """
+        while not self.ended.wait(0.2) and not self.broke:
+            if time.monotonic() > self._heard + _SILENT_SECONDS:
+                self._require_going_on()
+                self._heard = time.monotonic()
+
+    def _require_going_on(self) -> None:
+        state, name = self._engine.api.inspect_container(self._box.id)["State"], self._box.name
+        if state["Paused"]:
+            raise NoCluster(f"{name} is paused from outside: run it again")
+        if not state["Running"] and not self.ended.wait(_SILENT_SECONDS):
+            raise NoCluster(f"{name} has ended, and what ran in it: run it again")
+
+    def _follow(self) -> None:
+        try:
+            for part in self._start():
+                self._heard = time.monotonic()
+                # What nobody reads (`| head`) is thrown away: a head whose output is full waits.
+                if not self.broke:
+                    self._pass_on(part)
+        except Exception as error:  # noqa: BLE001 - told by the thread that waits
+            self.broke.append(error)
+        finally:
+            self.ended.set()
+
+    def _pass_on(self, part: bytes) -> None:
+        try:
+            self._take(part)
+        except OSError as error:
+            self.broke.append(error)
+
+
+def said(engine: Any, box: Any, asked: str) -> Callable[[], str]:
+    """Start the command ``asked`` in ``box``; what waits for its end, and returns all that it said.
+
+    :raises NoCluster: by what waits: ``box`` is paused or has ended.
+    """
+    parts: list[bytes] = []
+    start = functools.partial(engine.api.exec_start, asked, stream=True)
+    output = Output(engine, box, start, parts.append)
+
+    def answer() -> str:
+        output.wait()
+        if output.broke:
+            raise output.broke[0]
+        return b"".join(parts).decode("utf-8", "replace")
+
+    return answer
+
+
 def image_name(target: str) -> str:
     """The image of a target of the Dockerfile."""
-    return f"shardproof-{target}"
+    return image_inputs.image_name(target, os.environ)
 
 
-def default_base(root: Path = ROOT) -> str:
-    """The image that the Dockerfile builds on unless told otherwise."""
-    found = re.search(r"^ARG BASE_IMAGE=(\S+)", (root / "Dockerfile").read_text(), re.MULTILINE)
-    assert found is not None
-    return found[1]
-
-
-def source_digest(arguments: dict[str, str], root: Path = ROOT) -> str:
-    """Digest of all that the images are made of: files, and arguments of the build."""
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        top = root / name
-        files = sorted(top.rglob("*")) if top.is_dir() else [top]
-        for file in files:
-            if file.is_file() and "__pycache__" not in file.parts:
-                digest.update(f"{file.relative_to(root)}\0".encode())
-                digest.update(file.read_bytes())
-    for name, value in sorted(arguments.items()):
-        digest.update(f"{name}={value}\0".encode() if name not in _PLACES else b"")
-    return digest.hexdigest()[:32]
-
-
-def build(engine: Any, force: bool = False) -> dict[str, str]:
+def build(engine: Any, force: bool = False, targets: Sequence[str] = LEAN) -> dict[str, Any]:
     """Build the images that are missing or old; what ``run.json`` tells of them all.
+
+    ``targets``: what nodes are made of, and the head; their ids stand under ``rank`` and ``judge``.
 
     :raises NoCluster: a build failed, or this is no checkout and there are no images.
     """
+    names = [image_name(target) for target in targets]
+    facts, arguments, inputs = _wanted(engine)
+    labels = {SOURCE: facts["source"], INPUTS: image_inputs.label_of_inputs(inputs)}
+    for role, target, name in zip(LEAN, targets, names, strict=True):
+        before, why = None, "missing"
+        if _has(engine, name):
+            before, label = engine.images.get(name).id, _label(engine, name, INPUTS)
+            is_old = _label(engine, name, SOURCE) != facts["source"]
+            why = image_inputs.why_old(label, inputs) if is_old else "--force" if force else ""
+        if why:
+            print(f"building {name} on {facts['base']} ({why}) ...", flush=True)
+            _build(engine, target, arguments, labels)
+            if before is not None:
+                _remove_unused(engine, before)
+        facts[role] = engine.images.get(name).id
+    return facts | {"targets": list(targets)}
+
+
+def torch_of_images() -> str:
+    """Which torch images are built with now."""
+    return image_inputs.arguments(os.environ)["TORCH"]
+
+
+def is_old(engine: Any, image: str) -> bool:
+    """Whether ``image`` is not there, or was made of other files or arguments than now.
+
+    :raises NoCluster: as :func:`build`.
+    """
+    return not _has(engine, image) or _label(engine, image, SOURCE) != _wanted(engine)[0]["source"]
+
+
+def _wanted(engine: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """What of images is told, what their build is given, and digests of what they are made of."""
     if not (ROOT / "Dockerfile").exists():
         raise NoCluster(f"images are built from a checkout, and {ROOT} is none")
+    arguments = image_inputs.arguments(os.environ)
     base = _base_image(engine)
-    arguments = {"BASE_IMAGE": base} | {k: os.environ[k] for k in ARGUMENTS if k in os.environ}
     base_id = engine.images.get(base).id if _has(engine, base) else base
-    digest = source_digest(arguments | {"BASE_IMAGE": base_id})
-    facts = {"base": base, "base_id": base_id, "torch": arguments.get("TORCH", "")}
-    for target in TARGETS:
-        name = image_name(target)
-        if force or not _has(engine, name) or _source(engine, name) != digest:
-            print(f"building {name} on {base} ...", flush=True)
-            _build(engine, target, arguments, digest)
-        facts[target] = engine.images.get(name).id
-    return facts
+    inputs = image_inputs.input_digests(arguments | {"BASE_IMAGE": base_id})
+    told = image_inputs.told(arguments, image_inputs.source_digest(inputs))
+    return {"base": base, "base_id": base_id} | told, arguments | {"BASE_IMAGE": base}, inputs
 
 
-def _build(engine: Any, target: str, arguments: dict[str, str], digest: str) -> None:
+def _build(engine: Any, target: str, arguments: dict[str, str], labels: Mapping[str, str]) -> None:
     from docker.errors import DockerException
 
     said: list[str] = []
+    step = ""
     try:
         for line in engine.api.build(
             path=str(ROOT),
             target=target,
             tag=image_name(target),
-            buildargs=arguments,
-            labels={SOURCE: digest},
+            buildargs=arguments | {"SOURCE": labels[SOURCE], "COMMIT": commit() or ""},
+            labels=dict(labels),
             rm=True,
             forcerm=True,
             decode=True,
             timeout=3600,
         ):
             said.append(str(line.get("stream") or line.get("error") or "").rstrip())
+            step = _told(step, said[-1])
             if "error" in line:
                 text = "\n".join(filter(None, said[-_TAIL:]))
                 raise NoCluster(f"building {image_name(target)} failed:\n{text}")
     except DockerException as error:
         raise NoCluster(f"building {image_name(target)} failed: {error}") from None
+
+
+def _told(step: str, line: str) -> str:
+    """Print ``step`` of a build, unless its next line says that it costs nothing; what is still to
+    be printed after that line.
+    """
+    if not line or line.startswith("Step "):
+        return line.partition("\n")[0] or step
+    if step and " : FROM " not in step and "Using cache" not in line:
+        print(f"  {step:.90}", flush=True)
+    return ""
+
+
+def _remove_unused(engine: Any, image: str) -> None:
+    """Remove one that a build has replaced, unless it has other names or is made use of."""
+    from docker.errors import DockerException
+
+    with contextlib.suppress(DockerException):
+        found = engine.images.get(image)
+        if not found.tags and SOURCE in found.labels:
+            engine.images.remove(image)
 
 
 def _has(engine: Any, name: str) -> bool:
@@ -147,21 +260,22 @@ def _has(engine: Any, name: str) -> bool:
     return True
 
 
-def _source(engine: Any, name: str) -> str:
-    return str(engine.images.get(name).labels.get(SOURCE, ""))
+def _label(engine: Any, name: str, label: str) -> str:
+    return str(engine.images.get(name).labels.get(label, ""))
 
 
 def _base_image(engine: Any) -> str:
-    """The image to build on: ``$BASE_IMAGE``, one that is here, one pulled, or one made.
+    """The image to build on: ``$BASE_IMAGE``, that of the Dockerfile or ours where one is here, or
+    else the former pulled, or ours made.
 
     :raises NoCluster: none of it works; says what to install.
     """
     from docker.errors import DockerException
 
-    wanted = default_base()
-    if given := os.environ.get("BASE_IMAGE"):
+    wanted = image_inputs.default_argument("BASE_IMAGE")
+    if given := image_inputs.given_base(os.environ):
         return given
-    for name in (OWN_BASE, wanted):
+    for name in (wanted, OWN_BASE):
         if _has(engine, name):
             return name
     try:

@@ -1,8 +1,8 @@
 """Records that ranks left in a folder, from wherever they ran: verdicts and comparisons.
 
 ``multinode.torchrun`` writes the folder; here it becomes results, by the judge that judges local
-runs.  Digests of two folders of the same cases show, tensor by tensor, whether containers or
-machines compute the same bits as processes on one machine.
+runs; ``commands.judge`` makes a run folder of them.  Digests of two folders of the same cases show,
+tensor by tensor, whether containers or machines compute the same bits as processes on one machine.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +24,7 @@ from shardproof.evidence.account import Account
 from shardproof.evidence.records import Pieces, RankRecord
 from shardproof.files import DAMAGE, Stored, write_whole
 from shardproof.launch.outcome import RankOutcome, mark_consequences
+from shardproof.runs.machine import image
 from shardproof.tensor_bytes import digest, dtype_name
 
 #: Lanes that promise equal bits wherever the same ranks run on the same backend.
@@ -42,20 +41,45 @@ def case_folder(records: Path, number: int) -> Path:
 
 
 @dataclass(frozen=True)
+class Host(Stored):
+    """A machine or container by its host name, and the ranks on it."""
+
+    name: str
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
 class Plan(Stored):
-    """What was about to be run: all that is needed to judge it.  ``began`` is Unix time."""
+    """What was about to be run, where: all that is needed to judge it.  ``began`` is Unix time.
+
+    ``image``: what the image tells of itself that rank 0 runs in (``runs.machine.image``).
+    """
 
     began: float
     world: int
     torch: str
     capability: str
     cases: list[Case]
+    nodes: list[Host] = field(default_factory=list)
+    image: dict[str, str] = field(default_factory=dict)
 
 
-def write_plan(records: Path, cases: Sequence[Case], world: int) -> None:
+def write_plan(
+    records: Path, cases: Sequence[Case], world: int, nodes: Sequence[Host] = ()
+) -> None:
+    """Begin a launch in ``records``: what an earlier one left there would pass for this one's.
+
+    Files go and folders stay: another node may hold a folder in its cache.
+    """
     records.mkdir(parents=True, exist_ok=True)
+    for name in ("plan.json", OUT_OF_TIME):
+        (records / name).unlink(missing_ok=True)
+    for path in records.glob("case[0-9]*/rank[0-9]*.*"):
+        path.unlink()
     capability = torch.backends.cpu.get_cpu_capability()
-    plan = Plan(time.time(), world, torch.__version__, capability, list(cases))
+    plan = Plan(
+        time.time(), world, torch.__version__, capability, list(cases), list(nodes), image()
+    )
     write_whole(records / "plan.json", json.dumps(plan.to_dict()))
 
 
@@ -127,29 +151,35 @@ def _digest(tensor: torch.Tensor) -> str:
 
 @dataclass
 class Comparison:
-    """How many digests two folders share; ``differing`` are places, at most a few per case."""
+    """How many digests two folders share; ``differing`` are places, at most a few per case.
+
+    ``left`` cases are not compared, since the clock ended one of the jobs before or in them.
+    """
 
     lane: str
     cases: int = 0
+    left: int = 0
     equal: int = 0
     differing: list[str] = field(default_factory=list)
     unequal: int = 0
 
     def sentence(self) -> str:
         total = self.equal + self.unequal
+        left = f"; {self.left} left out, which the clock ended" if self.left else ""
         if not self.unequal:
-            return f"{self.lane}: all {total} tensor digests of {self.cases} cases identical"
+            return f"{self.lane}: all {total} tensor digests of {self.cases} cases identical{left}"
         shown = "; ".join(self.differing[:3])
         return (
             f"{self.lane}: {self.unequal} of {total} tensor digests of {self.cases} cases "
-            f"differ: {shown}"
+            f"differ: {shown}{left}"
         )
 
 
 def compare(records: Path, others: Path) -> list[Comparison]:
     """Compare the digests of two folders case by case and rank by rank, a row per lane.
 
-    A tensor, rank or case that only one folder has counts as differing; skipped cases do not count.
+    A tensor, rank or case that only one folder has counts as differing; skipped cases do not count,
+    nor do those that the clock ended.
     """
     numbers = {case.id: n for n, case in enumerate(read_plan(others).cases)}
     world = read_plan(records).world
@@ -158,11 +188,15 @@ def compare(records: Path, others: Path) -> list[Comparison]:
         if case.skip:
             continue
         row = rows.setdefault(case.lane, Comparison(case.lane))
-        row.cases += 1
         if case.id not in numbers:
+            row.cases += 1
             row.unequal += 1
             row.differing.append(f"{case.id} ran only once")
             continue
+        if _out_of_time(records, number, world) or _out_of_time(others, numbers[case.id], world):
+            row.left += 1
+            continue
+        row.cases += 1
         for rank in range(world):
             here = _digests_of(case_folder(records, number), rank)
             there = _digests_of(case_folder(others, numbers[case.id]), rank)
@@ -191,6 +225,14 @@ def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
         else:
             outcomes.append(_silent(folder, rank, rank in began))
     return mark_consequences(outcomes)
+
+
+def _out_of_time(records: Path, number: int, world: int) -> bool:
+    """Whether the clock ended the job before or in that case: time is no evidence."""
+    if not (records / OUT_OF_TIME).exists():
+        return False
+    outcomes = outcomes_of(case_folder(records, number), world)
+    return outcomes is None or any(o.status == "killed" and not o.consequence for o in outcomes)
 
 
 def _silent(folder: Path, rank: int, began: bool) -> RankOutcome:
@@ -234,12 +276,11 @@ def results_of(
     from shardproof.cases.leader import judge_case
 
     plan = read_plan(records)
-    out_of_time = (records / OUT_OF_TIME).exists()
     for number, case in enumerate(plan.cases):
         folder = case_folder(records, number)
         outcomes = outcomes_of(folder, plan.world)
-        if out_of_time and any(o.status == "killed" and not o.consequence for o in outcomes or ()):
-            outcomes = None  # the clock ended it, and time is no evidence
+        if _out_of_time(records, number, plan.world):
+            outcomes = None
         if outcomes is None and not case.skip:
             yield case, None
             continue
@@ -247,63 +288,3 @@ def results_of(
         if outcomes:
             result.seconds = max(outcome.ended for outcome in outcomes)
         yield case, (account, result)
-
-
-def judge(records: Path, results: Path, against: Path | None = None, prune: bool = False) -> int:
-    """Judge ``records`` into the run folder ``results`` and print it; returns the exit code.
-
-    With ``against``, digests that differ in an exact lane count as broken, too.  ``prune`` removes
-    the tensors of cases that held; whole tensors are kept for failures only.
-    """
-    from shardproof import verdicts
-    from shardproof.runs.run_folder import RunFolder
-
-    counted, left = [], 0
-    code = verdicts.BROKEN
-    torch.set_num_threads(1)
-    with RunFolder(results, sys.argv) as run, tempfile.TemporaryDirectory() as cache:
-        run.plan(read_plan(records).cases)
-        for case, judged in results_of(records, Path(cache)):
-            if judged is None:
-                left += 1
-                run.leave_out(case, "the ranks ended before they came to it")
-                print(f"{'left out':<10} {case.id}", flush=True)
-                continue
-            account, result = judged
-            counted.append(result)
-            run.keep(result, json.loads(json.dumps(account.to_dict(), default=str)))
-            run.add(result)
-            print(_line(result), flush=True)
-            if prune and verdicts.kind(result.verdict) in verdicts.GREEN:
-                _drop_tensors(records, case)
-        counts = verdicts.count(counted)
-        code = verdicts.exit_code(counts)
-        print(verdicts.summary(counts, left))
-        if left and code == verdicts.HELD:
-            code = verdicts.NOT_DECIDED
-        if against is not None:
-            rows = compare(records, against)
-            for row in rows:
-                print(f"digests against local processes, {row.sentence()}")
-            if any(row.unequal and row.lane in EXACT_LANES for row in rows):
-                code = verdicts.BROKEN
-            lanes = [{"lane": r.lane, "equal": r.equal, "unequal": r.unequal} for r in rows]
-            (results / "digests.json").write_text(json.dumps(lanes, indent=1) + "\n")
-        run.close(code)
-    return code
-
-
-def _drop_tensors(records: Path, case: Case) -> None:
-    for number, planned in enumerate(read_plan(records).cases):
-        if planned.id == case.id:
-            for path in case_folder(records, number).glob("*.rec"):
-                path.unlink()
-
-
-def _line(result: CaseResult) -> str:
-    error, bound = result.worst_error, result.bound
-    figures = (
-        f"  error {error:.1e} of {bound:.1e}" if error is not None and bound is not None else ""
-    )
-    reason = f"  {result.reason}" if result.reason else ""
-    return f"{result.verdict:<10} {result.id}{figures}  {result.seconds:.2f} s{reason}"

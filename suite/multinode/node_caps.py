@@ -1,4 +1,6 @@
-"""Sets and measures the caps of a node, inside it; of the standard library alone, to start at once.
+"""Sets and measures the caps of a node inside it, and cuts it off; of the standard library alone.
+
+So that it starts at once.
 
 ``python -m shardproof.multinode.node_caps WORD [ARGUMENT...]``; each function below is a word, and
 its result is printed.
@@ -17,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shardproof.launch.nodes.doors import START_SECONDS, awaited
+
 #: The interface that the engine gives a container.
 INTERFACE = "eth0"
 #: Where a node receives what is sent to measure bandwidth.  Ranks take ports from 32768 on.
@@ -28,6 +32,12 @@ _MEET_SECONDS = 60.0
 #: Seconds after which a transfer, made to take one, is measured as far as it came.
 _MOST_SECONDS = 3.0
 _CHUNK = 1 << 16
+#: The number of the tbf in the kernel.
+_HANDLE = 1 << 16
+#: What stands for the interface itself in place of another queueing discipline's number.
+_AT_ROOT = 0xFFFFFFFF
+#: Exit code of ``delay`` where the kernel has no netem.
+NO_NETEM = 4
 _MEMORY_FILES = ("memory.max", "memory/memory.limit_in_bytes")  # of cgroup 2 and 1
 
 
@@ -40,17 +50,13 @@ def burst(bytes_per_second: int) -> int:
     return max(1 << 14, bytes_per_second // 500)
 
 
-def wait(*doors: str, seconds: float = 120.0) -> None:
+def wait(*doors: str, seconds: float = START_SECONDS) -> None:
     """Until the agents have imported what ranks need, which takes all their cores.
 
     :raises NoCap: one has not come.
     """
-    deadline = time.monotonic() + seconds
-    for door in doors:
-        while not Path(door).exists():
-            if time.monotonic() > deadline:
-                raise NoCap(f"{Path(door).name}: its agent has not come within {seconds:g} s")
-            time.sleep(0.05)
+    if (late := awaited(map(Path, doors), seconds)) is not None:
+        raise NoCap(f"{late.name}: its agent has not come within {seconds:g} s")
 
 
 def shape(bytes_per_second: str) -> None:
@@ -71,11 +77,21 @@ def shape(bytes_per_second: str) -> None:
         raise NoCap(f"bandwidth cannot be capped ({error.strerror}): {remedy}") from None
 
 
+def link(state: str) -> None:
+    """Take the node's interface ``down``, and with it its routes, or ``up``; its address stays.
+
+    :raises OSError: the kernel does not do it.
+    """
+    set_link, request, ack, is_up = 16, 1, 4, 1
+    interface = socket.if_nametoindex(INTERFACE)
+    flags = is_up if state == "up" else 0
+    body = struct.pack("=BxHiII", socket.AF_UNSPEC, 0, interface, flags, is_up)
+    _ask_kernel(struct.pack("=IHHII", 16 + len(body), set_link, request | ack, 1, 0) + body)
+
+
 def shaping(interface: int, bytes_per_second: int) -> bytes:
     """The message that asks the kernel for a tbf (``linux/rtnetlink.h``, ``pkt_sched.h``)."""
-    new_qdisc, request, ack, replace, create = 36, 1, 4, 0x100, 0x400
-    at_root, ethernet = 0xFFFFFFFF, 1
-    kind, options, parameters, burst_attribute = 1, 2, 1, 6
+    ethernet, parameters, burst_attribute = 1, 1, 6
     at_once = burst(bytes_per_second)
     # What waits, for 50 ms or longer; more is dropped.  TCP hands over up to 64 KiB in one piece.
     queue = at_once + max(1 << 18, bytes_per_second // 20)
@@ -83,8 +99,41 @@ def shaping(interface: int, bytes_per_second: int) -> bytes:
     no_peak = bytes(len(rate))
     tbf = _attribute(parameters, rate + no_peak + struct.pack("=III", queue, 0, 0))
     tbf += _attribute(burst_attribute, struct.pack("=I", at_once))
-    body = struct.pack("=BxxxiIII", socket.AF_UNSPEC, interface, 1 << 16, at_root, 0)
-    body += _attribute(kind, b"tbf\0") + _attribute(options, tbf)
+    return _queueing(interface, _HANDLE, _AT_ROOT, b"tbf\0", tbf)
+
+
+def delay(microseconds: str, below: str = "") -> None:
+    """Send everything so much later: the network emulator of the kernel (netem).
+
+    ``below``: something, where ``shape`` has capped the bandwidth.  Ends with exit code
+    ``NO_NETEM`` where the kernel has none.
+
+    :raises NoCap: the kernel does not take it.
+    """
+    interface = socket.if_nametoindex(INTERFACE)
+    try:
+        _ask_kernel(delaying(interface, 1000 * int(microseconds), bool(below)))
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            sys.exit(NO_NETEM)
+        raise NoCap(f"messages cannot be delayed ({error.strerror})") from None
+
+
+def delaying(interface: int, nanoseconds: int, below: bool) -> bytes:
+    """The message that asks the kernel for a netem, at the root or ``below`` a tbf."""
+    latency, packets = 10, 100_000  # packets that may be under way
+    netem = struct.pack("=IIIIII", 0, packets, 0, 0, 0, 0)
+    netem += _attribute(latency, struct.pack("=q", nanoseconds))
+    parent = _HANDLE + 1 if below else _AT_ROOT
+    return _queueing(interface, 2 * _HANDLE, parent, b"netem\0", netem)
+
+
+def _queueing(interface: int, handle: int, parent: int, name: bytes, options: bytes) -> bytes:
+    """The message that asks the kernel for a queueing discipline of that name in place of any."""
+    new_qdisc, request, ack, replace, create = 36, 1, 4, 0x100, 0x400
+    kind_attribute, options_attribute = 1, 2
+    body = struct.pack("=BxxxiIII", socket.AF_UNSPEC, interface, handle, parent, 0)
+    body += _attribute(kind_attribute, name) + _attribute(options_attribute, options)
     flags = request | ack | replace | create
     return struct.pack("=IHHII", 16 + len(body), new_qdisc, flags, 1, 0) + body
 
@@ -169,7 +218,7 @@ def send(host: str, count: str, *, port: int = PORT) -> None:
 
 
 _WORDS: dict[str, Callable[..., object]] = {
-    word.__name__: word for word in (wait, shape, cores, memory, receive, send)
+    word.__name__: word for word in (wait, shape, delay, link, cores, memory, receive, send)
 }
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardproof.errors import Problem
 from shardproof.multinode import meeting
+from shardproof.multinode.foreign_records import Host
 from shardproof.multinode.place import Place, is_loopback, telling
 
 #: Seconds without a newcomer after which one rank a node is a mistake, not a slow start.
@@ -130,6 +131,14 @@ def answer(store: dist.Store, place: Place, seconds: float, interface: str | Non
         meeting.wait(store, place, lambda: store.check(["complete"]), wait, late)
         return
     _lead(store, place, seconds, interface)
+
+
+def hosts(store: dist.Store, world: int) -> list[Host]:
+    """Where the ranks of a job are that has answered, by their lowest ranks."""
+    ranks: dict[str, list[int]] = {}
+    for entry in sorted(_read(store, world), key=lambda entry: entry.rank):
+        ranks.setdefault(entry.host, []).append(entry.rank)
+    return [Host(name, on_it) for name, on_it in ranks.items()]
 
 
 def _lead(store: dist.Store, place: Place, seconds: float, interface: str | None) -> None:

@@ -10,7 +10,7 @@ fresh process group on one store, and leaves what it saw in a folder that all ra
                     rank<k>.end     how it ended: outcome, and a digest per tensor
                     rank<k>.stacks  where it stood when its time was up
 
-Then rank 0, or whoever starts ``--judge RECORDS``, judges (``multinode.foreign_records``).  A
+Then rank 0, or whoever starts ``--judge RECORDS``, judges (``shardproof.commands.judge``).  A
 rank that raises spoils its case only; one that hangs or computes too long ends the job
 (:class:`_Guard`).
 
@@ -58,6 +58,8 @@ from shardproof.scenarios import vocabulary
 from shardproof.scenarios.selection import Selection
 from shardproof.verdicts import BAD_INPUT, BROKEN, HELD
 
+#: The program that judges, which a rank does not import.
+JUDGE = ("-m", "shardproof.commands.judge")
 #: Seconds that rank 0 has to judge, while the others of an MPI job wait.
 JUDGING_SECONDS = 7200.0
 #: Seconds that a rank at a standstill waits until the others have written their stacks as well.
@@ -80,7 +82,8 @@ def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True)
     import_lazy_modules()  # or the first case pays for it
     meeting.agree(store, place, [case.id for case in cases])
     if place.rank == 0:
-        foreign_records.write_plan(records, cases, place.world)
+        hosts = roll_call.hosts(store, place.world)
+        foreign_records.write_plan(records, cases, place.world, hosts)
         store.set("plan", foreign_records.plan_digest(records))
     meeting.meet(store, place, "start", MEETING_SECONDS)
     meeting.see_plan(store, place, records)
@@ -233,17 +236,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--against", type=Path, metavar="RECORDS", help="compare digests")
     parser.add_argument("--digests-only", action="store_true", help="write no tensors")
     parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where the verdicts go")
+    where = "run folder of the verdicts (default: a new one beside RECORDS)"
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help=where)
     return parser
 
 
-def _judge(options: argparse.Namespace) -> int:
+def _judge(records: Path, options: argparse.Namespace) -> int:
     """Judge in another process: this one's threads may wait for peers."""
-    module = ["-m", "shardproof.multinode.torchrun"]
-    command = [sys.executable, *module, "--judge", str(options.records)]
-    if options.results is not None:
-        command += ["--results", str(options.results)]
-    return subprocess.run(command, check=False).returncode
+    command = [sys.executable, *JUDGE, str(records)]
+    for flag in ("results", "against"):
+        if (value := getattr(options, flag)) is not None:
+            command += [f"--{flag}", str(value)]
+    return subprocess.run([*command, *["--prune"][: options.prune]], check=False).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -252,8 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         if options.judge is not None:
-            results = options.results or options.judge
-            return foreign_records.judge(options.judge, results, options.against, options.prune)
+            return _judge(options.judge, options)
         over_mpi = options.backend == "mpi"
         place = Place.by_mpi() if over_mpi else Place.find(os.environ)
         selection = Selection(
@@ -267,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = [_without_fault(case) for case in selection.cases(vocabulary.installed())]
         code = work(place, cases, options.records, whole=not options.digests_only)
         if place.rank == 0 and not (options.no_judge or options.digests_only):
-            code = _judge(options)
+            code = _judge(options.records, options)
         if over_mpi:
             # MPICH ends whoever still runs once all have left MPI, so they leave it together.
             meeting.meet(place.store(), place, "judged", JUDGING_SECONDS)

@@ -99,7 +99,7 @@ BY_TRAIT: dict[str, tuple[str, ...]] = {
     "dropout": ("dropout_counter", "dropout_stateful"),
     "uneven-data": (
         *("unequal_tokens", "one_rank_without_tokens", "variable_lengths", "ignore_index"),
-        *("unequal_micro_batches", "incomplete_window"),
+        *("unequal_micro_batches", "incomplete_window", "rotating_shares"),
     ),
     "epochs": ("short_epochs",),
     "late-results": ("late_results", "poisoned_buffers", "skewed_ranks"),

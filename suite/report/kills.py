@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 from shardproof.checks.results import Kill
 from shardproof.report.looks import chip
+from shardproof.runs import random_kills
+from shardproof.runs.run_folder import Run
 from shardproof.table import Cell, Mark, Row, Table
 
 #: What the marks of :func:`table` mean.
@@ -43,6 +46,14 @@ def table(kills: Sequence[Kill]) -> Table:
     notes = (LEGEND, f"{kill_counts(kills)}.")
     align = "ll" + "c" * len(columns) + "llrl"
     return Table("Planted faults", headings, rows, marks, notes, align)
+
+
+def by_n(run: Run) -> Table:
+    """How many faults N random clean cases kill; without rows where none was planted so."""
+    found = random_kills.read(run.path)
+    if found is None:
+        return Table("", (), ())
+    return replace(found.table(), notes=(f"{found.sentence()}.",))
 
 
 def _mark(named: bool, fails: bool) -> Cell:

@@ -14,11 +14,14 @@ from shardproof import verdicts
 from shardproof.bench import lines
 from shardproof.checks import CHECKS, Outcome
 from shardproof.report import capability_matrix, looks, summary
+from shardproof.report.coverage import seen
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, some
 
 #: Rows of one table that are shown; the rest is counted.
 MOST = 200
+#: With fewer cases than this it says little that none saw an event.
+MANY = 100
 #: Titles of what was to run and did not.
 _MISSING, _LEFT_OUT = NOT_RUN = ("Planned and missing", "Left out")
 
@@ -101,6 +104,12 @@ def _of_cases(run: Run) -> Iterator[Limit]:
         (((r.verdict, name, r.reason), r.id) for kind, r, name in kinds if kind in verdicts.OPEN),
         listed=True,
     )
+    yield Limit(
+        "Never seen",
+        "No case that ran saw such an event, so no check could judge it.",
+        ("event",),
+        tuple((name,) for name, count in _seen(run).items() if not count),
+    )
     yield _limit(
         "Judged in working precision only",
         "Their bound is a multiple of one device's own error, so small faults go unseen.",
@@ -111,6 +120,10 @@ def _of_cases(run: Run) -> Iterator[Limit]:
             if kind == verdicts.WORKING_PRECISION_ONLY
         ),
     )
+
+
+def _seen(run: Run) -> dict[str, int]:
+    return seen(run.cases) if len(run.cases) >= MANY else {}
 
 
 _OPEN_TIMES = (

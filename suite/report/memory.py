@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
+from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report.tables import Figures
 from shardproof.table import Mark, Table
@@ -53,6 +54,11 @@ def allocator(results: Iterable[CaseResult]) -> Table:
     return Table(ALLOCATOR, headings, rows, notes=(note,), align="lllrrr")
 
 
+def precision_of(case: Case) -> str:
+    """In words: ``float64``, or ``parameters bfloat16, reduce float32``."""
+    return ", ".join(f"{kind} {dtype}" for kind, dtype in case.precision.items()) or case.dtype
+
+
 def with_figures(results: Iterable[CaseResult]) -> list[tuple[tuple[str, ...], Figures]]:
     """Texts of :data:`HEADINGS` for each row, beside the figures that they come from."""
     rows: dict[tuple[Any, ...], tuple[tuple[str, ...], Figures]] = {}
@@ -62,13 +68,12 @@ def with_figures(results: Iterable[CaseResult]) -> list[tuple[tuple[str, ...], F
             continue
         case, figures = result.case, check.figures
         name = case.system
-        precision = ", ".join(f"{k} {v}" for k, v in case.precision.items()) or case.dtype
         theory, limit, promised = (figures[f"ratio_{k}"] for k in ("theory", "limit", "promised"))
         failed = FAILS if check.status == "fail" else ""
         row = (
             name,
             case.optimizer.name,
-            precision,
+            precision_of(case),
             str(case.world),
             figures["accounting"],
             f"{figures['bytes_held']:,}",

@@ -21,8 +21,17 @@ from shardproof.bench import tables as times
 from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
-from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
-from shardproof.report.drawings import bandwidth, bars, curves, forest, heat, timelines
+from shardproof.report import bubbles, capability_matrix, kills, memory, nodes, summary, tables
+from shardproof.report.coverage import coverage_map, seen_table
+from shardproof.report.drawings import (
+    bandwidth,
+    bars,
+    by_bandwidth,
+    curves,
+    forest,
+    heat,
+    timelines,
+)
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
 from shardproof.report.looks import head, look
@@ -107,6 +116,7 @@ def html(run: Run) -> str:
         results=tables.table(run.cases),
         red_kinds=verdicts.RED,
         traffic=bars.traffic_table(run.cases),
+        nodes=nodes.tables(run),
         operations=(*bars.OPERATIONS, "other"),
         memory=bars.memory_table(run.cases),
         classes=bars.CLASSES,
@@ -118,13 +128,16 @@ def html(run: Run) -> str:
         collectives=collective_times.summary(timed) if timed else NOTHING,
         collective_sizes=collective_times.by_size(timed) if timed else NOTHING,
         collective_panels=bandwidth.panels(timed),
-        panels=curves.panels(cells),
+        panels=[*by_bandwidth.panels(cells), *curves.panels(cells)],
         scaling=curves.table(cells) if cells else None,
         scaling_remarks=remarks_by_system(cells),
         comparisons=forest.table(pairs) if pairs else None,
         comparison_notes=[[text.strip() for text in times.details(pair)] for pair in pairs],
         lost=times.lost(pairs) if pairs else "",
+        coverage=coverage_map(run.cases),
+        seen=seen_table(run.cases),
         kills=kills.table(judged),
+        kills_by_n=kills.by_n(run),
         kill_counts=kills.kill_counts(judged) if judged else "",
         limits=limits(run),
         groups=grouped,

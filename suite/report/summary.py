@@ -11,6 +11,7 @@ from typing import Literal
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.report import kills, looks
+from shardproof.runs import random_kills
 from shardproof.runs.blocks import Block, Failure, blocks, of_result
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
@@ -62,7 +63,10 @@ def headline(run: Run) -> Headline:
     judged = sum(n for verdict, n in counts.items() if verdict != "skip")
     planted, timed = kills.judged(run.kills), run.timed
     heads = Counter(looks.head(line["verdict"]) for line in timed)
+    random = random_kills.read(run.path)
+    alarms = 0 if random is None else len(random.alarms)
     broke = _told(
+        (alarms, "random cases of clean systems failed"),
         (sum(counts[verdict] for verdict in verdicts.RED), f"of {judged} judged cases broke"),
         (len(kills.survivors(run.kills)), f"of {len(planted)} planted faults survive"),
         (sum(heads[word] for word in BROKEN), f"of {len(timed)} timings broke"),
@@ -78,6 +82,8 @@ def headline(run: Run) -> Headline:
     if opened:
         return Headline("open", f"Not decided: {', '.join(opened)}.", details)
     if not (judged or planted or timed):
+        if random is not None and random.faults:
+            return Headline("held", f"Measured: {random.sentence()}.", details)
         measured = len(run.collectives)
         if measured:
             return Headline("held", f"Measured, with nothing to judge: {measured} collectives.", ())

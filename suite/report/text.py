@@ -12,7 +12,8 @@ from shardproof.bench import tables as times
 from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import write_whole
-from shardproof.report import bubbles, capability_matrix, kills, memory, summary, tables
+from shardproof.report import bubbles, capability_matrix, kills, memory, nodes, summary, tables
+from shardproof.report.coverage import seen_table
 from shardproof.report.drawings import bandwidth, curves
 from shardproof.report.environment import environment
 from shardproof.report.limits import NOT_RUN, limits
@@ -87,7 +88,7 @@ def _judged(run: Run) -> Iterator[str]:
     matrix = capability_matrix.matrix(run).table()
     memories = memory.table(run.cases), memory.allocator(run.cases)
     shown = [matrix, tables.table(run.cases), *memories, *bubbles.tables(run.cases)]
-    for table in (*shown, tables.slowest(run.cases)):
+    for table in (*shown, *nodes.tables(run), tables.slowest(run.cases), seen_table(run.cases)):
         if table.rows:
             yield table.section(2)
 
@@ -122,6 +123,8 @@ def _killed(run: Run) -> Iterator[str]:
     judged = kills.judged(run.kills)
     if judged:
         yield kills.table(judged).section(2)
+    if (random := kills.by_n(run)).rows:
+        yield random.section(2)
 
 
 def _limits(run: Run) -> Iterator[str]:

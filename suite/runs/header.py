@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue
 from shardproof import VERSION, old_words
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import read_input
+from shardproof.launch.nodes.rates import cap_in_words
 
 NAME = "run.json"
 #: The evidence format that is written (docs/evidence.md), and those whose lines can be read.
@@ -82,6 +83,32 @@ class PartOf(_Part):
 Name = Annotated[str, BeforeValidator(lambda name: old_words.renamed_name(str(name)))]
 
 
+#: By cap of a node: the option of ``cluster run`` that sets it.
+_CAP_OPTIONS = {
+    "cpus": "--cpus",
+    "memory_bytes": "--memory",
+    "bits_per_second": "--bandwidth",
+    "delay_seconds": "--delay",
+}
+
+
+def _typed(name: str, cap: float) -> str:
+    """A cap as the option of it takes it, exactly."""
+    if name == "memory_bytes":
+        size = int(cap)
+        units = ((20, "m"), (10, "k"), (0, ""))
+        return next(f"{size >> bits}{unit}" for bits, unit in units if not size % (1 << bits))
+    if name == "bits_per_second":
+        return f"{cap / 1e6:.12g}mbit"
+    return f"{1e3 * cap if name == 'delay_seconds' else cap:.12g}"
+
+
+def _caps(declared: JsonValue) -> dict[str, float] | None:
+    if not isinstance(declared, dict):
+        return None
+    return {name: float(cap) for name, cap in declared.items() if isinstance(cap, int | float)}
+
+
 class Invocation(_Part):
     """One command that wrote into the run; ``planned``, ``kills`` and ``benches`` are ids.
 
@@ -109,6 +136,69 @@ class Invocation(_Part):
     part: PartOf | None = None
     run: str | None = None
     reproduces: str | None = None
+
+    @property
+    def caps(self) -> dict[str, float] | None:
+        """What containers as nodes were declared to have; ``None``: there were none."""
+        return _caps((self.cluster or {}).get("declared"))
+
+    @property
+    def slow_nodes(self) -> dict[str, dict[str, float]]:
+        """By the name of a node what it had instead."""
+        told = (self.cluster or {}).get("slow_nodes")
+        found = told if isinstance(told, dict) else {}
+        return {name: caps for name, own in found.items() if (caps := _caps(own))}
+
+    @property
+    def hardware(self) -> str:
+        """One name for what it ran on: the machine and, where ranks were on several nodes, these.
+
+        Nodes are containers, or the hosts of the roll call; those of Ray have each case whole.
+
+        How many ranks shared a node is a part of times, not of figures that are exact.
+        """
+        if self.caps is None and len(self._hosts) < 2:
+            return self.fingerprint.label
+        cluster, text = self.cluster or {}, f"{self.fingerprint.label}, as {self._nodes} nodes"
+        words = [cap_in_words(name, cap) for name, cap in (self.caps or {}).items()]
+        if self.benches and cluster.get("ranks_per_node") not in (1, None):
+            words.insert(0, f"{cluster['ranks_per_node']} ranks")
+        if cluster.get("delayed_by") == "ranks":
+            words.append("delayed by ranks")
+        text += f" of {', '.join(words)}" if words else ""
+        for node, own in self.slow_nodes.items():
+            text += f", {node} of {', '.join(cap_in_words(*item) for item in own.items())}"
+        return text
+
+    @property
+    def run_command(self) -> str:
+        """The beginning of a command that runs a case as this one did."""
+        if self.caps is None:
+            return "shardproof run"
+        per_node = (self.cluster or {}).get("ranks_per_node")
+        words = [f"shardproof cluster run --nodes {self._nodes} --ranks-per-node {per_node}"]
+        words += [f"{_CAP_OPTIONS[name]} {_typed(name, cap)}" for name, cap in self.caps.items()]
+        for node, own in self.slow_nodes.items():
+            for name, cap in own.items():
+                option = _CAP_OPTIONS[name].removeprefix("--")
+                words.append(
+                    f"--slow-node {node.removeprefix('node')}:{option}={_typed(name, cap)}"
+                )
+        return " ".join(words)
+
+    @property
+    def _nodes(self) -> int:
+        return len(self._told_nodes)
+
+    @property
+    def _hosts(self) -> list[JsonValue]:
+        """The nodes that ranks are told to have been on."""
+        return [node for node in self._told_nodes if isinstance(node, dict) and "ranks" in node]
+
+    @property
+    def _told_nodes(self) -> list[JsonValue]:
+        nodes = (self.cluster or {}).get("nodes")
+        return nodes if isinstance(nodes, list) else []
 
 
 class Header(_Part):

@@ -45,7 +45,7 @@ def document(run: Run) -> str:
         "commit": last.commit,
         "python": last.python,
         "torch": last.packages.get("torch"),
-        "hardware": last.fingerprint.label,
+        "hardware": last.hardware,
     }
     started = run.header.invocations[0].started
     return render("shardproof", [*map(_of_result, run.cases), *late], properties, started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -25,6 +26,8 @@ KERNEL_VARIABLES = (
     "MKL_CBWR",
 )
 _ROOT = Path(__file__).resolve().parents[2]
+#: In an image: what it was made of (``Dockerfile``).
+_IMAGE = _ROOT / "image.json"
 
 
 def begun(command: Sequence[str], now: str) -> Invocation:
@@ -89,12 +92,28 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The suite's commit, with ``+changes`` if files differ from it; ``None`` outside of git."""
+    """The suite's commit, with ``+changes`` if files differ from it; ``None``: nobody tells it.
+
+    In an image, which is outside of git, the image tells it.
+    """
+    if told := image().get("commit"):
+        return told
     head = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
     if head is None or changed is None:
         return None
     return head + ("+changes" if changed else "")
+
+
+def image() -> dict[str, str]:
+    """What the image that this runs in tells of itself: ``commit`` and ``source``, the digest of
+    all that it was made of; those that its build was not told are left out.
+    """
+    try:
+        told = json.loads(_IMAGE.read_text())
+    except OSError:
+        return {}
+    return {name: str(value) for name, value in told.items() if value}
 
 
 def _output(*command: str) -> str | None:

@@ -1,14 +1,14 @@
 """Parts of a selection that was cut (``--shard``), put together into one run.
 
 Evidence is copied byte for byte: lines, records and raw times; the manifest is made anew over it.
-What no part has a line for is left out, with the reason.
+What no part has a result for is left out, with the reason.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,10 @@ _BESIDE = ("mutant case", "bench report")
 
 @dataclass(frozen=True)
 class Part:
-    """A part as read: ``name`` is what it was called, ``done`` the items that have a line."""
+    """A part as read: ``name`` is what it was called, ``done`` the items that have a result.
+
+    ``left``: why each of the others was left out, where a line says so.
+    """
 
     name: str
     path: Path
@@ -38,6 +41,7 @@ class Part:
     place: PartOf
     invocations: Sequence[Invocation]
     done: frozenset[str]
+    left: Mapping[str, str]
 
     @property
     def torch(self) -> str:
@@ -51,7 +55,7 @@ class Part:
 
     @property
     def hardware(self) -> str:
-        return self.invocations[-1].fingerprint.label
+        return self.invocations[-1].hardware
 
     def sentence(self) -> str:
         """What it ran, and on what."""
@@ -107,14 +111,17 @@ def read_part(name: str, path: Path) -> Part:
     run_folder.read(path, strict=True)  # what is damaged is told by its line
     whole = Cut.read(path)
     own = whole.names(place.index)
-    lines = (line for line in run_folder.lines(path) if line["kind"] not in _BESIDE)
-    done = frozenset(map(name_of, lines))
-    if whole.digest != place.digest or not done <= own:
+    lines = [line for line in run_folder.lines(path) if line["kind"] not in _BESIDE]
+    done = frozenset(name_of(line) for line in lines if not run_folder.is_left_out(line))
+    left = {name_of(line): _why(line) for line in lines if run_folder.is_left_out(line)}
+    left = {name: why for name, why in left.items() if name not in done}
+    told = done | left.keys()
+    if whole.digest != place.digest or not told <= own:
         what = f"is not what {place} was planned to be"
         raise SelectionError(Problem(what, "take a whole copy, or run it again", name))
-    if whole.kind == "fault" and done < own:
+    if whole.kind == "fault" and told < own:
         done = frozenset()  # faults are weighed when all of their cases have ended
-    return Part(name, path, header.id, place, header.invocations, done)
+    return Part(name, path, header.id, place, header.invocations, done, left)
 
 
 def plan(parts: Iterable[Part]) -> Merge:
@@ -144,8 +151,9 @@ def plan(parts: Iterable[Part]) -> Merge:
         of = f"part {index} of {first.place.of}"
         if index not in there:
             lacking.append((line, f"{of} is missing"))
-        elif name_of(line) not in there[index].done:
-            lacking.append((line, f"{of} did not end"))
+        elif (name := name_of(line)) not in there[index].done:
+            why = there[index].left.get(name)
+            lacking.append((line, f"{of}: {why}" if why else f"{of} did not end"))
     return Merge(whole, ordered, lacking)
 
 
@@ -166,11 +174,19 @@ def copy(merge: Merge, folder: RunFolder) -> None:
             fields = json.loads(raw) if raw.endswith(b"\n") else None  # cut off by a kill
             if isinstance(fields, dict) and fields.get("kind") not in (None, "bench report"):
                 folder.copy_line(raw[:-1])
+    told = {name for part in ended for name in part.left}
     for line, why in merge.lacking:
+        if name_of(line) in told:
+            continue  # its own line, and reason, were copied
         if line["kind"] == "kill":
             folder.add(line | {"why_not": f"left out: {why}"}, "kill")
         else:
             folder.add(line | {"reason": why}, "left out")
+
+
+def _why(line: dict[str, Any]) -> str:
+    """The reason of an item that was left out."""
+    return str(line["why_not" if line["kind"] == "kill" else "reason"]).removeprefix("left out: ")
 
 
 def _files(run: Path) -> list[str]:

@@ -53,7 +53,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "step": "rank:int32 step:int32 loss:float64 norm:float64 detail",
         "call": """rank:int32 sequence:int64 operation group:ranks axis dtype payload_bytes:int64
             logical_bytes phase inside_backward:bool units_before:int64 issued:int64 waited:int64
-            floating:bool""",
+            floating:bool peer:int32 strided:bool released:int32""",
         "event": "rank:int32 number:int64 kind name",
         "action": """rank:int32 step:int32 window:int32 op stage:int32 micro:int32 begin:int64
             end:int64 began:float64 ended:float64 cpu:float64""",

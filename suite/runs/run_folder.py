@@ -6,7 +6,8 @@
                      cases.jsonl     one line a case, kill or left-out case, on disk as it ends
                      records/        what each verdict is made of, manifest.jsonl: digests of it all
                      times/          raw step times of comparisons (``shardproof bench``)
-                     report.html, report.md, junit.xml   written when an invocation ends
+                     report.html, report.md, junit.xml, coverage.json   when an invocation ends
+                     kills-by-n.json   of faults that were planted in random cases
 
 Several invocations may write into one folder, one after the other.  A line that was cut off by a
 kill is ignored; where one case has several lines, the last counts, but one that was left out
@@ -15,13 +16,13 @@ later keeps its result.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import json
 import math
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from typing import Any, BinaryIO, Literal
 
 from shardproof import VERSION, old_words
 from shardproof.case import Case
-from shardproof.checks.results import OF_THIS_RUN, CaseResult, Kill, LeftOut
+from shardproof.checks.results import CaseResult, Kill, LeftOut, rerun
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import DAMAGE, UNWRITABLE, lines_of, open_input, read_input, write_whole
@@ -104,6 +105,19 @@ class Run:
         return [*self.benches, *self.scalings]
 
 
+def make_folder(root: Path, kind: str = "") -> Path:
+    """Make a folder under ``root``, named by time (UTC) and ``kind``, which is no other process's.
+
+    :raises OSError: it cannot be made.
+    """
+    name = datetime.now(UTC).strftime("%Y%m%d-%H%M%S") + kind
+    for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+        with contextlib.suppress(FileExistsError):
+            (root / f"{name}{suffix}").mkdir(parents=True)
+            return root / f"{name}{suffix}"
+    raise FileExistsError(f"{root / name}: a thousand runs in one second")
+
+
 class RunFolder:
     """Writes one run; use it as a context manager or call :meth:`close`."""
 
@@ -141,14 +155,7 @@ class RunFolder:
     @classmethod
     def create(cls, root: Path, command: Sequence[str]) -> RunFolder:
         """A new folder under ``root``, named by time (UTC)."""
-        name = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
-            try:
-                (root / f"{name}{suffix}").mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return cls(root / f"{name}{suffix}", command)
-        raise FileExistsError(f"{root / name}: a thousand runs in one second")
+        return cls(make_folder(root), command)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -267,7 +274,7 @@ class RunFolder:
 
     def keep(self, result: CaseResult, account: Line) -> None:
         """Write the record of a case, before :meth:`add` tells its result."""
-        result.rerun = result.rerun.replace(OF_THIS_RUN, f"--results {shlex.quote(str(self.path))}")
+        result.rerun = rerun(result.case, self._invocation.run_command, self.path)
         result.record, sha256 = write(self.path, account)
         self._manifest.seal(result.record, sha256)
         result.data = account["data_digest"]
@@ -395,7 +402,7 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
     for number, line in _lines(path / LINES, strict):
         kill = line["kind"] == "kill"
         key = ("kill", str(line.get("name"))) if kill else ("", str(line.get("id")))
-        if not _left_out(line) or key not in last or _left_out(last[key][1]):
+        if not is_left_out(line) or key not in last or is_left_out(last[key][1]):
             last[key] = number, line
     run = Run(path, header)
     readers: dict[str, Callable[[Line], None]] = {
@@ -431,7 +438,7 @@ def _timed(line: Line) -> Line:
     return line
 
 
-def _left_out(line: Line) -> bool:
+def is_left_out(line: Line) -> bool:
     """A case or a fault that was not run, which takes nothing from an earlier result."""
     kind = line["kind"]
     return bool(kind == "left out" or (kind == "kill" and line.get("verdict") == "left out"))

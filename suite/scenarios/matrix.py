@@ -37,7 +37,7 @@ MAX_CELLS = 20_000
 OVERFLOW = "overflow_on_one_rank"
 _DEFAULT_LR = {"sgd": 0.1, "adamw": 3e-3}
 #: Fewer bits absorb less of another order of adding, so equal bits are harder to reach.
-_DTYPES = {
+DTYPES = {
     "bitwise": "float32",
     "dyadic": "float32",
     "fp64": "float64",
@@ -53,6 +53,14 @@ def expand(file: ScenarioFile, vocabulary: Vocabulary) -> list[Case]:
     return _Expansion(file, vocabulary).cases()
 
 
+def cells(file: ScenarioFile, vocabulary: Vocabulary) -> list[Cell]:
+    """The cells of a scenario, in the order of its cases.
+
+    :raises ScenarioError: as of :func:`expand`, for what is wrong with cells.
+    """
+    return _Expansion(file, vocabulary).cells()
+
+
 class _Expansion:
     def __init__(self, file: ScenarioFile, vocabulary: Vocabulary) -> None:
         self.file = file
@@ -63,7 +71,7 @@ class _Expansion:
     def cases(self) -> list[Case]:
         self._check_names()
         self._stop_if_faulty()
-        cells = self._cells()
+        cells = self.cells()
         self._check_cells(cells)
         self.problems += plans.problems_of_cells(self.file, cells)
         self.problems += member_plans.problems_of_cells(self.file, cells)
@@ -177,7 +185,7 @@ class _Expansion:
             remedy = "correct it, or see `shardproof list traits`"
             self._add(path, f"this workload cannot be built: {fault}", remedy, spec.name)
 
-    def _cells(self) -> list[Cell]:
+    def cells(self) -> list[Cell]:
         scenario = self.scenario
         cells: dict[tuple[str, ...], Cell] = {}
         for cell in self._product(["matrix"], scenario.matrix, None):
@@ -377,7 +385,7 @@ class _Expansion:
         policy: dict[str, str] = {}
         if cell.precision is not None:
             policy = cell.precision.model_dump(exclude={"label"}, exclude_none=True)
-        built = policy.pop("built", _DTYPES[cell.lane])
+        built = policy.pop("built", DTYPES[cell.lane])
         return Case(
             id="::".join((name, system, backend, mesh, optimizer, clip, lane, tier)),
             scenario=scenario.name,

@@ -265,7 +265,7 @@ class FaultExpect(Model):
 
     verdict: Many[Literal["pass", "fail", "crash", "hang"]] = Field(
         description="any of these: kill, exit, raise: crash; stop, drop: hang; swap, shape: crash "
-        "or hang; corrupt: fail; delay: pass"
+        "or hang; corrupt: fail; delay, slow_node: pass"
     )
     rank: int | None = Field(
         None, ge=0, description="the rank that the sentence must blame; null: any, or none"
@@ -278,7 +278,8 @@ class FaultPlan(Model):
 
     kind: FaultKind = Field(
         description="kill, stop, raise, exit, delay (the rank); corrupt (one bit of a payload), "
-        "drop (a call is not made), swap (two calls exchanged), shape (one element more)"
+        "drop (a call is not made), swap (two calls exchanged), shape (one element more); of its "
+        "node, in `cluster run`: kill_node, pause_node, cut_node, slow_node, fill_memory, fill_disk"
     )
     rank: int = Field(ge=0, description="the rank in which it happens")
     step: int = Field(0, ge=0, description="optimizer step, from 0; of setup and load: 0")
@@ -286,7 +287,7 @@ class FaultPlan(Model):
         description="setup, forward, backward, update, save (after the step) or load"
     )
     call: int = Field(0, ge=0, description="calls of the phase to let pass")
-    seconds: float = Field(1.0, gt=0, le=60, description="of a delay")
+    seconds: float = Field(1.0, gt=0, le=60, description="of a delay, a pause or a cut")
     label: Label | None = Field(None, description="name of the plan in ids; default: its kind")
     expect: FaultExpect = Field(description="{verdict, rank, says}: what must come of it")
 

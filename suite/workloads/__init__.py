@@ -9,11 +9,14 @@ from shardproof.workloads.cnn import DigitsCNN
 from shardproof.workloads.dyadic import DyadicMLP
 from shardproof.workloads.gpt import CharnamesGPT
 from shardproof.workloads.knobs import WorkloadError, lookup
+from shardproof.workloads.penalty import DigitsPenalty
+from shardproof.workloads.rnn import CharnamesRNN
 from shardproof.workloads.traits import TRAITS as TRAITS
 from shardproof.workloads.traits import suggested_groups as suggested_groups
 
 WORKLOADS: dict[str, Family] = {
-    family.name: family for family in (CharnamesGPT(), DigitsCNN(), DyadicMLP())
+    family.name: family
+    for family in (CharnamesGPT(), CharnamesRNN(), DigitsCNN(), DigitsPenalty(), DyadicMLP())
 }
 
 

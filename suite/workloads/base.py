@@ -360,7 +360,8 @@ class Workload:
                 for sizes in cut
             ]
             batches.append(Batch(step, tuple(windows)))
-        return batches
+        first = self.spec.first_share(step, coordinates)
+        return batches[first:] + batches[:first]
 
     def at(self, first: int, size: int) -> Workload:
         """The same whose batch, of any step, are ``size`` samples from number ``first`` on.

@@ -73,6 +73,7 @@ class DigitsCNN(Family):
     name = "digits_cnn"
     about = "convolutions with BatchNorm on the digits images"
     digest = data.DIGITS_DIGEST
+    stack_type: ClassVar[type[Stack]] = Stack
     knobs: ClassVar = {
         "channels": Knob(8),
         "layers": Knob(3),
@@ -85,7 +86,7 @@ class DigitsCNN(Family):
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         channels, layers = params["channels"], params["layers"]
         middle, ends = layers // 2, ("tied_over_units",)
-        stack = Stack(
+        stack = self.stack_type(
             front=oddities("front", traits, channels, CHANNELS, place, also=ends),
             embed=Pixels(1, channels, 3, padding=1, **place),
             blocks=[

@@ -2,6 +2,9 @@
 
 Pre-layer-norm blocks, learned positions, fused QKV with bias, MLP with biases, final norm; the
 head is untied, or shares the embedding's weight (``tied: true`` or trait ``tied_over_units``).
+With ``norm: rms`` no mean is taken out (RMSNorm, arXiv 1910.07467): then a constant on the hidden
+state shows, which every layer norm behind it would hide.  With ``layout: columns`` what a block,
+and each norm in it, gives lies in memory feature by feature, not position by position.
 Attention is written out, so that it is the same function in every dtype and on every device;
 ``kv_heads`` below ``heads`` makes it grouped-query attention (arXiv 2305.13245).
 ``label_smoothing`` is part of the loss.
@@ -14,7 +17,7 @@ the sequence leave masked targets, so token counts are unequal by nature.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import ClassVar
 
@@ -30,6 +33,7 @@ from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
 
 #: Letters end at byte 90.
 SMALLEST_VOCABULARY = 91
+NORMS: Mapping[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
 class Embed(nn.Module):
@@ -96,22 +100,30 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on the normed hidden state and added to it."""
+    """What mixes positions (``mixer``, under the name ``kind``) and an MLP, each on the normed
+    hidden state and added to it.
+    """
 
     def __init__(
-        self, width: int, heads: int, kv_heads: int, odd: Oddities | None, place: Place
+        self, kind: str, mixer: nn.Module, params: Params, odd: Oddities | None, place: Place
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, **place)
-        self.attention = Attention(width, heads, kv_heads, place)
-        self.norm2 = nn.LayerNorm(width, **place)
+        width, norm = params["width"], NORMS[params["norm"]]
+        self._kind, self._in_columns = kind, params["layout"] == "columns"
+        self.norm1 = norm(width, **place)
+        self.add_module(kind, mixer)
+        self.norm2 = norm(width, **place)
         self.mlp = Mlp(width, place)
         self.odd = odd
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.attention(self.norm1(hidden))
-        hidden = hidden + self.mlp(self.norm2(hidden))
-        return hidden if self.odd is None else self.odd(hidden)
+        hidden = hidden + self.get_submodule(self._kind)(self.laid(self.norm1(hidden)))
+        hidden = hidden + self.mlp(self.laid(self.norm2(hidden)))
+        return self.laid(hidden if self.odd is None else self.odd(hidden))
+
+    def laid(self, hidden: Tensor) -> Tensor:
+        """``hidden`` in the layout that was asked for."""
+        return hidden.mT.contiguous().mT if self._in_columns else hidden
 
 
 class CharnamesGPT(Family):
@@ -129,6 +141,8 @@ class CharnamesGPT(Family):
         "seq": Knob(16, 2),
         "tied": Knob(False, choices=(False, True)),
         "label_smoothing": Knob(0.0, choices=(0.0, 0.1, 0.3)),
+        "norm": Knob("layer", choices=tuple(NORMS)),
+        "layout": Knob("rows", choices=("rows", "columns")),
     }
 
     sizes: ClassVar = {
@@ -156,16 +170,14 @@ class CharnamesGPT(Family):
             front=oddities("front", traits, width, -1, place),
             embed=Embed(params["vocab"], params["seq"], width, keyed, place),
             blocks=[
-                Block(
-                    width,
-                    params["heads"],
-                    _kv_heads(params),
+                self.block(
+                    params,
                     oddities("inner", traits, width, -1, place) if index == middle else None,
                     place,
                 )
                 for index in range(layers)
             ],
-            norm=nn.LayerNorm(width, **place),
+            norm=NORMS[params["norm"]](width, **place),
             final=oddities("final", traits, width, -1, place),
             head=Linear(width, params["vocab"], **place),
             tail=oddities("tail", traits, width, -1, place),
@@ -176,6 +188,12 @@ class CharnamesGPT(Family):
         if "frozen" in traits:
             stack.get_parameter("blocks.0.mlp.down.weight").requires_grad_(False)
         return stack
+
+    def block(self, params: Params, odd: Oddities | None, place: Place) -> Block:
+        """One of the repeated blocks."""
+        heads = params["heads"], _kv_heads(params)
+        attention = Attention(params["width"], *heads, place)
+        return Block("attention", attention, params, odd, place)
 
     def samples(self, params: Params, picks: Picks) -> Samples:
         """Tails of names, from word number ``draw`` (modulo their number) on; last, the key."""

@@ -111,7 +111,7 @@ def tie(module: nn.Module, first: str, second: str) -> None:
     module.get_submodule(second).register_parameter("weight", weight)
 
 
-_NORMS = (nn.LayerNorm, nn.BatchNorm2d, nn.GroupNorm)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.BatchNorm2d, nn.GroupNorm)
 #: Elements of the largest tensor whose initial value is kept.
 _FEW = 1 << 13
 

@@ -54,6 +54,10 @@ SPIKES = {1: OVERFLOW_FLAG, 4: NAN_FLAG}
 #: A model reads one number per sample from its inputs: flags in the low bits, then the dropout key.
 KEY_SHIFT = 8
 
+#: Workloads of names, whose samples have positions, and all that compute with real numbers.
+NAMES = ("charnames_gpt", "charnames_rnn")
+REAL = (*NAMES, "digits_cnn", "digits_penalty")
+
 #: Groups that ``two_groups`` suggests: biases and norms, which lie between weights in every block.
 TWO_GROUPS = (GroupSpec(pattern=r"(bias|norm[^.]*\.weight)$", lr_scale=0.5, weight_decay=0.05),)
 
@@ -69,7 +73,7 @@ class Trait:
     about: str
     conditions: tuple[int, ...]
     place: Literal["front", "inner", "tail", "final", "model", "batch", "optimizer", "backend"]
-    applies_to: tuple[str, ...] = ("charnames_gpt", "digits_cnn")
+    applies_to: tuple[str, ...] = REAL
     micro_batches: int = 1
     by_cut: bool = False
 
@@ -125,7 +129,7 @@ TRAITS: dict[str, Trait] = {
         "micro-batches end at their last valid target (with unequal_tokens, lengths vary)",
         (20, 9),
         "batch",
-        ("charnames_gpt",),
+        NAMES,
     ),
     "ignore_index": Trait("ignored targets are -100, which is not a class", (16, 9), "batch"),
     "unequal_micro_batches": Trait(
@@ -136,6 +140,11 @@ TRAITS: dict[str, Trait] = {
         (8, 20),
         "batch",
         micro_batches=2,
+    ),
+    "rotating_shares": Trait(
+        "shares move on by one data coordinate a step: who has few micro-batches, or none, changes",
+        (8, 22),
+        "batch",
     ),
     "short_epochs": Trait(
         "a data set of two and a half batches: each epoch has another order, and leaves half a "
@@ -150,7 +159,10 @@ TRAITS: dict[str, Trait] = {
         "dropout with its own generator, seeded per data coordinate", (14,), "inner", by_cut=True
     ),
     "overflow_on_one_rank": Trait(
-        "the backward of the last sample is infinite in step 1 and NaN in step 4", (12, 9), "front"
+        "the backward of the last sample is infinite in step 1 and NaN in step 4",
+        (12, 9),
+        "front",
+        tuple(name for name in REAL if name != "digits_penalty"),  # its forward has a backward
     ),
     "late_results": Trait("results of calls arrive only at their wait", (21,), "backend"),
     "poisoned_buffers": Trait(
@@ -163,6 +175,7 @@ TRAITS: dict[str, Trait] = {
 _EXACT = (
     *("tied_over_units", "frozen", "unequal_tokens", "one_rank_without_tokens"),
     *("unequal_micro_batches", "incomplete_window", "variable_lengths", "short_epochs"),
+    "rotating_shares",
     *("late_results", "poisoned_buffers", "skewed_ranks"),
 )
 for _name in _EXACT:

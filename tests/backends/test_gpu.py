@@ -126,9 +126,9 @@ def test_sums_by_sending_are_no_case_of_gloo_on_gpus(options: dict[str, Any]) ->
 
 def test_stages_are_no_case_of_gloo_on_gpus() -> None:
     declared = Declaration(axes=("pipe", "shard"), strategy="pipeline")
-    reason = declared.excludes_case(_case("gloo_cuda", {"pipe": 2}), "")
-    assert reason == "has stages, and gloo_cuda sends nothing from one rank to one other"
-    assert declared.excludes_case(_case("gloo_cuda", {"pipe": 1, "shard": 2}), "") == ""
+    for mesh in ({"pipe": 2}, {"pipe": 1, "shard": 2}):  # one stage may send to itself
+        reason = declared.excludes_case(_case("gloo_cuda", mesh), "")
+        assert reason == "has stages, and gloo_cuda sends nothing from one rank to one other"
     assert declared.excludes_case(_case("gloo", {"pipe": 2}), "") == ""
 
 

@@ -314,7 +314,7 @@ def test_an_mpirun_that_ends_at_once_is_quoted(
     script = _program(tmp_path / "bin", "mpirun", f"echo '{text}'; exit 1")
     monkeypatch.setattr(mpi_found, "find", lambda: mpi_found.Mpi(str(script), "MPICH", "made up"))
     with pytest.raises(MpirunError, match=f"exit code 1 before 2 ranks had started: {text}"):
-        Mpirun(2, tmp_path).__enter__()
+        Mpirun(range(2), tmp_path).__enter__()
 
 
 def test_asked_for_by_name_it_is_bad_input_where_it_cannot_run(

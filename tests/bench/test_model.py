@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardproof.bench.lines import ProbedStep, Probes
 from shardproof.bench.model import alpha_beta, curve, scorecard, step_time
-from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, cost, fit
+from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, Group, Links, cost, fit
 from shardproof.bench.model.curve import Compute
 from shardproof.bench.model.records import Call
 from shardproof.bench.model.step_time import Unmodelled, predict
@@ -157,11 +157,12 @@ FITS = {
     "broadcast": Fit("broadcast", 2, 5e-6, 1e-9),
     "send": Fit("send", 2, 7e-6, 1e-9),
 }
+LINKS = Links(FITS)
 
 
 def test_a_step_is_compute_and_every_call_by_hand() -> None:
     calls = [Call("all_reduce", 4, 1e6, 3), Call("all_reduce", 4, 8, floating=False)]
-    found = predict(calls, 0.050, FITS, "gloo")
+    found = predict(calls, 0.050, LINKS, "gloo")
     latency, volume = 4 * 6 * 10e-6, (3e6 + 8) * 1.5 * 1e-9
     assert found.alpha_seconds == pytest.approx(latency)
     assert found.beta_seconds == pytest.approx(volume)
@@ -171,35 +172,53 @@ def test_a_step_is_compute_and_every_call_by_hand() -> None:
     assert found.exposed_share == pytest.approx((latency + volume) / found.high_seconds)
 
 
+def test_each_call_costs_what_its_own_groups_were_probed_at() -> None:
+    """Two ranks a node: shards are gathered in 3 ms inside it, sums of them cross in 30 ms."""
+    inside = Group(2, {"all_gather": Fit("all_gather", 2, 1e-3, 2e-9)}, {})
+    across = Group(2, {"all_reduce": Fit("all_reduce", 2, 5e-3, 20e-9)}, {})
+    links = Links({"all_reduce": RING}, {"shard": inside, "replicate": across})
+    calls = [
+        Call("all_gather", 2, 2e6, axis="shard"),  # 1 alpha, and half of 2 MB
+        Call("all_reduce", 2, 1e6, axis="replicate"),  # 2 alpha, and all of 1 MB
+        Call("all_reduce", 4, 1e6, axis="world"),  # 6 alpha of all ranks, and 3/2 of 1 MB
+    ]
+    made = [predict([call], 0.0, links, "gloo").step_seconds for call in calls]
+    assert made == pytest.approx([0.003, 0.030, 0.00156])
+    whole = predict(calls, 0.05, links, "gloo")
+    assert whole.step_seconds == pytest.approx(0.05 + sum(made))
+    with pytest.raises(Unmodelled, match="reduce along replicate was not probed on gloo"):
+        predict([Call("reduce", 2, 8, axis="replicate")], 0.05, links, "gloo")
+
+
 def test_bounds_and_which_of_them_is_the_prediction() -> None:
     calls = [Call("all_reduce", 2, 100e6)]  # 100.02 ms, half a core busy
-    free = predict(calls, 0.3, FITS, "gloo", cores_per_rank=2)
+    free = predict(calls, 0.3, LINKS, "gloo", cores_per_rank=2)
     assert (free.overlap, free.step_seconds) == ("full", 0.3)
-    crowded = predict(calls, 0.3, FITS, "gloo", cores_per_rank=1)
+    crowded = predict(calls, 0.3, LINKS, "gloo", cores_per_rank=1)
     assert crowded.overlap == "none" and crowded.step_seconds == pytest.approx(0.40002)
     assert crowded.low_seconds == pytest.approx(0.35001)
-    assert predict(calls, 0.3, FITS, "nccl").step_seconds == 0.3
-    assert predict(calls, 0.01, FITS, "nccl").step_seconds == pytest.approx(0.10002)
+    assert predict(calls, 0.3, LINKS, "nccl").step_seconds == 0.3
+    assert predict(calls, 0.01, LINKS, "nccl").step_seconds == pytest.approx(0.10002)
 
 
 def test_nothing_is_sent_in_a_group_of_one_and_receivers_pay_nothing() -> None:
     calls = [Call("all_reduce", 1, 1e9), Call("recv", 2, 1e9)]
-    assert predict(calls, 0.1, {}, "gloo").step_seconds == 0.1
+    assert predict(calls, 0.1, Links({}), "gloo").step_seconds == 0.1
 
 
 def test_nccl_takes_the_cheaper_of_ring_and_tree() -> None:
     small, large = ([Call("all_reduce", 1024, n)] for n in (8, 1e9))
-    latency = predict(small, 0.0, FITS, "nccl").communication_seconds
+    latency = predict(small, 0.0, LINKS, "nccl").communication_seconds
     assert latency == pytest.approx(20 * 10e-6, rel=1e-3)
     ring = cost("all_reduce", "ring", 1024).seconds(1e9, RING.alpha, RING.beta)
-    assert predict(large, 0.0, FITS, "nccl").communication_seconds <= ring
+    assert predict(large, 0.0, LINKS, "nccl").communication_seconds <= ring
 
 
 def test_what_was_not_probed_is_said() -> None:
     with pytest.raises(step_time.Unmodelled, match="all_to_all was not probed on gloo"):
-        predict([Call("all_to_all", 2, 8)], 0.1, FITS, "gloo")
+        predict([Call("all_to_all", 2, 8)], 0.1, LINKS, "gloo")
     with pytest.raises(step_time.Unmodelled, match="ucc"):
-        predict([], 0.1, FITS, "ucc")
+        predict([], 0.1, LINKS, "ucc")
 
 
 # ------------------------------------------------------------------------------ calls by formula
@@ -223,10 +242,10 @@ def plan(axis: str, ranks: int, **more: Any) -> ModelFacts:
 
 def test_calls_of_ddp_by_formula() -> None:
     one = step_time.promised(COST_MODELS["ddp"](plan("replicate", 4)))
-    assert one == [Call("all_reduce", 4, 4 * 1524, 1)]
+    assert one == [Call("all_reduce", 4, 4 * 1524, 1, axis="replicate")]
     small = plan("replicate", 4, options={"first_bucket_bytes": 90, "bucket_bytes": 3000})
     three = step_time.promised(COST_MODELS["ddp"](small))
-    assert three == [Call("all_reduce", 4, pytest.approx(4 * 1524 / 3), 3)]
+    assert three == [Call("all_reduce", 4, pytest.approx(4 * 1524 / 3), 3, axis="replicate")]
     assert step_time.promised(COST_MODELS["ddp"](plan("replicate", 1))) == []
 
 
@@ -234,9 +253,28 @@ def test_what_no_formula_tells_comes_from_the_ledger() -> None:
     known = [Call("all_reduce", 2, 3048, 2), Call("all_reduce", 2, 40, 1, floating=False)]
     calls = step_time.promised(COST_MODELS["ddp"](plan("replicate", 64)), known, 2)
     assert calls == [
-        Call("all_reduce", 64, pytest.approx(3048), 2),
+        Call("all_reduce", 64, pytest.approx(3048), 2, axis="replicate"),
         Call("all_reduce", 64, 40, 1, floating=False),
     ]
+
+
+def test_what_the_ledger_saw_grows_along_its_own_axis() -> None:
+    facts = plan("replicate", 4, axes={"replicate": 4, "shard": 2})
+    known = [
+        Call("all_reduce", 2, 3048, 2, axis="replicate"),
+        Call("all_reduce", 2, 100, 7, axis="shard"),
+        Call("all_reduce", 2, 40, floating=False, axis="replicate"),
+        Call("all_reduce", 2, 40, floating=False, axis="shard"),
+        Call("all_reduce", 4, 40, floating=False, axis="world"),
+    ]
+    calls = step_time.promised(COST_MODELS["fsdp"](facts), known, 4)
+    control = [call for call in calls if not call.floating]
+    assert [(call.axis, call.ranks) for call in control] == [
+        *(("replicate", 4), ("shard", 2), ("world", 8))
+    ]
+    assert {(call.axis, call.ranks) for call in calls if call.floating} == {("shard", 2)} | {
+        ("replicate", 4)
+    }
 
 
 def test_calls_of_zero_by_formula() -> None:
@@ -259,7 +297,11 @@ def test_rows_of_the_ledger_become_calls() -> None:
         *("backward", True, 0, 0),
     )
     alone = replace(row, group=(0,))
-    assert step_time.seen([row, row, alone]) == [Call("all_reduce", 2, 64, 2)]
+    other = replace(row, axis="shard")
+    assert step_time.seen([row, row, alone, other]) == [
+        Call("all_reduce", 2, 64, 2, axis="replicate"),
+        Call("all_reduce", 2, 64, 1, axis="shard"),
+    ]
 
 
 # -------------------------------------------------------------------------------- modelled curves
@@ -271,7 +313,7 @@ WORLDS = tuple(2**power for power in range(1, 11))
 
 def test_weak_scaling_of_ddp_by_hand_up_to_1024_ranks() -> None:
     compute = Compute(0.0, 0.001, 0.004)
-    args = ("ddp", plan("replicate", 2), "replicate", "weak", 16, compute, FITS, "gloo")
+    args = ("ddp", plan("replicate", 2), "replicate", "weak", 16, compute, LINKS, "gloo")
     steps = [curve.step_at(world, *args) for world in WORLDS]
     last = steps[-1]
     seconds = 2 * 1023 * 10e-6 + 2 * 1023 / 1024 * 4 * 1524 * 1e-9
@@ -284,7 +326,7 @@ def test_weak_scaling_of_ddp_by_hand_up_to_1024_ranks() -> None:
 
 def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
     compute = Compute(0.002, 0.001, 0.004)
-    args = ("ddp", plan("replicate", 2), "replicate", "strong", 16, compute, FITS, "gloo")
+    args = ("ddp", plan("replicate", 2), "replicate", "strong", 16, compute, LINKS, "gloo")
     steps = {world: curve.step_at(world, *args) for world in WORLDS[:4]}
     assert steps[4].compute_seconds == pytest.approx(0.002 + 0.004 + 0.004)
     assert steps[4].step_seconds > steps[4].compute_seconds
@@ -299,17 +341,17 @@ def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
 def test_sharding_divides_the_update() -> None:
     compute = Compute(0.0, 0.001, 0.064)
     base = plan("shard", 2)
-    four = curve.step_at(4, "zero1", base, "shard", "weak", 16, compute, FITS, "gloo")
+    four = curve.step_at(4, "zero1", base, "shard", "weak", 16, compute, LINKS, "gloo")
     assert four.compute_seconds == pytest.approx(0.016 + 0.016)
     assert curve.update_share(COST_MODELS["ddp"](plan("replicate", 4))) == 1.0
 
 
 def test_what_is_hidden_still_takes_core_time_at_modelled_worlds() -> None:
     """Two cores a rank, one of which computes: 100 ms of calls keep 1.9 of them busy."""
-    fits = {"all_reduce": Fit("all_reduce", 2, 0.0, 0.05 / 4 / 1524, busy=1.9)}
+    links = Links({"all_reduce": Fit("all_reduce", 2, 0.0, 0.05 / 4 / 1524, busy=1.9)})
     compute = Compute(0.0, 0.1, 0.0)
     made = curve.step_at(
-        *(1024, "ddp", plan("replicate", 2), "replicate", "weak", 1, compute, fits, "gloo"),
+        *(1024, "ddp", plan("replicate", 2), "replicate", "weak", 1, compute, links, "gloo"),
         cores_per_rank=2,
     )
     assert made.overlap == "full"
@@ -323,7 +365,7 @@ def test_a_rank_with_fewer_samples_has_fewer_micro_batches() -> None:
     assert curve.facts_at(base, "shard", 8).micro_batches == (4,) * 8
     assert curve.facts_at(base, "shard", 8, samples=1).micro_batches == (1,) * 8
     compute = Compute(0.0, 0.001, 0.004)
-    args = ("shard", "strong", 16, compute, FITS, "gloo")
+    args = ("shard", "strong", 16, compute, LINKS, "gloo")
     for world, count in ((4, 4), (8, 2), (16, 1)):
         few = plan("shard", 2, micro_batches=(count, count))
         made = curve.step_at(world, "zero3", base, *args)
@@ -354,7 +396,7 @@ def test_compute_goes_through_what_was_measured() -> None:
 
 def test_what_cannot_be_cut_is_not_modelled_and_says_why() -> None:
     compute = Compute(0.0, 0.001, 0.0)
-    args = ("weak", 4, compute, FITS, "gloo")
+    args = ("weak", 4, compute, LINKS, "gloo")
     with pytest.raises(Unmodelled, match="nothing has no formulas"):
         curve.step_at(2, "nothing", plan("replicate", 2), "replicate", *args)
     # Torch's hybrid is cut by a pipe axis; without one its promise says nothing of ranks.

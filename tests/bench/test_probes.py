@@ -16,8 +16,10 @@ import pytest
 from local_ranks import succeed
 
 from shardproof.bench import sides
+from shardproof.bench.arm import comms_along
 from shardproof.bench.launches import SideRun
 from shardproof.bench.leader_tasks import LaunchFailed
+from shardproof.bench.lines import Probes
 from shardproof.bench.model import alpha_beta, curve, measurement, probes, scorecard, step_time
 from shardproof.bench.model.records import (
     AloneSteps,
@@ -209,6 +211,58 @@ def test_a_probe_sends_what_the_ledger_calls_its_payload(world: int) -> None:
     assert told == dict.fromkeys({*OPERATIONS} - {"barrier"}, 96)
 
 
+def test_the_groups_of_each_axis_are_probed_apart() -> None:
+    """Of replicas of shards: what is gathered in shards, and what is summed over replicas."""
+    from shardproof.comm import Mesh
+
+    axes = {"replicate": 2, "shard": 2}
+    told = [
+        Call("all_gather", 2, 4096, axis="shard"),
+        Call("all_reduce", 2, 64, axis="replicate"),
+        Call("send", 2, 64, axis="replicate"),
+        Call("all_reduce", 4, 8, axis="world"),
+    ]
+    sizes = {axis: step_time.sizes(calls) for axis, calls in measurement.apart(axes, told).items()}
+    assert sizes == {
+        "": {"all_reduce": [8]},
+        "shard": {"all_gather": [4096]},
+        "replicate": {"all_reduce": [64], "send": [64]},
+    }
+    assert list(measurement.apart({"replicate": 4, "shard": 1}, told)) == [""]
+
+    def body(rank: int, _: int) -> dict[str, Any]:
+        mesh = Mesh({"replicate": 4}).comm("replicate")
+        groups = comms_along(axes, "in_memory", ["shard", "replicate"])
+        along = {axis: (comm, sizes[axis]) for axis, comm in groups.items()}
+        prober = probes.Probes(mesh, sizes[""], along=along)
+        ledger = traffic.current()
+        assert ledger is not None
+        begin = len(ledger.calls)
+        prober.sweep()
+        calls = [call for call in ledger.calls[begin:] if call.operation != "barrier"]
+        seen = {(call.operation, call.group) for call in calls}
+        return {"record": dataclasses.asdict(prober.record()), "seen": seen}
+
+    records = succeed(body, 4, ledgers=True)
+    rows, columns = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
+    for rank, record in enumerate(records):
+        shard, replica = rows[rank // 2], columns[rank % 2]
+        expected = {("all_gather", shard), ("all_reduce", replica), ("all_reduce", (0, 1, 2, 3))}
+        assert {one for one in record["seen"] if one[0] not in ("send", "recv")} == expected
+        assert {one[1] for one in record["seen"] if one[0] in ("send", "recv")} == {replica}
+    found = alpha_beta.machine(
+        "in_memory", [from_plain(ProbeRecord, record["record"]) for record in records]
+    )
+    assert set(found.fits) == {"all_reduce"} and found.fits["all_reduce"].ranks == 4
+    assert {axis: set(group.fits) for axis, group in found.along.items()} == {
+        "shard": {"all_gather"},
+        "replicate": {"all_reduce", "send"},
+    }
+    assert all(fit.ranks == 2 for group in found.along.values() for fit in group.fits.values())
+    kept = Probes(machine=found, cores_per_rank=1, threads=1)
+    assert Probes.model_validate(json.loads(json.dumps(kept.to_dict()))) == kept
+
+
 def test_an_operation_without_a_probe_is_named() -> None:
     class Nowhere:
         device, size, rank = "cpu", 2, 0
@@ -344,7 +398,7 @@ def test_a_score_on_real_ranks() -> None:
     assert found.flop_rate is not None
     compute = curve.Compute.through({6: made.compute_seconds}, 0.0)
     grown = curve.step_at(
-        *(1024, "ddp", run.facts(), "replicate", "weak", 6, compute, found.fits, "gloo"),
+        *(1024, "ddp", run.facts(), "replicate", "weak", 6, compute, found.links, "gloo"),
         known=scored.calls,
     )
     assert grown.compute_seconds == pytest.approx(compute.seconds(6))

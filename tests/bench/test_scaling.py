@@ -326,7 +326,8 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     assert not load.timed(tmp_path / "absent.yaml")
     for name in ("strong", "scaling/strong", str(STRONG)):
         assert [path.resolve() for path in files([name])] == [STRONG]
-    assert {path.name for path in files(["scaling"])} == {"strong.yaml", "weak.yaml"}
+    own = {"strong.yaml", "weak.yaml", "cluster-strong.yaml", "cluster-weak.yaml"}
+    assert {path.name for path in files(["scaling"])} == own
     with pytest.raises(SelectionError, match="did you mean strong"):
         files(["storng"])
 
@@ -504,7 +505,7 @@ def test_the_plain_program_is_an_implementation() -> None:
     from shardproof import registry
 
     registry.check(PLAIN)
-    launch = cell_launch(cells()[2], "replicate", 0, [0], together=True)
+    launch = cell_launch(cells()[2], {"replicate": 2}, 0, [0], together=True)
     assert launch.sides["plain"].side.implementation == PLAIN
     assert launch.sides["plain"].first_rank_only and not launch.sides["ranks"].first_rank_only
 

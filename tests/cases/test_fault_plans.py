@@ -15,7 +15,7 @@ import pytest
 
 from shardproof.backends import mpi
 from shardproof.backends.errors import CollectiveMismatch, RankFailed
-from shardproof.case import Case, Fault
+from shardproof.case import OF_NODES, Case, Fault
 from shardproof.cases import verdict
 from shardproof.cases.runner import run_cases
 from shardproof.checks import faults
@@ -23,6 +23,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.evidence.account import Account
 from shardproof.launch.outcome import RankOutcome
 from shardproof.runs import run_folder
+from shardproof.scenarios import node_faults
 from shardproof.scenarios.load import SHIPPED, find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
@@ -86,7 +87,9 @@ def test_the_suite_plans_every_kind_on_every_backend() -> None:
     cases = [c for file in find([str(SHIPPED / "faults")]) for c in expand(file, installed())]
     kinds = {(c.fault.kind, c.backend) for c in cases if c.fault is not None}
     every = ("kill", "stop", "raise", "exit", "delay", "corrupt", "drop", "swap", "shape")
-    assert kinds == {(kind, b) for kind in every for b in ("in_memory", "gloo", "mpi")}
+    of_ranks = {(kind, b) for kind in every for b in ("in_memory", "gloo", "mpi")}
+    assert kinds - {(kind, "gloo") for kind in OF_NODES} == of_ranks
+    assert {kind for kind, _ in kinds} >= {*OF_NODES}
     assert len(cases) >= 24
 
 
@@ -152,7 +155,8 @@ def shipped(expression: Callable[[Case], bool]) -> list[Case]:
 
 @pytest.mark.launches
 def test_quick_plans_come_to_what_they_expect_and_leave_nothing() -> None:
-    found = judged(shipped(lambda case: case.tier == "quick"))
+    cases = node_faults.with_planned(shipped(lambda case: case.tier == "quick"), facts=None)
+    found = judged([case for case in cases if not case.skip])
     assert {r.id: r.reason for r in found.values() if r.verdict != "pass"} == {}
     kept = [c for c in psutil.Process().children() if "fork_server_main" in " ".join(c.cmdline())]
     assert not [child for server in kept for child in server.children(recursive=True)]

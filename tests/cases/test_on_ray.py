@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from commands import ROOT, here
 from made_case import made_case
 
 from shardproof.case import Case
-from shardproof.cases.on_ray import address, task
+from shardproof.cases.on_ray import address, address_of_environment, cluster, task
 from shardproof.errors import SelectionError
 from shardproof.files import fast_json, read_fast_json
 from shardproof.launch.workspace import PREFIX, workspace_base
@@ -49,6 +50,80 @@ def test_an_address(where: str, means: str) -> None:
 def test_no_address(where: str) -> None:
     with pytest.raises(SelectionError, match="--on names no Ray cluster"):
         address(where)
+
+
+@pytest.mark.parametrize(
+    ("where", "means"),
+    [
+        ("", ""),
+        ("auto", ""),
+        ("local", "local"),
+        ("ray://head", "ray://head:10001"),
+        ("10.0.0.1:6379", "10.0.0.1:6379"),
+    ],
+)
+def test_an_address_of_the_environment(where: str, means: str) -> None:
+    assert address_of_environment(where) == means
+
+
+@pytest.mark.parametrize("where", ["head", "ray://", "http://head:8265"])
+def test_no_address_of_the_environment(where: str) -> None:
+    with pytest.raises(SelectionError, match="names no Ray cluster"):
+        address_of_environment(where)
+
+
+class JoinedRay:
+    """As much of Ray as is joined: two nodes of one name, the first with other versions."""
+
+    class exceptions:
+        class RayError(Exception): ...
+
+        class RayTaskError(RayError):
+            cause = task.OtherVersions("torch 0.1 instead of 2")
+
+        class GetTimeoutError(RayError): ...
+
+    def __init__(self) -> None:
+        self.joined: list[tuple[str, dict[str, object]]] = []
+
+    def init(self, where: str, **how: object) -> None:
+        self.joined.append((where, how))
+
+    def shutdown(self) -> None: ...
+
+    def remote(self, **_: object) -> Callable[[object], JoinedRay]:
+        return lambda _: self
+
+    def options(self, scheduling_strategy: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda _: scheduling_strategy)
+
+    def nodes(self) -> list[dict[str, object]]:
+        same = {"Alive": True, "NodeManagerHostname": "worker", "Resources": {"CPU": 1.0}}
+        return [{**same, "NodeID": name} for name in ("first", "second")]
+
+    def get(self, answer: str, timeout: float) -> None:
+        if answer == "first":
+            raise self.exceptions.RayTaskError
+
+
+@pytest.fixture
+def made_ray(monkeypatch: pytest.MonkeyPatch) -> JoinedRay:
+    made = JoinedRay()
+    strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda name, soft: name)
+    monkeypatch.setitem(sys.modules, "ray", made)
+    monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    return made
+
+
+def test_of_two_nodes_with_one_name_both_are_asked(made_ray: JoinedRay) -> None:
+    """And a new cluster is served to this machine only."""
+    says = r"node worker of Ray has torch 0\.1 instead of 2"
+    with pytest.raises(SelectionError, match=says), cluster.joined("", 3):
+        pass
+    ((where, how),) = made_ray.joined
+    assert (where, how["num_cpus"], how["_node_ip_address"]) == ("local", 3, "127.0.0.1")
 
 
 def test_without_the_package_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +191,54 @@ def test_a_case_server_judges_and_leaves_nothing_behind(monkeypatch: pytest.Monk
     server.close()
     _until(lambda: not _marked(mark))
     assert not any(folder.exists() for folder in folders)
+
+
+class MadeRay:
+    """As much of Ray as hands out tasks: each stays pending."""
+
+    class exceptions:
+        class RayError(Exception): ...
+
+    def __init__(self, *nodes: dict[str, float]) -> None:
+        self.alive, self.cancelled = list(nodes), []
+        self.polls = 0
+
+    def remote(self, **_: object) -> Callable[[object], MadeRay]:
+        return lambda _: self
+
+    def options(self, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *_: object())
+
+    def nodes(self) -> list[dict[str, object]]:
+        return [{"Alive": True, "Resources": found} for found in self.alive]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": sum(found["CPU"] for found in self.alive)}
+
+    def wait(self, answers: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        self.polls += 1
+        if self.polls == 3:
+            self.alive.pop()
+        assert self.polls < 9, "it waits for ever"
+        return [], answers
+
+    def cancel(self, answer: object, force: bool) -> None:
+        self.cancelled.append(answer)
+
+
+@pytest.mark.parametrize(
+    ("backend", "left", "lacks"),
+    [("gloo", [], "a CPU"), ("nccl", [{"CPU": 4.0}], "a CPU and 2 GPUs")],
+)
+def test_a_case_whose_last_node_is_lost_ends(
+    backend: str, left: list[dict[str, float]], lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "PLACE_SECONDS", 0.0)
+    ray = MadeRay(*left, {"CPU": 1.0, "GPU": 2.0})
+    case = made_case("reference/naive_ddp", {"replicate": 2}, backend=backend)
+    (judged,) = cluster.RayCluster(ray, 1).judge([case])
+    assert judged.result.verdict == "judge error" and ray.polls == 3 and len(ray.cancelled) == 1
+    assert f"no node of Ray that is alive has {lacks}:" in judged.result.reason
 
 
 @pytest.fixture

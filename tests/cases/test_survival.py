@@ -153,7 +153,8 @@ def ends_as_by_ctrl_c(process: subprocess.Popen[str], folder: Path, *sent: signa
         time.sleep(0.05)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
-    assert "stopped: " in output and "Traceback" not in output
+    assert "stopped: " in output and "(run --resume goes on)" in output
+    assert "Traceback" not in output
     assert all_gone(folder), left_running(folder)
     run = read(folder)
     assert run.cases and run.left_out

@@ -165,6 +165,7 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         model_facts=cost_model.facts,
         steps=range(STEPS),
         records=records,
+        compared={},
         workload=WorkloadFacts({}, names, names, unused_possible=False, traits=[]),
         tensors=[SimpleNamespace(point="initial", kind="parameters", name=name) for name in names],
     )

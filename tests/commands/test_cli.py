@@ -246,6 +246,7 @@ def test_a_run_leaves_evidence_and_can_be_shown_again(
         "manifest.jsonl",
         "report.html",
         "report.md",
+        "coverage.json",
     }
     assert {path.name for path in folder.iterdir()} == files | {"junit.xml", "records"}
     run = read(folder)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardproof.compare import baseline
 from shardproof.compare.compare import compare
 from shardproof.errors import SelectionError
-from shardproof.runs.header import Fingerprint
+from shardproof.runs.header import Fingerprint, Invocation
 
 
 def test_a_baseline_says_all_that_its_run_says(tmp_path: Path) -> None:
@@ -50,6 +50,21 @@ def test_hardware_is_named_by_its_accelerators_first() -> None:
         == "2 x H100, Synthetic 9000, 2 cores"
     )
     assert Fingerprint().label == "unknown processor, ? cores"
+
+
+def test_hardware_tells_the_nodes_that_containers_were(tmp_path: Path) -> None:
+    path = made.write(tmp_path / "run", made.results(2))
+    header = json.loads((path / "run.json").read_text())
+    declared = {"cpus": 1.0, "bits_per_second": 10**8}
+    told = {"nodes": [{}, {}], "ranks_per_node": 2, "declared": declared}
+    header["invocations"][-1]["cluster"] = told
+    (path / "run.json").write_text(json.dumps(header))
+    made.seal(path)
+    hardware = "Synthetic 9000, 2 cores, as 2 nodes of 1 core, 100 mbit/s"
+    assert baseline.load(str(path)).hardware == hardware
+    again = Invocation.model_validate(header["invocations"][-1]).run_command
+    caps = "--cpus 1 --bandwidth 100mbit"
+    assert again == f"shardproof cluster run --nodes 2 --ranks-per-node 2 {caps}"
 
 
 # -------------------------------------------------------------------------------------- bad input

@@ -278,6 +278,16 @@ def test_builds_of_one_release_are_compared_but_for_peaks(run: Run) -> None:
     assert {c.exact for c in found.changes} == {True}
 
 
+def test_another_python_pickles_objects_to_other_lengths(run: Run) -> None:
+    old = made.results(2)
+    new = made.changed(old, 0, made.figure("traffic", "control_bytes", 7))
+    for python, exact in (("3.11.7", True), ("3.11.2", False)):
+        (change,) = both(run, old, new, python=python).changes
+        assert (change.figure, change.exact) == ("traffic.control_bytes", exact)
+        (row,) = tables.changes([change]).rows
+        assert ("another Python" in str(row[-1])) is not exact
+
+
 def test_versions_are_those_of_the_invocation_that_ran_the_case(tmp_path: Path) -> None:
     """A run that was resumed after an upgrade has cases of both versions."""
     lines = made.results(2)

@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_engine import MadeEngine
 from synthetic import case, case_line, check_line
 
 from shardproof.case import Case, Fault
 from shardproof.checks.results import CaseResult
+from shardproof.commands import reproduce
 from shardproof.commands.verify import verify
 from shardproof.compare import reproduced
 from shardproof.compare.reproduced import Reproduced
+from shardproof.launch.nodes.nodes import Nodes
+from shardproof.multinode import engine
 from shardproof.runs import records
 from shardproof.runs.header import read_header
 from shardproof.runs.run_folder import Run, RunFolder, read
+from shardproof.workloads import untrained
 
 CASES = [case(0), case(1, lane="bitwise"), case(2, lane="dyadic")]
 
@@ -225,11 +230,49 @@ def test_a_system_that_is_gone_is_told_and_nothing_runs(command: Any, tmp_path: 
     assert not (tmp_path / "x").exists()
 
 
+def test_workloads_that_train_no_model_are_run_again() -> None:
+    names = [*untrained.BY_NAME]
+    of = case(0)
+    cases = [replace(of, id=n, workload=replace(of.workload, name=n)) for n in names]
+    assert names and reproduce._obstacles(cases) == {}
+
+
+def test_a_cluster_runs_the_same_command_in_its_head(
+    command: Any, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = MadeEngine()
+    monkeypatch.setattr(engine, "client", lambda: made)
+    monkeypatch.setattr(engine, "build", lambda *_, **__: {"rank": "sha256:1", "judge": "sha256:2"})
+    again = tmp_path / "again"
+    words = ("--cluster", "--nodes", "3", "--results", str(again), "-k", "sgd", "-j", "2")
+    code, out, err = command("reproduce", str(first), *words)
+    assert code == 0, out + err
+    ((_, run),) = made.executed[-1][:1]
+    told = ["reproduce", str(first.resolve()), "-k", "sgd", "-j", "2", "--results", str(again)]
+    assert run[-len(told) :] == told
+    head, _, *nodes = made.made
+    assert len(nodes) == 3, "two ranks on each, for the run itself had no nodes"
+    mounts = {mount["Target"]: mount["ReadOnly"] for mount in head.asked[2]["mounts"]}
+    assert mounts == {str(first.resolve()): True, str(again): False}
+
+
+def test_what_does_not_fit_the_nodes_cannot_be_compared() -> None:
+    cases = [case(n, id=f"{b}{w}", backend=b, mesh={"shard": w}) for n, (b, w) in enumerate(ROOM)]
+    told = reproduce._without_room(cases, Nodes(Path("there"), 2, 2))
+    assert told == {"gloo5": "5 ranks do not fit 2 nodes x 2 ranks"}
+    assert reproduce._without_room(cases, None) == {}
+
+
+#: Ranks of in_memory are threads of the head.
+ROOM = [("gloo", 4), ("gloo", 5), ("in_memory", 5)]
+
+
 def test_bad_input_is_refused(command: Any, first: Path, tmp_path: Path) -> None:
     for words, says in (
         (("no-such-run",), "no such run (no-such-run)"),
         ((str(first), "-k", "nothing_of_it"), "nothing to run again (nothing_of_it)"),
         ((str(first), "--results", str(first)), f"--results: is there already ({first})"),
+        ((str(first), "--nodes", "3"), "nodes are those of --cluster"),
     ):
         code, out, err = command("reproduce", *words)
         assert (code, out) == (2, "") and says in err, err

@@ -310,6 +310,15 @@ def test_hybrid_sums_shards_over_replicas() -> None:
     assert found["shard", "reduce_scatter"] == (3 * 6, 3 * 72)
 
 
+@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+def test_a_hybrid_without_data_axes_gives_no_gradient_to_what_is_unused(data: str) -> None:
+    """No strategy is asked then, whose buckets would have one."""
+    unused = tensor("b.1.w", 3, first_use=None)
+    fields = {"parameters": (*MODEL[:2], unused), "options": {"data": data}}
+    held = COST_MODELS["hybrid"](plan(axes={"tensor": 1}, **fields)).resident(0, 0, -1)
+    assert held["gradients"] == 4 * sum(one.numel for one in MODEL[:2])
+
+
 def test_precision_narrows_what_travels_and_adds_masters() -> None:
     policy = {"precision": {"parameters": "bfloat16", "reduce": "float32"}}
     cost_model = COST_MODELS["zero1"](plan(options=policy))

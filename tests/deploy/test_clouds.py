@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,15 @@ from shardproof.multinode.torchrun import _parser
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOUDS = ROOT / "deploy" / "clouds"
+WRAPPER = "-m shardproof.multinode.judged "
 
 
 def ranks_of(command: str) -> list[str]:
-    return command.split("shardproof.multinode.torchrun")[1].split()
+    """The words of the rank program, of a command that judges what ranks leave."""
+    before, _, after = command.partition(" -m shardproof.multinode.torchrun ")
+    wrapper, _, torchrun = before.partition(" -- ")
+    assert WRAPPER in wrapper and "--results" in wrapper and "--node-rank" in torchrun
+    return after.split()
 
 
 # --------------------------------------------------------------------------------------- Azure ML
@@ -42,22 +48,19 @@ def azure(node: int, local: int, instances: int, each: int) -> dict[str, str]:
     }
 
 
-def test_the_job_of_azure_ml_starts_every_rank() -> None:
+def test_the_job_of_azure_ml_starts_torchrun_on_every_node() -> None:
     job = yaml.safe_load((CLOUDS / "azureml" / "job.yaml").read_text())
-    instances, each = (
-        job["resources"]["instance_count"],
-        job["distribution"]["process_count_per_instance"],
-    )
-    assert job["distribution"]["type"] == "pytorch"
-    options = _parser().parse_args(ranks_of(job["command"]))
-    assert options.scenario == ["ddp-gpt"] and options.results in options.records.parents
+    assert job["distribution"] == {"type": "pytorch", "process_count_per_instance": 1}
+    nodes, own = job["resources"]["instance_count"], job["environment_variables"]
+    assert int(own["NODES"]) == nodes
+    command = job["command"].replace("${{outputs.results}}", "/results")
+    for node in range(nodes):
+        told = string.Template(command).substitute(own | azure(node, 0, nodes, 1))
+        assert _parser().parse_args(ranks_of(told)).scenario == ["ddp-gpt"]
+        assert f"--node {node} --results /results -- torchrun --nnodes 2 " in told
+        assert f"--node-rank {node} " in told
+        assert "--master-addr 10.0.0.4 --master-port 6105" in told
     assert job["outputs"]["results"]["mode"] == "rw_mount"
-    places = [
-        Place.find(azure(n, k, instances, each)) for n in range(instances) for k in range(each)
-    ]
-    assert [place.rank for place in places] == list(range(4))
-    assert {(place.world, place.address, place.port) for place in places} == {(4, "10.0.0.4", 6105)}
-    assert mistake([Entry.of(place) for place in places], settled=True) is None
 
 
 def test_one_process_an_instance_with_ranks_of_nodes_is_a_mistake() -> None:
@@ -90,14 +93,21 @@ def sagemaker(*hosts: str, **more: str) -> dict[str, str]:
     } | more
 
 
-def test_the_entry_point_of_sagemaker_becomes_the_rank_program(ranks: ModuleType) -> None:
-    options = _parser().parse_args(ranks.arguments(sagemaker("algo-1")))
+def test_the_entry_point_of_sagemaker_starts_torchrun(ranks: ModuleType) -> None:
+    def told(environment: dict[str, str]) -> str:
+        return WRAPPER + " ".join(ranks.arguments(environment))
+
+    command = told(sagemaker("algo-1"))
+    options = _parser().parse_args(ranks_of(command))
     assert options.scenario == ["ddp-gpt", "fsdp-gpt"] and options.backend == "nccl"
-    assert options.records == Path("/opt/ml/output/data/records")
+    assert "--records /opt/ml/output/data/records -- " in command
+    assert "--nnodes 1 --node-rank 0 --nproc-per-node 4 " in command
     shared = sagemaker("algo-1", "algo-2", SM_CHANNEL_RECORDS="/opt/ml/input/data/records")
-    options = _parser().parse_args(ranks.arguments(shared | {"BACKEND": "gloo"}))
-    assert options.records == Path("/opt/ml/input/data/records/job")
-    assert options.results == Path("/opt/ml/output/data") and options.backend == "gloo"
+    command = told(shared | {"BACKEND": "gloo", "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "0"})
+    assert _parser().parse_args(ranks_of(command)).backend == "gloo"
+    where = "--results /opt/ml/output/data --records /opt/ml/input/data/records/job -- "
+    assert f"{WRAPPER}--node 1 {where}" in command
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr algo-1 " in command
 
 
 def test_instances_that_share_no_folder_are_explained(
@@ -134,7 +144,7 @@ def vast(tmp_path: Path, **changed: str) -> subprocess.CompletedProcess[str]:
     """The on-start script with programs that print how they are called."""
     for name in ("torchrun", "python", "git"):
         program = tmp_path / name
-        does = "echo 4" if name == "python" else f'echo {name} "$@"'
+        does = f'[ "$1" = -c ] && echo 4 || echo {name} "$@"'
         program.write_text(f"#!/bin/sh\n{does}\n")
         program.chmod(0o755)
     (tmp_path / "checkout").mkdir()
@@ -162,10 +172,12 @@ def test_the_on_start_script_of_vast(tmp_path: Path, changed: dict[str, str], no
     done = vast(tmp_path, **changed)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()[-1]
-    assert said.startswith(nodes)
-    options = _parser().parse_args(ranks_of(said))
+    node = changed.get("NODE_RANK", "0")
+    # Without --results: each launch has a run folder of its own.
+    wrapper = f"python {WRAPPER}--node {node} --records /workspace/results/records -- "
+    assert said.startswith(wrapper + nodes)
+    options = _parser().parse_args(said.partition(" -m shardproof.multinode.torchrun ")[2].split())
     assert options.scenario == ["ddp-gpt"] and options.backend == "nccl"
-    assert options.records == Path("/workspace/results/records")
 
 
 def test_several_instances_of_vast_need_the_address_of_the_first(tmp_path: Path) -> None:

@@ -32,8 +32,21 @@ def pod() -> dict[str, Any]:
     return dict(objects()["Job"]["spec"]["template"]["spec"])
 
 
+def variables(uid: str) -> dict[str, str]:
+    """What Kubernetes sets in the pods of a Job of that uid."""
+    label, found = "metadata.labels['batch.kubernetes.io/controller-uid']", dict[str, str]()
+    for entry in pod()["containers"][0]["env"]:
+        if "valueFrom" in entry:
+            assert entry["valueFrom"] == {"fieldRef": {"fieldPath": label}}
+        value = entry.get("value", uid)
+        for name, known in found.items():
+            value = value.replace(f"$({name})", known)
+        found[entry["name"]] = value
+    return found
+
+
 def test_the_files_are_of_the_api() -> None:
-    assert set(objects()) == {"Job", "Service", "PersistentVolumeClaim"}
+    assert set(objects()) == {"Job", "Service", "NetworkPolicy", "PersistentVolumeClaim"}
     for made in objects().values():
         check(made)
 
@@ -54,7 +67,8 @@ def test_the_schema_refuses_what_the_api_would(key: str, value: object) -> None:
 def test_names_and_numbers_that_hang_together() -> None:
     """What the schema does not know."""
     service, job, claim = (objects()[k] for k in ("Service", "Job", "PersistentVolumeClaim"))
-    environment = {entry["name"]: entry["value"] for entry in pod()["containers"][0]["env"]}
+    environment = variables("uid-1")
+    assert environment["RESULTS"] == "/results/uid-1"
     assert job["spec"]["completionMode"] == "Indexed"
     assert pod()["restartPolicy"] == "Never"
     assert int(environment["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
@@ -68,6 +82,22 @@ def test_names_and_numbers_that_hang_together() -> None:
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
+def test_only_pods_of_the_job_reach_its_pods() -> None:
+    spec = objects()["NetworkPolicy"]["spec"]
+    own = {"matchLabels": objects()["Service"]["spec"]["selector"]}
+    assert spec["podSelector"] == own and spec["policyTypes"] == ["Ingress", "Egress"]
+    assert spec["ingress"] == [{"from": [{"podSelector": own}]}]
+    names = {"ports": [{"port": 53, "protocol": way} for way in ("UDP", "TCP")]}
+    assert spec["egress"] == [{"to": [{"podSelector": own}]}, names]
+
+
+def test_the_schema_knows_policies() -> None:
+    policy = copy.deepcopy(objects()["NetworkPolicy"])
+    policy["spec"]["ingress"] = [{"form": []}]
+    with pytest.raises(jsonschema.ValidationError):
+        check(policy)
+
+
 @pytest.mark.launches
 def test_the_commands_of_the_pods_give_verdicts(tmp_path: Path) -> None:
     """Two pods as processes: what Kubernetes sets, and one address for both."""
@@ -76,7 +106,7 @@ def test_the_commands_of_the_pods_give_verdicts(tmp_path: Path) -> None:
         port = str(probe.getsockname()[1])
     environment = {
         **os.environ,
-        **{entry["name"]: entry["value"] for entry in container["env"]},
+        **variables("uid-1"),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "RESULTS": str(tmp_path),
         "RANKS_PER_NODE": "1",

@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "deploy" / "slurm"
-NEEDED = ("slurmctld", "slurmd", "sbatch")
+NEEDED = ("slurmctld", "slurmd", "sbatch", "munged")
 
 
 def on_slurm(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +51,48 @@ def test_ranks_over_two_nodes_are_judged(tmp_path: Path) -> None:
     assert "replicate4" in said.read_text()
     assert "1 judged (1 pass" in said.read_text()
     assert (tmp_path / "run" / "cases.jsonl").exists()
+
+
+#: Prints the addresses at which the daemons of Slurm listen.
+LISTENS = """
+import psutil
+for process in psutil.process_iter(["name"]):
+    if process.info["name"] in ("slurmctld", "slurmd"):
+        for found in process.net_connections("inet"):
+            if found.status == psutil.CONN_LISTEN:
+                print(process.info["name"], found.laddr.ip)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("slurm")
+def test_no_daemon_can_be_reached_from_outside(tmp_path: Path) -> None:
+    """They run as root."""
+    done = on_slurm(tmp_path, sys.executable, "-c", LISTENS)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) == {"slurmctld 127.0.0.1", "slurmd 127.0.0.1"}
+
+
+#: A user without rights, who is root in a namespace of their own.
+PRETENDER = "setpriv --reuid 65534 --regid 65534 --clear-groups unshare --map-root-user"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("slurm")
+def test_nobody_becomes_root_by_saying_so(tmp_path: Path) -> None:
+    """A client of Slurm sends the number of its user: munge asks the kernel for it."""
+    if subprocess.run([*PRETENDER.split(), "true"], check=False).returncode != 0:
+        pytest.skip("users have no user namespaces here")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        submit = f"sbatch --wait --chdir=/ --output={folder}/said --wrap='id -u'"
+        copy = f"cp $SLURM_CONF {folder}/conf; chmod 644 {folder}/conf"
+        ask = f"{copy}; SLURM_CONF={folder}/conf {PRETENDER} {submit}"
+        done = on_slurm(tmp_path, "sh", "-c", ask)
+        assert done.returncode != 0 and "submission failed" in done.stderr, done.stderr
+        assert not (Path(folder) / "said").exists()
 
 
 @pytest.mark.slow

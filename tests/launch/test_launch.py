@@ -268,6 +268,13 @@ def test_any_object_with_the_right_methods_is_a_backend(
     assert {o["last_call"] for o in found["outcomes"]} == {"meet"}
 
 
+def test_a_rank_on_a_full_disk_says_why(fork_server: ForkServer, tmp_path: Path) -> None:
+    found = attempt(fork_server, tmp_path, "gloo", "full_disk", world=2)
+    outcome = found["outcomes"][found["cause"]]
+    assert (outcome["status"], outcome["exit_code"]) == ("exited", 1)
+    assert "OSError: [Errno 28] No space left on device" in outcome["message"]
+
+
 @pytest.mark.parametrize(("world", "budget"), [(0, 1.0), (2, 0.0)])
 def test_impossible_runs_are_refused(tmp_path: Path, world: int, budget: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):

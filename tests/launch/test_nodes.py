@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +17,10 @@ import psutil
 import pytest
 from made_case import made_case
 
+from shardproof.backends import mpi
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import Session
+from shardproof.launch.nodes.condition import CUT_OFF, QUESTION, WELL, Inquiry, Lost
 from shardproof.launch.nodes.nodes import Nodes, door
 from shardproof.launch.workspace import Workspace
 
@@ -31,14 +35,22 @@ def test_consecutive_ranks_share_a_node() -> None:
     assert nodes.ranks_of(1, 2) == ()
 
 
+def as_host(node: int) -> list[str]:
+    """What gives a process a host's name of its own, by which Open MPI tells nodes apart."""
+    rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"node{node}"]
+    possible = shutil.which("unshare") and not subprocess.call([*rename, "true"], stderr=-3)
+    return rename if possible else []
+
+
 @pytest.fixture(scope="module")
 def agents() -> Iterator[tuple[Nodes, list[int]]]:
     """Two nodes of two ranks, and the pids of their agents."""
-    environment = {**os.environ, "PYTHONPATH": HERE}
+    # Open MPI takes the addresses of this machine's network for those of two.
+    environment = {**os.environ, "PYTHONPATH": HERE, "OMPI_MCA_btl_tcp_if_include": "lo"}
     command = [sys.executable, "-m", "shardproof.launch.nodes.agent"]
     with Workspace() as folder:
         processes = [
-            subprocess.Popen([*command, str(folder), str(node)], env=environment)
+            subprocess.Popen([*as_host(node), *command, str(folder), str(node)], env=environment)
             for node in range(2)
         ]
         try:
@@ -63,6 +75,10 @@ def case(system: str, mesh: dict[str, int], **fields: Any) -> Case:
         "workload": SMALL,
     }
     return made_case(system, mesh, **(usual | fields))
+
+
+def faulty(name: str, **fields: Any) -> Case:
+    return case(f"faulty_ranks:{name}", {"replicate": 3}, id=name, **fields)
 
 
 CLEAN = [
@@ -98,6 +114,14 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)[1:]
 
 
+def nothing_stays(pids: Sequence[int]) -> None:
+    """What cases had is gone, at most a moment later."""
+    deadline = time.monotonic() + 30
+    while left := [process for pid in pids for process in descendants(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
 @pytest.mark.launches
 class TestAgents:
     def test_verdicts_and_bits_are_those_of_local_ranks_and_nothing_stays(
@@ -112,26 +136,83 @@ class TestAgents:
             "CallsAnother": ("crash", "rank 1 calls broadcast"),
             "AllocatesWithoutEnd": ("crash", "memory limit"),
         }
-        odd = [
-            case(f"faulty_ranks:{name}", {"replicate": 3}, id=name, memory_gib=0.75)
-            for name in broken
-        ]
+        odd = [faulty(name, memory_gib=0.75) for name in broken]
         found = run([*odd, *CLEAN], nodes)
         for name, (verdict, words) in broken.items():
             told, _ = found.pop(name)
             assert told.startswith(verdict) and words in told, told
         assert {verdict for verdict, _ in found.values()} == {"pass"}, found
         assert found == run(CLEAN, None) and all(digests for _, digests in found.values())
-        deadline = time.monotonic() + 30
-        while left := [process for pid in pids for process in descendants(pid)]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+        nothing_stays(pids)
 
-    def test_a_node_that_ends_costs_its_cases_and_is_named(
-        self, agents: tuple[Nodes, list[int]]
+    @pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
+    @pytest.mark.skipif(not as_host(0), reason="needs hosts' names of its own")
+    def test_agents_start_the_daemons_of_an_mpirun(
+        self, agents: tuple[Nodes, list[int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         nodes, pids = agents
+        monkeypatch.syspath_prepend(HERE)
+        cases = [
+            case("reference/zero3", {"shard": 4}, lane="bitwise", backend="mpi"),
+            case("faulty_ranks:IsKilled", {"replicate": 3}, backend="mpi"),
+        ]
+        found = run(cases, nodes)
+        assert "rank 1 killed" in found["faulty_ranks:IsKilled"][0]
+        memory = case("reference/zero3", {"shard": 4}, lane="bitwise", backend="in_memory")
+        assert found["reference/zero3"] == run([memory], None)["reference/zero3"]
+        nothing_stays(pids)
+
+    def test_a_paused_node_is_told_and_serves_again(
+        self, agents: tuple[Nodes, list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nodes, pids = agents
+        monkeypatch.syspath_prepend(HERE)
+        monkeypatch.setenv("PYTHONPATH", HERE)
+        pauses = faulty("PausesItsNode", deadline=3.0)
+        try:
+            found = run([pauses, CLEAN[2]], nodes)
+        finally:
+            agent = psutil.Process(pids[0])
+            for process in (agent, *agent.children(recursive=True)):
+                process.resume()
+        told, _ = found["PausesItsNode"]
+        assert told.startswith("hang lost node: node0 (ranks 0-1) is paused; rank 2 waits in "), (
+            told
+        )
+        told, _ = found[CLEAN[2].id]
+        assert told == "judge error node0 (ranks 0-1) is paused, and this case needs it"
+        assert run([CLEAN[2]], nodes)[CLEAN[2].id][0] == "pass"
+
+    def test_a_node_that_ends_costs_its_cases_and_is_named(
+        self, agents: tuple[Nodes, list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nodes, pids = agents
+        monkeypatch.syspath_prepend(HERE)
+        monkeypatch.setenv("PYTHONPATH", HERE)
         os.kill(pids[1], signal.SIGKILL)
         found = run([CLEAN[0], CLEAN[2]], nodes)
         assert found["reference/tensor"][0] == "pass", "it lies on the other node"
-        assert "node 1" in found["reference/zero3"][0], found
+        told, _ = found["reference/zero3"]
+        assert told == "judge error node1 (ranks 2-3) has ended, and this case needs it"
+        last = case("faulty_ranks:EndsItsNode", {"replicate": 2}, id="last")
+        told, _ = run([last], nodes)["last"]
+        assert told.startswith("crash rank 0 killed: node0 (ranks 0-1) has ended, and all its"), (
+            told
+        )
+
+
+def test_an_agent_that_lost_its_network_says_so() -> None:
+    ours, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, agent:
+        inquiry = Inquiry(ours)
+        told = []
+        for answer in (WELL, CUT_OFF, WELL):
+            inquiry.how()
+            assert agent.recv(64) == QUESTION
+            agent.send(answer)
+            told.append(inquiry.how())
+        assert told == [None, "cut off", None]
+        agent.close()
+        inquiry.how()
+        assert inquiry.how() == "ended"
+    assert str(Lost(1, (2,), "cut off")) == "node1 (rank 2) is cut off from the network"

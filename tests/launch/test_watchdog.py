@@ -10,7 +10,7 @@ import pytest
 from shardproof.backends import Backend
 from shardproof.launch import heartbeat, process_control, watchdog
 from shardproof.launch.diagnosis import RankProcess, diagnose
-from shardproof.launch.outcome import mark_consequences
+from shardproof.launch.outcome import mark_consequences, root_cause
 from shardproof.launch.rank_process import PARTING_SECONDS, RankLaunch
 from shardproof.launch.watchdog import TICK_SECONDS, WAITING_LOOKS, Watchdog
 
@@ -232,3 +232,21 @@ def test_a_rank_that_is_killed_before_it_tells_its_stack_waited_as_it_noted(
     ]
     outcomes = mark_consequences(diagnose(launch, processes))
     assert [(o.status, o.consequence) for o in outcomes] == [("hung", True), ("hung", False)]
+
+
+@pytest.mark.parametrize("mpirun", [True, False])
+def test_an_exit_by_mpi_is_a_consequence_where_another_rank_was_killed(
+    mpirun: bool, tmp_path: Path
+) -> None:
+    """MPI ends a rank that lost its peer, which may be seen before the peer's own end."""
+    link = Backend("made_up", threads=False, mpirun=mpirun)
+    launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, False, (), 0.0)
+    heartbeat.create(launch.heartbeat, 2)
+    processes = [
+        RankProcess(0, (0,), ended=3.0, exit_code=14),
+        RankProcess(1, (1,), ended=3.1, signal=9),
+    ]
+    cause = root_cause(diagnose(launch, processes))
+    assert cause is not None and cause.rank == (1 if mpirun else 0)
+    alone = root_cause(diagnose(launch, [processes[0], RankProcess(1, (1,), 3.1, exit_code=14)]))
+    assert alone is not None and alone.status == "exited"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import struct
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import docker
 import pytest
@@ -87,10 +89,13 @@ def test_a_cap_that_is_too_far_off_ends_the_run(
 
 
 def test_a_moment_of_another_program_spoils_no_measure() -> None:
+    half = [0.5, 0.5]
     tries = iter([[0.2, 0.5], [0.45, 0.5], [0.1, 0.1]])
-    assert caps._best(lambda: next(tries), 0.5) == [0.45, 0.5]
+    assert caps._best(lambda _: next(tries), half) == [0.45, 0.5]
     tries = iter([[0.2, 0.5], [0.3, 0.3], [0.1, 0.1]])
-    assert caps._best(lambda: next(tries), 0.5) == [0.3, 0.3], "the nearest is told"
+    assert caps._best(lambda _: next(tries), half) == [0.3, 0.3], "the nearest is told"
+    tries = iter([[None, 0.5]])
+    assert caps._best(lambda _: next(tries), [None, 0.5]) == [None, 0.5], "one node is capped"
 
 
 def test_a_kernel_that_takes_no_cap_is_told(tmp_path: Path) -> None:
@@ -121,14 +126,30 @@ def test_the_kernel_is_asked_for_a_token_bucket() -> None:
     assert struct.pack("=I", (1 << 14) + (1 << 18)) in slow, "room for what TCP hands over at once"
 
 
-def test_what_comes_at_once_is_not_counted() -> None:
-    """A sender of two bursts and a second's worth, over this machine's loopback."""
+def test_bytes_are_sent_and_received() -> None:
+    """A megabyte over this machine's loopback."""
     found: list[float] = []
     receiver = threading.Thread(target=lambda: found.append(node_caps.receive("65536", port=29417)))
     receiver.start()
     node_caps.send("127.0.0.1", str(1 << 20), port=29417)
     receiver.join()
     assert found[0] > 0
+
+
+def test_what_comes_at_once_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 KiB at once in two pieces, then 1000 bytes a second, by a clock of its own."""
+    now, parts = [0.0], iter([(0.0, 32768), (0.0, 32768), *[(0.5, 500)] * 3, (0.0, 0)])
+
+    def recv(_: int) -> bytes:
+        seconds, count = next(parts)
+        now[0] += seconds
+        return bytes(count)
+
+    sender = MagicMock(recv=recv)
+    server = SimpleNamespace(settimeout=lambda _: None, accept=lambda: (sender, None))
+    monkeypatch.setattr(node_caps.socket, "create_server", lambda _: nullcontext(server))
+    monkeypatch.setattr(node_caps.time, "monotonic", lambda: now[0])
+    assert node_caps.receive("65536") == 1000.0
 
 
 def test_cores_and_memory_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ Tests that need a container engine are skipped with the reason where there is no
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,11 +20,12 @@ from typing import Any
 
 import pytest
 import torch
+from commands import shardproof
 from made_case import made_case
-from made_engine import MadeEngine, made_cluster
+from made_engine import MadeEngine, assert_refused_at_once, made_cluster
+from real_engine import compose, left_of, real_engine
 
 from shardproof.commands import cluster as cluster_command
-from shardproof.commands import main as command_line
 from shardproof.contract import Piece
 from shardproof.errors import SelectionError
 from shardproof.evidence.records import RankRecord
@@ -43,7 +46,7 @@ def test_containers_have_no_rights_and_one_place_to_write(tmp_path: Path) -> Non
     assert cluster.run(engine, made_cluster(tmp_path), ["run", "ddp-gpt"], said.append) == 1
     assert said == ["1 fail\n"] and not engine.parts
     head, network, *nodes = engine.made
-    assert network.asked["internal"]
+    assert network.asked["internal"] and network.asked["options"] == cluster.NO_HOST
     assert [part.name for part in nodes] == ["shardproof-1-2-node0", "shardproof-1-2-node1"]
     for part in (head, *nodes):
         _, _, options = part.asked
@@ -54,6 +57,7 @@ def test_containers_have_no_rights_and_one_place_to_write(tmp_path: Path) -> Non
         assert writable == ([str(tmp_path)] if part is head else [])
         assert {m["Target"] for m in options["mounts"]} >= {"/home/me/work"}
         assert not options["user"].startswith("0")
+        assert options["environment"]["PYTHONSAFEPATH"] == "1", "a mounted checkout does not run"
     for part in nodes:
         assert part.asked[2]["pid_mode"] == part.asked[2]["ipc_mode"] == f"container:{head.id}"
         assert part.asked[2]["network"] == network.name
@@ -96,21 +100,46 @@ def test_a_head_that_is_stopped_from_outside_is_told(tmp_path: Path) -> None:
 
 
 def test_clean_leaves_runs_that_go_on() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()", "cluster"], stdin=-1) as live:
-        with subprocess.Popen(["sleep", "60"]) as other:
-            engine, said = MadeEngine(), []
-            runs = [f"shardproof-{pid}-17" for pid in (live.pid, other.pid, 2**22 + 1)]
-            for run in (*runs, "made-by-hand"):
-                engine.add(f"box of {run}", {"shardproof": run})
-                engine.add(f"network of {run}", {"shardproof": run}, {})
-            assert cluster.clean(engine, said.append)
-            left = {part.attrs["Labels"]["shardproof"] for part in engine.parts}
-            assert left == {runs[0]} and len(engine.parts) == 2
-            assert f"left: {runs[0]}, which goes on; `cluster clean --all`" in said[0]
-            assert cluster.clean(engine, said.append, everything=True)
-            assert not engine.parts
-            other.kill()
-        live.kill()
+    """Whatever the command is called, and wherever it runs; the number of one may be another's."""
+    elsewhere = f"another start/pid:[1]/{os.getpid()}-17"
+    makers = {
+        "shardproof-1-17": cluster.made_by(os.getpid()),
+        "shardproof-2-17": f"{cluster.this_place()}/{os.getpid()}-17",
+        "shardproof-3-17": f"{cluster.this_place()}/{2**22 + 1}-17",
+        "shardproof-4-17": elsewhere,
+        "shardproof-5-17": elsewhere,  # as after a start of the machine: nothing of it runs
+        f"shardproof-{os.getpid()}-17": "",  # of an older suite
+        f"shardproof-{2**22 + 1}-17": "",
+        "by-hand": "",
+        "judge": "",  # of others, and of `docker run` of an older image
+    }
+    engine, said = MadeEngine(), list[str]()
+    for name, maker in makers.items():
+        labels = {"shardproof": name, cluster.MADE_BY: maker}
+        engine.add(f"box of {name}", labels).status = "exited" if "-5-" in name else "running"
+        engine.add(f"network of {name}", labels, {}).status = ""
+    assert cluster.clean(engine, said.append)
+    live = ["shardproof-1-17", "shardproof-4-17", f"shardproof-{os.getpid()}-17"]
+    left = {part.attrs["Labels"]["shardproof"] for part in engine.parts}
+    assert left == {*live, "by-hand", "judge"}
+    assert "left: shardproof-1-17, which goes on; `cluster clean --all`" in said[0]
+    assert any("shardproof-4-17, which goes on, started elsewhere;" in line for line in said)
+    assert not [part for part in cluster.parts(engine) if "by-hand" in part.name]
+    assert cluster.clean(engine, said.append, everything=True)
+    assert {part.attrs["Labels"]["shardproof"] for part in engine.parts} == {"by-hand", "judge"}
+
+
+def test_what_a_cluster_is_made_of_tells_who_made_it(tmp_path: Path) -> None:
+    engine = MadeEngine()
+    cluster.run(engine, made_cluster(tmp_path), ["run"], print)
+    assert {cluster.label_of(part, cluster.MADE_BY) for part in engine.made} == {
+        cluster.made_by(os.getpid())
+    }
+
+
+def test_images_and_compose_have_not_the_label_of_clusters() -> None:
+    for file in ("Dockerfile", "compose.yaml"):
+        assert not re.search(r"\bshardproof[=:]", (ROOT / file).read_text()), file
 
 
 @pytest.mark.parametrize(
@@ -122,7 +151,6 @@ def test_clean_leaves_runs_that_go_on() -> None:
         (["ddp-gpt", "--bandwidth", "fast"], "'fast' is no rate of 1mbit to 10gbit"),
         (["ddp-gpt", "--bandwidth", "20gbit"], "'20gbit' is no rate of 1mbit to 10gbit"),
         (["ddp-gpt", "--bandwidth", "1gbit", "--nodes", "1"], "choose --nodes 2"),
-        (["ddp-gpt", "--backend", "mpi"], "an mpirun starts ranks on one machine"),
         (["ddp-ggt"], "did you mean ddp-gpt?"),
         (
             ["ddp-gpt", "--backend", "gloo", "--world", "4", "--nodes", "1"],
@@ -131,23 +159,15 @@ def test_clean_leaves_runs_that_go_on() -> None:
     ],
 )
 def test_bad_input_is_told_before_anything_is_built(
-    words: list[str],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_room, "client", lambda: pytest.fail("it asked for the engine"))
-    monkeypatch.setattr(sys, "argv", ["shardproof", "cluster", "run", *words])
-    with pytest.raises(SystemExit) as left:
-        command_line.main()
-    assert left.value.code == BAD_INPUT
-    assert says in " ".join(capsys.readouterr().err.split())
+    assert_refused_at_once(monkeypatch, says, "run", *words)
 
 
 def test_results_that_cannot_be_written_are_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SelectionError, match="results cannot be written: Not a directory"):
-        cluster_command._results(tmp_path / "file" / "run")
+        cluster_command._made(tmp_path / "file" / "run")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="of files of root only")
@@ -160,13 +180,6 @@ def test_a_folder_that_no_container_can_read_is_told(
         cluster_command._own([], ["mine:Mine"])
     tmp_path.chmod(0o755)
     assert cluster_command._own([], ["mine:Mine"]) == [tmp_path]
-
-
-def test_an_argument_of_the_build_makes_images_old() -> None:
-    one, other = {"TORCH": "torch==2.13.0"}, {"TORCH": "torch==2.14.0"}
-    assert engine_room.source_digest(one) != engine_room.source_digest(other)
-    index = {"PIP_INDEX_URL": "http://mirror"}
-    assert engine_room.source_digest(one | index) == engine_room.source_digest(one)
 
 
 # ---------------------------------------------------------------------------------- one machine
@@ -333,64 +346,35 @@ def test_a_rank_that_raises_spoils_its_case_only(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def engine() -> Any:
     """A container engine with both images."""
-    try:
-        found = engine_room.client()
-        engine_room.build(found)
-    except NoCluster as error:
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"CI must run the container tests: {error}")
-        pytest.skip(str(error))
-    return found
+    return real_engine()
 
 
-def _inside(engine: Any, target: str, *command: str) -> str:
-    labels = {"shardproof": "test"}
-    image = engine_room.image_name(target)
-    return str(engine.containers.run(image, list(command), remove=True, labels=labels).decode())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_images_are_slim_and_without_rights(engine: Any) -> None:
-    assert engine.images.get(engine_room.image_name("rank")).attrs["Size"] < 1.4e9
-    probe = (
-        "import os, importlib.util as u, shardproof.multinode.torchrun\n"
-        "from shardproof.workloads import data\n"
-        "print(os.getuid(), len(data.digits()[0]),\n"
-        "      [n for n in ('typer', 'rich', 'sklearn', 'scipy', 'pandas') if u.find_spec(n)])"
-    )
-    assert _inside(engine, "rank", "python", "-c", probe).split() == ["10001", "1797", "[]"]
-    assert "typer" in _inside(
-        engine, "judge", "python", "-c", "import typer, sklearn; print(typer.__name__)"
-    )
-
-
-def _shardproof(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shardproof", *words],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+_shardproof = functools.partial(shardproof, timeout=300)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_containers_compute_the_bits_of_local_processes(engine: Any, tmp_path: Path) -> None:
-    """Data, sharding, pipelines and tensors over nodes: same verdicts, same digests."""
-    chosen = ["zero-dyadic", "pipeline-dyadic", "tensor-dyadic"]
+    """Data, sharding, pipelines, tensors and replicas of shards: same verdicts, same digests."""
+    chosen = ["zero-dyadic", "pipeline-dyadic", "tensor-dyadic", "fsdp-meshes"]
     chosen += ["--backend", "gloo", "--world", "4", "--tier", "full"]
     there, here = str(tmp_path / "there"), str(tmp_path / "here")
-    done = _shardproof("cluster", "run", *chosen, "--results", there)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert _shardproof("run", *chosen, "--results", here).returncode == 0
-    compared = _shardproof("compare", here, there)
-    assert compared.returncode == 0, compared.stdout + compared.stderr
+    done = _shardproof("reproduce", here, "--cluster", "--results", there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = [line.split(":")[0] for line in done.stdout.splitlines() if "::gloo::" in line]
+    assert "equal" in words and "agrees" not in words, done.stdout
     assert _shardproof("verify", there).returncode == 0
-    assert not cluster.parts(engine)
+    (hybrid,) = (
+        line
+        for line in map(json.loads, Path(there, "cases.jsonl").read_text().splitlines())
+        if "+hybrid::gloo" in line["id"] and "::full" in line["id"]
+    )
+    (figures,) = (c["figures"] for c in hybrid["checks"] if c["check"] == "traffic")
+    across = {(row["axis"], row["operation"]): row for row in figures["between_nodes"]}
+    assert across["shard", "all_gather"]["across"] == "0"
+    assert across["replicate", "all_reduce"]["across"] == across["replicate", "all_reduce"]["bytes"]
+    assert not left_of(engine, Path(there))
 
 
 @pytest.mark.slow
@@ -447,7 +431,7 @@ def test_caps_of_nodes_are_set_measured_and_told(engine: Any, tmp_path: Path) ->
     )
     for name, found in told["measured"].items():
         assert found == pytest.approx([declared[name]] * 2, rel=0.2), name
-    assert not cluster.parts(engine)
+    assert not left_of(engine, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -459,7 +443,7 @@ def test_cores_of_a_node_are_capped_and_measured(engine: Any) -> None:
     started = {"detach": True, "init": True, "labels": {"shardproof": "test"}, **declared.limits}
     node = engine.containers.run(image, ["sleep", "infinity"], **started)
     try:
-        measured = caps.measured(engine, node, [node], [], declared)
+        measured = caps.measured(engine, node, [node], [], [declared], {})
     finally:
         node.remove(force=True)
     assert measured["cpus"] == pytest.approx([0.1], rel=caps.TOLERANCE)
@@ -489,7 +473,7 @@ def test_interrupt_leaves_nothing(engine: Any, tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    assert not cluster.parts(engine)
+    assert not left_of(engine, tmp_path / "run")
     header = json.loads((tmp_path / "run" / "run.json").read_text())
     assert header["invocations"][-1]["exit_code"] == INTERRUPTED, "the head ended in order"
 
@@ -497,18 +481,17 @@ def test_interrupt_leaves_nothing(engine: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_compose_is_the_way_by_hand(engine: Any) -> None:
-    ways = [["docker", "compose"], ["docker-compose"]]
-    found = [w for w in ways if shutil.which(w[0]) and not subprocess.call([*w, "version"])]
-    if not found:
-        pytest.skip("no Compose")
     run = f"test-{os.getpid()}"
     chosen = {"RUN": run, "EXPRESSION": "bucket_view", "COMPARE": "no", "NODES": "2"}
     environment = {**os.environ, **chosen, "OWNER": str(os.getuid())}
-    command = [*found[0], "--project-name", run]
+    command = [*compose(), "--project-name", run]
     up = ["up", "--no-build", "--scale", "node=1", "--exit-code-from", "head"]
     try:
         assert subprocess.call([*command, *up], cwd=ROOT, env=environment) == 0
-        assert _shardproof("verify", str(ROOT / "results" / run)).returncode == 0
+        (header,) = (ROOT / "results" / run).glob("*/run.json")
+        assert _shardproof("verify", str(header.parent)).returncode == 0
+        nodes = json.loads(header.read_text())["invocations"][0]["cluster"]["nodes"]
+        assert [node["ranks"] for node in nodes] == [[0, 1], [2, 3]]
     finally:
         subprocess.call([*command, "down"], cwd=ROOT, env=environment)
         shutil.rmtree(ROOT / "results" / run, ignore_errors=True)

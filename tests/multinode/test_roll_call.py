@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,14 @@ def test_machines_that_met_over_a_loopback_name_are_refused(
     assert both("eth0") == ["complete"] * 2
     (said,) = {*both(None)}
     assert said.startswith("MASTER_ADDR is the loopback on a, on a job of several machines (head)")
+
+
+def test_which_rank_is_where() -> None:
+    store = dist.HashStore()
+    for number, (rank, host) in enumerate([(3, "b"), (0, "a"), (2, "b"), (1, "a")], 1):
+        store.set(f"entry{number}", json.dumps(asdict(entry(rank, host, world=4))))
+    found = [(host.name, host.ranks) for host in roll_call.hosts(store, 4)]
+    assert found == [("a", [0, 1]), ("b", [2, 3])]
 
 
 def test_ranks_that_see_other_folders_all_say_so(

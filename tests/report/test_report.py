@@ -22,7 +22,8 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.checks import Outcome
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import SelectionError
-from shardproof.report import bubbles, kills, tables
+from shardproof.report import bubbles, kills, limits, tables
+from shardproof.report.coverage import seen
 from shardproof.report.environment import environment
 from shardproof.report.text import BEGIN, END
 from shardproof.runs import durations
@@ -109,6 +110,25 @@ def test_reasons_cannot_break_out_of_the_markdown(tmp_path: Path) -> None:
     text = report.document(read(tmp_path / "run"))
     outside = re.sub(r"(?ms)^  (~{4,})text$.*?^  \1$", "", text)
     assert "~~~~~text" in text and "<script" not in outside and "](http" not in outside
+
+
+def test_events_that_no_case_saw_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunFolder(tmp_path / "run", ["shardproof", "run"]) as folder:
+        folder.add(result(case("a"), seen=("a call of a strided tensor",)))
+        folder.add(result(case("b"), seen=("a call of a strided tensor", "a call of integers")))
+        folder.add(result(case("c"), "skip", None, None))
+    run = read(tmp_path / "run")
+    assert run.cases[0].seen == ("a call of a strided tensor",) and run.cases[2].seen is None
+    counts = seen(run.cases)
+    assert counts["a call of a strided tensor"] == 2 and counts["a call of integers"] == 1
+    assert counts["buckets cut anew in a later step"] == 0
+    text = report.document(run)
+    assert "What the checks had before them" in text and "Never seen" not in text
+    monkeypatch.setattr(limits, "MANY", 3)
+    told = report.document(run).partition("Never seen")[2]
+    assert "buckets cut anew" in told and "strided" not in told
+    assert "a call of a strided tensor" in report.html(run)
+    assert not seen(read(fill(tmp_path / "older")).cases)
 
 
 def test_what_is_left_out_later_keeps_its_result(tmp_path: Path) -> None:

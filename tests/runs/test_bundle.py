@@ -123,8 +123,8 @@ def test_it_holds_the_evidence_and_names_what_it_leaves_out(made: Path, packed: 
     records = [f"records/{path.name}" for path in (made / "records").iterdir()]
     times = [f"times/{path.name}" for path in (made / "times").iterdir()]
     assert (len(records), len(times)) == (2, 1)
-    whole = ["cases.jsonl", "junit.xml", "manifest.jsonl", "planned.jsonl", "run.json"]
-    whole += ["report.html", "report.md", *records, *times]
+    whole = ["cases.jsonl", "coverage.json", "junit.xml", "manifest.jsonl", "planned.jsonl"]
+    whole += ["run.json", "report.html", "report.md", *records, *times]
     assert names == [LISTING, *sorted(whole)]
     for name in whole:
         if name != "report.md" or (made / name).exists():
@@ -472,7 +472,7 @@ def test_bundle_here_and_verify_there(
     code, told = shardproof("bundle", str(made))
     assert code == 0, told
     first, contents, *rest = told.splitlines()
-    assert first.startswith(f"{made.name}.tar.gz: 10 files of ")
+    assert first.startswith(f"{made.name}.tar.gz: 11 files of ")
     assert contents.startswith("contents sha256:")
     assert rest == ["left out: cluster.json", "left out: local/ (2 files)"]
     code, told = shardproof("bundle", str(made))

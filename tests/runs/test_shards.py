@@ -200,6 +200,27 @@ def test_a_part_that_did_not_end_leaves_out_what_it_lacks(command: Any, tmp_path
     assert not [text for text in verify(tmp_path / "merged").problems if "is missing" in text]
 
 
+@pytest.mark.parametrize("judged", [True, False])
+def test_what_a_part_left_out_is_not_done(judged: bool, command: Any, tmp_path: Path) -> None:
+    """As Ctrl-C leaves it: a line for each case, and an end."""
+    first, second = _part(tmp_path, "1/2", left=1 if judged else 99), _part(tmp_path, "2/2")
+    there = {line["id"] for line in stored(first)}
+    own = _cut(CASES, Shard(1, 2)).names(1)
+    with RunFolder(first, ["run"]) as run:
+        for each in CASES:
+            if each.id in own - there:
+                run.leave_out(each, "stopped by Ctrl-C")
+        run.close(130)
+    lacking = len(own - there)
+    code, out, err = command("merge", str(first), str(second), "--into", str(tmp_path / "merged"))
+    assert code == 3, out + err
+    cases = "1 case" if lacking == 1 else f"{lacking} cases"
+    assert f"part 1 of 2: stopped by Ctrl-C: {cases} left out" in out
+    left = [line for line in stored(tmp_path / "merged") if line["kind"] == "left out"]
+    assert len(left) == len({line["id"] for line in left}) == lacking
+    assert all("stopped by Ctrl-C" in line["reason"] for line in left)
+
+
 def test_parts_that_do_not_belong_together_are_refused(
     command: Any, tmp_path: Path, judged_elsewhere: dict[str, Any]
 ) -> None:

@@ -550,7 +550,8 @@ def test_shipped_scenarios_expand_and_stay_within_the_budget(shipped: list[Case]
     assert sum(case.scenario.startswith(own) for case in quick) <= 45  # a minute on two cores
     assert sum(case.scenario.startswith("compression") for case in quick) <= 14
     assert {case.backend for case in quick} == {"in_memory", "gloo", "mpi"}
-    assert {case.scenario for case in shipped if case.backend == "mpi"} == {
+    over_mpi = {case.scenario for case in shipped if case.backend == "mpi"}
+    assert {name for name in over_mpi if not name.startswith("covering-")} == {
         *("mpi", "faults-data", "faults-pipeline")
     }
     ddp = [case for case in quick if case.implementation in ("reference/ddp", "pytorch/ddp")]
@@ -568,6 +569,9 @@ OTHERS = (
         "ddp-",
         "faults-",
         "checkpoint-",
+        "cluster",
+        "covering-",
+        "pairs-by-hand",
         "collectives",
         "plain",
         "relations",
@@ -581,6 +585,7 @@ OTHERS = (
     *("samplers", "stopping"),
     "compression",
     *("local", "async", "elastic"),
+    *("no-layer-norm", "recurrence", "gradient-penalty", "rotating-shares"),
 )
 
 
@@ -603,7 +608,7 @@ def test_the_sharded_family_fits_into_minutes(shipped: list[Case]) -> None:
         if not case.scenario.startswith(OTHERS) and "/ecosystem/" not in case.source
     ]
     assert sum(case.tier == "quick" for case in family) <= 62
-    assert sum(case.tier == "full" for case in family) <= 650
+    assert sum(case.tier == "full" for case in family) <= 690
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp"])

@@ -459,3 +459,15 @@ def test_a_plain_system_leaves_out_what_reductions_kept(tmp_path: Path) -> None:
         return [piece.name for piece in plain.local_state("optimizer") if "@" in piece.name]
 
     assert succeed(body, 2) == [[], []]
+
+
+def test_nobody_keeps_what_was_lost_of_a_tensor_without_elements() -> None:
+    """A fault of the emulator: it promised a residual that no server has a part of."""
+    told = emulator(Compress("onebit"), Reduction())
+    nothing = torch.empty(0, 3)
+    total, sent = told.reduce(0, "empty", [nothing, nothing])
+    assert total.shape == (0, 3)
+    assert len(sent) == 2
+    assert not any(name.startswith("empty.server") for name in told.kept)
+    told.reduce(0, "one", [torch.ones(1), torch.ones(1)])
+    assert "one.server_residual@all" in told.kept

@@ -5,6 +5,7 @@ over, and torch's private parts that the adapters stand on.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from shardproof.contract import (
     ScalerSpec,
 )
 from shardproof.impls.pytorch import fsdp2
+from shardproof.registry.declaration import Declaration
 from shardproof.workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -252,11 +254,14 @@ def test_torch_still_tells_of_overflows_by_its_private_way() -> None:
     assert [float(found) for found in scaler._found_inf_per_device(optimizer).values()] == [1.0]
 
 
-def test_an_older_torch_refuses_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_older_torch_lacks_is_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     if hasattr(FSDPModule, fsdp2.UNUSED):
         monkeypatch.delattr(FSDPModule, fsdp2.UNUSED)
-    with pytest.raises(Refused, match=r"torch .* has no FSDPModule\."):
-        registry.load(FSDP2).capabilities({"reduce_scatter_unused_params": True})
+    for options in ({}, {"reduce_scatter_unused_params": True}):
+        declared = Declaration.of(registry.load(FSDP2), options)
+        missing = declared.missing_here("gloo", 2)
+        assert bool(missing) == bool(options), options
+    assert re.fullmatch(r"torch .* has no FSDPModule\..*", missing)
 
 
 def test_fsdp1_clips_in_fp64_where_a_rank_holds_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from commands import here
 
 from shardproof import registry, workloads
 from shardproof.case import Case
+from shardproof.coverage import features, pairs, triggers
 from shardproof.errors import SelectionError
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.units.plan import Wrap, plan_units
 from shardproof.registry.declaration import Declaration
 from shardproof.studies import campaign
 from shardproof.studies.campaign import systems
+from shardproof.studies.campaign.varied import other
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -29,6 +32,13 @@ SEED, COUNT = 11, 1200
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Case]:
+    """Of the lists of systems alone."""
+    return [campaign.numbered_case(number, SEED) for number in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def first() -> list[Case]:
+    """Of a whole campaign: cases of scenarios, varied, among them."""
     return campaign.first_cases(COUNT, SEED)
 
 
@@ -36,8 +46,8 @@ def _declared(case: Case) -> Declaration:
     return Declaration.of(registry.load(case.implementation), case.options)
 
 
-def test_every_drawn_case_can_be_run(drawn: list[Case]) -> None:
-    for case in drawn:
+def test_every_drawn_case_can_be_run(first: list[Case]) -> None:
+    for case in first:
         declaration = _declared(case)
         assert not declaration.problem(), case.id
         assert not declaration.excludes_case(case, ""), case.id
@@ -74,16 +84,50 @@ def test_batch_norms_get_buffers_of_their_dtype(drawn: list[Case]) -> None:
         assert case.precision.get("buffers") == case.precision.get("parameters"), case.id
 
 
-def test_ids_differ_and_repeat_the_case(drawn: list[Case]) -> None:
-    assert len({case.id for case in drawn}) == len(drawn)
-    chosen = next(case for case in drawn if case.precision and case.options)
+def test_ids_differ_and_repeat_the_case(first: list[Case]) -> None:
+    assert len({case.id for case in first}) == len(first)
+    chosen = next(case for case in first if case.precision and case.options)
     again = [campaign.by_id(chosen.id)]
     assert again == [chosen]
 
 
-def test_a_filter_changes_no_case(drawn: list[Case]) -> None:
+def test_a_filter_changes_no_case(first: list[Case]) -> None:
     part = campaign.first_cases(10, SEED, ["*/fsdp*"])
-    assert part == [case for case in drawn if "/fsdp" in case.implementation][:10]
+    assert part == [case for case in first if "/fsdp" in case.implementation][:10]
+
+
+def test_every_trigger_and_every_feature_of_the_table_is_drawn(first: list[Case]) -> None:
+    """Models, loss scales, checkpoints and members among them; most pairs, whatever the seed."""
+    whole = pairs.table(campaign.shipped().cases)
+    found = pairs.table(first)
+    assert {trigger for trigger, _ in found.met} == {*triggers.names()}
+    assert {feature for _, feature in found.met} == {feature for _, feature in whole.met}
+    assert len(found.met) > 0.85 * len(whole.met), found.sentence()
+
+
+def test_what_one_rank_takes_alone_stays_on_one_rank() -> None:
+    """Compression with a loss scaler: a reason speaks against that pair elsewhere."""
+    both = [case for case in campaign.shipped().cases if case.optimizer.scaler]
+    both = [case for case in both if "compress" in case.options and case.world == 1]
+    source = random.Random(0)
+    varied = [other(source, case, 3) for case in both for _ in range(40)]
+    meshes = {case.world for case in varied if case is not None and case.optimizer.scaler}
+    assert both
+    assert meshes == {1}
+
+
+def test_pairs_that_random_cases_meet_are_listed(first: list[Case]) -> None:
+    done = here("list", "coverage", "--campaign", "40", "--seed", str(SEED))
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    met = {(trigger, feature) for trigger, feature, _, count, _ in rows if int(count)}
+    assert met == pairs.table(first[:40]).met
+    wanted = pairs.table(campaign.shipped().cases).met
+    share = f"{len(met & wanted):,} of {len(wanted):,} pairs that a scenario meets"
+    assert f"40 cases drawn from seed {SEED}: {share}" in done.stderr
+    assert {why for *_, count, why in rows if not int(count)} >= {"not drawn"}
+    refused = here("list", "traits", "--campaign", "3")
+    assert refused.returncode == 2
+    assert "leave out list traits" in refused.stderr
 
 
 def test_every_system_and_every_value_of_an_option_is_drawn(drawn: list[Case]) -> None:
@@ -198,7 +242,7 @@ def test_a_batch_that_goes_with_nothing_is_drawn_again(monkeypatch: pytest.Monke
 
 def test_a_campaign_of_ones_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SUPPORT)
-    drawn = campaign.first_cases(40, 3, ["adopted:GreedyZero1"])
+    drawn = campaign.first_cases(150, 3, ["adopted:GreedyZero1"])
     assert {case.implementation for case in drawn} == {"adopted:GreedyZero1"}
     assert {tuple(case.mesh) for case in drawn} == {("shard",)}
     assert {case.world for case in drawn} == {1, 2, 3, 4, 5}
@@ -206,6 +250,12 @@ def test_a_campaign_of_ones_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert campaign.by_id(drawn[7].id) == drawn[7]
     for case in drawn:
         assert not _declared(case).excludes_case(case, ""), case.id
+    models = {name for name in triggers.names() if name.startswith("model ")}
+    assert models <= {trigger for case in drawn for trigger in triggers.of(case)}
+    asked = {feature for case in drawn for feature in features.of(case)}
+    assert {"loss-scaler", "optimizer sgd", "optimizer adamw", "clipping"} <= asked
+    assert {"precision parameters bfloat16", "precision reduce float32"} <= asked
+    assert all(case.is_borrowed or not case.precision for case in drawn)
     for wrong, says in (
         ("nowhere:Mine", "no module 'nowhere' here or installed"),
         ("adopted:Nobody", "has no 'Nobody' in adopted"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,11 +21,14 @@ from shardproof.case import Case
 from shardproof.cases.runner import run_cases
 from shardproof.errors import ScenarioError, SelectionError
 from shardproof.report.drawings import bands
+from shardproof.runs.run_folder import RunFolder
 from shardproof.scenarios import load
-from shardproof.studies import convergence
+from shardproof.studies.convergence import page as pages
 from shardproof.studies.convergence import plan
-from shardproof.studies.convergence.judge import judge
-from shardproof.studies.convergence.training import RankTraining, Run, Trained, together
+from shardproof.studies.convergence import study as convergence
+from shardproof.studies.convergence import training as trainings
+from shardproof.studies.convergence.judge import judge, soonest
+from shardproof.studies.convergence.training import RankEnd, RankTraining, Run, Trained, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -185,6 +190,136 @@ def test_records_that_do_not_tell_what_was_trained_are_refused(
         convergence.run([study], 1, None, None, kept)
 
 
+def test_a_run_folder_has_page_drawing_and_losses(
+    small: tuple[plan.Study, convergence.Ends], tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"studies": {"small": convergence.recorded(*small)}}))
+    with RunFolder(tmp_path / "run", ["shardproof"]) as folder:
+        convergence.run([small[0]], 1, None, None, kept, folder)
+    assert "(convergence-small.svg)" in (tmp_path / "run/convergence.md").read_text()
+    ElementTree.parse(tmp_path / "run/convergence-small.svg")
+    again = tmp_path / "run/convergence.json"
+    assert convergence.run([small[0]], 1, None, None, again) == verdicts.HELD
+
+
+# ---------------------------------------------------------------------------------------- seconds
+
+
+def test_seconds_are_those_of_steps_until_they_are_over(
+    small: tuple[plan.Study, convergence.Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 1, to come to its end 10, to look 100, to set up 1000."""
+    clock = [0.0]
+
+    def takes(name: str, seconds: float, owner: Any = RankTraining) -> None:
+        method = getattr(owner, name)
+
+        def slow(self: Any, *given: Any) -> Any:
+            clock[0] += seconds
+            return method(self, *given)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    monkeypatch.setattr(trainings.time, "perf_counter", lambda: clock[0])
+    for name, seconds in (("_set_up", 1000), ("_step", 1), ("_measured", 100)):
+        takes(name, seconds)
+    takes("drain", 10, registry.load("reference/ddp"))
+    run = replace(small[0].first, world=1, steps=8, target=0.001)
+    (end,) = succeed(lambda r, _: RankTraining(run, r, timed=True).train(), 1, ledgers=True)
+    assert end.seconds == [14.0, 14.0]
+    (end,) = succeed(lambda r, _: RankTraining(run, r).train(), 1, ledgers=True)
+    assert end.seconds == [], "ranks without cores of their own tell none"
+
+
+def test_between_two_looks_the_slowest_rank_counts() -> None:
+    def rank(*seconds: float) -> RankEnd:
+        return RankEnd([1.0, 0.9], 8, 8, Fraction(3), "reached", [*seconds])
+
+    assert together([rank(1, 5), rank(4, 2)]).seconds == 9
+    assert together([rank(1, 5), rank()]).seconds is None
+
+
+def test_ranks_that_are_threads_tell_no_seconds(
+    small: tuple[plan.Study, convergence.Ends],
+) -> None:
+    study, ends = small
+    assert not study.first.timed and replace(study.first, backend="gloo").timed
+    assert all(end.seconds is None for own in ends.values() for end in own)
+    page = pages.section(study, ends, convergence.judged(study, ends), "")
+    assert "seconds" not in page and "wall time" not in page
+    shared = replace(study, dense=replace(study.dense, runs=[replace(study.first, backend="gloo")]))
+    page = pages.section(shared, ends, convergence.judged(study, ends), "")
+    assert "No seconds are told: ranks had no cores of their own" in page
+
+
+@pytest.mark.launches
+def test_ranks_that_are_processes_train_the_same_and_tell_seconds(
+    small: tuple[plan.Study, convergence.Ends],
+) -> None:
+    """Where there are cores for two."""
+    run = replace(small[0].first, world=2)
+    other = replace(run, backend="gloo")
+    found = dict(convergence.in_leaders(4)([("threads", run), ("processes", other)]))
+    seconds = found["processes"].seconds
+    assert replace(found["processes"], seconds=None) == found["threads"]
+    assert (seconds is not None) == (len(os.sched_getaffinity(0)) >= 2)
+
+
+def timed(*seconds: float) -> list[Trained]:
+    """Runs that reached the target in 8 steps and so many seconds; NaN: it was missed."""
+    ends = [Trained([1.0, 0.9], 8, 8, 80, seconds=s) for s in seconds]
+    return [replace(e, reached=None) if math.isnan(e.seconds or 0) else e for e in ends]
+
+
+def test_the_ratio_of_seconds_by_hand() -> None:
+    dense = timed(10, 20, 30)
+    assert judge(dense, timed(5, 10, 15), 1.25, 8).ratio_of_seconds == "0.50 [0.50, 0.50]"
+    assert judge(dense, timed(5, 10, 15), 1.25, 8).ratio == "1.00 [1.00, 1.00]"
+    assert judge(dense, timed(5, 10, math.nan), 1.25, 8).ratio_of_seconds == "-"
+    assert judge(dense, ends(8, 8, 8), 1.25, 8).ratio_of_seconds == "-", "records without seconds"
+
+
+def test_which_is_there_first_in_wall_time_is_said(
+    small: tuple[plan.Study, convergence.Ends],
+) -> None:
+    names = list(small[1])
+
+    def said(*systems: Sequence[Trained]) -> str:
+        told = dict(zip(names, systems, strict=False))
+        return pages.in_wall_time(told)
+
+    first = f"In wall time `{names[1]}` reaches the target first: "
+    assert said(timed(10, 20), timed(5, 10), timed(20, 40)) == (
+        f"{first}0.50 [0.50, 0.50] of the seconds of `{names[0]}`; "
+        f"0.25 [0.25, 0.25] of the seconds of `{names[2]}`."
+    )
+    torn = said(timed(10, 20), timed(5, 10), timed(12, 6))
+    assert f"`{names[1]}` takes the least seconds" in torn
+    assert f"the interval beside `{names[2]}` holds 1" in torn and "is not shown" in torn
+    late = {names[0]: timed(10, 20), names[1]: timed(5, math.nan), names[2]: timed(30, 40)}
+    found = soonest(late)
+    assert found is not None and (found.name, list(found.beside)) == (names[0], [names[2]])
+    assert "fewer than two" in said(timed(10, 20), timed(5, math.nan))
+    assert "fewer than two" in said(timed(10, 20), ends(8, 8))
+
+
+def test_a_page_of_trainings_that_were_timed_tells_seconds(
+    small: tuple[plan.Study, convergence.Ends], tmp_path: Path
+) -> None:
+    study, every = small
+    told = {
+        name: [replace(end, seconds=3.0 + seed) for seed, end in enumerate(own)]
+        for name, own in every.items()
+    }
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"studies": {"small": convergence.recorded(study, told)}}))
+    convergence.run([study], 1, tmp_path / "page.md", None, kept)
+    page = (tmp_path / "page.md").read_text()
+    assert "| ratio of seconds [95 %] |" in page and "| 3.5 (3.0 to 4.0) |" in page
+    assert "In wall time `reference/ddp` takes the least seconds" in page, "the same beside fp16"
+
+
 # ------------------------------------------------------------------------------------ the verdict
 
 
@@ -260,6 +395,8 @@ def test_at_the_margin_a_claim_errs_as_seldom_as_it_says() -> None:
         ("methods:", "margin: 1.0\nmethods:", "margin"),
         ("density: 0.01", "density: 1.5", "option 'compress.density' = 1.5"),
         ("max_staleness: 1000", "max_stale: 1000", "did you mean 'max_staleness'"),
+        ("world: 3", "world: 3\nbackend: glo", "did you mean gloo"),
+        ("world: 3", "world: 3\nbackend: nccl", "trainings to a target are on CPUs"),
     ],
 )
 def test_faulty_files_are_told_with_their_line(
@@ -282,6 +419,10 @@ def test_names_and_records_that_there_are_not(tmp_path: Path) -> None:
     (tmp_path / "few.json").write_text(json.dumps({"studies": {}}))
     with pytest.raises(SelectionError, match="has 0 seeds there, asked are 2"):
         convergence.run([study], 1, None, None, tmp_path / "few.json")
+    with pytest.raises(SelectionError, match="did you mean gloo"):
+        plan.read([written(tmp_path)], backend="gloop")
+    (study,) = plan.read([written(tmp_path)], backend="gloo")
+    assert {run.backend for method in study.every for run in method.runs} == {"gloo"}
 
 
 def test_it_is_no_scenario_that_is_judged(command: Any, tmp_path: Path) -> None:
@@ -323,11 +464,13 @@ def test_what_is_planted_passes_every_check_of_equality() -> None:
 
 def test_shipped_scenarios_plant_both_faults_and_take_their_options() -> None:
     studies = plan.read(plan.files([]))
-    assert {study.name for study in studies} == {"digits", "charnames"}
+    assert {study.name for study in studies} == {"digits", "charnames", "cluster"}
     for study in studies:
-        assert len(study.dense.runs) >= 8
         planted = [m for m in study.methods if m.reason.startswith("planted")]
-        assert [m.name.rpartition("+")[2] for m in planted] == ["topk1-no-residual", "unbounded"]
+        if not study.first.timed:
+            assert len(study.dense.runs) >= 8
+            labels = [m.name.rpartition("+")[2] for m in planted]
+            assert labels == ["topk1-no-residual", "unbounded"]
         for method in (study.dense, *study.methods):
             run = method.runs[0]
             registry.load(run.system).capabilities(run.options)

@@ -214,3 +214,27 @@ class CheckIsWrong(_BreaksACheck):
     @staticmethod
     def exhaust() -> None:
         raise KeyError("a bug of the check")
+
+
+class EndsItsNode(_Faulty):
+    """The agent is killed (``launch/nodes/agent.py``), and all its processes with it."""
+
+    def misbehave(self) -> None:
+        _agent().kill()
+        time.sleep(60)
+
+
+class PausesItsNode(_Faulty):
+    """What a frozen container looks like from outside, of processes that are stopped."""
+
+    def misbehave(self) -> None:
+        agent = _agent()
+        for process in (agent, *agent.children(recursive=True)):
+            if process.pid != os.getpid():
+                process.suspend()
+        psutil.Process().suspend()
+
+
+def _agent() -> psutil.Process:
+    """That of the calling rank's node: above its keeper and the fork server."""
+    return psutil.Process().parents()[2]

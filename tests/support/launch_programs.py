@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from shardproof import tensor_bytes
 from shardproof.backends.errors import RankFailed
-from shardproof.launch import heartbeat, process_control, rank_service
+from shardproof.launch import heartbeat, process_control, rank_process, rank_service
 from shardproof.launch.fork_server_main import MOST_GROWTH
 from shardproof.launch.kept_ranks import KeptRanks
 from shardproof.launch.rank_process import RankLaunch
@@ -113,6 +114,12 @@ def _eat() -> None:
         time.sleep(0.001)
 
 
+def _find_the_disk_full(*_: object) -> None:
+    """Nothing can be written any more, not even how the rank ended."""
+    rank_process.write_whole = _find_the_disk_full  # type: ignore[attr-defined]
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "raise": _explode,
     "sys_exit": lambda: sys.exit(7),
@@ -127,6 +134,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "daemon": _leave_a_daemon_and_die,
     "print": _print_without_end,
     "eat": _eat,
+    "full_disk": _find_the_disk_full,
 }
 
 

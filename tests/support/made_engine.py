@@ -7,9 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import docker
+import pytest
+from commands import here
 
-from shardproof.multinode import cluster
+from shardproof.multinode import cluster, engine
 from shardproof.multinode.caps import Caps
+from shardproof.verdicts import BAD_INPUT
+
+HEAD_PROCESSES = "shardproof.multinode.head_processes"
 
 
 class Part:
@@ -18,6 +23,7 @@ class Part:
     def __init__(self, engine: MadeEngine, name: str, labels: dict[str, str], run: Any) -> None:
         self.engine, self.name, self.id, self.asked = engine, name, f"id-of-{name}", run
         self.attrs = {"Labels": labels}
+        self.labels, self.status = labels, "running"
 
     def remove(self, **_: object) -> None:
         self.engine.parts.remove(self)
@@ -26,11 +32,11 @@ class Part:
 class MadeEngine:
     """Stands in for the client of docker's SDK: notes what it is asked for, and starts nothing.
 
-    The head's command says ``says`` and ends with ``code``; container number ``breaks`` cannot be
-    started.
+    The head's command says ``says`` and ends with ``code`` (``None``: it goes on); container number
+    ``breaks`` cannot be started.
     """
 
-    def __init__(self, code: int = 0, says: bytes = b"", breaks: int = -1) -> None:
+    def __init__(self, code: int | None = 0, says: bytes = b"", breaks: int = -1) -> None:
         self.parts: list[Part] = []
         self.made: list[Part] = []
         self.executed: list[Any] = []
@@ -52,7 +58,9 @@ class MadeEngine:
 
     def _execute(self, container: str, words: list[str], **named: Any) -> dict[str, str]:
         self.executed.append(((container, words), named))
-        return {"Id": words[3] if "shardproof.multinode.node_caps" in words else ""}
+        is_inside = words[2] in ("shardproof.multinode.node_caps", HEAD_PROCESSES)
+        asked = words[-1].rpartition(".")[2] if "round_trip" in words[-1] else ""
+        return {"Id": words[3] if is_inside else asked}
 
     def _run(self, image: str, command: list[str], **options: Any) -> Part:
         if len(self.made) == self._breaks:
@@ -81,3 +89,11 @@ def made_cluster(results: Path) -> cluster.Cluster:
     return cluster.Cluster(
         "shardproof-1-2", 2, 3, results, here, images, own=[here], caps=Caps(memory_bytes=1 << 30)
     )
+
+
+def assert_refused_at_once(monkeypatch: pytest.MonkeyPatch, says: str, *words: str) -> None:
+    """``shardproof cluster`` with these words is bad input, told before any engine is asked."""
+    monkeypatch.setattr(engine, "client", lambda: pytest.fail("it asked for the engine"))
+    done = here("cluster", *words)
+    assert done.returncode == BAD_INPUT, done.stdout + done.stderr
+    assert says in " ".join(done.stderr.split())

@@ -156,8 +156,11 @@ dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4))
 if rank == 0:
     work = dist.all_reduce(torch.ones(6), async_op=True)
-while len(pickle.loads(trace := c10d._dump_fr_trace())["entries"]) < 2 - rank:
-    time.sleep(0.05)  # gloo's thread has not begun the call
+while True:  # until gloo's thread has begun the last call and told that the first is over
+    calls = pickle.loads(trace := c10d._dump_fr_trace())["entries"]
+    if len(calls) == 2 - rank and calls[0]["retired"]:
+        break
+    time.sleep(0.05)
 (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)
 (folder / f"done{rank}").touch()
 while not all((folder / f"done{r}").exists() for r in (0, 1)):

@@ -1,4 +1,6 @@
-"""Start a PyTorch estimator with torchrun; needs ``pip install "sagemaker<3"`` and AWS credentials.
+"""Start a PyTorch estimator, one process an instance.
+
+Needs ``pip install "sagemaker<3"`` and AWS credentials.
 
 smdistributed would bring collectives of its own, which none of the suite's backends uses.
 """
@@ -40,7 +42,6 @@ def main() -> None:
         py_version=options.py_version,
         instance_type=options.instance_type,
         instance_count=options.instances,
-        distribution={"torch_distributed": {"enabled": True}},
         environment={name.upper(): getattr(options, name) for name in names},
         subnets=options.subnets,
         security_group_ids=options.security_groups,

@@ -14,5 +14,8 @@ if [ "${NNODES:-1}" -gt 1 ]; then
 else
     nodes=(--standalone)
 fi
-exec torchrun "${nodes[@]}" --nproc-per-node "$gpus" --max-restarts 0 -m shardproof.multinode.torchrun ${SCENARIO:-ddp-gpt} \
-    --tier "${TIER:-quick}" --backend "${BACKEND:-nccl}" --records "${RESULTS:-results}/records" --results "${RESULTS:-results}"
+# Each launch has a new run folder in there: an instance that is started again launches again.
+results=${RESULTS:-results}
+exec python -m shardproof.multinode.judged --node "${NODE_RANK:-0}" --records "$results/records" -- \
+    torchrun "${nodes[@]}" --nproc-per-node "$gpus" --max-restarts 0 -m shardproof.multinode.torchrun ${SCENARIO:-ddp-gpt} \
+    --tier "${TIER:-quick}" --backend "${BACKEND:-nccl}"

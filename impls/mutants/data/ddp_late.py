@@ -6,18 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardproof.case import WorkloadSpec
+from shardproof.comm import Comm
 from shardproof.contract import Batch, Kind, Observe, OptimizerSpec, StepResult
 from shardproof.impls.mutants.data.ddp import CNN_BUCKETS, mutant
 from shardproof.impls.mutants.triggers import CLIP, Nothing, gpt
-from shardproof.impls.reference.ddp import DDP, ReferenceDDP
+from shardproof.impls.reference.ddp import DDP, Options, ReferenceDDP
 from shardproof.impls.reference.parts.buckets import GradientBucket
-from shardproof.impls.reference.parts.reducers import Work
+from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 CNN = WorkloadSpec("digits_cnn")
 UNEQUAL_CNN = WorkloadSpec("digits_cnn", traits=("unequal_micro_batches",))
+PENALTY = WorkloadSpec("digits_penalty", params={"channels": 4, "layers": 2})
 WARMUP = OptimizerSpec(lr=0.1, warmup_steps=3)
 
 # ------------------------------------------------------------------------- late, or on some ranks
@@ -42,6 +44,32 @@ class LastBucketLostAfterStep3(DDP):
         # Runs that end after three steps cannot see it: the case has five.
         lost = self.done >= 3 and bucket is self.buckets[-1]
         return Nothing() if lost else super().reduce(bucket)
+
+
+@mutant(
+    "ddp_takes_the_first_backward_for_the_last",
+    says="received a gradient after its bucket had been sent",
+    killed_by=("crash",),
+    crash_says="received a gradient after its bucket had been sent",
+    workload=PENALTY,
+)
+class TakesTheFirstBackwardForTheLast(DDP):
+    """What has no gradient when a backward has passed the first block counts as unused, and buckets
+    leave: the backward of a gradient in the loss passes it in forward.
+    """
+
+    def __init__(
+        self, module: nn.Module, comm: Comm, options: Options, reducer: Reducer | None = None
+    ) -> None:
+        super().__init__(module, comm, options, reducer)
+        first = next(module.get_submodule("blocks").children())
+        self.hooks.append(first.register_full_backward_hook(self.passed))
+
+    def passed(self, *_: Any) -> None:
+        if self.syncing:
+            for bucket in self.buckets:
+                bucket.missing.clear()
+            self.launch_full_buckets()
 
 
 @mutant(

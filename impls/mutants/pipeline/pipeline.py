@@ -5,7 +5,7 @@ Two to four stages; the schedule is the one that shows the fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import Batch, MicroBatch, OptimizerSpec, ScalerSpec
 from shardproof.impls.mutants import declare
@@ -23,6 +24,7 @@ from shardproof.impls.reference.engine.scaler import LossScaler
 from shardproof.impls.reference.pipeline import ReferencePipeline
 from shardproof.impls.reference.pipeline.executor import Executor, Held
 from shardproof.impls.reference.pipeline.messages import Key, Messages
+from shardproof.impls.reference.pipeline.split_backward import SplitBackward
 from shardproof.impls.reference.pipeline.stages import Stages, Tied
 from shardproof.schedules import Action, Schedule, with_messages
 
@@ -170,6 +172,37 @@ class GradientOfAnotherMicroBatch(Executor):
         self.before, own = getattr(self, "before", gradient), gradient
         gradient, self.before = self.before, own
         return gradient
+
+
+@mutant(
+    "pipeline_activations_carry_an_offset",
+    says="'loss' at step 0, forward",
+    killed_by=("equivalence",),
+    workload=gpt(norm="rms"),
+)
+class ActivationsCarryAnOffset(Messages):
+    """Activations arrive with an offset that nobody takes off, unless a layer norm does."""
+
+    def take(self, receive: Action, peer: int) -> Tensor:
+        tensor = super().take(receive, peer)
+        return tensor + 1 if receive.op == "RF" else tensor
+
+
+@mutant(
+    "pipeline_split_backward_of_one_input",
+    says="wrong up to 'blocks.3.recurrence.cell.bias' .* all is right behind it",
+    killed_by=("equivalence",),
+    workload=WorkloadSpec(
+        "charnames_rnn", micro_batches=4, params={"layers": 4, "width": 16, "seq": 8}
+    ),
+    options=SPLIT,
+)
+class SplitBackwardOfOneInput(SplitBackward):
+    """A module with two inputs gives the first one a gradient: a cell's state is detached."""
+
+    def forward(self, kind: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first, *rest = args
+        return super().forward(kind, compute, first, *(v.detach() for v in rest), **kwargs)
 
 
 # ----------------------------------------------------------------------------- labels and the loss

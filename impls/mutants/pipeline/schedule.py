@@ -374,3 +374,45 @@ class ComputesForwardsTwice(Executor):
         stage.module = lambda given: (module(given), module(given))[1]  # type: ignore[assignment]
         super().forward(action)
         stage.module = module
+
+
+# ------------------------------------------------------------------------- messages between stages
+
+
+@mutant(
+    "schedule_keeps_an_input_too_long",
+    says="boundary tensors alive when .*the activation of micro-batch",
+)
+class KeepsAnInputTooLong(Executor):
+    """What a stage received for a micro-batch is let go only in the next one's backward."""
+
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        self.kept: Tensor | None = None
+        losses = super().run(schedule, window, *rest)
+        self.kept = None
+        return losses
+
+    def backward(self, action: Action) -> None:
+        held: Any = self.held[action[1:]]
+        entered = held.entered
+        del held
+        super().backward(action)
+        self.kept = entered
+
+
+@mutant("schedule_waits_before_forwards", says="bubble is .* rank 0 waits for RB0@0 before F1@0")
+class WaitsBeforeForwards(Executor):
+    """A stage waits for the next gradient before the forward that comes first."""
+
+    def run(self, schedule: Schedule, window: Sequence[MicroBatch], *rest: Any) -> list[Tensor]:
+        orders = [list(order) for order in schedule.orders]
+        for order in orders:
+            for at in [n for n, action in enumerate(order) if action.op == "RB"]:
+                if [action.op for action in order[at - 2 : at]] == ["F", "SF"]:
+                    order.insert(at - 2, order.pop(at))
+        return super().run(replace(schedule, orders=tuple(map(tuple, orders))), window, *rest)
+
+    def receive(self, action: Action) -> None:
+        super().receive(action)
+        if action.op == "RB" and action in self.messages.posted:
+            self.messages.posted[action][0].wait()

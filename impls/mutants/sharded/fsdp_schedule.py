@@ -38,6 +38,25 @@ class ChunksOutliveRound(FSDP):
 
 
 @mutant(
+    "fsdp_reduces_again_what_it_followed",
+    says="gradients: 0 bytes held",
+    killed_by=("memory",),
+    options={"accumulate_without_communication": True},
+    workload=gpt("rotating_shares", "unequal_micro_batches", micro_batches=2),
+    steps=4,
+)
+class ReducesAgainWhatItFollowed(FSDP):
+    """A rank that was idle in the last round of a step, and is not in the next pass's, reduces the
+    units that it has kept since: they were reduced, as the others said.
+    """
+
+    def before_step(self, micro_batches: int) -> None:
+        kept = set(self.unreduced)
+        super().before_step(micro_batches)
+        self.unreduced |= kept
+
+
+@mutant(
     "fsdp_prefetches_all_for_none",
     says="parameters: .* at the peak",
     killed_by=("memory",),

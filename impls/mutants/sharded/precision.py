@@ -404,3 +404,23 @@ class ReportsScaledLoss(ReferenceZero2):
         result = super().step(batch, observe)
         assert result.loss is not None
         return replace(result, loss=torch.as_tensor(result.loss * result.metrics["scale"]))
+
+
+@mutant(
+    "zero2_norm_of_scaled_gradients",
+    says="norm",
+    killed_by=("norm", "equivalence"),
+    workload=CLIPPED["workload"],
+    optimizer=replace(CLIPPED["optimizer"], scaler=ScalerSpec(2.0**1000)),
+)
+class NormOfScaledGradients(ReferenceZero2):
+    """The norm is taken of scaled gradients, then divided: near the largest scale their squares are
+    infinite."""
+
+    def unscale(self) -> dict[str, float]:
+        assert self.scaler is not None
+        self.before = super().norm() / self.scaler.scale
+        return super().unscale()
+
+    def norm(self) -> Tensor:
+        return self.before

@@ -509,6 +509,35 @@ class GathersBeside(Zero1):
 
 
 @mutant(
+    "zero1_copies_all_for_a_moment",
+    says="update: .* bytes of temporaries at the peak",
+    killed_by=("memory",),
+    workload=deep_gpt(),
+)
+class CopiesAllForAMoment(Zero1):
+    """All parameters are copied after the update, and the copies let go at once."""
+
+    def after_update(self) -> None:
+        super().after_update()
+        _ = [bucket.parameters.flat.clone() for bucket in self.buckets]
+
+
+@mutant(
+    "zero2_flattens_all_gradients",
+    says="backward: .* bytes of temporaries at the peak",
+    killed_by=("memory",),
+    # One: of several the sums of the earlier ones may lie apart.
+    workload=gpt(layers=4, micro_batches=1, global_batch=3),
+)
+class FlattensAllGradients(Zero2):
+    """At the end of backward a rank has the gradients of the whole model once more."""
+
+    def finish(self) -> None:
+        super().finish()
+        _ = [torch.zeros_like(bucket.parameters.flat) for bucket in self.buckets]
+
+
+@mutant(
     "zero1_makes_contiguous",
     says="parameters: 62,352 bytes held, 63,376",
     killed_by=("memory",),

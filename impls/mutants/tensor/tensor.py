@@ -115,6 +115,39 @@ class SumIsItsOwnBackward(_Layers):
             layer.leave = lambda x, comm: operators.f(operators.f_bar(x, comm), comm)
 
 
+@mutant(
+    "tensor_sums_begin_at_one",
+    says="'loss' at step 0, forward",
+    killed_by=("equivalence",),
+    workload=gpt(norm="rms"),
+)
+class SumsBeginAtOne(_Layers):
+    """A sum over ranks begins at one, not at zero: layer norms take a constant out again."""
+
+    def change(self, layer: Any) -> None:
+        if isinstance(layer, Row):
+            layer.leave = lambda tensor, comm: operators.f_bar(tensor, comm) + 1
+
+
+@mutant(
+    "tensor_reads_rows_where_columns_lie",
+    says="'loss' at step 0, forward",
+    killed_by=("equivalence",),
+    workload=gpt(layout="columns"),
+)
+class ReadsRowsWhereColumnsLie(_Layers):
+    """A layer reads its input's memory in order, whatever its strides."""
+
+    def change(self, layer: Any) -> None:
+        if isinstance(layer, Column):
+            enter = layer.enter
+            layer.enter = lambda tensor, comm: enter(_in_order(tensor), comm)
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+
+
 class _GatherOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Comm) -> Tensor:

@@ -18,7 +18,8 @@ second forward, too (inside backward: that is how they can tell).
 Numbers: the same operations on the same values, hence the same bits as without.
 Cost: activations of L/k inputs and k units instead of L units; one more forward, no bytes sent.
 Left out: dropout that draws from the global generator (rank threads share it, nobody may put its
-state back; refused where a module tells), second derivatives, units that change their inputs.
+state back), and second derivatives, both refused where a module tells; units that change their
+inputs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardproof.contract import Refused
+from shardproof.impls.reference.engine.state import refuse_second_derivatives
 
 
 def recompute_units(
@@ -49,6 +51,13 @@ def recompute_units(
         raise Refused(
             f"option 'recompute_every' = {every}: the model has {len(units)} units; "
             f"give 0 (never) to {len(units)}"
+        )
+    if every:
+        refuse_second_derivatives(
+            module,
+            f"option 'recompute_every' = {every}",
+            "what is computed again has no gradient of its own",
+            "give 0 (never)",
         )
     groups = []
     for start in range(0, len(units), every) if every else ():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.contract import Piece
+from shardproof.contract import Piece, Refused
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -27,6 +27,14 @@ def generators_of(module: nn.Module, device: torch.device) -> dict[str, torch.Ge
             if isinstance(value, torch.Generator):
                 found[f"{path}.{name}".lstrip(".")] = value
     return found
+
+
+def refuse_second_derivatives(module: nn.Module, asked: str, why: str, remedy: str) -> None:
+    """Raise :class:`Refused` where a part of ``module`` takes a gradient in its forward."""
+    for name, part in module.named_modules():
+        if getattr(part, "differentiates", False):
+            place = repr(name) if name else f"the model ({type(part).__name__})"
+            raise Refused(f"{asked}: {place} takes a gradient in its forward, but {why}; {remedy}")
 
 
 @torch.no_grad()

@@ -97,6 +97,11 @@ class FSDP(WrappedModel):
         self.options = options
         self.unreduced: set[ShardedUnit] = set()  # their gradients wait for the last round
 
+    def before_step(self, micro_batches: int) -> None:
+        """Agree on the rounds; forget what a rank that was idle in the last one followed."""
+        super().before_step(micro_batches)
+        self.unreduced.clear()
+
     @property
     def is_silent(self) -> bool:
         """Whether gradients stay where they are in this round."""
@@ -152,7 +157,6 @@ class FSDP(WrappedModel):
             for unit in self.units:
                 if unit in self.unreduced:
                     self.reduce(unit)
-            self.unreduced.clear()
 
     def free_all(self) -> None:
         """After a round: free whatever is whole, unless the next round needs it."""

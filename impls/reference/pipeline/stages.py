@@ -93,6 +93,8 @@ class Tied:
 class Stages(Handle):
     """This rank's stages of ``whole``, which ``bounds`` cut and ``place`` puts on ranks."""
 
+    split_type: type[SplitBackward] = SplitBackward
+
     def __init__(
         self,
         whole: nn.Module,
@@ -121,7 +123,7 @@ class Stages(Handle):
             stage: Stage(
                 parts[stage],
                 wrap(parts[stage]),
-                SplitBackward(parts[stage]) if splits else None,
+                self.split_type(parts[stage]) if splits else None,
             )
             for stage in mine
         }

@@ -76,6 +76,11 @@ def split_layers(
             layers.append(Positions(*this))
         elif sequence_parallel and hasattr(part, "first_position"):
             layers.append(Placed(*this))
+        elif sequence_parallel and getattr(part, "whole_sequence", False):
+            raise Refused(
+                f"option 'sequence_parallel' = True: {name!r} goes along all positions, of which a "
+                "rank has a part; set it to False"
+            )
     return layers
 
 

@@ -21,6 +21,7 @@ from shardproof.comm import Comm
 from shardproof.impls.reference.collectives.executor import Lanes, Running
 from shardproof.impls.reference.engine.handle import PLAIN, Context, T
 from shardproof.impls.reference.engine.precision import Precision
+from shardproof.impls.reference.engine.state import refuse_second_derivatives
 from shardproof.impls.reference.units.events import Listener, UnitEvents
 from shardproof.impls.reference.units.gradients import GradientState
 from shardproof.impls.reference.units.model import ShardedModel
@@ -49,6 +50,12 @@ class WrappedModel(ShardedModel, Listener):
         context: Context = PLAIN,
         chunks: Comm | None = None,
     ) -> None:
+        refuse_second_derivatives(
+            module,
+            "sharded parameters",
+            "a unit is whole for one forward and one backward",
+            "take a strategy that keeps parameters whole (ddp, zero1, zero2)",
+        )
         super().__init__(module, comms, plan, precision, context)
         self.chunks = chunks
         self.events = UnitEvents(self.units, self)

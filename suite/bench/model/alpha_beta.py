@@ -35,11 +35,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
-from shardproof.bench.model.records import ProbeRecord
+from shardproof.bench.model.records import Call, GroupRecord, ProbeRecord
 from shardproof.errors import Problem, SelectionError, nearest
 
 
@@ -238,11 +238,39 @@ def least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
+class Group:
+    """What was found in groups of ``ranks`` ranks; ``times`` are seconds by operation and payload
+    bytes.
+    """
+
+    ranks: int
+    fits: Mapping[str, Fit]
+    times: Mapping[str, Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class Links:
+    """Alpha and beta of calls: ``fits`` by operation, and those ``along`` axes that were probed
+    apart, because their groups go over links of their own.
+    """
+
+    fits: Mapping[str, Fit]
+    along: Mapping[str, Group] = field(default_factory=dict)
+
+    def of(self, call: Call) -> Fit | None:
+        """That of the groups which ``call`` goes over; ``None``: not probed."""
+        apart = self.along.get(call.axis)
+        return (self.fits if apart is None else apart.fits).get(call.operation)
+
+
+@dataclass(frozen=True)
 class Machine:
     """What the probes of all ranks found, together and at once.
 
+    ``fits`` and ``times`` (seconds by operation and payload bytes) are those of the group of all
+    ``ranks``; ``along``: of all groups of an axis at once, where several axes are cut.
     ``flop_rate`` (FLOP/s, ``None``: not probed) and ``byte_rate`` (bytes/s of a copy, read and
-    written) are those of the slowest rank; ``times`` are seconds by operation and payload bytes.
+    written) are those of the slowest rank.
     """
 
     backend: str
@@ -251,11 +279,35 @@ class Machine:
     times: Mapping[str, Mapping[int, float]]
     flop_rate: float | None
     byte_rate: float
+    along: Mapping[str, Group] = field(default_factory=dict)
+
+    @property
+    def links(self) -> Links:
+        """What calls cost on it."""
+        return Links(self.fits, self.along)
 
 
 def machine(backend: str, records: Sequence[ProbeRecord]) -> Machine:
     """Fits and rates of the probes: of each call the slowest rank, of several sweeps the median."""
-    ranks = len(records)
+    everybody = _group(backend, len(records), records)
+    along = {
+        rows[0].axis: _group(backend, rows[0].ranks, rows)
+        for rows in zip(*(record.along for record in records), strict=True)
+    }
+    flops = [min(rates) for rates in zip(*(r.flop_rates for r in records), strict=True)]
+    copies = [min(rates) for rates in zip(*(r.byte_rates for r in records), strict=True)]
+    return Machine(
+        backend,
+        everybody.ranks,
+        everybody.fits,
+        everybody.times,
+        statistics.median(flops) if flops else None,
+        statistics.median(copies),
+        along,
+    )
+
+
+def _group(backend: str, ranks: int, records: Sequence[GroupRecord]) -> Group:
     times: dict[str, dict[int, float]] = {}
     for rows in zip(*(record.collectives for record in records), strict=True):
         operation, payload, _ = rows[0]
@@ -270,19 +322,10 @@ def machine(backend: str, records: Sequence[ProbeRecord]) -> Machine:
         for operation, by_payload in times.items()
         if ranks > 1
     }
-    flops = [min(rates) for rates in zip(*(r.flop_rates for r in records), strict=True)]
-    copies = [min(rates) for rates in zip(*(r.byte_rates for r in records), strict=True)]
-    return Machine(
-        backend,
-        ranks,
-        fits,
-        times,
-        statistics.median(flops) if flops else None,
-        statistics.median(copies),
-    )
+    return Group(ranks, fits, times)
 
 
-def _busy(backend: str, operation: str, records: Sequence[ProbeRecord]) -> float:
+def _busy(backend: str, operation: str, records: Sequence[GroupRecord]) -> float:
     """Mean cores of a rank during ``operation``; threads of one process cannot be told apart."""
     if backend == "in_memory":
         return 1.0

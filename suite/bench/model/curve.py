@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardproof.bench.model.alpha_beta import Fit
+from shardproof.bench.model.alpha_beta import Links
+from shardproof.bench.model.messages import Window
 from shardproof.bench.model.records import Call
 from shardproof.bench.model.step_time import Prediction, Unmodelled, predict, promised
 from shardproof.bench.subjects import Mode
@@ -20,6 +21,7 @@ from shardproof.costs import CostModel, ModelFacts, NoCostModel, cost_model_of
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import schedule_name, stages_of
 from shardproof.costs.tensor import cannot_fit
+from shardproof.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -116,38 +118,56 @@ def step_at(
     mode: Mode,
     samples: int,
     compute: Compute,
-    fits: Mapping[str, Fit],
+    links: Links,
     backend: str,
     *,
     known: Sequence[Call] = (),
     cores_per_rank: float | None = None,
     threads: int = 1,
+    schedule: Schedule | None = None,
 ) -> Prediction:
     """A step at ``world`` ranks, without starting one.
 
-    ``facts`` are those of the measured world, ``axis`` the one that grows; ``samples`` the global
-    batch (strong) or the batch of a data coordinate (weak; on a tensor or pipe axis in both modes).
+    ``facts`` are those of the measured world, ``axis`` the one that grows, the sizes of its other
+    axes stay; ``samples`` the global batch (strong) or the batch of a data coordinate (weak; on a
+    tensor or pipe axis in both modes).
     Every rank has what the measured ones had: ``cores_per_rank`` for ``threads`` that compute (what
-    is hidden costs core time, too), and a link of the alpha and beta that were probed.
+    is hidden costs core time, too), and a link of the alpha and beta that were probed.  Messages of
+    a pipeline are played where its ``schedule`` is that of the measured ranks; elsewhere each costs
+    what it takes alone.
 
     :raises Unmodelled: no formula, or a batch or a model that so many ranks cannot share.
     """
     shares_batch = mode == "strong" and axis in DATA_AXES
+    ranks = world * facts.size(axis) // facts.world
+    shares = math.prod(n for name, n in {**facts.axes, axis: ranks}.items() if name in DATA_AXES)
     try:
-        if shares_batch and samples < world:
-            raise Unmodelled(f"{samples} samples do not go round {world} ranks")
+        if shares_batch and samples < shares:
+            raise Unmodelled(f"{samples} samples do not go round {shares} ranks")
         # The rank that has most samples sets the pace.
-        own = math.ceil(samples / world) if shares_batch else samples
-        grown = facts_at(facts, axis, world, own)
+        own = math.ceil(samples / shares) if shares_batch else samples
+        grown = facts_at(facts, axis, ranks, own)
         cost_model = cost_model_of(strategy, grown)
         if cost_model is None:
             raise Unmodelled(f"{strategy} has no formulas")
         split = grown.size("tensor") * grown.size("pipe") / pipeline_stretch(grown)
         calls = promised(cost_model, known, facts.world)
         seconds = compute.seconds(own, split, update_share(cost_model))
+        window = None
+        if schedule is not None and (schedule.ranks, schedule.micro_batches) == (
+            grown.size("pipe"),
+            grown.rounds,
+        ):
+            whole = compute.seconds(own, grown.size("tensor") * grown.size("pipe"), 0.0)
+            window = Window(schedule, whole / grown.rounds)
     except NoCostModel as error:
         raise Unmodelled(str(error)) from None
     except LookupError as error:  # shapes of other meshes only
         why = f"the formulas of {strategy} do not cover this mesh: {error}"
         raise Unmodelled(why) from None
-    return predict(calls, seconds, fits, backend, cores_per_rank=cores_per_rank, threads=threads)
+    return predict(
+        *(calls, seconds, links, backend),
+        cores_per_rank=cores_per_rank,
+        threads=threads,
+        window=window,
+    )

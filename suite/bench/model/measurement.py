@@ -31,16 +31,32 @@ RUNGS = 6
 def ladder(calls: Sequence[Call]) -> dict[str, list[int]]:
     """Payloads to probe each operation at: equal ratios, from the least to the most that is sent.
 
-    One size is probed at itself and at a sixteenth, or there would be no alpha.
+    One size is probed at itself and at a sixteenth, or there would be no alpha.  Messages of a
+    pipeline are as long at any world: theirs from a half on, for a network that caps bandwidth lets
+    the first kilobytes through at once.
     """
     rungs = {}
     for operation, sizes in step_time.sizes(calls).items():
         least, most = max(8, sizes[0]), max(8, sizes[-1])
         if least * 2 > most:
-            least = max(8, most // 16)
+            least = max(8, most // (2 if operation == "send" else 16))
         ratio = (most / least) ** (1 / (RUNGS - 1))
         rungs[operation] = sorted({4 * round(least * ratio**i / 4) for i in range(RUNGS)})
     return rungs
+
+
+def apart(axes: Mapping[str, int], calls: Sequence[Call]) -> dict[str, list[Call]]:
+    """``calls`` by the axis that they go along, where each axis is probed apart: several are cut.
+
+    What goes over a group of all ranks, and everything where one axis is cut, stands under "".
+    """
+    if sum(size > 1 for size in axes.values()) < 2:
+        return {"": [*calls]}
+    found: dict[str, list[Call]] = {"": []}
+    for call in calls:
+        along = all(axis in axes for axis in call.axis.split("+"))
+        found.setdefault(call.axis if along else "", []).append(call)
+    return found
 
 
 def measure(

@@ -16,7 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,13 @@ from shardproof.bench.arm import Arm, mesh_of
 from shardproof.bench.clock import Clock, finish
 from shardproof.bench.launches import SideRun
 from shardproof.bench.model import step_time
-from shardproof.bench.model.records import AloneSteps, ProbeRecord, WatchedStep
+from shardproof.bench.model.records import (
+    AloneSteps,
+    AxisRecord,
+    GroupRecord,
+    ProbeRecord,
+    WatchedStep,
+)
 from shardproof.case import data_shares
 from shardproof.comm import Comm
 from shardproof.contract import MicroBatch, Point
@@ -69,8 +75,24 @@ def watch(run: SideRun, rank: int) -> WatchedStep:
     calls = step_time.seen(ledger.calls[begin:])
     shapes, trained = arm.workload.shapes, arm.workload.trainable_names
     flops, products = work(arm.workload, arm.batches[0].micro_batches, arm.device)
+    schedule = _schedule(arm)
     arm.close()
-    return WatchedStep(calls, flops, products, sum(math.prod(shapes[name]) for name in trained))
+    elements = sum(math.prod(shapes[name]) for name in trained)
+    return WatchedStep(calls, flops, products, elements, schedule)
+
+
+def _schedule(arm: Arm) -> dict[str, Any] | None:
+    """What a pipeline of one window a step announced; ``None``: no such."""
+    ranks, windows = arm.run.axes.get("pipe", 1), arm.batches[0].windows
+    if ranks == 1 or len(windows) != 1:
+        return None
+    announced = arm.implementation.schedule(arm.run.side.options, ranks, len(windows[0]))
+    return None if announced is None else announced.to_dict()
+
+
+def watch_each(runs: Sequence[SideRun], rank: int) -> list[WatchedStep]:
+    """:func:`watch` of each run."""
+    return [watch(run, rank) for run in runs]
 
 
 def work(
@@ -103,11 +125,42 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass
+class Probed:
+    """A group of this rank, the payload bytes to measure each operation in it at, and what was
+    found: seconds by operation and payload, wall and CPU seconds by operation.
+    """
+
+    comm: Comm
+    sizes: Mapping[str, Sequence[int]]
+    seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    used: dict[str, list[float]] = field(default_factory=dict)
+    #: Messages so far.
+    turns: int = 0
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest buffer of a call."""
+        # Of a gather or scatter the payload is one rank's shard.
+        shards = {"gather": self.comm.size, "scatter": self.comm.size}
+        sizes = self.sizes.items()
+        return max((n * shards.get(op, 1) for op, each in sizes for n in each), default=0)
+
+    def record(self) -> GroupRecord:
+        """What all sweeps found."""
+        return GroupRecord(
+            [(op, n, seconds) for (op, n), seconds in self.seconds.items()],
+            {op: (wall, cpu) for op, (wall, cpu) in self.used.items()},
+        )
+
+
 class Probes:
     """Measurements of one rank; every rank calls :meth:`sweep` equally often.
 
     ``comm`` is a group of the backend with all ranks, ``sizes`` the payload bytes to measure each
-    operation at, ``products`` the shapes that the compute rate is measured with.
+    operation at, ``products`` the shapes that the compute rate is measured with.  ``along``: by
+    axis this rank's group along it, and the sizes there; all groups of an axis are measured at
+    once, for they share links, as in a step.
     """
 
     def __init__(
@@ -116,48 +169,57 @@ class Probes:
         sizes: Mapping[str, Sequence[int]],
         products: Sequence[tuple[Sequence[int], int]] = (),
         dtype: torch.dtype = torch.float32,
+        along: Mapping[str, tuple[Comm, Mapping[str, Sequence[int]]]] | None = None,
     ) -> None:
-        self.comm, self.sizes, self.products = comm, sizes, list(products)
+        self.comm, self.products = comm, list(products)
         self.device, self.dtype = comm.device, dtype
-        # Of a gather or scatter the payload is one rank's shard.
-        shards = {"gather": comm.size, "scatter": comm.size}
-        largest = max(
-            (n * shards.get(op, 1) for op, each in sizes.items() for n in each), default=0
-        )
+        self.everybody = Probed(comm, sizes)
+        self.along = {axis: Probed(*each) for axis, each in (along or {}).items()}
+        largest = max(group.largest for group in self._groups)
         count = max(POOL_BYTES, 2 * largest + 4096) // 4
         # Written, so that the pages exist; zeros stay zeros in every sum.
         self.pool = torch.empty(count, device=self.device).fill_(0.0)
         self.other = torch.empty(POOL_BYTES // 4, device=self.device).fill_(0.0)
-        self.place = self.turns = 0
+        self.place = 0
         self.forget()
 
+    @property
+    def _groups(self) -> list[Probed]:
+        return [self.everybody, *self.along.values()]
+
     def sweep(self) -> None:
-        for operation, payloads in self.sizes.items():
-            for payload in payloads:
-                self._collective(operation, payload)
+        for group in self._groups:
+            for operation, payloads in group.sizes.items():
+                for payload in payloads:
+                    self._collective(group, operation, payload)
         if self.products:
             self.flop_rates.append(self._flop_rate())
         self.byte_rates.append(self._byte_rate())
 
     def forget(self) -> None:
         """Drop what was measured so far: it was warm-up."""
-        self.seconds: dict[tuple[str, int], list[float]] = {}
-        self.used: dict[str, list[float]] = {}
+        for group in self._groups:
+            group.seconds.clear()
+            group.used.clear()
         self.flop_rates: list[float] = []
         self.byte_rates: list[float] = []
 
     def record(self) -> ProbeRecord:
         """What all sweeps found, for :func:`shardproof.bench.model.alpha_beta.machine`."""
+        along = [
+            AxisRecord(**vars(group.record()), axis=axis, ranks=group.comm.size)
+            for axis, group in self.along.items()
+        ]
+        found = vars(self.everybody.record())
         return ProbeRecord(
-            [(op, n, seconds) for (op, n), seconds in self.seconds.items()],
-            {op: (wall, cpu) for op, (wall, cpu) in self.used.items()},
-            self.flop_rates,
-            self.byte_rates,
+            **found, flop_rates=self.flop_rates, byte_rates=self.byte_rates, along=along
         )
 
-    def _collective(self, operation: str, payload: int) -> None:
-        """Mean seconds of a call of ``payload`` bytes, calls back to back from a common start."""
-        call = self._call_of(operation, payload)
+    def _collective(self, group: Probed, operation: str, payload: int) -> None:
+        """Mean seconds of a call of ``payload`` bytes, calls back to back from a start that all
+        groups have in common.
+        """
+        call = self._call_of(group, operation, payload)
         calls = max(2, min(CALLS, CALL_BYTES // max(1, payload)))
         call()  # connections and scratch memory are there from the first call on
         finish(self.device)
@@ -167,12 +229,12 @@ class Probes:
             call()
         finish(self.device)
         ended, used = time.perf_counter() - began, time.process_time() - cpu
-        self.seconds.setdefault((operation, payload), []).append(ended / calls)
-        wall, busy = self.used.setdefault(operation, [0.0, 0.0])
-        self.used[operation] = [wall + ended, busy + used]
+        group.seconds.setdefault((operation, payload), []).append(ended / calls)
+        wall, busy = group.used.setdefault(operation, [0.0, 0.0])
+        group.used[operation] = [wall + ended, busy + used]
 
-    def _call_of(self, operation: str, payload: int) -> Callable[[], object]:
-        comm, count = self.comm, max(1, -(-payload // 4))
+    def _call_of(self, group: Probed, operation: str, payload: int) -> Callable[[], object]:
+        comm, count = group.comm, max(1, -(-payload // 4))
         shard = -(-count // comm.size)
         whole = shard * comm.size
         others = -(-count // max(1, comm.size - 1)) * comm.size
@@ -184,25 +246,25 @@ class Probes:
             "reduce_scatter": lambda: comm.reduce_scatter(self._own(shard), self._part(whole)),
             # A rank keeps a chunk: the payload is that of the others.
             "all_to_all": lambda: comm.all_to_all(self._own(others), self._part(others)),
-            "gather": lambda: comm.gather(self._own(count), self._shards(count)),
-            "scatter": lambda: comm.scatter(self._own(count), self._shards(count)),
+            "gather": lambda: comm.gather(self._own(count), self._shards(comm, count)),
+            "scatter": lambda: comm.scatter(self._own(count), self._shards(comm, count)),
             "barrier": lambda: comm.barrier(),
-            "send": lambda: self._message(self._part(count)),
+            "send": lambda: self._message(group, self._part(count)),
         }
         if operation not in calls:
             raise ValueError(f"no probe for {operation!r}")
         return calls[operation]
 
-    def _message(self, tensor: torch.Tensor) -> None:
+    def _message(self, group: Probed, tensor: torch.Tensor) -> None:
         """One message from each even rank to its odd neighbour or, the next time, back."""
-        peer = self.comm.rank ^ 1
-        if peer >= self.comm.size:
+        comm, peer = group.comm, group.comm.rank ^ 1
+        if peer >= comm.size:
             return
-        self.turns += 1
-        if self.comm.rank % 2 == self.turns % 2:
-            self.comm.send(tensor, peer)
+        group.turns += 1
+        if comm.rank % 2 == group.turns % 2:
+            comm.send(tensor, peer)
         else:
-            self.comm.recv(tensor, peer)
+            comm.recv(tensor, peer)
 
     def _part(self, count: int) -> torch.Tensor:
         """The next ``count`` elements of the pool, round and round."""
@@ -211,10 +273,10 @@ class Probes:
         self.place += count
         return self.pool[self.place - count : self.place]
 
-    def _shards(self, count: int) -> list[torch.Tensor] | None:
-        if self.comm.rank:
+    def _shards(self, comm: Comm, count: int) -> list[torch.Tensor] | None:
+        if comm.rank:
             return None
-        return list(self._part(count * self.comm.size).chunk(self.comm.size))
+        return list(self._part(count * comm.size).chunk(comm.size))
 
     def _own(self, count: int) -> torch.Tensor:
         """A second buffer, for what a call reads or writes besides."""

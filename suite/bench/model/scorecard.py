@@ -21,7 +21,7 @@ def predicted(probes: Probes, step: ProbedStep) -> Prediction:
     """
     machine = probes.machine
     return step_time.predict(
-        *(step.calls, step.alone, machine.fits, machine.backend),
+        *(step.calls, step.alone, machine.links, machine.backend),
         cores_per_rank=probes.cores_per_rank,
         threads=probes.threads,
     )

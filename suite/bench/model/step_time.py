@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
-from shardproof.bench.model.alpha_beta import ALGORITHMS, Fit
+from shardproof.bench.model.alpha_beta import ALGORITHMS, Links
+from shardproof.bench.model.messages import Window
 from shardproof.bench.model.records import Call
 from shardproof.costs import CostModel, ModelFacts
 from shardproof.costs.model import Flow
@@ -34,11 +35,11 @@ class Unmodelled(ValueError):
 def seen(rows: Iterable[traffic.Call]) -> list[Call]:
     """The calls of one rank's step from rows of its traffic ledger; groups of one cost nothing."""
     counts = Counter(
-        (row.operation, len(row.group), row.payload_bytes, row.floating)
+        (row.operation, len(row.group), row.payload_bytes, row.floating, row.axis)
         for row in rows
         if len(row.group) > 1
     )
-    return [Call(op, size, payload, n, floats) for (op, size, payload, floats), n in counts.items()]
+    return [Call(*key[:3], n, *key[3:]) for key, n in counts.items()]
 
 
 def sizes(calls: Iterable[Call]) -> dict[str, list[int]]:
@@ -60,13 +61,20 @@ def promised(cost_model: CostModel, known: Sequence[Call] = (), world: int = 0) 
     """
     facts = cost_model.facts
     calls = [_call(facts, flow, known) for flow in cost_model.flows()]
-    grown = {world: facts.world}
     control = [
-        dataclasses.replace(call, ranks=grown.get(call.ranks, call.ranks))
+        dataclasses.replace(call, ranks=_grown(facts, call, world))
         for call in known
         if not call.floating
     ]
     return [*calls, *control] if facts.world > 1 else []
+
+
+def _grown(facts: ModelFacts, call: Call, world: int) -> int:
+    """Ranks of the group of a ``call`` that was seen at ``world`` ranks."""
+    axes = call.axis.split("+")
+    if all(axis in facts.axes for axis in axes):
+        return math.prod(map(facts.size, axes))
+    return facts.world if call.ranks == world else call.ranks
 
 
 def _call(facts: ModelFacts, flow: Flow, known: Sequence[Call]) -> Call:
@@ -77,7 +85,8 @@ def _call(facts: ModelFacts, flow: Flow, known: Sequence[Call]) -> Call:
         factor = 2 if flow.operation == "all_reduce" else 1
         senders = Fraction(factor * (ranks - 1) * facts.world, ranks)
     count = _count(facts, flow, known)
-    return Call(flow.operation, ranks, float(flow.bytes / senders / (count or 1)), float(count))
+    payload = float(flow.bytes / senders / (count or 1))
+    return Call(flow.operation, ranks, payload, float(count), axis=flow.axis)
 
 
 def _count(facts: ModelFacts, flow: Flow, known: Sequence[Call]) -> Fraction:
@@ -85,8 +94,9 @@ def _count(facts: ModelFacts, flow: Flow, known: Sequence[Call]) -> Fraction:
     least, most = (Fraction(end, facts.world) for end in flow.range)
     if least == most:
         return least
-    alike = [c.count for c in known if c.floating and c.operation == flow.operation]
-    guess = Fraction(sum(alike)) if alike else Fraction(ddp_buckets(facts))
+    alike = [c for c in known if c.floating and c.operation == flow.operation]
+    alike = [c for c in alike if c.axis == flow.axis] or alike
+    guess = Fraction(sum(c.count for c in alike)) if alike else Fraction(ddp_buckets(facts))
     return min(max(guess, least), most)
 
 
@@ -166,13 +176,17 @@ def overlap_of(backend: str, cores_per_rank: float | None, threads: int = 1) -> 
 def predict(
     calls: Iterable[Call],
     compute_seconds: float,
-    fits: Mapping[str, Fit],
+    links: Links,
     backend: str,
     *,
     cores_per_rank: float | None = None,
     threads: int = 1,
+    window: Window | None = None,
 ) -> Prediction:
-    """A step of ``compute_seconds`` in which a rank makes ``calls``; ``fits`` by operation.
+    """A step of ``compute_seconds`` in which a rank makes ``calls`` over ``links``.
+
+    The messages of a pipeline's ``window`` are played: what it waits for them, and nothing of it is
+    hidden.
 
     ``cores_per_rank`` and ``threads`` (that compute) bound what can be hidden and choose the
     prediction.
@@ -181,20 +195,25 @@ def predict(
     """
     if backend not in ALGORITHMS:
         raise Unmodelled(f"no cost formulas for backend {backend}: {', '.join(ALGORITHMS)}")
-    alpha = beta = busy = 0.0
+    alpha = beta = busy = waiting = 0.0
     for call in calls:
         if call.operation == "recv" or call.ranks < 2:
             continue
         algorithms = ALGORITHMS[backend].get(call.operation)
-        fit = fits.get(call.operation)
+        fit = links.of(call)
         if algorithms is None or fit is None:
-            raise Unmodelled(f"{call.operation} was not probed on {backend}")
-        whole = call.count * fit.seconds(call.bytes, call.ranks, algorithms)
-        latency = call.count * fit.seconds(0, call.ranks, algorithms)
-        alpha, beta = alpha + min(latency, whole), beta + whole - min(latency, whole)
+            along = f" along {call.axis}" if links.along else ""
+            raise Unmodelled(f"{call.operation}{along} was not probed on {backend}")
+        one = fit.seconds(call.bytes, call.ranks, algorithms)
+        latency, whole = fit.seconds(0, call.ranks, algorithms) * call.count, one * call.count
         busy += whole * fit.busy
+        if call.operation == "send" and call.floating and window is not None:
+            latency = window.exposed(call.count, fit.seconds(0, call.ranks, algorithms))
+            whole = window.exposed(call.count, one)
+            waiting += whole
+        alpha, beta = alpha + min(latency, whole), beta + whole - min(latency, whole)
     seconds = alpha + beta
-    low = max(compute_seconds, seconds)
+    low = max(compute_seconds + waiting, seconds)
     if cores_per_rank:
         low = max(low, (compute_seconds * threads + busy) / cores_per_rank)
     return Prediction(

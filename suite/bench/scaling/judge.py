@@ -75,13 +75,15 @@ def conclude(line: MeasuredCell, rows: Sequence[stats.TimedStep]) -> JudgedCell:
     """Verdict, reason and figures that raw times and the rest of the line give.
 
     Of a cell that was refused as oversubscribed, ``rows`` are those of the launch in which its
-    single rank was measured.
+    single rank was measured.  Where all of its ranks were, too, sharing cores, their seconds are
+    told, and no efficiency.
     """
     cell, room = line.cell, line.room
     judged = judge(rows, cell.mode, cell.world)
     seconds = dict(judged.median_seconds)
     if line.refused:
-        seconds.pop("ranks", None)
+        if not line.crowded:
+            seconds.pop("ranks", None)
         judged = judged.model_copy(
             update={"efficiency": None, "launches_differ_p": None, "median_seconds": seconds}
         )
@@ -94,7 +96,8 @@ def conclude(line: MeasuredCell, rows: Sequence[stats.TimedStep]) -> JudgedCell:
     elif line.refused and room is not None:
         word = "oversubscribed"
         threads = "" if room.threads == 1 else f" of {room.threads} threads"
-        reason = f"{cell.world} ranks{threads}, {room.ranks} {room.of}: not measured"
+        what = "no efficiency" if line.crowded else "not measured"
+        reason = f"{cell.world} ranks{threads}, {room.ranks} {room.of}: {what}"
     elif efficiency is None:
         word, reason = "inconclusive", f"{judged.blocks} whole blocks: an interval needs 2"
     elif same is None:
@@ -127,7 +130,7 @@ def conclude(line: MeasuredCell, rows: Sequence[stats.TimedStep]) -> JudgedCell:
 def _trained_alike(line: MeasuredCell) -> tuple[bool | None, str]:
     """Whether the sides of one batch train the same (``None``: not known), and why not."""
     cell, losses = line.cell, line.losses
-    for side in ["wrapped", *(["ranks"] if cell.mode == "strong" and not line.refused else [])]:
+    for side in ["wrapped", *(["ranks"] if cell.mode == "strong" and line.together else [])]:
         same, why = alike(losses.get("plain"), losses.get(side), LOSS_TOLERANCE[cell.dtype])
         if same is False:
             what = "the wrapped system alone" if side == "wrapped" else f"{cell.world} ranks"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shardproof import registry
 from shardproof.bench import sides
 from shardproof.bench.subjects import BASES, CELL_BLOCKS, LAUNCHES, Cell, Mode, Side
-from shardproof.case import WorkloadSpec
+from shardproof.case import Axis, WorkloadSpec
 from shardproof.errors import Problem, ScenarioError, SelectionError
+from shardproof.launch.nodes.rates import bits_per_second
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Label, Size, Words
 
@@ -20,8 +21,19 @@ from shardproof.scenarios.schema import Label, Size, Words
 MOST_SAMPLES = 4096
 
 
+def _growing(worlds: list[int]) -> list[int]:
+    if worlds != sorted(set(worlds)):
+        raise ValueError("worlds must grow, each named once")
+    if worlds and worlds[0] < 2:
+        raise ValueError("worlds start at 2: one rank is the base case")
+    return worlds
+
+
 class SystemModel(sides.SideModel):
     """An implementation and its options; a bare name stands for `{implementation: ...}`."""
+
+    #: Whether a mesh may be given.
+    takes_mesh: ClassVar[bool] = False
 
     label: Label | None = Field(None, description="distinguishes option sets in ids and tables")
 
@@ -29,13 +41,43 @@ class SystemModel(sides.SideModel):
     def _has_label(self) -> SystemModel:
         if self.options and self.label is None:
             raise ValueError("options need a label, which distinguishes them in ids")
-        if self.mesh:
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_mesh_that_is_read(self) -> SystemModel:
+        if self.mesh and not self.takes_mesh:
             raise ValueError("no mesh here: all ranks are put on the system's data axis")
         return self
 
 
+class ScaledSystem(SystemModel):
+    """A system that runs on more and more ranks; `mesh` has the axes whose sizes stay."""
+
+    takes_mesh: ClassVar[bool] = True
+
+    grows: Axis | None = Field(
+        None,
+        description="axis that takes the ranks which `mesh` leaves, outside of it (default: a data "
+        "axis of the system)",
+    )
+    worlds: Annotated[list[Size], AfterValidator(_growing)] = Field(
+        default_factory=list, description="instead of the file's"
+    )
+    micro_batches: int | None = Field(
+        None, ge=1, le=64, description="instead of the workload's, of the single process as well"
+    )
+
+    @model_validator(mode="after")
+    def _names_its_mesh(self) -> ScaledSystem:
+        if (self.mesh or self.micro_batches) and self.label is None:
+            raise ValueError("a mesh or micro-batches need a label, which tells them in ids")
+        if self.grows in self.mesh:
+            raise ValueError(f"{self.grows} grows, so that `mesh` cannot give its size")
+        return self
+
+
 SystemField = Annotated[
-    SystemModel, BeforeValidator(sides.named, json_schema_input_type=str | SystemModel)
+    ScaledSystem, BeforeValidator(sides.named, json_schema_input_type=str | ScaledSystem)
 ]
 
 
@@ -50,12 +92,9 @@ class ScaledWorkload(sides.WorkloadModel):
     )
 
 
-def _growing(worlds: list[int]) -> list[int]:
-    if worlds != sorted(set(worlds)):
-        raise ValueError("worlds must grow, each named once")
-    if worlds and worlds[0] < 2:
-        raise ValueError("worlds start at 2: one rank is the base case")
-    return worlds
+def _rate(text: str) -> str:
+    bits_per_second(text)
+    return text
 
 
 def _both(base: list[str]) -> list[str]:
@@ -79,6 +118,11 @@ class ScalingScenario(sides.TimedScenario):
     worlds: Annotated[list[Size], AfterValidator(_growing)] = Field(
         min_length=1, description="numbers of ranks; beyond the physical cores they are modelled"
     )
+    bandwidths: list[Annotated[str, AfterValidator(_rate)]] = Field(
+        default_factory=list,
+        description="what nodes of a cluster send with: unlimited, 100mbit, 1gbit; `shardproof "
+        "cluster bench` times each (default: wherever it is timed)",
+    )
     blocks: int = Field(CELL_BLOCKS, ge=2, le=100_000, description="blocks of a measured cell")
     implementations: list[SystemField] = Field(min_length=1, description="systems")
 
@@ -99,7 +143,7 @@ def read(paths: Iterable[Path]) -> list[Cell]:
             continue
         for index, item in enumerate(model.implementations):
             with faults.at(path, node, "implementations", index):
-                cells += _cells(model, item, base)
+                cells += _cells(model, item)
         for index, backend in enumerate(model.backends):
             with faults.at(path, node, "backends", index):
                 sides.check_backend(backend)
@@ -110,8 +154,8 @@ def read(paths: Iterable[Path]) -> list[Cell]:
     return cells
 
 
-def _base(model: ScalingScenario) -> WorkloadSpec:
-    """The step of the single process.
+def _base(model: ScalingScenario, micro_batches: int | None = None) -> WorkloadSpec:
+    """The step of the single process; ``micro_batches``: instead of the file's.
 
     :raises SelectionError: the batch of the other mode, or a workload that does not exist.
     """
@@ -121,16 +165,21 @@ def _base(model: ScalingScenario) -> WorkloadSpec:
     if batch is None or getattr(work, other) is not None:
         what = f"{model.mode} scaling takes workload.{own}, not {other}"
         raise SelectionError(Problem(what, f"write `{own}: ...`"))
-    return work.spec(batch)
+    return work.spec(batch, micro_batches)
 
 
-def _cells(model: ScalingScenario, item: SystemModel, base: WorkloadSpec) -> list[Cell]:
+def _cells(model: ScalingScenario, item: ScaledSystem) -> list[Cell]:
     registry.check(item.implementation)
-    return [
+    base = _base(model, item.micro_batches)
+    cells = [
         Cell(
             name=model.name,
             mode=model.mode,
-            system=Side(item.implementation, item.options),
+            system=Side(
+                item.implementation,
+                item.options,
+                {str(axis): size for axis, size in item.mesh.items()},
+            ),
             backend=backend,
             world=world,
             workload=base,
@@ -138,14 +187,29 @@ def _cells(model: ScalingScenario, item: SystemModel, base: WorkloadSpec) -> lis
             optimizer=sides.default_optimizer(model.optimizer),
             target=model.target,
             label=item.label or "",
+            bandwidth=bandwidth,
+            grows=item.grows or "",
             dtype=model.dtype,
             size=model.workload.size,
             blocks=model.blocks,
             launches=min(LAUNCHES, model.blocks),
         ).at(world)
+        for bandwidth in model.bandwidths or [""]
         for backend in model.backends
-        for world in model.worlds
+        for world in item.worlds or model.worlds
     ]
+    for cell in cells:
+        _require_whole_mesh(cell)
+    return cells
+
+
+def _require_whole_mesh(cell: Cell) -> None:
+    """:raises SelectionError: the axes whose sizes stay do not divide the world."""
+    if cell.world % cell.inner:
+        inner = " x ".join(f"{axis} {size}" for axis, size in cell.system.mesh.items())
+        what = f"{cell.title}: {cell.world} ranks cannot be cut into parts of {inner}"
+        remedy = f"choose worlds that {cell.inner} divides, by `worlds` of this system or --world"
+        raise SelectionError(Problem(what, remedy, str(cell.world)))
 
 
 def with_worlds(cells: Sequence[Cell], worlds: Sequence[int]) -> list[Cell]:
@@ -163,4 +227,5 @@ def check(cell: Cell) -> None:
     sides.check_backend(cell.backend)
     if cell.world < 2:
         raise SelectionError(Problem("one rank is the base case", "worlds start at 2", "1"))
+    _require_whole_mesh(cell)
     sides.check_launches(cell)

@@ -4,6 +4,7 @@ what ranks probed in the first launch of a cell, so that `verify` makes them aga
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -11,15 +12,24 @@ from shardproof.bench.launches import Launch, RankTimes, side_run
 from shardproof.bench.lines import CellProbes, MeasuredCell, Modelled
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.records import WatchedStep
-from shardproof.bench.model.scorecard import card
+from shardproof.bench.model.scorecard import card, unscored
 from shardproof.bench.model.step_time import Scorecard
-from shardproof.bench.subjects import Cell
+from shardproof.bench.scaling.nodes import not_probed
+from shardproof.bench.subjects import Cell, grown
+from shardproof.case import DATA_AXES
+from shardproof.launch.nodes.nodes import Nodes
+from shardproof.schedules import Schedule
 
 
 def digest(
-    cell: Cell, launch: Launch, watched: WatchedStep, records: Sequence[RankTimes]
+    cell: Cell,
+    launch: Launch,
+    watched: WatchedStep,
+    records: Sequence[RankTimes],
+    nodes: Nodes | None,
 ) -> CellProbes:
-    """What the ranks of a ``launch`` of ``cell`` probed: the slowest rank's, all at once."""
+    """What the ranks of a ``launch`` of ``cell`` on ``nodes`` probed: the slowest rank's."""
+    each = 0 if nodes is None else nodes.ranks_per_node
     probes = [record.probes for record in records if record.probes is not None]
     gradients = {
         samples: _median([record.alone[number].gradients for record in records])
@@ -27,6 +37,9 @@ def digest(
     }
     alone = _median([record.alone[0].steps for record in records])  # with its share of the batch
     return CellProbes(
+        nodes=math.ceil(launch.first.world / each) if each else 1,
+        ranks_per_node=each,
+        schedule=watched.schedule,
         world=launch.first.world,
         machine=alpha_beta.machine(cell.backend, probes),
         gradients=gradients,
@@ -53,17 +66,22 @@ def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
     probed, cell = line.probed, line.cell
     if probed is None or alone is None:
         return None
-    (axis,) = line.mesh
-    there = side_run(cell.at(probed.world), "ranks", {axis: probed.world})
+    axis, *_ = line.mesh
+    there = side_run(cell.at(probed.world), "ranks", grown(line.mesh, probed.world))
     figures: dict[str, object] = {"world": cell.world, "efficiency": None, "from": probed.world}
+    shares_batch = cell.mode == "strong" and axis in DATA_AXES
+    samples = cell.base.global_batch if shares_batch else cell.samples(cell.world)
     try:
+        if problem := _crosses(line, probed):
+            raise step_time.Unmodelled(problem)
         prediction = curve.step_at(
-            *(cell.world, line.strategy, there.facts(), axis, cell.mode, cell.base.global_batch),
+            *(cell.world, line.strategy, there.facts(), axis, cell.mode, samples),
             curve.Compute.through(probed.gradients, probed.update),
-            *(probed.machine.fits, cell.backend),
+            *(probed.machine.links, cell.backend),
             known=probed.calls,
             cores_per_rank=probed.cores_per_rank,
             threads=probed.threads,
+            schedule=None if probed.schedule is None else Schedule.from_dict(probed.schedule),
         )
     except step_time.Unmodelled as error:
         return Modelled.model_validate({**figures, "problem": str(error)})
@@ -72,9 +90,24 @@ def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
     return Modelled.model_validate({**figures, **prediction.to_dict()})
 
 
+def _crosses(line: MeasuredCell, probed: CellProbes) -> str:
+    """Why what was probed is not what the calls of a cell cost; empty: it is."""
+    if probed.ranks_per_node:
+        return not_probed(line.mesh, grown(line.mesh, probed.world), probed.ranks_per_node)
+    axes = [axis for axis, size in line.mesh.items() if size > 1]  # of a run of before
+    if probed.nodes == 1 or len(axes) < 2:
+        return ""
+    return (
+        f"calls along {' and '.join(axes)} lie inside nodes or between them, and alpha and beta "
+        "are those of one group of all ranks"
+    )
+
+
 def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:
     """The scorecard of a cell whose step took ``seconds``; ``None``: no probes or no prediction."""
-    if line.probed is None:
+    if line.probed is None or unscored(line.cell.backend, line.mesh):
+        return None
+    if _crosses(line, line.probed):
         return None
     run = side_run(line.cell, "ranks", line.mesh)
     try:

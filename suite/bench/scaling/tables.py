@@ -54,7 +54,7 @@ def modelled_table(lines: Sequence[CellLine]) -> Table:
         if any(value is not None for value in by_world.values()):
             first = members[0]
             shares = (_share(by_world.get(world)) for world in worlds)
-            rows.append((first.mode, first.title, first.backend, *shares))
+            rows.append((first.mode, first.title, first.cell.network, *shares))
     headings = ("scaling", "system", "backend", *(f"{world:,}" for world in worlds))
     return Table(MODELLED_TITLE, headings, rows)
 
@@ -84,7 +84,7 @@ def _row(lines: Sequence[CellLine]) -> list[str]:
     efficiency, seconds, rates = line.efficiency or {}, line.median_seconds, line.tokens_per_second
     card = {} if line.scorecard is None else asdict(line.scorecard)
     return [
-        *(line.mode, line.title, line.backend, worlds, line.verdict),
+        *(line.mode, line.title, line.cell.network, worlds, line.verdict),
         *(_efficiency(efficiency.get(base)) for base in BASES),
         *(modelled, f"{line.target:.0%}"),
         *(f"{1e3 * seconds[s]:.1f}" if s in seconds else "-" for s in (*BASES, "ranks")),
@@ -124,7 +124,7 @@ def remarks_by_system(lines: Sequence[CellLine]) -> list[tuple[str, list[str]]]:
         base, size = cell.base, f" {cell.size}" if cell.size else ""
         batch = "in a step" if cell.mode == "strong" else "a rank"
         heading = (
-            f"{cell.name}::{cell.title}::{cell.backend}: {base.name}{size}, "
+            f"{cell.name}::{cell.title}::{cell.network}: {base.name}{size}, "
             f"{base.global_batch} samples {batch}, {base.micro_batches} micro-batch(es), "
             f"{cell.optimizer.name} foreach=False, {cell.dtype}; target {cell.target:.0%}"
         )
@@ -138,6 +138,21 @@ def remarks_by_system(lines: Sequence[CellLine]) -> list[tuple[str, list[str]]]:
     return texts
 
 
+def _crowded(line: CellLine) -> str:
+    """A step of ranks that share cores, beside the model's; an efficiency is not made of it."""
+    seconds, made = line.median_seconds["ranks"], line.modelled
+    took = f"a step of ranks that share cores took {1e3 * seconds:.1f} ms"
+    text = f"oversubscribed: {line.reason}; {took}"
+    parts = {} if made is None or made.efficiency is None else made.to_dict()
+    if parts:
+        compute, sent = parts["compute_seconds"], parts["communication_seconds"]
+        text += (
+            f", by the model one with a core each takes {1e3 * parts['step_seconds']:.1f} ms "
+            f"(compute {1e3 * compute:.1f}, calls {1e3 * sent:.1f})"
+        )
+    return text
+
+
 def _remarks(line: CellLine) -> list[str]:
     texts = []
     if line.reason and line.verdict != "oversubscribed":
@@ -147,6 +162,8 @@ def _remarks(line: CellLine) -> list[str]:
             f"{line.blocks} blocks over {line.launches} launches in {line.seconds:.0f} s; "
             f"the wrapped system alone takes {interval(line.wrapping)} of the plain program's time"
         )
+    if line.verdict == "oversubscribed" and line.crowded and "ranks" in line.median_seconds:
+        texts.append(_crowded(line))
     differ = line.launches_differ_p
     if differ is not None and differ < 0.01:
         texts.append(f"caution: launches differ (p {differ:.1g}), the interval is too narrow")

@@ -11,13 +11,13 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.cases.on_ray import task
+from shardproof.cases.on_ray import LOCAL, address_of_environment, task
 from shardproof.cases.runner import Judged, broken
 from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError, shorten
@@ -27,6 +27,8 @@ from shardproof.launch.process_control import cores
 
 #: Seconds in which a port opens, and in which each node tells its versions.
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 120.0
+#: Seconds that a case waits for a node that could run it, where none is left.
+PLACE_SECONDS = 60.0
 #: Times that Ray runs a task again whose process or node it lost.
 RETRIES = 3
 #: Of a cluster that is started here, whose results are small.
@@ -48,8 +50,8 @@ def joined(address: str, jobs: int | None) -> Iterator[RayCluster]:
     except ImportError as error:
         remedy = "pip install 'shardproof[ray]'"
         raise SelectionError(Problem(f"--on needs the package ray: {error}", remedy)) from None
-    address = address or os.environ.get("RAY_ADDRESS", "")
-    if address and (why := _why_closed(address)):
+    address = address or address_of_environment(os.environ.get("RAY_ADDRESS", ""))
+    if address not in ("", LOCAL) and (why := _why_closed(address)):
         remedy = "`ray start --head` there, with the extra ray installed, serves it"
         raise SelectionError(Problem(f"no Ray cluster answers: {why}", remedy, address))
     try:
@@ -81,10 +83,10 @@ def _why_closed(address: str) -> str:
 def _init(ray: Any, address: str, jobs: int) -> None:
     """Join a cluster; without an address that of this machine, or a new one that ends with us."""
     how: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-    address = address or _of_this_machine()
-    if not address:
-        address = "local"
+    address = address or _of_this_machine() or LOCAL
+    if address == LOCAL:
         how |= {"num_cpus": jobs, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        how["_node_ip_address"] = "127.0.0.1"  # else that of a network, and served to it
     with warnings.catch_warnings(action="ignore"):  # what comes to nothing is an error, told once
         ray.init(address, **how)
 
@@ -141,13 +143,12 @@ class RayCluster:
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        asked = {}
+        asked = []  # two nodes may have one name
         for node in self._nodes():
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked[node["NodeManagerHostname"]] = self._require.options(
-                scheduling_strategy=there
-            ).remote(self._versions)
-        for name, answer in asked.items():
+            answer = self._require.options(scheduling_strategy=there).remote(self._versions)
+            asked.append((node["NodeManagerHostname"], answer))
+        for name, answer in asked:
             try:
                 self._ray.get(answer, timeout=ANSWER_SECONDS)
             except self._ray.exceptions.RayTaskError as error:
@@ -159,6 +160,7 @@ class RayCluster:
     def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
         """Judge them as tasks; a ``cases.runner.Judge``."""
         running: dict[Any, tuple[Case, float]] = {}
+        since: dict[str, float] = {}
         rest, exhausted = iter(cases), False
         try:
             while not exhausted or running:
@@ -172,12 +174,44 @@ class RayCluster:
                 ended, _ = self._ray.wait([*running], timeout=_POLL_SECONDS)
                 for answer in ended:
                     yield self._end(answer, *running.pop(answer))
+                for answer, why in () if ended else self._without_place(running, since):
+                    self._ray.cancel(answer, force=True)
+                    yield _lost(*running.pop(answer), why)
         finally:
             for answer in running:
                 self._ray.cancel(answer, force=True)
 
+    def _without_place(
+        self, running: Mapping[Any, tuple[Case, float]], since: dict[str, float]
+    ) -> list[tuple[Any, str]]:
+        """Those for which there has been no node for long, and why; Ray would wait for ever.
+
+        ``since`` keeps from one call to the next when each reason was first seen.
+        """
+        whys = {answer: self._no_place(case) for answer, (case, _) in running.items()}
+        now = time.monotonic()
+        for why in since.keys() - set(whys.values()):
+            del since[why]
+        return [
+            (answer, why)
+            for answer, why in whys.items()
+            if why and now - since.setdefault(why, now) >= PLACE_SECONDS
+        ]
+
+    def _no_place(self, case: Case) -> str:
+        """What no node that is alive has and ``case`` asks for; empty: one has it all."""
+        gpus = self._gpus_of(case)
+        for resources in (node["Resources"] for node in self._nodes()):
+            if resources.get("CPU", 0) >= 1 and resources.get("GPU", 0) >= gpus:
+                return ""
+        wanted = f"a CPU and {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "a CPU"
+        return f"no node of Ray that is alive has {wanted}: look at `ray status`"
+
+    def _gpus_of(self, case: Case) -> int:
+        return min(case.world, self._gpus) if BACKENDS[case.backend].device == "cuda" else 0
+
     def _start(self, case: Case) -> Any:
-        gpus = min(case.world, self._gpus) if BACKENDS[case.backend].device == "cuda" else 0
+        gpus = self._gpus_of(case)
         return self._judge.options(num_gpus=gpus).remote(fast_json(case.to_dict()), self._versions)
 
     def _end(self, answer: Any, case: Case, began: float) -> Judged:
@@ -186,11 +220,14 @@ class RayCluster:
         except self._ray.exceptions.RayError as error:
             if isinstance(error, task.OtherVersions):  # of a node that came later
                 raise _unfit("that has joined", error) from None
-            seconds = time.monotonic() - began
-            ended = LeaderEnd(None, None, False, seconds, shorten(str(error), 1000))
-            return Judged(case, *broken(case, ended))
+            return _lost(case, began, shorten(str(error), 1000))
         result = CaseResult.from_dict(value["result"])
         return Judged(case, result, value["account"])
+
+
+def _lost(case: Case, began: float, why: str) -> Judged:
+    """A case that Ray did not bring to its end."""
+    return Judged(case, *broken(case, LeaderEnd(None, None, False, time.monotonic() - began, why)))
 
 
 def _unfit(node: str, error: Any) -> SelectionError:

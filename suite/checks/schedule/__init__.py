@@ -15,6 +15,9 @@ Then:
   one after the other; every forward runs the units of its stage and every backward goes through
   them; all of them are over before the gradients are final;
 * micro-batches in flight, counted from the log, are those of the schedule;
+* messages, of the suite's own cut (:mod:`shardproof.checks.schedule.messages`): the log, played
+  with every wait where it was made, has no larger bubble than the schedule, and no tensor that was
+  sent or received outlives its last use;
 * memory, where it is measured: on every rank and in every step the largest bytes of class
   ``activations`` are what the micro-batches in flight take.  What one micro-batch of a stage takes
   is measured on the workload's own model in one process (``measure``).  The peak must reach the
@@ -43,6 +46,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks import Outcome, Worst, first_problem
 from shardproof.checks.schedule.announced import (
@@ -56,6 +60,12 @@ from shardproof.checks.schedule.announced import (
     not_run,
     unsound_schedules,
     window_figures,
+)
+from shardproof.checks.schedule.messages import (
+    kept_too_long,
+    messages_of,
+    most_alive,
+    waits_too_long,
 )
 from shardproof.costs.model_facts import shape_key
 from shardproof.costs.schedules import Setting
@@ -88,7 +98,7 @@ def decide(evidence: Figures) -> Outcome:
     if not case.ledgers:
         what = "ledgers are off: what was run is not known"
         return Outcome("schedule", "skip", what, None, figures.to_dict())
-    problem = first_problem(evidence, partial(_wrong_run, evidence))
+    problem = first_problem(evidence, partial(_wrong_run, evidence)) or _wrong_waits(evidence)
     if problem:
         return Outcome("schedule", "fail", problem, None, figures.to_dict())
     figures.in_flight = {
@@ -102,6 +112,8 @@ def decide(evidence: Figures) -> Outcome:
         figures.activations = f"not judged: {why_not}"
     elif failure := _judge_activations(evidence, figures):
         return Outcome("schedule", "fail", *failure, figures.to_dict())
+    elif problem := first_problem(evidence, partial(_wrong_boundary, evidence, figures)):
+        return Outcome("schedule", "fail", problem, None, figures.to_dict())
     notes = "; ".join(text for s in evidence.schedules.values() if (text := bubble_unjudged(s)))
     return Outcome("schedule", "pass", notes, None, figures.to_dict())
 
@@ -130,12 +142,16 @@ class ActivationBytes:
 
 @dataclass
 class ScheduleFigures(SparselyStored):
-    """By size of the window, and by rank; ``activations`` may be the reason why not judged."""
+    """By size of the window, and by rank; ``activations`` may be the reason why not judged.
+
+    ``boundary``: most tensors received from other stages that are alive when a computation begins.
+    """
 
     windows: dict[int, WindowFigures]
     in_flight: dict[str, int] | None = None
     measured: MeasuredFigures | dict[str, float] | None = None
     activations: dict[str, ActivationBytes] | str | None = None
+    boundary: dict[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The stored form, in which every window has a key of its own."""
@@ -237,6 +253,29 @@ def _computed_nothing(evidence: Figures, log: Log, events: Sequence[LoggedEvent]
             if times != wanted:
                 return f"{_action(row)} runs {kind} of {name!r} {times} times, not {wanted}"
     return ""
+
+
+def _wrong_waits(evidence: Figures) -> str:
+    """Of the suite's own cut: where waits cost time."""
+    if evidence.declaration.strategy not in OWN or not evidence.schedules:
+        return ""
+    for step in evidence.steps:
+        if problem := waits_too_long(evidence, step):
+            return f"step {step}, {problem}"
+    return ""
+
+
+def _wrong_boundary(
+    evidence: Figures, figures: ScheduleFigures, record: RankRecord, step: int
+) -> str:
+    """The first boundary tensor that one rank kept too long in one step."""
+    messages, log = messages_of(evidence, record, step), actions_of(record, step)
+    # Threads of native backends let go late.
+    if messages is None or not BACKENDS[evidence.case.backend].threads:
+        return ""
+    over = [number for number, kind, _ in record.events_of(step) if kind == "observe"]
+    figures.boundary = (figures.boundary or {}) | {str(record.rank): most_alive(messages, log)}
+    return kept_too_long(messages, log, over[0]) if over else ""
 
 
 def _most_in_flight(record: RankRecord, step: int) -> int:

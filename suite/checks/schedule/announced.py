@@ -26,7 +26,7 @@ TIMES = tuple(
 #: Strategies whose options and stages are in the words of the suite.
 OWN = ("pipeline", "hybrid")
 #: Simulated clocks are floats.
-_CLOCK = 1e-9
+CLOCK = 1e-9
 
 
 class NoSchedule(RuntimeError):
@@ -109,7 +109,8 @@ def _textbook(strategy: str, ranks: int, micro_batches: int) -> Collection[str]:
     return ("gpipe", "1f1b", *(() if micro_batches % ranks else ("interleaved",)))
 
 
-def _settings(schedule: Schedule) -> Iterator[Setting]:
+def settings_of(schedule: Schedule) -> Iterator[Setting]:
+    """The times at which the bubbles of ``schedule`` are compared."""
     chunks = schedule.stages // schedule.ranks
     for times in TIMES:
         yield Setting(schedule.ranks, schedule.micro_batches, chunks, *times)
@@ -120,8 +121,8 @@ def _not_as_published(schedule: Schedule) -> str:
     form = FORMS.get(schedule.name)
     if form is None:
         return ""
-    for setting in _settings(schedule):
-        played, allowed = bubbles(schedule, setting), _CLOCK * float(setting.ideal)
+    for setting in settings_of(schedule):
+        played, allowed = bubbles(schedule, setting), CLOCK * float(setting.ideal)
         for kind, wanted in (("span", form.span(setting)), ("makespan", form.makespan(setting))):
             bubble = getattr(played, kind)
             if wanted is not None and abs(bubble - float(wanted)) > allowed:
@@ -146,7 +147,7 @@ def bubble_unjudged(schedule: Schedule) -> str:
     form = FORMS.get(schedule.name)
     if form is None:
         return f"bubble not judged: no closed form of {schedule.name!r} is known"
-    for setting in _settings(schedule):
+    for setting in settings_of(schedule):
         if form.span(setting) is not None or form.makespan(setting) is not None:
             return ""
     return (
@@ -176,7 +177,7 @@ def idle_of(played: Timeline) -> Bubbles:
 
 def window_figures(schedule: Schedule) -> WindowFigures:
     """Figures of one schedule, at equal times."""
-    setting = next(_settings(schedule))
+    setting = next(settings_of(schedule))
     ratios = BubbleRatios.of(bubbles(schedule, setting), float(setting.ideal))
     return WindowFigures(
         **vars(ratios),

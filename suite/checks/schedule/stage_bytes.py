@@ -83,7 +83,7 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
 def _trains(module: nn.Module) -> bool:
     """Whether the gradient of the module's weights is made from its input."""
     weight = getattr(module, "weight", None)
-    kinds = (nn.Linear, nn.Conv2d, nn.LayerNorm)
+    kinds = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.RMSNorm)
     return isinstance(module, kinds) and weight is not None and weight.requires_grad
 
 

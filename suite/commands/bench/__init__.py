@@ -1,32 +1,20 @@
-"""The command ``bench``: its options, and which pairs, scaling cells or collectives they choose."""
+"""The command ``bench``: its options; what they choose: ``choice.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.options import FailOn
-from shardproof.errors import Problem, SelectionError, nearest
 
 if TYPE_CHECKING:
-    from shardproof.bench.subjects import Cell, Pair, Subject
+    from shardproof.bench.subjects import Subject
     from shardproof.commands.bench_run import Request
-
-
-S = TypeVar("S", "Pair", "Cell")
-#: Options that describe one pair on the command line.
-_OF_PAIR = (
-    *("option_a", "option_b", "mesh_a", "mesh_b", "param", "size"),
-    *("workload", "batch", "micro_batches", "optimizer", "dtype"),
-)
-#: What to write for an option of checkpoints, and whose it is.
-_OF_CHECKPOINTS = ("write `bench checkpoint`", "checkpoints")
 
 
 def bench(
@@ -178,112 +166,15 @@ def bench(
     nothing timed. What an option cannot change is refused: --fail-on slower where efficiencies are
     measured, --fail-on goal where no pair has a goal, -k beside A and B.
     """
-    from shardproof.bench import sides
-    from shardproof.bench.subjects import BLOCKS, LAUNCHES, LETTERS, Pair, Side
-    from shardproof.bench.time_budget import Passes
-    from shardproof.commands.bench import checkpoint, collectives
-    from shardproof.commands.bench_run import Request
-    from shardproof.registry import preflight
+    from shardproof.commands.bench import choice, collectives
+    from shardproof.launch.nodes.nodes import Nodes
 
+    nodes = Nodes.here()
     if names == [collectives.NAME]:
-        from shardproof.bench.collectives import Request as ToTime
-
-        collectives.refuse(context)
-        raise typer.Exit(
-            collectives.run(
-                ToTime(
-                    backend or "gloo",
-                    world or 2,
-                    tuple(algorithm or ()),
-                    ranks_per_node or 0,
-                    collectives.parse_sizes(sizes or ()),
-                    rounds,
-                    deadline,
-                ),
-                results,
-                dry_run,
-            )
-        )
-    _refuse(context, collectives.OWN, "write `bench collectives`", "collectives")
-    request = Request(
-        budget,
-        Passes(not no_memory, profile, score),
-        fail_on=frozenset(fail_on or ()),
-        shard=options.shard_of(shard),
-    )
-    typed = names is not None and _are_implementations(names)
-    if names and not typed and (paths := _scaling_scenarios(names)):
-        remedy = "name two implementations, or a scenario of pairs"
-        _refuse(context, (*_OF_PAIR, "profile", "score", "no_memory", "goal"), remedy)
-        _refuse(context, ("parameters",), *_OF_CHECKPOINTS)
-        if FailOn.slower in request.fail_on:
-            what = "--fail-on slower: scaling has a target, and no side that is slower"
-            remedy = "write --fail-on goal: exit code 1 below the target"
-            raise SelectionError(Problem(what, remedy, " ".join(names)))
-        cells = _cells(paths, backend, world, blocks, launches, deadline)
-        cells = _matching(cells, expression, "cell", "systems", [cell.title for cell in cells])
-        preflight.check(cell.system.implementation for cell in cells)
-        raise typer.Exit(_measure(cells, request, results, dry_run))
-    if names is not None and typed:
-        _refuse(context, ("parameters",), *_OF_CHECKPOINTS)
-        if expression:
-            remedy = "leave it out: A and B are one pair"
-            raise SelectionError(Problem("-k chooses among pairs of scenarios", remedy, expression))
-        _refuse(context, ("shard",), "leave it out: A and B are one pair", "scenarios")
-        given = zip(LETTERS, names, (option_a, option_b), (mesh_a, mesh_b), strict=True)
-        a, b = (
-            Side(
-                name,
-                sides.parse_assignments(options or (), f"--option-{letter}"),
-                sides.parse_mesh(mesh, f"--mesh-{letter}"),
-            )
-            for letter, name, options, mesh in given
-        )
-        params = sides.parse_assignments(param or (), "--param")
-        pairs = [
-            Pair(
-                name="pair",
-                a=a,
-                b=b,
-                backend=backend or "gloo",
-                world=world or 2,
-                workload=sides.spec_of(workload, size, params, batch, micro_batches, 0),
-                optimizer=sides.default_optimizer(optimizer),
-                dtype=dtype,
-                size=size,
-            )
-        ]
-    else:
-        remedy = "write it into the speed scenario, or name two implementations"
-        _refuse(context, _OF_PAIR, remedy)
-        pairs = sides.read(names or [])
-        pairs = _matching(pairs, expression, "pair", "pairs", [pair.name for pair in pairs])
-        if parameters:
-            pairs = checkpoint.sized(pairs, parameters)
-    changes: dict[str, Any] = {
-        "blocks": blocks,
-        "launches": launches or min(LAUNCHES, blocks or BLOCKS),
-        "goal": goal,
-        "backend": backend or None,
-        "world": world,
-        "deadline": deadline,
-    }
-    asked = {key: value for key, value in changes.items() if value is not None}
-    pairs = [replace(pair, **asked) for pair in pairs]
-    for pair in pairs:
-        sides.check(pair)
-    ids = [pair.id for pair in pairs]
-    if twice := [name for name in ids if ids.count(name) > 1]:
-        remedy = "give one of them another name"
-        raise SelectionError(Problem("two comparisons of one id", remedy, twice[0]))
-    if FailOn.goal in request.fail_on and all(pair.goal is None for pair in pairs):
-        what, remedy = "--fail-on goal: no pair here has a goal", "give one, e.g. --goal 1.10"
-        raise SelectionError(Problem(what, remedy, ids[0]))
-    if profile and any(pair.backend == "in_memory" for pair in pairs):
-        remedy = "profile on gloo: threads of one process share its clocks"
-        raise SelectionError(Problem("--profile needs ranks that are processes", remedy))
-    preflight.check(side.implementation for pair in pairs for side in (pair.a, pair.b))
-    raise typer.Exit(_measure(pairs, request, results, dry_run))
+        request = collectives.chosen(context, nodes)
+        raise typer.Exit(collectives.run(request, results, dry_run))
+    subjects, how = choice.chosen(context, nodes)
+    raise typer.Exit(_measure(subjects, how, results, dry_run))
 
 
 def _measure(
@@ -296,6 +187,8 @@ def _measure(
     from shardproof.bench.session import Session
     from shardproof.checks.results import LeftOut
     from shardproof.commands import bench_run
+    from shardproof.commands.run import wait_for
+    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.shard import Cut
 
@@ -310,95 +203,6 @@ def _measure(
     if dry_run:
         bench_run.dry_run(subjects, request, durations)
         return verdicts.HELD
+    wait_for(Nodes.here())
     with Session() as session:
         return bench_run.run(session, subjects, request, durations, results, cut)
-
-
-def _are_implementations(names: Sequence[str]) -> bool:
-    """Whether ``names`` are a pair; one name alone is a speed scenario or a mistake."""
-    from shardproof import registry
-    from shardproof.bench import sides
-
-    timed = sides.known()
-    if all(n in timed or n.endswith((".yaml", ".yml")) or Path(n).is_dir() for n in names):
-        return False
-    known = registry.names()
-    alike = [name for name in names if "/" in name or ":" in name or name in known]
-    if not alike:
-        return False
-    if len(names) != 2:
-        what = f"a pair has two sides, not {len(names)}"
-        raise SelectionError(Problem(what, "name A and B", " ".join(names)))
-    for name in names:
-        registry.check(name)
-    return True
-
-
-def _scaling_scenarios(names: Sequence[str]) -> list[Path]:
-    """The scaling scenarios that ``names`` name; none if they are all of pairs.
-
-    :raises SelectionError: an unknown name, or scenarios of both kinds.
-    """
-    from shardproof.bench import sides
-    from shardproof.scenarios.load import timed
-
-    paths = sides.files(names)
-    scaling = [path for path in paths if timed(path) == "scaling"]
-    if scaling and len(scaling) < len(paths):
-        remedy = "name scenarios of pairs in one command and those of scaling in another"
-        raise SelectionError(Problem("two kinds of scenario", remedy, " ".join(names)))
-    return scaling
-
-
-def _cells(
-    paths: Sequence[Path],
-    backend: str,
-    world: int | None,
-    blocks: int | None,
-    launches: int | None,
-    deadline: float,
-) -> list[Cell]:
-    """The cells of scaling scenarios, as options change them.
-
-    :raises InputError: faulty files, or options that do not fit.
-    """
-    from shardproof.bench.scaling import matrix
-
-    cells = matrix.read(paths)
-    if backend:
-        moved = [replace(cell, backend=backend) for cell in cells]
-        cells = list({cell.id: cell for cell in moved}.values())
-    if world is not None:
-        cells = matrix.with_worlds(cells, [world])
-    changed = []
-    for cell in cells:
-        count = blocks or cell.blocks
-        many = launches or min(cell.launches, count)
-        changed.append(replace(cell, blocks=count, launches=many, deadline=deadline))
-        matrix.check(changed[-1])
-    return changed
-
-
-def _refuse(
-    context: typer.Context, parameters: Sequence[str], remedy: str, owner: str = "one pair"
-) -> None:
-    """Raise for one of ``parameters`` that was given, and does not belong to what was named."""
-    for name in parameters:
-        source, value = context.get_parameter_source(name), context.params[name]
-        if source is not None and source.name != "DEFAULT" and value:
-            option = "--bytes" if name == "sizes" else f"--{name.replace('_', '-')}"
-            raise SelectionError(Problem(f"{option} belongs to {owner}", remedy, str(value)))
-
-
-def _matching(
-    subjects: Sequence[S], expression: str, noun: str, nouns: str, names: Sequence[str]
-) -> list[S]:
-    """The ``subjects``, whose ``names`` are ``nouns``, with ids that ``expression`` matches."""
-    from shardproof.scenarios.select import compile_expression
-
-    matches = compile_expression(expression)
-    chosen = [subject for subject in subjects if matches(subject.id)]
-    if not chosen:
-        remedy = nearest(expression, names, nouns)
-        raise SelectionError(Problem(f"-k matches no {noun}", remedy, expression))
-    return chosen

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import typer
 
@@ -14,7 +15,9 @@ from shardproof.bench import collective_times, collectives, sides
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.commands import supervision
 from shardproof.commands.console import echo, make_console, print_line
+from shardproof.commands.run import wait_for
 from shardproof.errors import Problem, SelectionError
+from shardproof.launch.nodes.nodes import Nodes
 
 #: What the command line calls it, options of its own, and those of ``bench`` that it takes.
 NAME = "collectives"
@@ -50,25 +53,45 @@ def parse_sizes(texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted(sizes)) or collectives.SIZES
 
 
-def run(request: collectives.Request, results: Path | None, dry_run: bool) -> int:
-    """Time what ``request`` says, or print it; the exit code.
+def chosen(context: typer.Context, nodes: Nodes | None) -> collectives.Request:
+    """What the command line of ``context`` has timed; ``nodes``: where its ranks are.
 
-    :raises SelectionError: an unknown backend or algorithm, or one that cannot serve the world.
+    :raises SelectionError: an option that has no meaning here, or a request that cannot be met.
     """
+    refuse(context)
+    given: Any = SimpleNamespace(**context.params)
+    request = collectives.Request(
+        given.backend or "gloo",
+        given.world or (2 if nodes is None else nodes.places),
+        tuple(given.algorithm or ()),
+        given.ranks_per_node or (0 if nodes is None or nodes.count == 1 else nodes.ranks_per_node),
+        parse_sizes(given.sizes or ()),
+        given.rounds,
+        given.deadline,
+    )
     sides.check_backend(request.backend)
     if not BACKENDS[request.backend].sends:
         what = "this backend sends nothing from one rank to one other"
         raise SelectionError(Problem(what, "choose another backend", request.backend))
     if request.world < 2:
         raise SelectionError(Problem("one rank sends nothing", "--world 2, or more", "1"))
+    if nodes is not None and request.world > nodes.places:
+        what = f"{request.world} ranks do not fit {nodes}"
+        raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
     request.check()
+    return request
+
+
+def run(request: collectives.Request, results: Path | None, dry_run: bool) -> int:
+    """Time what ``request`` says, or print it; the exit code."""
     ids = [request.id_of(*system) for system in request.systems]
     if dry_run:
         for name in ids:
             echo(name)
         return verdicts.HELD
+    wait_for(Nodes.here())
     console = make_console()
-    with supervision.open_folder(results) as folder, tempfile.TemporaryDirectory() as temporary:
+    with supervision.open_folder(results) as folder:
 
         def body(interrupts: supervision.Interrupts) -> int:
             folder.plan_benches(ids)
@@ -77,7 +100,7 @@ def run(request: collectives.Request, results: Path | None, dry_run: bool) -> in
                 console, f"timing {len(ids)} collectives on {where}, {request.rounds} rounds"
             )
             try:
-                lines = collectives.run(request, Path(temporary) / "ranks")
+                lines = collectives.run(request)
             except LaunchFailed as failed:
                 print_line(console, f"{failed.verdict}: {failed.reason}")
                 return verdicts.BROKEN

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.commands.doctor.finding import Finding
-from shardproof.multinode import engine
+from shardproof.multinode import engine, image_inputs
 
 #: Bytes that both images and the layers that make them take.
 IMAGES_BYTES = 8 << 30
@@ -88,7 +88,7 @@ def _space(folder: Path) -> Finding:
 
 
 def _images(client: Any) -> Iterator[Finding]:
-    for target in engine.TARGETS:
+    for target in (*image_inputs.LEAN, *image_inputs.EVERYTHING):
         name = engine.image_name(target)
         found = client.images.list(name)
         if found:

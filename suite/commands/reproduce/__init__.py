@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.commands import options
+from shardproof.commands.cluster.shape import MOST_NODES, MOST_RANKS
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.process_control import cores
 
 if TYPE_CHECKING:
     from shardproof.compare.reproduced import Reproduced
+    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.run_folder import Run
 
 #: In the folder of what was run again: a line for each result of the first run.
@@ -34,6 +36,29 @@ def reproduce(
         Path | None,
         typer.Option("--results", metavar="RUN", help="the new run folder", parser=options.named),
     ] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="with ranks in containers (docs/containers.md)")
+    ] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes",
+            metavar="K",
+            min=1,
+            max=MOST_NODES,
+            help="of --cluster (default: as RUN, or 2)",
+        ),
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks-per-node",
+            metavar="R",
+            min=1,
+            max=MOST_RANKS,
+            help="of --cluster (default: as RUN, or 2)",
+        ),
+    ] = None,
 ) -> None:
     """Run the cases of a run again here, as it has them stored, and say of each what is the same.
 
@@ -42,7 +67,7 @@ def reproduce(
     agrees              other bits, both within the case's bound of the oracle
     differs             verdict, an exact figure, or bits that nothing explains
     cannot be compared  other torch, suite or data; bits of other kernels; no such backend,
-                        system or option here; no room in --budget
+                        system or option here; no room in --budget, or on the nodes
     beside              skipped or left out there, a fault plan, a planted fault, timed
 
     Scenarios of today have no say. The new folder is a run like any other; its reproduced.jsonl
@@ -54,6 +79,7 @@ def reproduce(
     \b
     shardproof reproduce 20260102-030405.tar.gz
     shardproof reproduce results/RUN -k "bitwise and in_memory" --results results/again
+    shardproof reproduce results/RUN --cluster --nodes 4 --ranks-per-node 1   in containers
     """
     from shardproof.commands.supervision import RESULTS
     from shardproof.runs.bundle.unpacking import open_run
@@ -62,6 +88,9 @@ def reproduce(
     from shardproof.runs.run_folder import read
     from shardproof.scenarios.select import compile_expression
 
+    if not cluster and (nodes or ranks_per_node):
+        what, given = "nodes are those of --cluster", "--nodes" if nodes else "--ranks-per-node"
+        raise SelectionError(Problem(what, "give --cluster, or leave it out", given))
     options.require_new("--results", results)
     matches = compile_expression(expression)
     with open_run(run, RESULTS) as path, damage_is_bad_input(path):
@@ -75,32 +104,74 @@ def reproduce(
         if not ids:
             remedy = "leave -k out, or name a run with results"
             raise SelectionError(Problem("nothing to run again", remedy, expression or run))
-        raise typer.Exit(_reproduce(before, ids, budget, jobs or cores(), results))
+        if cluster:
+            there = _nodes(before, nodes, ranks_per_node)
+            bundle = Path(run)
+            source = (bundle if bundle.is_file() else path).resolve()
+            words = {"-k": expression, "--budget": budget, "-j": jobs}
+            code = _in_containers(before, ids, source, words, there, results)
+        else:
+            code = _reproduce(before, ids, budget, jobs or cores(), results)
+        raise typer.Exit(code)
+
+
+def _nodes(before: Run, count: int | None, ranks_per_node: int | None) -> Nodes:
+    """As asked for, else as ``before`` had them."""
+    from shardproof.launch.nodes.nodes import FOLDER, Nodes
+
+    had: Any = before.header.last.cluster or {}
+    was = (len(had["nodes"]), had["ranks_per_node"]) if "ranks_per_node" in had else (2, 2)
+    return Nodes(FOLDER, count or was[0], ranks_per_node or was[1])
+
+
+def _in_containers(
+    before: Run,
+    ids: frozenset[str],
+    run: Path,
+    words: Mapping[str, object],
+    nodes: Nodes,
+    results: Path | None,
+) -> int:
+    """The same command in the head of a cluster that sees ``run``, a folder or bundle."""
+    from shardproof.commands.cluster import in_containers, readable
+    from shardproof.multinode.needs import Needs
+
+    cases = [result.case for result in before.cases if result.id in ids]
+    names = {name for case in cases for name in (case.implementation, case.workload.name)}
+    own = [Path.cwd()] if any(":" in name for name in names) else []
+    command = ["reproduce", str(run)]
+    for flag, value in words.items():
+        command += [flag, str(value)] if value not in ("", None) else []
+    seen, needs = readable([*own, run]), Needs.of_cases(cases, nodes.ranks_per_node)
+    return in_containers(command, nodes, results, seen, needs=needs)
 
 
 def _reproduce(
     before: Run, ids: frozenset[str], budget: float | None, jobs: int, results: Path | None
 ) -> int:
-    from shardproof.commands.run import execute
+    from shardproof.commands.run import execute, wait_for
     from shardproof.commands.supervision import open_folder
     from shardproof.compare import reproduced
+    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.run_folder import read
     from shardproof.scenarios.budget import fit_cases
 
     beside = reproduced.beside(before)
     cases = [one.case for one in before.cases if one.id in ids and one.id not in beside]
-    obstacles = _obstacles(cases)
+    nodes = Nodes.here()
+    obstacles = _obstacles(cases) | _without_room(cases, nodes)
     cases = [case for case in cases if case.id not in obstacles]
     if not cases:
         outcomes = reproduced.judge(before, None, obstacles, ids)
         _tell(outcomes)
         return reproduced.exit_code(outcomes)
+    wait_for(nodes)
     durations = Durations.of_user()
     with open_folder(results) as folder:
         folder.reproduces(before.name)
         schedule = fit_cases(cases, durations, jobs, budget)
-        code = execute(folder, schedule, jobs, budget, durations)
+        code = execute(folder, schedule, jobs, budget, durations, nodes=nodes)
         if code == verdicts.INTERRUPTED:
             return code
         outcomes = reproduced.judge(before, read(folder.path), obstacles, ids)
@@ -118,12 +189,21 @@ def _tell(outcomes: Sequence[Reproduced]) -> None:
     echo(reproduced.summary(outcomes))
 
 
+def _without_room(cases: Sequence[Case], nodes: Nodes | None) -> dict[str, str]:
+    """By its id why a case is not run on ``nodes``; ``None``: on this machine there is room."""
+    return {
+        case.id: f"{case.world} ranks do not fit {nodes}"
+        for case in cases
+        if nodes is not None and not nodes.has_room(case.backend, case.world)
+    }
+
+
 def _obstacles(cases: Sequence[Case]) -> dict[str, str]:
     """By its id why a case cannot be run by this version, or without a system of its own."""
     from shardproof import registry
     from shardproof.backends import BACKENDS
     from shardproof.registry import preflight
-    from shardproof.workloads import WORKLOADS
+    from shardproof.workloads import WORKLOADS, untrained
 
     gone: dict[str, str] = {}
     for name in dict.fromkeys(case.implementation for case in cases):
@@ -132,12 +212,12 @@ def _obstacles(cases: Sequence[Case]) -> dict[str, str]:
             preflight.check([name])
         except SelectionError as error:
             gone[name] = f"the system is gone: {error.problems[0].what}"
-    told = {}
+    told, known = {}, {*WORKLOADS, *untrained.BY_NAME}
     for case in cases:
         if case.implementation in gone:
             told[case.id] = gone[case.implementation]
         elif case.backend not in BACKENDS:
             told[case.id] = f"no longer supported: backend {case.backend}"
-        elif ":" not in case.workload.name and case.workload.name not in WORKLOADS:
+        elif ":" not in case.workload.name and case.workload.name not in known:
             told[case.id] = f"no longer supported: workload {case.workload.name}"
     return told

@@ -7,11 +7,12 @@ integers, in the first step or before each message: they stand in the rows of co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 from shardproof.costs.model import Bytes, CostModel, Flow, flow, grouped_flow
 from shardproof.costs.model_facts import ITEMSIZE, shape_key, used
-from shardproof.costs.pipeline import Pipeline
+from shardproof.costs.pipeline import Message, Pipeline
 
 FP32 = 4
 #: DeepSpeed's ``TENSOR_META_SIZE``: int32 numbers that tell the shape of one message.
@@ -100,7 +101,7 @@ class DeepSpeedPipeline(Pipeline):
             *flow(facts, "pipe", "broadcast", [2 * FP32]),
             *flow(facts, "pipe", "all_reduce", norm),
             *(
-                tied
+                replace(tied, ranks=0)  # both ends, which are no neighbours
                 for t in used(facts.parameters, facts.step)
                 if len(self.stages.ranks(t)) > 1
                 for tied in grouped_flow("pipe", "all_reduce", [t.nbytes], ranks=2, times=1)
@@ -112,7 +113,7 @@ class DeepSpeedPipeline(Pipeline):
         activations = len(list(self.messages())) // 2
         return activations * META_BYTES if self.facts.option("dynamic_shape", False) else 0
 
-    def tied_messages(self) -> Iterator[int]:
+    def tied_messages(self) -> Iterator[Message]:
         """None: they are all-reduced."""
         return iter(())
 

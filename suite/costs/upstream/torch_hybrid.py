@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from shardproof.costs.layout import chunk, within
 from shardproof.costs.model import CostModel, Flow, NoCostModel, grouped_flow, norm_flow
@@ -95,8 +94,7 @@ class TorchHybrid(TorchTensorParallel):
 
     def messages(self) -> list[Flow]:
         """Activations and their gradients, under sequence parallelism those of own positions."""
-        share = self.ranks if self.is_sequence else 1
-        return [replace(f, bytes=f.bytes / share) for f in exchanged([*self.pipeline.messages()])]
+        return exchanged(self.pipeline.messages(), self.ranks if self.is_sequence else 1)
 
     def of_unit(self, members: list[TensorFacts]) -> Iterator[Flow]:
         """Gathers, reductions and their way over the replicas, of every tensor rank."""

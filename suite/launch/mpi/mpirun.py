@@ -2,7 +2,9 @@
 
 To MPI a process is what its environment says.  So ``mpirun`` starts stand-ins that hand theirs over
 (``stand_in.py``), and ranks are forked with them from a process that has imported torch: in
-milliseconds, not seconds each, watched and collected by whoever forked them.
+milliseconds, not seconds each, watched and collected by whoever forked them.  Over nodes one
+``mpirun`` serves keepers on all of them: its daemons are started by the nodes' agents, which
+``nodes/daemon.py`` asks.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from shardproof.backends import mpi_found
 from shardproof.launch import process_control
 from shardproof.launch.mpi.stand_in import DESCRIPTOR
+from shardproof.launch.nodes import daemon
 from shardproof.launch.workspace import Workspace
 
 #: Seconds within which all stand-ins have to come.
@@ -36,41 +40,58 @@ class MpirunError(RuntimeError):
     """``mpirun`` did not start the ranks; the message holds what it said."""
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Nodes over which one ``mpirun`` spreads its ranks.
+
+    ``doors``: the folder of their agents' sockets; ``ranks``: how many each node has, by its name,
+    in order.  Each node's keeper has a folder of that name, all in one.
+    """
+
+    doors: Path
+    ranks: Mapping[str, int]
+
+    @property
+    def world(self) -> int:
+        """All of them."""
+        return sum(self.ranks.values())
+
+    def settings(self, folder: Path) -> dict[str, str]:
+        """Variables for ``nodes/daemon.py``, which ``mpirun`` calls; ``folder`` is a keeper's."""
+        return {daemon.DOORS: str(self.doors), daemon.SPREAD: str(folder.parent)}
+
+    @property
+    def launcher(self) -> str:
+        """What starts a daemon on a node."""
+        return f"{sys.executable} -I -S {Path(daemon.__file__)}"
+
+
 class Mpirun:
-    """An ``mpirun`` of ``ranks`` stand-ins; a context manager that ends it.
+    """The stand-ins of ``ranks``, and the ``mpirun`` that starts them; a context manager.
 
     ``folder`` exists; what MPI leaves behind lies there, and whoever made it removes it.
+    ``spread``: over which nodes; then whoever has rank 0 starts the ``mpirun`` of all.
 
     :raises MpirunError: from ``with``, when it does not start.
     """
 
-    def __init__(self, ranks: int, folder: Path) -> None:
-        self._ranks, self._folder = ranks, folder
+    def __init__(self, ranks: Sequence[int], folder: Path, spread: Spread | None = None) -> None:
+        self._ranks, self._folder, self._spread = ranks, folder, spread
         self._connections: list[socket.socket] = []
         self._places: dict[int, tuple[dict[str, str], int | None]] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        found = mpi_found.find()
-        if found is None:
-            raise MpirunError(mpi_found.problem())
-        parent, program = os.getpid(), str(Path(__file__).with_name("stand_in.py"))
+        parent = os.getpid()
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         # By way of the descriptor: a socket's path has room for a hundred bytes.
         path = f"/proc/{parent}/fd/{folder}/stand-ins"
-        settings = found.environment(self._folder) | {"SHARDPROOF_STAND_IN": path}
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(path)
-                listener.listen(self._ranks)
-                self._process = subprocess.Popen(
-                    [*found.command(self._ranks), sys.executable, "-I", "-S", program],
-                    env=_foreign_removed(os.environ) | settings,
-                    stdin=subprocess.DEVNULL,
-                    stdout=(self._folder / "mpirun.out").open("wb"),
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=lambda: process_control.die_with_parent(parent),
-                )
+                listener.listen(len(self._ranks))
+                if 0 in self._ranks:
+                    self._process = self._started(parent, path)
                 self._meet(listener)
         except BaseException:
             self.__exit__()
@@ -103,19 +124,41 @@ class Mpirun:
             if other != rank and theirs is not None:
                 os.close(theirs)
 
+    def _started(self, parent: int, path: str) -> subprocess.Popen[bytes]:
+        found = mpi_found.find()
+        if found is None:
+            raise MpirunError(mpi_found.problem())
+        if self._spread is not None and (reason := found.stays_on_one_machine):
+            raise MpirunError(reason)
+        settings = found.environment(self._folder) | {"SHARDPROOF_STAND_IN": path}
+        command = found.command(len(self._ranks))
+        if self._spread is not None:
+            settings |= found.launched_by(self._spread.launcher)
+            settings |= self._spread.settings(self._folder)
+            command = found.command(self._spread.world, self._spread.ranks)
+        program = str(Path(__file__).with_name("stand_in.py"))
+        return subprocess.Popen(
+            [*command, sys.executable, "-I", "-S", program],
+            env=_foreign_removed(os.environ) | settings,
+            stdin=subprocess.DEVNULL,
+            stdout=(self._folder / "mpirun.out").open("wb"),
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: process_control.die_with_parent(parent),
+        )
+
     def _meet(self, listener: socket.socket) -> None:
-        deadline = time.monotonic() + START_SECONDS
+        """Wait for all stand-ins of these ranks."""
+        deadline, count = time.monotonic() + START_SECONDS, len(self._ranks)
         listener.settimeout(0.05)
-        while len(self._places) < self._ranks:
-            assert self._process is not None
-            if self._process.poll() is not None:
+        while len(self._places) < count:
+            if self._process is not None and self._process.poll() is not None:
                 raise MpirunError(
                     f"mpirun ended with exit code {self._process.returncode} before "
-                    f"{self._ranks} ranks had started: {self._said()}"
+                    f"{count} ranks had started: {self._said()}"
                 )
             if time.monotonic() > deadline:
                 raise MpirunError(
-                    f"mpirun started {len(self._places)} of {self._ranks} ranks in "
+                    f"mpirun started {len(self._places)} of {count} ranks in "
                     f"{START_SECONDS:g} s: {self._said()}"
                 )
             with contextlib.suppress(TimeoutError):
@@ -124,11 +167,13 @@ class Mpirun:
                 connection.settimeout(START_SECONDS)
                 variables, descriptor = _read(connection)
                 rank = next((int(variables[name]) for name in _RANK if name in variables), -1)
-                if not 0 <= rank < self._ranks or rank in self._places:
+                if rank not in self._ranks or rank in self._places:
                     raise MpirunError(f"mpirun started a process as rank {rank}: {self._said()}")
                 self._places[rank] = _changed(variables), descriptor
 
     def _said(self) -> str:
+        if self._process is None:
+            return "it runs on another node"
         lines = (self._folder / "mpirun.out").read_text("utf-8", "replace").strip()[-_TAIL:]
         return " ".join(lines.replace("-" * 10, "").split()) or "it said nothing"
 
@@ -168,7 +213,7 @@ def _foreign_removed(variables: Mapping[str, str]) -> dict[str, str]:
 def problem(ranks: int) -> str:
     """Why ``mpirun`` cannot start ``ranks`` ranks here, from trying; empty: it can."""
     try:
-        with Workspace() as folder, Mpirun(ranks, folder):
+        with Workspace() as folder, Mpirun(range(ranks), folder):
             return ""
     except MpirunError as error:
         return str(error)

@@ -4,7 +4,7 @@
 process meanwhile, ``log`` is the written log: plain data that is classed and replayed afterwards.
 """
 
-from shardproof.ledgers.memory.installed import communicated, watch
+from shardproof.ledgers.memory.installed import at_release, communicated, watch
 from shardproof.ledgers.memory.log import MemoryLog, Peak
 from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.memory.summary import memory_is_measurable, summary
@@ -13,6 +13,7 @@ __all__ = [
     "MemoryLedger",
     "MemoryLog",
     "Peak",
+    "at_release",
     "communicated",
     "summary",
     "watch",

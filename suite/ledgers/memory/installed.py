@@ -63,6 +63,12 @@ def communicated(tensors: Iterable[Tensor]) -> None:
         ledger.touch(handed)
 
 
+def at_release(tensor: Tensor, tell: Callable[[], None]) -> bool:
+    """Call ``tell`` when the storage of ``tensor`` is freed; whether a ledger knows it."""
+    known = [ledger.at_release(tensor, tell) for ledger in _active]
+    return any(known)
+
+
 def watch(module: nn.Module) -> None:
     """Label what the modules below ``module`` compute with, in every forward.
 

@@ -40,12 +40,15 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage that knows its place in the log and its last known size."""
+    """A weak reference to a storage that knows its place in the log and its last known size, and
+    whom to tell when it is freed.
+    """
 
-    __slots__ = ("index", "key", "size")
+    __slots__ = ("index", "key", "size", "told")
     index: int
     key: int
     size: int
+    told: tuple[Callable[[], None], ...]
 
 
 class MemoryLedger(TorchDispatchMode):
@@ -168,6 +171,13 @@ class MemoryLedger(TorchDispatchMode):
         for ref in self._refs(tensors):
             self.log.storages[ref.index].communicated = True
 
+    def at_release(self, tensor: Tensor, tell: Callable[[], None]) -> bool:
+        """Call ``tell`` when the storage of ``tensor`` is freed; whether it is this rank's."""
+        refs = [*self._refs([tensor])]
+        for ref in refs:
+            ref.told = (*ref.told, tell)
+        return bool(refs)
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """``storage`` has another size now."""
         ref = self._known.get(id(storage))
@@ -268,7 +278,7 @@ class MemoryLedger(TorchDispatchMode):
         elif self._pauses:
             origin = "before"
         ref = _Ref(storage, self._freed)
-        ref.index, ref.key, ref.size = len(self.log.storages), id(storage), -1
+        ref.index, ref.key, ref.size, ref.told = len(self.log.storages), id(storage), -1, ()
         unit = self._unit() if self._unit is not None else ""
         device = FILE if mapped else "cpu" if tensor.is_cpu else str(tensor.device)
         self.log.storages.append(Storage(device, operation, phase, step, unit, origin))
@@ -280,6 +290,8 @@ class MemoryLedger(TorchDispatchMode):
         # Any thread may drop the last reference; appending is atomic.
         self._known.pop(ref.key, None)
         self._size(ref, 0)
+        for tell in ref.told:
+            tell()
 
     def _size(self, ref: _Ref, size: int) -> None:
         ref.size = size

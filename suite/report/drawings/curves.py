@@ -26,7 +26,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 14.0, 38.0
 
 
 def table(lines: Sequence[CellLine]) -> Table:
-    ordered = sorted(lines, key=lambda line: (line.cell.name, line.title, line.backend, line.world))
+    ordered = sorted(
+        lines, key=lambda line: (line.cell.name, line.title, line.cell.network, line.world)
+    )
     made = tables.table(ordered, fold=False)
     rows = [[*row[:4], chip(str(row[4])), *row[5:]] for row in made.rows]
     return replace(made, rows=rows, align="lllrl" + "r" * 13, row_header=1)
@@ -36,7 +38,7 @@ def panels(lines: Iterable[CellLine]) -> list[tuple[str, Markup]]:
     """Headings and drawings."""
     groups: dict[tuple[str, str, str], list[CellLine]] = defaultdict(list)
     for line in lines:
-        groups[line.cell.name, line.title, line.backend].append(line)
+        groups[line.cell.name, line.title, line.cell.network].append(line)
     return [
         (f"{name} on {backend}, {scenario} scaling", _draw(scenario, name, backend, members))
         for (scenario, name, backend), members in sorted(groups.items())

@@ -2,8 +2,10 @@
 
 A campaign draws cases of implementations that are believed right, over seeds, meshes, backends,
 options, optimizers, clipping, lanes and combinations of traits, and expects every one to pass.
-Case ``number`` depends on the campaign's seed and on that number alone: a false alarm can be
-repeated from its id, whatever else was drawn or filtered.
+About half are drawn from :mod:`systems`, which combines the options of each freely, the others are
+cases of the scenarios, varied (:mod:`varied`).  Case ``number`` depends on the campaign's seed and
+on that number alone: a false alarm can be repeated from its id, whatever else was drawn or
+filtered.
 """
 
 from __future__ import annotations
@@ -40,12 +42,17 @@ from shardproof.studies.campaign.systems import (
     Setup,
     System,
 )
+from shardproof.studies.campaign.varied import EXACT, RARE, Variations, of_ones_own, scaled, shipped
 from shardproof.workloads import TRAITS
 
 _ID = re.compile(r"campaign-([0-9]{1,10})::([0-9]{1,6})::")
 MOST_TRAITS = 3
+#: How often a case of a scenario is varied, where that is asked for.
+VARIED = 0.5
 #: Batches that are tried with a setup before another one is drawn.
 MOST_TRIES = 300
+#: Checks of what a case plans.
+PLANNED = ("checkpoint", "membership")
 #: Where it is declined, no rank may have fewer samples than micro-batches either.
 UNEQUAL = "unequal_micro_batches"
 STRIDED = "non_contiguous"
@@ -70,23 +77,58 @@ def first_cases(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Cas
     :raises SelectionError: a pattern that matches none of a campaign's systems, or a class that
         cannot be loaded, or that stands beside names.
     """
-    own = [pattern for pattern in patterns if ":" in pattern]
-    if own:
-        if len(own) < len(patterns):
-            remedy = "draw them in campaigns of their own"
-            raise SelectionError(Problem("--impl: classes and names together", remedy, own[0]))
-        preflight.check(own)
+    variations = variations_of(patterns)
+    if own := _own(patterns):
         systems = tuple(map(own_system, own))
-        return [numbered_case(number, seed, systems) for number in range(count)]
-    known = sorted({system.name for system in SYSTEMS})
+        return [numbered_case(n, seed, systems, variations=variations) for n in range(count)]
+    known = names()
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             remedy = nearest(pattern, known, "implementations")
             raise SelectionError(Problem("--impl matches nothing in a campaign", remedy, pattern))
-    drawn = (numbered_case(number, seed) for number in itertools.count())
-    globs = patterns or ("*",)
-    wanted = (c for c in drawn if any(fnmatchcase(c.implementation, glob) for glob in globs))
+    drawn = (numbered_case(n, seed, variations=variations) for n in itertools.count())
+    wanted = (case for case in drawn if _is_of(case, patterns))
     return list(itertools.islice(wanted, count))
+
+
+def varied_cases(patterns: Sequence[str]) -> list[Case]:
+    """The cases of scenarios that :func:`first_cases` varies."""
+    cases = variations_of(patterns).cases
+    return [case for case in cases if _own(patterns) or _is_of(case, patterns)]
+
+
+def planted(case: Case, fault: str) -> Case:
+    """``case`` of the system ``fault`` instead of its parent."""
+    name = case.id.replace(f"::{case.implementation}::", f"::{fault}::", 1)
+    return replace(case, id=name, implementation=fault)
+
+
+def _is_of(case: Case, patterns: Sequence[str]) -> bool:
+    """Whether a glob matches its implementation, or there is none."""
+    return not patterns or any(fnmatchcase(case.implementation, glob) for glob in patterns)
+
+
+def variations_of(patterns: Sequence[str]) -> Variations:
+    """What a campaign varies: all that is shipped, or the cells of classes of one's own.
+
+    :raises SelectionError: a class that cannot be loaded, or that stands beside names.
+    """
+    if not (own := _own(patterns)):
+        return shipped()
+    if len(own) < len(patterns):
+        remedy = "draw them in campaigns of their own"
+        raise SelectionError(Problem("--impl: classes and names together", remedy, own[0]))
+    preflight.check(own)
+    return of_ones_own(own)
+
+
+def _own(patterns: Sequence[str]) -> list[str]:
+    return [pattern for pattern in patterns if ":" in pattern]
+
+
+def names() -> list[str]:
+    """The systems whose cases a campaign draws."""
+    return sorted({system.name for system in SYSTEMS} | {*shipped().systems})
 
 
 def by_id(name: str) -> Case | None:
@@ -98,23 +140,55 @@ def by_id(name: str) -> Case | None:
     if drawn is None:
         return None
     system = name.split("::")[2]
-    systems = SYSTEMS
-    if ":" in system:
-        preflight.check([system])
-        systems = (own_system(system),)
-    case = numbered_case(int(drawn[2]), int(drawn[1]), systems)
+    fault = system if system.startswith(registry.MUTANTS) else ""
+    if fault:
+        system = registry.load_mutant(fault).parent
+    variations = variations_of([system])
+    systems = (own_system(system),) if ":" in system else SYSTEMS
+    case = numbered_case(int(drawn[2]), int(drawn[1]), systems, variations=variations)
+    if fault:
+        case = planted(case, fault)
     if case.id != name:
         remedy = "campaigns of another version of the suite cannot be repeated"
         raise SelectionError(Problem("no such case", remedy, name))
     return case
 
 
-def numbered_case(number: int, seed: int, systems: Sequence[System] = SYSTEMS) -> Case:
+def numbered_case(
+    number: int,
+    seed: int,
+    systems: Sequence[System] = SYSTEMS,
+    most_traits: int = MOST_TRAITS,
+    variations: Variations | None = None,
+) -> Case:
+    """Case ``number`` of ``seed``: of ``systems``, or one of ``variations``."""
     source = random.Random(f"{seed} {number}")
+    start = f"campaign-{seed}::{number:04d}"
+    if variations is not None and variations.cases and source.random() < VARIED:
+        case = variations.draw(source, most_traits)
+        asked = dict.fromkeys((*GENERAL, *(name for name in case.checks if name in PLANNED)))
+        plain = replace(case, scenario="campaign", label="", tier="quick", expect={}, source="")
+        return _named(replace(plain, checks=tuple(asked)), start)
     while True:
-        case = _drawn(source, f"campaign-{seed}::{number:04d}", systems)
-        if case is not None:
-            return case
+        drawn = _drawn(source, systems, most_traits)
+        if drawn is None:
+            continue
+        may_scale = variations is not None and drawn.lane not in EXACT
+        if may_scale and not drawn.deaths and source.random() < RARE:
+            drawn = scaled(drawn)
+        return _named(drawn, start)
+
+
+def _named(case: Case, start: str) -> Case:
+    """``case`` with an id that tells what it is."""
+    shape = "x".join(f"{axis}{size}" for axis, size in case.mesh.items())
+    spec, few = case.workload, len(case.workload.traits) <= MOST_TRAITS
+    traits = "+".join(spec.traits) if few else f"{len(spec.traits)}-traits"
+    clipped = "noclip" if case.optimizer.clip_norm is None else "clip"
+    asked = "-".join((case.lane, case.dtype, *case.precision.values()))
+    system = f"{case.implementation}::{case.backend}::{shape}"
+    model = f"{spec.name}::{traits or 'bare'}::{case.optimizer.name}::{clipped}"
+    return replace(case, id=f"{start}::{system}::{model}::{asked}")
 
 
 @functools.cache
@@ -164,8 +238,8 @@ def own_system(name: str) -> System:
     )
 
 
-def _drawn(source: random.Random, prefix: str, systems: Sequence[System]) -> Case | None:
-    """A case whose id begins with ``prefix``; ``None`` if no batch goes with what is drawn."""
+def _drawn(source: random.Random, systems: Sequence[System], most_traits: int) -> Case | None:
+    """A case without an id; ``None`` if no batch goes with what is drawn."""
     system = source.choices(systems, [system.chance for system in systems])[0]
     setup = _setup(source, system)
     declared = registry.load(system.name).capabilities(setup.options)
@@ -180,12 +254,11 @@ def _drawn(source: random.Random, prefix: str, systems: Sequence[System]) -> Cas
     if policy:
         setup = replace(setup, options={**setup.options, "precision": dict(policy)})
         declared = registry.load(system.name).capabilities(setup.options)
-    spec = _workload(source, system, setup, lane, declared)
+    spec = _workload(source, system, setup, lane, declared, most_traits)
     if spec is None:
         return None
     groups = workloads.suggested_groups(spec.traits)
     optimizer = replace(_optimizer(source, lane, system.clips), groups=groups)
-    clipped = "noclip" if optimizer.clip_norm is None else "clip"
     steps = source.choice((3, 4))
     membership, deaths = dict[str, tuple[int, ...]](), list[Death]()
     if system.changes_members:
@@ -193,11 +266,8 @@ def _drawn(source: random.Random, prefix: str, systems: Sequence[System]) -> Cas
         membership, deaths = _members(
             source, setup.coordinates, steps, KNOWN_BACKENDS[backend].threads
         )
-    shape = "x".join(f"{axis}{size}" for axis, size in setup.mesh.items())
     return Case(
-        id=f"{prefix}::{system.name}::{backend}::{shape}::{spec.name}"
-        f"::{'+'.join(spec.traits) or 'bare'}::{optimizer.name}::{clipped}"
-        f"::{'-'.join((lane, dtype, *policy.values()))}",
+        id="",
         scenario="campaign",
         implementation=system.name,
         options=setup.options,
@@ -274,7 +344,12 @@ def _optimizer(source: random.Random, lane: Lane, clips: bool) -> OptimizerSpec:
 
 
 def _workload(
-    source: random.Random, system: System, setup: Setup, lane: Lane, declared: Capabilities
+    source: random.Random,
+    system: System,
+    setup: Setup,
+    lane: Lane,
+    declared: Capabilities,
+    most_traits: int,
 ) -> WorkloadSpec | None:
     """A random workload that can be made: some traits ask for more than one micro-batch.
 
@@ -292,7 +367,7 @@ def _workload(
     for _ in range(MOST_TRIES):
         spec = WorkloadSpec(
             setup.workload,
-            traits=tuple(sorted(source.sample(carried, source.randint(0, MOST_TRAITS)))),
+            traits=tuple(sorted(source.sample(carried, source.randint(0, most_traits)))),
             seed=source.randrange(2**31),
             global_batch=source.choice((12, 15, 24)),
             micro_batches=source.randint(1, most_micro_batches),

@@ -114,7 +114,7 @@ def communicates(setup: Setup) -> bool:
 def reshards(setup: Setup) -> bool:
     """Whether an integer ``reshard_after_forward`` divides the ranks that parameters lie on."""
     k = setup.options.get("reshard_after_forward")
-    return k is None or isinstance(k, bool) or setup.mesh["shard"] % k == 0
+    return k is None or isinstance(k, bool) or setup.size("shard") % k == 0
 
 
 def whole_nodes(setup: Setup) -> bool:

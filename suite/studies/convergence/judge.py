@@ -12,13 +12,16 @@ A seed in which the method misses the target counts with all steps of the budget
 such a method is never non-inferior.  The interval is that of these numbers; neither of its ends is
 a bound, for what a missed seed lacks would move the mean and spread the seeds.  Where the dense
 system misses the target, or ranks broke, there is nothing to compare with: ``precondition``.
+
+Seconds are compared in the same way, beside the verdict, of methods that reach the target with
+every seed.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +37,7 @@ class Judged:
     """``log``: of the ratio of steps; ``missed``: seeds in which the target was not reached.
 
     ``sent``: the ratio of bytes to the target, the geometric mean over the seeds that reached it.
+    ``seconds``: as ``log``, of the seconds to the target, where no seed was missed.
     """
 
     verdict: Verdict
@@ -41,21 +45,48 @@ class Judged:
     missed: Sequence[int] = ()
     sent: float | None = None
     problem: str = ""
+    seconds: Estimate | None = None
 
     @property
     def ratio(self) -> str:
         """The ratio of steps with its interval."""
-        if self.log is None:
-            return "-"
-        mean, low, high = (math.exp(x) for x in (self.log.mean, self.log.low, self.log.high))
-        least = "at least " if self.missed else ""
-        return f"{least}{mean:.2f} [{low:.2f}, {high:.2f}]"
+        return ("at least " if self.missed else "") + interval(self.log)
+
+    @property
+    def ratio_of_seconds(self) -> str:
+        """Likewise."""
+        return interval(self.seconds)
 
     def holds(self, expected: str) -> bool:
         """Whether that is what was expected."""
         if expected == "not non-inferior":
             return self.verdict in ("inferior", "not shown")
         return self.verdict == expected
+
+
+@dataclass(frozen=True)
+class Soonest:
+    """The system with the least ``seconds`` to the target, in the geometric mean.
+
+    ``beside``: what else reached the target with every seed -> the ratio of seconds of the soonest
+    to its own.
+    """
+
+    name: str
+    beside: Mapping[str, Estimate]
+
+    @property
+    def open(self) -> list[str]:
+        """Those that it is not certain to be before."""
+        return [name for name, log in self.beside.items() if log.high >= 0]
+
+
+def interval(log: Estimate | None) -> str:
+    """A ratio with its interval, in words."""
+    if log is None:
+        return "-"
+    mean, low, high = (math.exp(x) for x in (log.mean, log.low, log.high))
+    return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def judge(
@@ -75,9 +106,30 @@ def judge(
     sent = None
     if met and all(own.sent and other.sent for own, other in met):
         sent = math.exp(statistics.fmean(math.log(o.sent / own.sent) for own, o in met))
+    seconds, of_dense = _logs_of_seconds(method), _logs_of_seconds(dense)
     verdict: Verdict = "not shown"
     if log.low > math.log(margin):
         verdict = "inferior"
     elif log.high < math.log(margin) and not missed:
         verdict = "non-inferior"
-    return Judged(verdict, log, missed, sent)
+    ratio = _paired(seconds, of_dense) if seconds and of_dense else None
+    return Judged(verdict, log, missed, sent, seconds=ratio)
+
+
+def soonest(ends: Mapping[str, Sequence[Trained]]) -> Soonest | None:
+    """Which of the systems reaches the target first; ``None``: fewer than two tell seconds."""
+    told = {name: logs for name, own in ends.items() if (logs := _logs_of_seconds(own))}
+    if len(told) < 2:
+        return None
+    first = min(told, key=lambda name: statistics.fmean(told[name]))
+    return Soonest(first, {n: _paired(told[first], told[n]) for n in told if n != first})
+
+
+def _logs_of_seconds(ends: Sequence[Trained]) -> list[float]:
+    """Of each seed; empty: one missed the target, or tells none."""
+    logs = [math.log(end.seconds) for end in ends if end.reached is not None and end.seconds]
+    return logs if len(logs) == len(ends) else []
+
+
+def _paired(logs: Sequence[float], others: Sequence[float]) -> Estimate:
+    return estimate([one - other for one, other in zip(logs, others, strict=True)])

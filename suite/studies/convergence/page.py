@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from shardproof.studies.convergence.judge import Judged
+from shardproof.studies.convergence.judge import Judged, interval, soonest
 from shardproof.studies.convergence.plan import Method, Study
 from shardproof.studies.convergence.training import Trained
 from shardproof.table import Table
@@ -22,13 +22,22 @@ neither. A method that misses the target with some seed is never non-inferior; t
 the whole budget, so the ratio, but neither end of its interval, is a lower bound. Bytes are those
 that all ranks send in steps, by the collective model.
 
+Where ranks are processes with cores of their own, trainings run one at a time, all methods with a
+seed before the next seed, and *seconds* are those of the steps to the target, of the slowest rank
+between two looks: steps with their batches and their count of bytes, without set-up, evaluations
+and votes. Their ratio is that of paired seeds as well, of methods that reach the target with every
+seed; the verdict is about steps alone.
+
 Small models at one learning rate, the same for all: the page shows what each method does here, and
-that faults which equality cannot see are seen. It ranks no methods.
+that faults which equality cannot see are seen. It ranks no methods but by their seconds there.
 """
 HEADINGS = (
     *("method", "steps to target: median (range)", "missed", "ratio of steps [95 %]"),
-    *("bytes to target", "verdict", "as expected"),
+    *("bytes to target", "seconds to target: median (range)", "ratio of seconds [95 %]"),
+    *("verdict", "as expected"),
 )
+#: Those of seconds, which are left out where none are told.
+_OF_SECONDS = HEADINGS[5:7]
 
 
 def document(about: str, sections: Sequence[str]) -> str:
@@ -46,18 +55,27 @@ def section(
     run = study.first
     dense = ends[study.dense.name]
     sent = statistics.median(end.sent for end in dense)
-    given = f"{study.dense.name} (dense)", *_steps(dense), "1", f"{sent:,.0f} bytes", "-", "-"
+    name, size = f"{study.dense.name} (dense)", f"{sent:,.0f} bytes"
+    given = name, *_steps(dense), "1", size, _seconds(dense), "1", "-", "-"
     rows: list[tuple[str, ...]] = [given]
     rows += [_row(method, ends[method.name], found[method.name]) for method in study.methods]
+    timed = any(end.seconds for end in dense)
+    places = [i for i, heading in enumerate(HEADINGS) if timed or heading not in _OF_SECONDS]
+    headings, *rows = (tuple(row[place] for place in places) for row in (HEADINGS, *rows))
     params = ", ".join(f"{key} {value}" for key, value in run.workload.params.items())
     setting = (
-        f"{run.workload.name} ({params}), {run.world} ranks, batch {run.workload.global_batch}, "
-        f"SGD lr {run.optimizer.lr:g} momentum {run.optimizer.momentum:g}; target {run.target:g} "
-        f"within {run.steps} steps, looked at every {run.every} on {run.judged_on} samples; "
-        f"{len(study.dense.runs)} seeds; margin {study.margin:g}."
+        f"{run.workload.name} ({params}), {run.world} ranks on {run.backend}, "
+        f"batch {run.workload.global_batch}, SGD lr {run.optimizer.lr:g} momentum "
+        f"{run.optimizer.momentum:g}; target {run.target:g} within {run.steps} steps, looked at "
+        f"every {run.every} on {run.judged_on} samples; {len(study.dense.runs)} seeds; "
+        f"margin {study.margin:g}."
     )
     parts = [f"## {study.name}\n", f"{study.about}\n", f"{setting}\n"]
-    parts.append(Table("", HEADINGS, rows).markdown())
+    parts.append(Table("", headings, rows).markdown())
+    if timed:
+        parts.append(f"{in_wall_time(ends)}\n")
+    elif run.timed:
+        parts.append("No seconds are told: ranks had no cores of their own.\n")
     reasons = [f"- `{m.name}`: {m.reason}" for m in study.methods if m.reason]
     problems = [f"- `{name}`: {one.problem}" for name, one in found.items() if one.problem]
     if reasons:
@@ -76,7 +94,32 @@ def section(
 def _row(method: Method, ends: Sequence[Trained], found: Judged) -> tuple[str, ...]:
     sent = "-" if found.sent is None else f"{found.sent:.3g}x"
     right = "yes" if found.holds(method.expect) else "NO"
-    return (method.name, *_steps(ends), found.ratio, sent, found.verdict, right)
+    figures = (found.ratio, sent, _seconds(ends), found.ratio_of_seconds)
+    return (method.name, *_steps(ends), *figures, found.verdict, right)
+
+
+def in_wall_time(ends: Mapping[str, Sequence[Trained]]) -> str:
+    """Which system reaches the target first, as a sentence."""
+    found = soonest(ends)
+    if found is None:
+        return "In wall time nothing is compared: fewer than two systems reached the target."
+    beside = "; ".join(
+        f"{interval(log)} of the seconds of `{n}`" for n, log in found.beside.items()
+    )
+    if found.open:
+        others = " and ".join(f"`{name}`" for name in found.open)
+        return (
+            f"In wall time `{found.name}` takes the least seconds ({beside}), but the interval "
+            f"beside {others} holds 1: which reaches the target first is not shown."
+        )
+    return f"In wall time `{found.name}` reaches the target first: {beside}."
+
+
+def _seconds(ends: Sequence[Trained]) -> str:
+    seconds = [end.seconds for end in ends if end.reached is not None and end.seconds]
+    if not seconds:
+        return "-"
+    return f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
 
 
 def _steps(ends: Sequence[Trained]) -> tuple[str, str]:

@@ -10,11 +10,14 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from shardproof import registry
+from shardproof.backends import BACKENDS
 from shardproof.bench import sides
 from shardproof.bench.scaling.matrix import SystemModel
 from shardproof.case import WorkloadSpec
 from shardproof.contract import OptimizerSpec, Refused
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.launch.nodes.nodes import Nodes
+from shardproof.registry.declaration import Declaration
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Model
 from shardproof.studies.convergence.training import Run
@@ -54,6 +57,10 @@ class ConvergenceScenario(Model):
     workload: sides.BatchModel = Field(description="model, data and batch shape")
     optimizer: SGD = Field(description="of all methods")
     world: int = Field(3, ge=1, le=64, description="number of ranks")
+    backend: str = Field(
+        "in_memory",
+        description="communication backend; in_memory: ranks are threads, and no seconds are told",
+    )
     target: float = Field(gt=0, description="loss of the fixed batch")
     steps: int = Field(ge=1, le=100_000, description="who needs more misses the target")
     every: int = Field(4, ge=1, description="steps between two evaluations")
@@ -116,11 +123,13 @@ class Study:
         return replace(self, methods=methods)
 
 
-def read(paths: Iterable[Path], seeds: int | None = None) -> list[Study]:
-    """The studies that files describe; ``seeds``: instead of theirs.
+def read(paths: Iterable[Path], seeds: int | None = None, backend: str = "") -> list[Study]:
+    """The studies that files describe; ``seeds`` and ``backend``: instead of theirs.
 
-    :raises InputError: faulty files, each fault with its line.
+    :raises InputError: faulty files, each fault with its line; or a backend that cannot be used.
     """
+    if backend:
+        _require_backend(backend)
     studies: list[Study] = []
     faults = sides.Faults()
     for path in paths:
@@ -130,13 +139,16 @@ def read(paths: Iterable[Path], seeds: int | None = None) -> list[Study]:
             base = model.workload.spec(model.workload.global_batch)
         if base is None:
             continue
+        with faults.at(path, node, "backend"):
+            _require_backend(model.backend)
+        model = model.model_copy(update={"backend": backend or model.backend})
         count, methods = seeds or model.seeds, list[Method]()
         names = [_name(model.dense)]
         with faults.at(path, node, "dense"):
-            _require_taken(model.dense)
+            _require_taken(model.dense, model)
         for index, item in enumerate(model.methods):
             with faults.at(path, node, "methods", index):
-                _require_taken(item)
+                _require_taken(item, model)
                 name = _name(item)
                 if name in names:
                     what = "two methods of one name (the dense system is one)"
@@ -150,8 +162,27 @@ def read(paths: Iterable[Path], seeds: int | None = None) -> list[Study]:
     return studies
 
 
-def _require_taken(item: SystemModel) -> None:
-    """:raises SelectionError: there is no such system, or it refuses its options.
+def require_room(studies: Iterable[Study], nodes: Nodes) -> None:
+    """:raises SelectionError: ranks are threads, or more than there is room for on ``nodes``."""
+    for run, name in ((study.first, study.name) for study in studies):
+        if not run.timed:
+            what = f"{name}: ranks of {run.backend} are threads, which cannot be on nodes"
+            raise SelectionError(Problem(what, "choose another --backend, such as gloo"))
+        if not nodes.has_room(run.backend, run.world):
+            what = f"{name}: {run.world} ranks do not fit {nodes}"
+            raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
+
+
+def _require_backend(name: str) -> None:
+    """:raises SelectionError: there is no such backend, or its ranks compute elsewhere."""
+    sides.check_backend(name)
+    if BACKENDS[name].device != "cpu":
+        remedy = "choose in_memory, gloo or mpi"
+        raise SelectionError(Problem("trainings to a target are on CPUs", remedy, name))
+
+
+def _require_taken(item: SystemModel, model: ConvergenceScenario) -> None:
+    """:raises SelectionError: there is no such system, it refuses its options, or cannot run so.
 
     A user's own is asked where it trains: it is not imported here.
     """
@@ -159,9 +190,12 @@ def _require_taken(item: SystemModel) -> None:
     if ":" in item.implementation:
         return
     try:
-        registry.load(item.implementation).capabilities(item.options)
+        declared = Declaration.of(registry.load(item.implementation), item.options)
     except Refused as refusal:
         raise SelectionError(Problem(str(refusal), "correct the option", _name(item))) from None
+    if model.backend in BACKENDS and model.backend not in declared.backends:
+        what = f"{_name(item)} runs on {', '.join(declared.backends)} only"
+        raise SelectionError(Problem(what, "choose one of these", model.backend))
 
 
 def _name(item: SystemModel) -> str:
@@ -184,6 +218,7 @@ def _runs(
             steps=model.steps,
             every=model.every,
             judged_on=model.judged_on,
+            backend=model.backend,
         )
         for seed in range(seeds)
     ]

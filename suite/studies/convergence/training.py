@@ -4,15 +4,20 @@ After every ``every`` steps the ranks evaluate one fixed batch, which is shared 
 hold the whole model, and vote (``impls/reference/parts/consensus.py``): all of them stop at one
 step.  A rank that holds no model that counts, as a worker of a parameter server, votes without
 data.
+
+Ranks that are processes with cores of their own tell the seconds of their steps, as far as these
+come to an end (``drain``); what they compute to look, the votes and the set-up are left out.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,8 @@ import torch
 from torch import nn
 
 from shardproof import registry, workloads
+from shardproof.backends import BACKENDS
+from shardproof.bench import pinning
 from shardproof.bench.leader_tasks import LaunchFailed, on_ranks
 from shardproof.case import WorkloadSpec, data_shares
 from shardproof.comm import Mesh
@@ -59,6 +66,11 @@ class Run:
         """The most steps: up to the last look."""
         return self.steps // self.every * self.every
 
+    @property
+    def timed(self) -> bool:
+        """Whether its ranks may tell seconds: threads of one process share its cores."""
+        return not BACKENDS[self.backend].threads
+
 
 @dataclass(frozen=True)
 class Trained(Stored):
@@ -66,7 +78,8 @@ class Trained(Stored):
 
     ``losses``: after every ``every`` steps.  ``reached``: steps to the target (``None``: it was not
     reached).  ``sent``: bytes that all ranks sent in steps.  ``why``: what ended the training.
-    ``problem``: the ranks broke, with the reason.
+    ``problem``: the ranks broke, with the reason.  ``seconds``: of all steps, between two looks the
+    slowest rank's (``None``: ranks shared cores).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -75,44 +88,58 @@ class Trained(Stored):
     sent: int = 0
     why: str = ""
     problem: str = ""
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class RankEnd(Stored):
-    """What one rank tells; all but ``sent`` is the same on all."""
+    """What one rank tells; all but ``sent`` and ``seconds`` is the same on all.
+
+    ``seconds``: of the steps before each look; none where ranks share cores.
+    """
 
     losses: list[float]
     reached: int | None
     steps: int
     sent: Fraction
     why: str
+    seconds: list[float] = field(default_factory=list)
 
 
 def train(task: tuple[Run, Path]) -> dict[str, Any]:
     """Task of a leader: a :class:`Trained`, as plain data."""
     run, workdir = task
     try:
-        program = lambda rank: RankTraining(run, rank).train()  # noqa: E731
-        ends = on_ranks(run, workdir, RankEnd, program, ledgers=True)
+        ends = on_ranks(run, workdir, RankEnd, partial(_of_rank, run), ledgers=True)
     except LaunchFailed as failed:
         return Trained(problem=failed.reason).to_dict()
     return together(ends).to_dict()
 
 
+def _of_rank(run: Run, rank: int) -> RankEnd:
+    own_cores = run.timed and pinning.pin(rank, run.world, threads=False)
+    return RankTraining(run, rank, timed=bool(own_cores)).train()
+
+
 def together(ends: Sequence[RankEnd]) -> Trained:
-    """How a run ended of which ``ends`` are what its ranks tell: all the same but for bytes."""
+    """How a run ended of which ``ends`` are what ranks tell: the same but for bytes and time."""
     first, sent = ends[0], sum((end.sent for end in ends), Fraction(0))
     # As text, for NaN equals nothing.
-    told = {str(replace(end, sent=first.sent)) for end in ends}
+    told = {str(replace(end, sent=first.sent, seconds=[])) for end in ends}
     assert len(told) == 1, f"ranks parted: {told}"
-    return Trained(first.losses, first.reached, first.steps, round(sent), first.why)
+    seconds = None
+    if all(end.seconds for end in ends):  # ranks wait for one another at each look
+        seconds = sum(max(looks) for looks in zip(*(end.seconds for end in ends), strict=True))
+    return Trained(
+        first.losses, first.reached, first.steps, round(sent), first.why, seconds=seconds
+    )
 
 
 class RankTraining:
-    """One rank of a run."""
+    """One rank of a run; ``timed``: it tells seconds."""
 
-    def __init__(self, run: Run, rank: int) -> None:
-        self.run, self.rank = run, rank
+    def __init__(self, run: Run, rank: int, timed: bool = False) -> None:
+        self.run, self.rank, self.timed = run, rank, timed
         cls = registry.load(run.system)
         axis = cls.capabilities(run.options).axes[0]
         self.mesh = Mesh({axis: run.world})
@@ -137,19 +164,23 @@ class RankTraining:
 
     def train(self) -> RankEnd:
         """Step, look and vote until the vote ends it."""
-        run, losses = self.run, list[float]()
+        run, losses, seconds = self.run, list[float](), list[float]()
         rule = StopRule(target=run.target, budget=run.budget // run.every, not_finite="stop")
         votes = Consensus(rule, self.comm)
+        began = time.perf_counter()
         for step in range(run.budget):
             self._step(step)
             if (step + 1) % run.every:
                 continue
             self.system.drain()
+            seconds.append(time.perf_counter() - began)
             ruling = votes.vote(step + 1, *self._measured())
             losses.append(ruling.metric)
             if ruling.ends:
                 reached = step + 1 if ruling.metric <= run.target else None
-                return RankEnd(losses, reached, step + 1, self.sent, ruling.why)
+                told = seconds if self.timed else []
+                return RankEnd(losses, reached, step + 1, self.sent, ruling.why, told)
+            began = time.perf_counter()
         raise AssertionError("the budget ends training")
 
     def _step(self, step: int) -> None:

@@ -196,7 +196,8 @@ class OneBitEmulator(Emulator):
             answer[begin:end] = signed(flat[begin:end])
             begin = end
         answer = answer.view(total.shape)
-        self.kept[lost] = total - answer
+        if total.numel():  # nobody serves nothing
+            self.kept[lost] = total - answer
         return answer, sent
 
 

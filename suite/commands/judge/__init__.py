@@ -1,0 +1,1 @@
+"""A run of what ranks left in a folder, wherever they ran."""

@@ -1,0 +1,72 @@
+"""Features of a case: what of a system a trigger can touch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardproof.case import Case
+from shardproof.contract import Options
+
+#: Values with which an option asks for nothing.
+_NOTHING = (None, False, 0, "none", "backend", "global", "shared", "inferred")
+#: Options that ask for something with ``False``, too: their default is another value.
+_EITHER = ("broadcast_buffers", "loss_parallel", "reshard_after_forward")
+#: What a checkpoint's loader may have of its own, and the feature's word for it.
+_LOADERS = {"implementation": "system", "mesh": "mesh", "options": "options", "precision": "dtype"}
+
+
+def of(case: Case) -> frozenset[str]:
+    """Their names: a kind, and mostly a value, such as ``strategy reference/ddp``."""
+    return frozenset((*_asked(case), *_of_options(case.options)))
+
+
+def _asked(case: Case) -> Iterator[str]:
+    yield f"strategy {case.implementation}"
+    yield f"backend {case.backend}"
+    yield f"optimizer {case.optimizer.name}"
+    if case.optimizer.clip_norm is not None:
+        yield "clipping"
+    if case.optimizer.scaler is not None:
+        yield "loss-scaler"
+    if case.lane == "working_precision":
+        yield f"built {case.dtype}"
+    for role, dtype in case.precision.items():
+        yield f"precision {role} {dtype}"
+    if case.membership:
+        yield "members change"
+    if case.deaths:
+        yield "members die"
+    if case.checkpoint is not None:
+        into = [f"load other-{_LOADERS[name]}" for name in case.checkpoint.into]
+        yield from into or ["load same"]
+
+
+def _of_options(options: Options) -> Iterator[str]:
+    for name, value in options.items():
+        if name == "data_options":
+            yield from _of_options(value)
+        elif name == "checkpoint":
+            yield f"checkpoint {value['format']}"
+        elif name == "compress":
+            yield from _compression(value or {})
+        elif name != "precision" and (said := _said(name, value)):
+            yield said
+
+
+def _compression(chosen: Mapping[str, Any]) -> Iterator[str]:
+    if chosen:
+        yield f"compress {chosen['method']}"
+    if chosen.get("feedback") is False:
+        yield "compress without-feedback"
+
+
+def _said(name: str, value: Any) -> str:
+    """One option; of numbers, lists and mappings only that it is given."""
+    if value in _NOTHING and not (value is False and name in _EITHER):
+        return ""
+    if isinstance(value, Mapping):
+        value = value.get("algorithm", True)
+    if isinstance(value, str):
+        return f"{name} {value}"
+    return f"no-{name}" if value is False else name

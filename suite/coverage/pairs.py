@@ -1,0 +1,246 @@
+"""The table: how many cases each pair of a trigger and a feature has, and why some have none.
+
+A pair may be empty where every system that has the feature declines the trigger or lacks the axes
+for it, or where ``reasons.yaml`` gives the reason.  Otherwise it is *open*: a fault that needs both
+survives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from shardproof import registry
+from shardproof.case import DATA_AXES, Case
+from shardproof.contract import Refused
+from shardproof.coverage import features, triggers
+from shardproof.errors import printable
+from shardproof.table import Table
+
+if TYPE_CHECKING:
+    from shardproof.registry.declaration import Declaration
+
+RULES = Path(__file__).with_name("reasons.yaml")
+_ON_GPUS = ("nccl", "gloo_cuda")
+#: So many open pairs of a feature are named in a table.
+_NAMED = 4
+#: A trigger and a feature.
+Pair = tuple[str, str]
+
+
+def counts(case: Case) -> bool:
+    """Whether ``case`` can meet pairs: it trains, and must pass.
+
+    Backends of GPUs are no features: ``--backend`` takes every cell over to them.
+    """
+    known = case.skip is not None or case.xfail is not None
+    trains = "refuses" not in case.expect and case.steps > 0
+    return trains and not known and case.backend not in _ON_GPUS
+
+
+def taken(cases: Iterable[Case]) -> list[Case]:
+    """Those that their systems do not decline: a run skips the others.
+
+    Of what has run this is known by the verdicts, without an import of any system.
+    """
+    return [case for case in cases if not _is_declined(case)]
+
+
+def _is_declined(case: Case) -> bool:
+    says = declared(setup_of(case)) if counts(case) else None
+    return says is not None and bool(says.excludes_case(case, ""))
+
+
+def of(case: Case) -> frozenset[Pair]:
+    """The pairs that ``case`` meets."""
+    asked = features.of(case)
+    return frozenset((trigger, feature) for trigger in triggers.of(case) for feature in asked)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Globs on triggers and features, and why no case has both."""
+
+    triggers: tuple[str, ...]
+    features: tuple[str, ...]
+    reason: str
+
+    def matches(self, pair: Pair) -> bool:
+        return all(
+            any(fnmatchcase(name, glob) for glob in globs)
+            for name, globs in zip(pair, (self.triggers, self.features), strict=True)
+        )
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """Those of ``reasons.yaml``.
+
+    :raises ValueError: one has other keys than ``trigger``, ``feature`` and ``reason``.
+    """
+    return tuple(_rule(given) for given in yaml.safe_load(RULES.read_text(encoding="utf-8")))
+
+
+def _rule(given: Mapping[str, Any]) -> Rule:
+    if {*given} != {"trigger", "feature", "reason"}:
+        raise ValueError(f"{RULES.name}: a rule has a trigger, a feature and a reason: {given}")
+    globs = [given[key] for key in ("trigger", "feature")]
+    of_triggers, of_features = (tuple([g] if isinstance(g, str) else g) for g in globs)
+    return Rule(of_triggers, of_features, str(given["reason"]))
+
+
+@functools.cache
+def ruled_out(pair: Pair) -> str:
+    """Why a rule says that no case has both; empty: none does."""
+    return next((rule.reason for rule in rules() if rule.matches(pair)), "")
+
+
+#: A system and its options, as JSON.
+Setup = tuple[str, str]
+
+
+def setup_of(case: Case) -> Setup:
+    """What ``case`` asks its system for, to look up what that declares."""
+    return case.implementation, json.dumps(dict(case.options), sort_keys=True)
+
+
+@functools.cache
+def declared(setup: Setup) -> Declaration | None:
+    """What ``setup`` declares; ``None``: it is a user's own, not installed here, or refused."""
+    from shardproof.registry.declaration import Declaration  # imports torch: reports need none
+
+    system, options = setup
+    if registry.is_foreign(system):
+        return None
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # libraries of others talk when imported
+            return Declaration.of(registry.load(system), json.loads(options))
+    except (Refused, registry.BrokenImplementation):
+        return None
+
+
+def why_not(setup: Setup, trigger: str) -> str:
+    """Why ``setup`` cannot meet ``trigger``, from what it declares; empty: nothing says so."""
+    if (found := declared(setup)) is None:
+        return ""
+    system, trait = setup[0], trigger.removeprefix("trait ")
+    if trait in found.declines:
+        return f"{system} declines it: {found.declines[trait]}"
+    axes = ", ".join(found.axes)
+    if trigger in triggers.OF_SEVERAL_AXES and len(found.axes) == 1:
+        return f"{system} has one axis: {axes}"
+    if trigger == triggers.TWO_DATA_AXES and not {*DATA_AXES} <= {*found.axes}:
+        return f"{system} has the axes {axes}"
+    if trigger == triggers.OF_STAGES and "pipe" not in found.axes:
+        return f"{system} has no stages"
+    return ""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The pairs of all triggers with ``features``, and how many cases of each tier meet them."""
+
+    features: tuple[str, ...]
+    quick: Mapping[Pair, int]
+    full: Mapping[Pair, int]
+    #: Who has each feature.
+    setups: Mapping[str, Collection[Setup]]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        return [(trigger, name) for name in self.features for trigger in triggers.names()]
+
+    @property
+    def met(self) -> set[Pair]:
+        """Pairs that a case has."""
+        return {*self.quick, *self.full}
+
+    def cases(self, pair: Pair) -> int:
+        """How many cases meet it, of both tiers."""
+        return self.quick.get(pair, 0) + self.full.get(pair, 0)
+
+    def why_empty(self, pair: Pair) -> str:
+        """Why no case need have both; empty: one should.
+
+        Nobody who has the feature can meet the trigger, or a rule says so.
+        """
+        trigger, feature = pair
+        reasons = [why_not(setup, trigger) for setup in sorted(self.setups.get(feature, ()))]
+        if reasons and all(reasons):
+            return reasons[0]
+        return ruled_out(pair)
+
+    @functools.cached_property
+    def open(self) -> list[Pair]:
+        """Pairs without a case and without a reason."""
+        return [p for p in self.pairs if not self.cases(p) and not self.why_empty(p)]
+
+    def by_feature(self, lacks: str = "open") -> Table:
+        """A row a feature: its pairs, those met, and those without a case, which it ``lacks``."""
+        left: dict[str, list[str]] = {}
+        for trigger, feature in self.open:
+            left.setdefault(feature, []).append(trigger)
+        met = Counter(feature for _, feature in self.met)
+        quick = Counter(feature for _, feature in self.quick)
+        rows = []
+        for feature in self.features:
+            lacking = left.get(feature, [])
+            named = ", ".join(lacking[:_NAMED])
+            if len(lacking) > _NAMED:
+                named += f" and {len(lacking) - _NAMED} more"
+            numbers = met[feature] + len(lacking), met[feature], quick[feature]
+            rows.append((feature, *map(str, numbers), named))
+        heads = ("feature", "triggers", "met", "in quick", lacks)
+        return Table("Coverage", heads, rows, align="lrrrl")
+
+    def sentence(self, lacks: str = "open") -> str:
+        """How many there are."""
+        possible = len(self.met) + len(self.open)
+        return (
+            f"{len(self.pairs):,} pairs of {len(triggers.names())} triggers and "
+            f"{len(self.features)} features: {possible:,} possible, {len(self.met):,} met by a "
+            f"case, {len(self.quick):,} by one of the quick tier; {len(self.open):,} {lacks}"
+        )
+
+
+def table(cases: Iterable[Case], others: Iterable[Case] = ()) -> Coverage:
+    """The coverage of ``cases``; what only ``others`` have is a feature, too, met by none."""
+    tiers: dict[str, Counter[Pair]] = {"quick": Counter(), "full": Counter()}
+    setups: dict[str, set[Setup]] = {}
+    for case, counted in ((one, many is cases) for many in (cases, others) for one in many):
+        if counts(case):
+            setup = setup_of(case)
+            for feature in features.of(case):
+                setups.setdefault(feature, set()).add(setup)
+            if counted:
+                tiers[case.tier].update(of(case))
+    return Coverage(tuple(sorted(setups)), tiers["quick"], tiers["full"], setups)
+
+
+def stale_rules(coverage: Coverage) -> list[str]:
+    """Rules that explain no empty pair."""
+    empty = [pair for pair in coverage.pairs if not coverage.cases(pair)]
+    return [
+        printable(f"{' '.join(rule.triggers)} x {' '.join(rule.features)}: no empty pair")
+        for rule in rules()
+        if not any(rule.matches(pair) for pair in empty)
+    ]
+
+
+def document(cases: Iterable[Case]) -> dict[str, Any]:
+    """``coverage.json``: feature -> trigger -> how many of ``cases`` meet both."""
+    found = table(cases)
+    rows: dict[str, dict[str, int]] = {}
+    for trigger, feature in sorted(found.met, key=lambda pair: (pair[1], pair[0])):
+        rows.setdefault(feature, {})[trigger] = found.cases((trigger, feature))
+    return {"format": 1, "pairs": len(found.met), "features": rows}

@@ -1,0 +1,122 @@
+"""Triggers of a case: the conditions under which faults show (docs/trigger-conditions.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from shardproof.case import DATA_AXES, Case
+
+
+def _sizes(case: Case) -> list[list[list[int]]]:
+    """Samples by data coordinate, window and micro-batch."""
+    return case.workload.cut(case.data_coordinates)
+
+
+def _axes(case: Case) -> list[int]:
+    return [size for size in case.mesh.values() if size > 1]
+
+
+def _stages(case: Case) -> int:
+    return case.mesh.get("pipe", 1)
+
+
+def _windows(case: Case) -> list[list[int]]:
+    return [window for share in _sizes(case) for window in share]
+
+
+#: What a case's batch, mesh and model are like, beside its traits; by the name in tables.
+FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
+    "batch one-micro-batch": (
+        "one micro-batch a step",
+        lambda case: all(len(share) == 1 and len(share[0]) == 1 for share in _sizes(case)),
+    ),
+    "batch several-micro-batches": (
+        "several micro-batches in a window",
+        lambda case: any(len(window) > 1 for window in _windows(case)),
+    ),
+    "batch several-windows": (
+        "several windows in a step",
+        lambda case: any(len(share) > 1 for share in _sizes(case)),
+    ),
+    "batch unequal-samples": (
+        "micro-batches of several sizes",
+        lambda case: len({size for window in _windows(case) for size in window}) > 1,
+    ),
+    "batch fewer-than-stages": (
+        "a window with fewer micro-batches than stages",
+        lambda case: any(len(window) < _stages(case) for window in _windows(case)),
+    ),
+    "batch fewer-samples": (
+        "data coordinates that run fewer micro-batches because they have no more samples",
+        lambda case: any(
+            sum(map(len, share)) < sum(case.workload.window_sizes(index))
+            for index, share in enumerate(_sizes(case))
+        ),
+    ),
+    "mesh one-rank": ("one rank alone", lambda case: case.world == 1),
+    "mesh two-ranks": ("two ranks", lambda case: case.world == 2),
+    "mesh odd": (
+        "an axis of an odd number of ranks, three or more",
+        lambda case: any(size % 2 for size in _axes(case)),
+    ),
+    "mesh four-or-more": (
+        "an axis of four ranks or more",
+        lambda case: any(size >= 4 for size in _axes(case)),
+    ),
+    "mesh axis-of-one": (
+        "an axis of one rank beside others",
+        lambda case: case.world > 1 and 1 in case.mesh.values(),
+    ),
+    "mesh two-data-axes": (
+        "replicas of shards",
+        lambda case: all(case.mesh.get(axis, 1) > 1 for axis in DATA_AXES),
+    ),
+    "mesh several-axes": ("several axes of two ranks or more", lambda case: len(_axes(case)) > 1),
+    "mesh unlike-axes": (
+        "axes of different sizes, each of two ranks or more",
+        lambda case: len(set(_axes(case))) > 1,
+    ),
+    "model batch-norm": (
+        "running statistics, which every forward changes",
+        lambda case: case.workload.name == "digits_cnn",
+    ),
+    "model no-layer-norm": (
+        "RMSNorm, behind which a constant on the hidden state shows",
+        lambda case: case.workload.params.get("norm") == "rms",
+    ),
+    "model strided": (
+        "hidden states that lie feature by feature",
+        lambda case: case.workload.params.get("layout") == "columns",
+    ),
+    "model recurrent": (
+        "a cell that is called once a position, with its own last output",
+        lambda case: case.workload.name == "charnames_rnn",
+    ),
+    "model gradient-penalty": (
+        "a gradient in the loss: the model differentiates in its forward",
+        lambda case: case.workload.name == "digits_penalty",
+    ),
+}
+
+
+#: Those that a mesh of one axis cannot have, nor one without both data axes, nor one of one stage.
+TWO_DATA_AXES, OF_STAGES = "mesh two-data-axes", "batch fewer-than-stages"
+OF_SEVERAL_AXES = ("mesh axis-of-one", TWO_DATA_AXES, "mesh several-axes", "mesh unlike-axes")
+
+
+def of(case: Case) -> set[str]:
+    """The names of its triggers: ``trait NAME`` and those of :data:`FORMS`."""
+    forms = {name for name, (_, holds) in FORMS.items() if holds(case)}
+    return forms | {f"trait {name}" for name in case.workload.traits}
+
+
+def names() -> list[str]:
+    """All that there are; imports the workloads, and torch with them."""
+    from shardproof.workloads import TRAITS
+
+    return [*(f"trait {name}" for name in TRAITS), *FORMS]
+
+
+def about(name: str) -> str:
+    """What a form is; empty of a trait, which ``shardproof list traits`` tells."""
+    return FORMS[name][0] if name in FORMS else ""

@@ -1,0 +1,143 @@
+"""Faults of nodes in the cases of a run: ``cluster run --fault PLAN``; where there are no nodes.
+
+A plan is a kind and words: ``kill_node,node=1,case=2,step=1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from shardproof.backends import BACKENDS
+from shardproof.case import OF_CLUSTERS, OF_NODES, Case, Fault, FaultPhase
+from shardproof.errors import Problem, SelectionError, nearest
+
+#: Kinds of ``--fault``: those of a rank that need no expectation, of nodes, of the whole cluster.
+KINDS = ("kill", *OF_NODES, *OF_CLUSTERS)
+#: Phases that every trained case has in every step.
+_PHASES = [phase for phase in get_args(FaultPhase) if phase in ("forward", "backward", "update")]
+_MOST_SECONDS = 3600
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done where the first rank of ``node`` comes to ``phase`` of ``step`` of a case.
+
+    ``case`` counts, from 1, those that have a rank there; ``seconds``: how long it lasts, 0: to the
+    end of the run.
+    """
+
+    kind: str
+    node: int = 0
+    case: int = 1
+    step: int = 1
+    phase: str = "forward"
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """What ``text`` says.
+
+        :raises SelectionError: nothing that can be done.
+        """
+        kind, *words = text.split(",")
+        if kind not in KINDS:
+            raise _problem("no kind of fault", nearest(kind, KINDS, "kinds"), text)
+        given: dict[str, Any] = {}
+        for word in words:
+            name, _, value = word.partition("=")
+            try:
+                if name == "phase" and value in _PHASES:
+                    given[name] = value
+                elif name == "seconds" and 0 < float(value) <= _MOST_SECONDS:
+                    given[name] = float(value)
+                else:
+                    given[name] = _number(name, value)
+            except ValueError:
+                remedy = f"write KIND,node=N,case=N,step=N,phase={'|'.join(_PHASES)},seconds=S"
+                raise _problem(f"{word!r} says nothing of a fault", remedy, text) from None
+        return cls(kind, **given)
+
+    def applied(
+        self, cases: Sequence[Case], nodes: int, ranks_per_node: int, text: str = ""
+    ) -> list[Case]:
+        """``cases`` with the fault in one of them; ``text``: what was typed.
+
+        :raises SelectionError: there is no such node, case or step.
+        """
+        text = text or str(self)
+        if self.node >= nodes:
+            raise _problem(f"no node {self.node}", f"valid: 0 to {nodes - 1}", text)
+        rank = self.node * ranks_per_node
+        there = [c for c in cases if not c.skip and _on_nodes(c) and c.world > rank]
+        if self.case > len(there):
+            what = f"{len(there)} cases have a rank on node {self.node}"
+            raise _problem(what, f"valid: case=1 to {len(there)}" if there else "others", text)
+        struck = there[self.case - 1]
+        if not struck.steps:
+            what = f"{struck.id} trains nothing, and has no step"
+            raise _problem(what, "choose another case=", text)
+        if self.step >= struck.steps:
+            what = f"{struck.id} has {struck.steps} steps, from 0"
+            raise _problem(what, f"valid: step=0 to {struck.steps - 1}", text)
+        fault = Fault(self.kind, rank, self.step, self.phase, (), seconds=self.seconds)  # type: ignore[arg-type]
+        return [replace(c, fault=fault) if c is struck else c for c in cases]
+
+    def __str__(self) -> str:
+        words = (f"{name}={value}" for name, value in vars(self).items() if name != "kind")
+        return ",".join((self.kind, *words))
+
+
+def for_head(
+    cases: Sequence[Case], nodes: int, ranks_per_node: int, plan: str
+) -> dict[str, Any] | None:
+    """What the head of a cluster is told of faults; ``None``: none are planned.
+
+    :raises SelectionError: ``plan``, that of ``--fault``, cannot be done in these cases.
+    """
+    if plan:
+        given = Plan.parse(plan)
+        given.applied(cases, nodes, ranks_per_node, plan)
+        return {"plan": vars(given)}
+    return {} if any(map(strikes_nodes, cases)) else None
+
+
+def with_planned(cases: Sequence[Case], facts: Mapping[str, Any] | None) -> list[Case]:
+    """``cases`` as this machine can run them: with the plan of ``--fault`` where it is the head of
+    nodes whose faults are made, and skipped where one plans such a fault and it is not.
+    """
+    if facts is None or "faults" not in facts:
+        return [_skipped(case) if strikes_nodes(case) else case for case in cases]
+    given = facts["faults"].get("plan")
+    cases = [
+        case if _on_nodes(case) or not strikes_nodes(case) else _skipped(case) for case in cases
+    ]
+    if given is None:
+        return cases
+    return Plan(**given).applied(cases, int(facts["nodes"]), int(facts["ranks_per_node"]))
+
+
+def strikes_nodes(case: Case) -> bool:
+    """Whether its fault is one of nodes, so that no other case may run beside it."""
+    return case.fault is not None and case.fault.kind in (*OF_NODES, *OF_CLUSTERS)
+
+
+def _on_nodes(case: Case) -> bool:
+    return not BACKENDS[case.backend].threads
+
+
+def _skipped(case: Case) -> Case:
+    assert case.fault is not None
+    why = f"fault {case.fault.kind}: ranks are on no nodes here; `shardproof cluster run` has them"
+    return replace(case, skip=case.skip or why)
+
+
+def _number(name: str, value: str) -> int:
+    if name not in ("node", "case", "step") or int(value) < (name == "case"):
+        raise ValueError(name)
+    return int(value)
+
+
+def _problem(what: str, remedy: str, text: str) -> SelectionError:
+    return SelectionError(Problem(what, remedy, f"--fault {text}"))

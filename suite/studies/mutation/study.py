@@ -1,0 +1,348 @@
+"""Which systematic faults survive: ``shardproof study mutation``.
+
+1. Every case of reference strategies runs once with notes of the lines that it executes, and once
+   without.  One that does not pass says nothing about faults; in what the two differ, neither does
+   it: lengths of paths in messages, the numbers of events.
+2. A sample of faults by seed.  Each is planted in the cases that execute its line until one is red:
+   then it is killed.  First come those that have the most pairs of the coverage table for their
+   seconds which no case before them has: cheap ones, each with triggers of its own.
+3. A fault that no case executes is *unreached*.  One that changed nothing that a case measures, in
+   any case that it was planted in (the bits of every tensor, calls, bytes), is *without effect*.
+   One that was only ended by its budget of CPU seconds is *endless*.  All others are survivors.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardproof import verdicts
+from shardproof.case import Case
+from shardproof.cases.runner import Session
+from shardproof.checks.results import CaseResult
+from shardproof.coverage import pairs
+from shardproof.studies.mutation import operators, planted, reached
+from shardproof.studies.mutation.operators import Fault
+
+FAMILY = "reference/"
+#: CPU seconds of a rank with a fault: clean ranks of quick cases take two.
+DEADLINE = 10.0
+#: Cases that a fault is planted in at most.
+MOST_CASES = 24
+#: Faults that are planted together, each in a case at a time.
+TOGETHER = 64
+_SAY_SECONDS = 10.0
+#: What a case measured, by place: ``records[].traffic[].bytes`` -> values in their order.
+Figures = Mapping[str, Sequence[str]]
+#: What any two runs of one program differ in.
+_OF_THE_MACHINE = ("timings", "seconds", "peak", "began", "ended", "cpu")
+Say = Callable[[str], None]
+
+
+@dataclass
+class Home:
+    """A clean case: how long it took, what was measured, and the arcs that it executes by file.
+
+    ``unsteady``: places whose values two clean runs do not have alike.
+    """
+
+    case: Case
+    seconds: float
+    figures: Figures
+    arcs: Mapping[str, set[reached.Arc]]
+    unsteady: frozenset[str] = frozenset()
+
+    def differs(self, figures: Figures) -> bool:
+        """Whether a run measured something else, where clean runs measure the same."""
+        return not unlike(self.figures, figures) <= self.unsteady
+
+    @functools.cached_property
+    def lines(self) -> Mapping[str, set[int]]:
+        """Those that it executes, by file."""
+        return {file: reached.lines(arcs) for file, arcs in self.arcs.items()}
+
+    @functools.cached_property
+    def pairs(self) -> frozenset[tuple[str, ...]]:
+        """Pairs of a trigger and a feature."""
+        return pairs.of(self.case)
+
+    def executes(self, fault: Fault) -> bool:
+        """Whether it comes to the line of ``fault``."""
+        return fault.line in self.lines.get(fault.file, ())
+
+
+@dataclass
+class Planted:
+    """A fault, where it can be planted, and what came of it."""
+
+    fault: Fault
+    homes: list[Home]
+    tried: int = 0
+    killed_by: str = ""
+    is_endless: bool = False
+    is_planted: bool = True
+    has_effect: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another case could kill it."""
+        return not self.killed_by and self.tried < len(self.homes)
+
+    @property
+    def state(self) -> str:
+        if self.killed_by:
+            return "killed"
+        if not self.homes:
+            return "unreached"
+        if not self.is_planted:
+            return "not planted"
+        if self.is_endless:
+            return "endless"
+        return "survived" if self.has_effect else "without effect"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Faults that were planted in some ``cases``."""
+
+    seed: int
+    cases: int
+    planted: Sequence[Planted]
+    left_out: int = 0
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(one.state for one in self.planted)
+
+    def sentence(self) -> str:
+        counts = self.counts
+        told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        if able := len(self.planted) - counts["without effect"] - counts["not planted"]:
+            told += f"; {counts['killed'] / able:.1%} killed, those without effect aside"
+        if self.left_out:
+            told += f"; {self.left_out} left out by the budget"
+        return f"{len(self.planted)} faults in {self.cases} cases: {told}"
+
+    def left(self) -> list[Planted]:
+        """Those that were not killed, survivors first."""
+        states = ("survived", "unreached", "endless", "not planted", "without effect")
+        left = (one for one in self.planted if one.state != "killed")
+        return sorted(left, key=lambda one: states.index(one.state))
+
+    def document(self) -> dict[str, Any]:
+        """For evidence: every fault that was not killed, with its change."""
+        return {
+            "seed": self.seed,
+            "cases": self.cases,
+            "faults": len(self.planted),
+            "left_out": self.left_out,
+            "counts": dict(self.counts),
+            "left": [
+                {
+                    "fault": one.fault.name,
+                    "line": one.fault.line,
+                    "operator": one.fault.operator,
+                    "state": one.state,
+                    "diff": one.fault.diff(),
+                }
+                for one in self.left()
+            ],
+        }
+
+
+def judged_cases(cases: Iterable[Case], refused: bool = False) -> list[Case]:
+    """Those of reference strategies that must pass; ``refused``: or must be refused."""
+    return [
+        case
+        for case in cases
+        if case.implementation.startswith(FAMILY)
+        and case.skip is None
+        and case.xfail is None
+        and (refused or "refuses" not in case.expect)
+    ]
+
+
+def run(
+    cases: Sequence[Case],
+    count: int,
+    seed: int,
+    jobs: int,
+    say: Say,
+    only_reached: bool = False,
+    budget: float | None = None,
+) -> Study:
+    """Plant ``count`` faults in ``cases``, or as many of them as ``budget`` seconds allow.
+
+    ``only_reached``: faults are drawn from the lines that the cases execute.
+    """
+    homes = find_homes(cases, jobs, say)
+    every = operators.faults()
+    if only_reached:
+        every = [fault for fault in every if any(home.executes(fault) for home in homes)]
+    chosen = random.Random(seed).sample(every, min(count, len(every)))
+    return plant_all(homes, chosen, seed, jobs, say, budget)
+
+
+def plant_all(
+    homes: Sequence[Home],
+    chosen: Sequence[Fault],
+    seed: int,
+    jobs: int,
+    say: Say,
+    budget: float | None = None,
+) -> Study:
+    """Each of ``chosen`` in ``homes``, some together, in their order."""
+    began, done = time.monotonic(), list[Planted]()
+    with Session(jobs) as session:
+        for first in range(0, len(chosen), TOGETHER):
+            faults = chosen[first : first + TOGETHER]
+            planted = [Planted(fault, _homes_of(fault, homes)) for fault in faults]
+            while alive := [one for one in planted if one.is_open]:
+                if budget is not None and time.monotonic() - began > budget:
+                    break
+                _plant(session, alive)
+                told = [one for one in planted if not one.is_open]
+                left = len(chosen) - len(done) - len(told)
+                say(Study(seed, len(homes), [*done, *told], left).sentence())
+            done += [one for one in planted if not one.is_open]
+    return Study(seed, len(homes), done, len(chosen) - len(done))
+
+
+def arcs_of(cases: Sequence[Case], jobs: int, say: Say) -> dict[str, set[reached.Arc]]:
+    """The arcs of each file that some of ``cases`` execute."""
+    arcs: dict[str, set[reached.Arc]] = {}
+    for home in find_homes(cases, jobs, say, again=False):
+        for file, noted in home.arcs.items():
+            arcs.setdefault(file, set()).update(noted)
+    return arcs
+
+
+def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -> list[Home]:
+    """The cases that pass, with what they execute and measure, and what of that is unsteady.
+
+    ``again``: run twice; without it nothing is known to be unsteady.
+    """
+    noting = [
+        replace(case, id=f"{number}", implementation=planted.of_case(_strategy(case), number))
+        for number, case in enumerate(cases)
+    ]
+    passed: dict[int, list[tuple[float, Figures]]] = defaultdict(list)
+
+    def keep(result: CaseResult, account: dict[str, Any]) -> None:
+        if result.verdict.startswith("pass"):
+            passed[int(result.id)].append((result.seconds, measured(account)))
+        else:
+            say(f"left out: {cases[int(result.id)].id}: {result.verdict}: {result.reason[:200]}")
+
+    with tempfile.TemporaryDirectory(prefix="shardproof-lines-") as folder:
+        os.environ[reached.VARIABLE] = folder  # the leaders inherit it
+        try:
+            with Session(jobs) as session:
+                session.run(noting, _counted(len(cases), "cases", say), on_account=keep)
+        finally:
+            del os.environ[reached.VARIABLE]
+        noted = reached.arcs(Path(folder))
+    if again:
+        plain = [replace(cases[number], id=f"{number}") for number in sorted(passed)]
+        with Session(jobs) as session:
+            session.run(plain, _counted(len(plain), "cases again", say), on_account=keep)
+    homes = []
+    for number, runs in sorted(passed.items()):
+        if len(runs) == (2 if again else 1):
+            (_, before), (seconds, figures) = runs[0], runs[-1]
+            unsteady = unlike(before, figures)
+            homes.append(Home(cases[number], seconds, figures, noted.get(number, {}), unsteady))
+    return homes
+
+
+def _homes_of(fault: Fault, homes: Sequence[Home]) -> list[Home]:
+    """Where it can be planted: first what has the most that those before it have not."""
+    able = [home for home in homes if home.executes(fault)]
+    order, met = list[Home](), set[tuple[str, ...]]()
+    while able and len(order) < MOST_CASES:
+        best = max(able, key=lambda home: (len(home.pairs - met) / home.seconds, -home.seconds))
+        able.remove(best)
+        order.append(best)
+        met |= best.pairs
+    return order
+
+
+def _plant(session: Session, faults: Sequence[Planted]) -> None:
+    """Each of ``faults`` in its next case."""
+    by_name: dict[str, tuple[Planted, Home]] = {}
+    runs = []
+    for one in faults:
+        home = one.homes[one.tried]
+        name = f"{one.fault.name}::{home.case.id}"
+        by_name[name] = one, home
+        strategy = planted.of_fault(_strategy(home.case), one.fault)
+        runs.append(replace(home.case, id=name, implementation=strategy, deadline=DEADLINE))
+
+    def keep(result: CaseResult, account: dict[str, Any]) -> None:
+        one, home = by_name[result.id]
+        one.tried += 1
+        kind = verdicts.kind(result.verdict)
+        if planted.NOT_PLANTED in result.reason:
+            one.is_planted, one.tried = False, len(one.homes)
+        elif kind in verdicts.RED:
+            failing = [outcome.check for outcome in result.checks if outcome.status == "fail"]
+            one.killed_by = f"{', '.join(failing) or kind} in {home.case.id}"
+        elif kind == verdicts.OVER_BUDGET:
+            one.is_endless = True
+        elif home.differs(measured(account)):
+            one.has_effect = True
+
+    session.run(runs, lambda _: None, on_account=keep)
+
+
+def _counted(total: int, what: str, say: Say) -> Callable[[CaseResult], None]:
+    """Says how many have ended, every ten seconds."""
+    done, last = itertools.count(1), time.monotonic()
+
+    def count(_: CaseResult) -> None:
+        nonlocal last
+        number = next(done)
+        if number == total or time.monotonic() - last > _SAY_SECONDS:
+            last = time.monotonic()
+            say(f"{number}/{total} {what}")
+
+    return count
+
+
+def _strategy(case: Case) -> str:
+    return case.implementation.removeprefix(FAMILY)
+
+
+def measured(account: Mapping[str, Any]) -> Figures:
+    """What a case measured: equal where every bit, call and byte is."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for place, value in _values(account.get("figures"), ""):
+        found[place].append(value)
+    return found
+
+
+def _values(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Every number and text in ``value``, with its place."""
+    if isinstance(value, Mapping):
+        for name, inner in sorted(value.items()):
+            if not any(word in name for word in _OF_THE_MACHINE):
+                yield from _values(inner, f"{place}.{name}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _values(inner, f"{place}[]")
+    else:
+        yield place, repr(value)
+
+
+def unlike(one: Figures, other: Figures) -> frozenset[str]:
+    """The places at which they are not the same."""
+    return frozenset(place for place in {*one, *other} if one.get(place) != other.get(place))

@@ -1,0 +1,92 @@
+"""deploy/node.sh, the command of compose.yaml, with programs that stand in for its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Without --results: each launch has a folder of its own.
+JUDGE = "shardproof.commands.judge"
+
+
+def head(results: Path, torchrun: str, judge: str = "exit 0") -> tuple[int, str]:
+    """Exit code and output of the head; ``torchrun`` and ``judge`` are lines of shell.
+
+    ``torchrun`` finds the folder of its records in ``$records``.
+    """
+    programs = results / "bin"
+    programs.mkdir()
+    find = 'for word; do [ "$before" = --records ] && records=$word; before=$word; done\n'
+    for name, does in (("torchrun", find + torchrun), ("python", f'echo "judged: $*"\n{judge}')):
+        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
+        (programs / name).chmod(0o755)
+    chosen = {"RESULTS": str(results), "RUN": "run", "NODES": "2", "RANKS_PER_NODE": "2"}
+    chosen |= {"SCENARIO": "ddp-gpt", "TIER": "quick", "EXPRESSION": "", "DEADLINE": "100"}
+    done = subprocess.run(
+        [ROOT / "deploy" / "node.sh", "head"],
+        cwd=results,
+        env={"PATH": f"{programs}:{os.environ['PATH']}"} | chosen,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    code, said = head(tmp_path, "exit 1")
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith(f"user {os.getuid()} cannot write {tmp_path}/run (File exists): ")
+    assert f"which is user {tmp_path.stat().st_uid}: OWNER=$(id -u) docker compose up" in said
+
+
+@pytest.mark.parametrize(
+    ("commit", "source", "says"),
+    [
+        ("c0ffee", "ab12", "image of commit c0ffee, source ab12"),
+        ("", "", "image of commit unknown"),
+    ],
+)
+def test_the_head_begins_with_what_its_image_is_of(
+    commit: str, source: str, says: str, tmp_path: Path
+) -> None:
+    line = f'{{"commit": "{commit}", "source": "{source}"}}\n'  # as the Dockerfile writes it
+    (tmp_path / "image.json").write_text(line)
+    _, said = head(tmp_path, "exit 1")
+    assert said.splitlines()[0] == says
+
+
+def test_the_head_ends_with_where_the_evidence_is_on_the_host(tmp_path: Path) -> None:
+    _, said = head(tmp_path, COMES)
+    assert said.splitlines()[-1] == f"{tmp_path} is ./results beside compose.yaml, on the host"
+
+
+def test_the_plan_of_an_earlier_run_is_not_judged(tmp_path: Path) -> None:
+    plan = tmp_path / "run" / "cluster" / "plan.json"
+    plan.parent.mkdir(parents=True)
+    plan.touch()
+    _, said = head(tmp_path, "exit 1")
+    assert not plan.exists() and "--against" not in said
+
+
+COMES = 'mkdir -p "$records"; touch "$records/plan.json"'
+
+
+@pytest.mark.parametrize("judged", [0, 1, 3])
+def test_the_code_is_that_of_the_judge(judged: int, tmp_path: Path) -> None:
+    code, said = head(tmp_path, COMES, f"exit {judged}")
+    run = tmp_path / "run"
+    assert code == judged
+    assert f"judged: -m {JUDGE} {run}/cluster --against {run}/local --prune" in said
+
+
+@pytest.mark.parametrize(("judged", "code"), [(0, 3), (1, 1)])
+def test_without_local_records_nothing_is_compared(judged: int, code: int, tmp_path: Path) -> None:
+    on_nodes = f'case "$records" in */cluster) {COMES};; *) exit 1;; esac'
+    found, said = head(tmp_path, on_nodes, f"exit {judged}")
+    assert found == code and "nothing to compare digests with" in said and "--against" not in said

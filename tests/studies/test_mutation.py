@@ -1,0 +1,199 @@
+"""Systematic faults: they are many and compile, each can be planted, a study tells them apart."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from shardproof.case import Case
+from shardproof.scenarios.load import find
+from shardproof.scenarios.matrix import expand
+from shardproof.scenarios.vocabulary import installed
+from shardproof.studies.mutation import lines, operators, planted, reached, study
+from shardproof.studies.mutation.operators import Fault
+
+ROOT = Path(__file__).parents[2]
+
+
+def quick_cases(scenario: str, words: str) -> Sequence[Case]:
+    cases = [case for file in find([scenario]) for case in expand(file, installed())]
+    return [case for case in cases if case.tier == "quick" and words in case.id]
+
+
+def named(file: str, operator: str, before: str) -> Fault:
+    (found, *_) = [
+        fault
+        for fault in operators.of_file(operators.ROOT / file)
+        if fault.operator == operator and before in fault.before
+    ]
+    return found
+
+
+def test_faults_are_many_of_every_operator_and_each_has_a_place() -> None:
+    faults = operators.faults()
+    assert len(faults) >= 1500
+    assert len({fault.name for fault in faults}) == len(faults)
+    of = {fault.operator for fault in faults}
+    assert {"drop", "twice", "move", "skip once", "turns", "scale", "copy", "manner", "word"} <= of
+    for fault in random.Random(1).sample(faults, 60):
+        again, tree = operators.planted_code(fault.file, fault.number)
+        assert again == fault
+        compile(tree, fault.file, "exec")
+    with pytest.raises(LookupError):
+        operators.planted_code("ddp.py", 100_000)
+
+
+def test_every_function_with_a_fault_can_be_given_other_code() -> None:
+    lost = []
+    for path in sorted(operators.ROOT.rglob("*.py")):
+        wanted = {fault.function for fault in operators.of_file(path)}
+        if not wanted:
+            continue
+        parts = path.relative_to(operators.ROOT).with_suffix("").parts
+        module = importlib.import_module(
+            ".".join(("shardproof.impls.reference", *parts)).removesuffix(".__init__")
+        )
+        lost += [
+            f"{path.name}: {name}"
+            for name in wanted - {function.__qualname__ for function in planted.functions(module)}
+        ]
+    assert not lost
+
+
+def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
+    unreached = named("zero3.py", "compare", "")
+    idle = named("engine/recompute.py", "turns", "range(0, len(units)")
+    monkeypatch.setattr(operators, "faults", lambda: [killed, unreached, idle])
+    cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:2]
+    said: list[str] = []
+    found = study.run(cases, 3, 1, 1, said.append)
+    assert {one.fault.operator: one.state for one in found.planted} == {
+        "drop": "killed",
+        "compare": "unreached",
+        "turns": "without effect",
+    }
+    assert said
+    assert "1 killed" in found.sentence()
+    document = found.document()
+    assert [one["state"] for one in document["left"]] == ["unreached", "without effect"]
+    assert "zero3.py" in document["left"][0]["diff"]
+
+
+def test_a_budget_ends_the_planting_and_what_it_leaves_out_is_told() -> None:
+    fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
+    arcs = {fault.file: {(fault.line, fault.line + 1)}}
+    home = study.Home(quick_cases("ddp-gpt", "reference/naive_ddp")[0], 1.0, {}, arcs)
+    found = study.plant_all([home], [fault], 1, 1, lambda _: None, budget=-1.0)
+    assert not found.planted
+    assert found.left_out == found.document()["left_out"] == 1
+    assert "1 left out by the budget" in found.sentence()
+
+
+def test_first_come_cases_with_pairs_of_their_own() -> None:
+    fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
+    reached = {fault.file: {(fault.line, fault.line + 1)}}
+    plain, traits = (
+        quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[0],
+        quick_cases("zero-traits", "")[0],
+    )
+    homes = [
+        study.Home(case, seconds, {}, arcs)
+        for case, seconds, arcs in (
+            (plain, 1.0, reached),
+            (plain, 1.1, reached),  # nothing new, though it is cheap
+            (traits, 3.0, reached),
+            (traits, 0.1, {}),  # does not execute the line
+        )
+    ]
+    assert study._homes_of(fault, homes) == [homes[0], homes[2], homes[1]]
+
+
+def test_times_are_no_effect_nor_is_what_two_clean_runs_do_not_have_alike() -> None:
+    def told(time: float, length: int, sent: int) -> study.Figures:
+        call = {"began": time, "cpu": time, "length": length, "bytes": sent}
+        return study.measured({"figures": {"calls": [call]}})
+
+    first, again = told(1.0, 12, 4), told(2.0, 12, 4)
+    assert first == again
+    assert set(first) == {".calls[].length", ".calls[].bytes"}
+    unsteady = study.unlike(first, told(1.0, 13, 4))
+    assert unsteady == {".calls[].length"}
+    home = study.Home(quick_cases("ddp-gpt", "")[0], 1.0, first, {}, unsteady)
+    assert not home.differs(told(1.0, 99, 4))
+    assert home.differs(told(1.0, 12, 5))
+    assert home.differs(study.measured({"figures": {"calls": []}}))
+
+
+def test_a_case_that_fails_without_a_fault_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planted, "of_case", lambda strategy, number: "reference/no_such")
+    said: list[str] = []
+    cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:1]
+    assert not study.find_homes(cases, 1, said.append)
+    assert said[0].startswith(f"left out: {cases[0].id}")
+
+
+def test_a_generator_goes_on_where_it_has_yielded_and_is_not_kept(tmp_path: Path) -> None:
+    """Its lines follow one another as if nobody had taken turns with it, and what it holds goes
+    with it: a case that is noted must not have more memory than others.
+    """
+    source = "def twice(*held):\n    yield 1\n    yield 2\n\n\ndef once():\n    return 3\n"
+    file = str(operators.ROOT / "made.py")
+    program = (
+        "from shardproof.studies.mutation import reached\n"
+        f"made = {{}}; exec(compile({source!r}, {file!r}, 'exec'), made)\n"
+        "reached.note(7)\n"
+        "turns = zip(made['twice'](), made['twice']()); made['once'](); list(turns)\n"
+        "import weakref, sys; held = set([1]); gone = weakref.ref(held)\n"
+        "left = made['twice'](held); next(left); del left, held; sys.exit(gone() is not None)\n"
+    )
+    environment = {**os.environ, reached.VARIABLE: str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    noted = reached.arcs(tmp_path)[7]["made.py"]
+    assert noted == {(-1, 2), (2, 3), (3, -1), (-6, 7), (7, -6)}
+
+
+def test_branches_are_those_of_the_source_and_taken_ones_are_told() -> None:
+    arcs = study.arcs_of(quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:1], 1, print)
+    measured = {file.name: file for file in lines.measured(arcs)}
+    assert measured["naive_ddp.py"].taken
+    assert measured["zero3.py"].taken == 0
+    assert measured["zero3.py"].missing
+    assert not lines.suffices(list(measured.values()))
+    assert "zero3.py" in lines.page(list(measured.values()))
+    whole = lines.File("a.py", 4, 4, 2, 2, [])
+    assert lines.suffices([whole])
+    assert "a.py" not in lines.page([whole])
+
+
+def test_a_branch_is_missing_unless_it_ends_in_an_error_or_a_rule_explains_it() -> None:
+    none = {file.name: file for file in lines.measured({"parts/turns.py": {(-1, 1)}})}
+    turns, lock = none["parts/turns.py"], none["checkpoint/lock.py"]
+    assert turns.taken == 0 and len(turns.missing) == turns.branches > 0
+    assert turns.explained == {lines.GUARD: 1}
+    assert not lock.branches and sum(lock.explained.values()) > 10
+    page = lines.page([turns, lock])
+    assert lines.GUARD in page and "a second job" in page
+    assert lines.why("checkpoint/lock.py", "if owner is None:")
+    assert not lines.why("ddp.py", "if parameter.grad is not None:")
+
+
+def test_every_rule_of_untaken_branches_names_a_file_and_a_line_that_there_are() -> None:
+    sources = {str(p.relative_to(operators.ROOT)): p for p in operators.ROOT.rglob("*.py")}
+    for files, places, reason in lines.rules():
+        for glob in files:
+            text = [sources[name].read_text() for name in fnmatch.filter(sources, glob)]
+            assert text, (glob, reason)
+            there = [line.strip() for one in text for line in one.splitlines()]
+            for place in places:
+                assert fnmatch.filter(there, place), (glob, place, reason)
