@@ -177,8 +177,8 @@ class _Dead:
             ended=process.ended,
         )
         if process.overdue and not (innocent and process.reason == "budget"):
-            # On a busy machine a process may be killed before it has told its stack.
-            waits = last.waiting if stack is None else stack.waits
+            # On a busy machine a process may be killed before it has told its stack, or all of it.
+            waits = stack.waits if stack is not None and stack.tells else last.waiting
             if process.reason == "budget" or (process.reason == "last resort" and not waits):
                 outcome = replace(outcome, status="over budget")
             return replace(outcome, message=self._hang(last, stack), is_comm_error=waits)

@@ -48,8 +48,17 @@ class Stack:
     @property
     def waits(self) -> bool:
         """Whether the thread is inside a communication call."""
-        outside = [file for file, _, _ in self.frames if not file.endswith(_STANDARD)]
-        return bool(outside) and _communicates(outside[-1])
+        return bool(self._outside) and _communicates(self._outside[-1])
+
+    @property
+    def tells(self) -> bool:
+        """Whether it shows where the thread is: one that was cut off may not."""
+        return bool(self._outside)
+
+    @property
+    def _outside(self) -> list[str]:
+        """Files of the frames outside the standard library."""
+        return [file for file, _, _ in self.frames if not file.endswith(_STANDARD)]
 
     @property
     def joins(self) -> bool:
@@ -122,29 +131,28 @@ def give_way(path: Path) -> None:
     module.signal = set_handler
 
 
-def ask(pids: dict[int, Path], within_s: float = 0.5) -> None:
+def ask(pids: dict[int, Path], within_s: float = 2.0) -> None:
     """Make the processes write their stacks; returns when they have, or when time is up.
 
-    One that has no file, or no handler of the signal, which would end it, is not asked.
+    One that has no file, or no handler of the signal, which would end it, is not asked.  The
+    kernel tells when a handler has returned: on a busy machine it rests between two lines.
     """
     waiting = {}
     for pid, path in pids.items():
-        size = path.stat().st_size if path.exists() else -1
+        before = process_control.handling(pid, DUMP_SIGNAL)
         if (
-            size >= 0
+            path.exists()
             and process_control.state_of(pid) not in ("T", "Z", "")
             and process_control.catches(pid, DUMP_SIGNAL)
             and process_control.kill(pid, DUMP_SIGNAL)
         ):
-            waiting[pid] = (path, size)
+            waiting[pid] = before
     deadline = time.monotonic() + within_s
     while waiting and time.monotonic() < deadline:
         time.sleep(0.01)
-        for pid, (path, before) in list(waiting.items()):
-            size = path.stat().st_size
-            if size > 0 and size == before:
-                del waiting[pid]  # it has stopped growing
-            waiting.update({pid: (path, size)} if pid in waiting else {})
+        for pid, before in list(waiting.items()):
+            if process_control.handling(pid, DUMP_SIGNAL) <= before:
+                del waiting[pid]
 
 
 def read(path: Path) -> tuple[dict[int, Stack], int | None]:

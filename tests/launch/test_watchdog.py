@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -203,8 +204,6 @@ def test_what_a_kept_process_computed_before_is_not_a_ranks(
 
 
 def test_a_wait_of_a_helper_thread_is_not_the_ranks(world: Callable[..., World]) -> None:
-    import threading
-
     made = world()
     thread = threading.Thread(target=made.writers[0].wait, args=(True,))
     thread.start()
@@ -218,14 +217,20 @@ def test_the_thresholds_leave_room_for_a_busy_machine() -> None:
     assert 3 * watchdog._IDLE_SHARE < 1 / 16
 
 
+@pytest.mark.parametrize("told", ["", "thread", "thread and threading.py"])
 def test_a_rank_that_is_killed_before_it_tells_its_stack_waited_as_it_noted(
-    world: Callable[..., World], tmp_path: Path
+    world: Callable[..., World], tmp_path: Path, told: str
 ) -> None:
     made = world()
     all_wait(made)
     made.writers[1].wait(False)
     link = Backend("made_up", threads=False)
     launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, False, (), 0.0)
+    for beat in heartbeat.read(made.beats):
+        thread = f"Thread 0x{beat.thread:x} (most recent call first):\n"
+        frame = f'  File "{threading.__file__}", line 1 in wait\n'
+        text = thread * ("thread" in told) + frame * ("threading.py" in told)
+        launch.stacks(beat.rank).write_text(text + '  File "')
     processes = [
         RankProcess(rank, (rank,), 3.0, reason="standstill", hung={rank: beat}, spent=(0.0, 0.0))
         for rank, beat in enumerate(heartbeat.read(made.beats))
