@@ -46,7 +46,9 @@ def test_a_process_that_is_slow_to_tell_its_stack_is_waited_for(tmp_path: Path) 
             while b"<module>" not in told:
                 told += os.read(reader, 4096)
             asked.join(60.0)
-            assert not asked.is_alive() and not process_control.handling(process.pid, stacks.DUMP_SIGNAL)
+            assert not asked.is_alive() and not process_control.handling(
+                process.pid, stacks.DUMP_SIGNAL
+            )
         finally:
             process.kill()
             os.close(reader)
