@@ -142,24 +142,24 @@ def began(pid: int) -> int | None:
 
 def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for ``signum``; one that has called exec has none."""
-    return bool(_masks(f"/proc/{pid}/status").get("SigCgt", 0) >> (signum - 1) & 1)
+    return bool(_masks(Path(f"/proc/{pid}/status")).get("SigCgt", 0) >> (signum - 1) & 1)
 
 
 def handling(pid: int, signum: int) -> int:
     """Threads that block ``signum``, as its handler does while it runs, and 1 if it is pending."""
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
+        threads = [*Path(f"/proc/{pid}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    masks = [_masks(f"/proc/{pid}/task/{thread}/status") for thread in threads]
+    masks = [_masks(thread / "status") for thread in threads]
     pending = any((m.get("SigPnd", 0) | m.get("ShdPnd", 0)) >> (signum - 1) & 1 for m in masks)
     return pending + sum(m.get("SigBlk", 0) >> (signum - 1) & 1 for m in masks)
 
 
-def _masks(status: str) -> dict[str, int]:
+def _masks(status: Path) -> dict[str, int]:
     """The masks of signals in a status file of the kernel; none of a process that has ended."""
     try:
-        text = Path(status).read_text()
+        text = status.read_text()
     except (FileNotFoundError, ProcessLookupError):
         return {}
     fields = (line.split() for line in text.splitlines() if line.startswith(("Sig", "Shd")))

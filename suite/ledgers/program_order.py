@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -216,21 +216,24 @@ def _forward_begins(unit: str, module: nn.Module, inputs: Any) -> None:
         log.unit("forward", unit)
 
 
-def _forward_ended(unit: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-    """Leaves a hook on the outputs: their gradient arriving is the unit's backward beginning."""
+def _forward_ended(
+    unit: str, module: nn.Module, inputs: Any, named: Mapping[str, Any], outputs: Any
+) -> None:
+    """Leaves a hook on the outputs: the first gradient that arrives begins the unit's backward."""
     if current() is None:
         return
-    # One hook a call: of several outputs the first that carries a gradient stands for all.
-    for tensor in nested_tensors(outputs):
-        if tensor.requires_grad:
-            tensor.register_hook(partial(_backward_begins, unit))
-            return
+    given = {id(tensor) for tensor in nested_tensors((inputs, named))}  # what is only handed on
+    computed = [t for t in nested_tensors(outputs) if t.requires_grad and id(t) not in given]
+    first: list[int] = []  # the output whose gradient comes first, in each backward
 
+    def arrived(number: int, gradient: Tensor) -> None:
+        log = current()
+        first[:] = first or [number]
+        if log is not None and first == [number]:
+            log.unit("backward", unit)
 
-def _backward_begins(unit: str, gradient: Tensor) -> None:
-    log = current()
-    if log is not None:
-        log.unit("backward", unit)
+    for number, tensor in enumerate(computed):
+        tensor.register_hook(partial(arrived, number))
 
 
 def watch(module: nn.Module, names: Iterable[str] = ()) -> None:
@@ -243,7 +246,7 @@ def watch(module: nn.Module, names: Iterable[str] = ()) -> None:
     for name in dict.fromkeys(("", *names)):
         unit = module.get_submodule(name)
         unit.register_forward_pre_hook(partial(_forward_begins, name))
-        unit.register_forward_hook(partial(_forward_ended, name))
+        unit.register_forward_hook(partial(_forward_ended, name), with_kwargs=True)
 
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:

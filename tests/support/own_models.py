@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +77,34 @@ class Normed(nn.Module):
         return self.last(torch.relu(self.norm(self.first(inputs))))
 
 
+class Telling(nn.Module):
+    """A block that gives what it computed, and beside it what later ones read."""
+
+    def __init__(self, gives: type) -> None:
+        super().__init__()
+        self.inner, self.gives = nn.Linear(8, 8), gives
+
+    def forward(self, hidden: Tensor, told: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        hidden = torch.tanh(self.inner(hidden) + sum(told, torch.zeros(())))
+        told = [*told, hidden[:, :1]]
+        return hidden, {"told": told} if self.gives is dict else self.gives(told)
+
+
+class Nested(nn.Module):
+    """Blocks that take and give tensors inside of a tuple, a list and a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.blocks = nn.ModuleList(Telling(kind) for kind in (tuple, list, dict, tuple))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden, told = self.first(inputs), ()
+        for block in self.blocks:
+            hidden, told = block(hidden, told["told"] if isinstance(told, dict) else told)
+        return self.last(hidden)
+
+
 def words(size: int, generator: torch.Generator) -> Pair:
     symbols = torch.randint(11, (size, 6), generator=generator)
     return symbols[:, :-1], symbols[:, 1:]
@@ -102,6 +132,7 @@ def slot_like() -> nn.Module:
 ONE_LAYER = OwnWorkload(one_layer, each, points)
 SLOT_LIKE = OwnWorkload(slot_like, each, points)
 CHAIN = OwnWorkload(chain, each, points)
+NESTED = OwnWorkload(Nested, each, points)
 ATTENDING = OwnWorkload(Attending, each, words)
 NORMED = OwnWorkload(Normed, squares, vectors)
 BY_SAMPLE = OwnWorkload(Normed, distances, vectors)

@@ -10,7 +10,7 @@ import own_things
 import pytest
 import torch
 from commands import here
-from own_models import ATTENDING, CHAIN, NORMED
+from own_models import ATTENDING, CHAIN, NESTED, NORMED
 
 from shardproof import prove, workloads
 from shardproof.case import WorkloadSpec
@@ -58,6 +58,13 @@ def test_defective_ones_fail(workload: Any) -> None:
     frame = prove(hook=own_things.forgets_to_divide, workload=workload, worlds=(2, 3))
     assert list(frame["verdict"]) == ["fail", "fail"]
     assert all("times too large" in reason for reason in frame["reason"]), list(frame["reason"])
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute_every": 1}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("system", ["reference/ddp", "reference/zero3", "reference/fsdp"])
+def test_units_take_and_give_tensors_inside_of_others(system: str, options: dict[str, int]) -> None:
+    frame = prove(system, workload=NESTED, worlds=(2, 3), options=options)
+    assert list(frame["verdict"]) == ["pass", "pass"], list(frame["reason"])
 
 
 def test_chains_are_cut_into_stages_and_others_are_refused() -> None:

@@ -36,6 +36,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shardproof.contract import Refused
 from shardproof.impls.reference.engine.state import refuse_second_derivatives
+from shardproof.impls.reference.parts.nested import mapped, tensors_in
 
 
 def recompute_units(
@@ -152,11 +153,9 @@ class Call:
 
     def __init__(self, group: Group, args: Any, kwargs: Any) -> None:
         self.group = group
-        self.args = tuple(_apart(value) for value in args)
-        self.kwargs = {name: _apart(value) for name, value in kwargs.items()}
-        inputs = (*self.args, *self.kwargs.values())
+        self.args, self.kwargs = mapped((args, kwargs), _apart)
         # A version tells a change in place, after which a repetition would start from other values.
-        self.inputs = [(t, t._version) for t in inputs if isinstance(t, Tensor)]
+        self.inputs = [(t, t._version) for t in tensors_in((self.args, self.kwargs))]
         self.draws = [generator.get_state() for generator in group.generators]
         self.buffers = Buffers(group.modules)
         self.reached = 0
@@ -282,11 +281,9 @@ def _copied(buffers: Bound) -> Bound:
     return [{n: None if t is None else copies[id(t)] for n, t in b.items()} for b in buffers]
 
 
-def _apart(value: Any) -> Any:
-    """A tensor cut from its graph: repeating a group must not reach what came before it."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
+def _apart(tensor: Tensor) -> Tensor:
+    """Cut from its graph: repeating a group must not reach what came before it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _refuse_global_draws(name: str, unit: nn.Module) -> None:

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit, tensors_in
+from shardproof.impls.reference.parts.nested import mapped, tensors_in
+from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 
 
 class Listener(ABC):
@@ -65,7 +66,7 @@ class UnitEvents:
         for unit in units:
             enter, leave = partial(self.enter, unit), partial(self.leave, unit)
             self.hooks.append(unit.module.register_forward_pre_hook(enter, with_kwargs=True))
-            self.hooks.append(unit.module.register_forward_hook(leave))
+            self.hooks.append(unit.module.register_forward_hook(leave, with_kwargs=True))
 
     def watch(self, unit: ShardedUnit, flat: FlatShard, name: str, parameter: Tensor) -> None:
         """Pass on the gradients of ``parameter`` as they arrive."""
@@ -92,24 +93,24 @@ class UnitEvents:
         if unit not in self.running:
             self.running.append(unit)
             unit.start_round()
-        inputs = [t for t in (*args, *kwargs.values()) if _needs_gradient(t)]
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not inputs:
             # No gradient will pass these inputs, so no backward of them can mark the end.
             unit.open_ended = True
             return None
         unit.pending += 1
         passed = iter(_Notify.apply(partial(self.passed, unit), *inputs))
-        args = tuple(next(passed) if _needs_gradient(value) else value for value in args)
-        named = {n: next(passed) if _needs_gradient(v) else v for n, v in kwargs.items()}
-        return args, named
+        return mapped((args, kwargs), lambda t: next(passed) if t.requires_grad else t)
 
-    def leave(self, unit: ShardedUnit, module: nn.Module, args: Any, outputs: Any) -> None:
-        """After the forward; backward reaches the unit with a gradient of one of its outputs."""
+    def leave(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        """After the forward; backward reaches the unit with a gradient of what it computed."""
         self.listener.after_forward(unit, self.in_backward)
         if self.in_backward:
             return
-        for tensor in tensors_in(outputs):
-            if tensor.requires_grad:
+        # What it only hands on has its gradient also while the unit has nothing to do.
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(out):
+            if tensor.requires_grad and id(tensor) not in given:
                 tensor.register_hook(partial(self.reached, unit))
 
     def reached(self, unit: ShardedUnit, gradient: Tensor) -> None:
@@ -163,13 +164,10 @@ class _Notify(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, complete: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.complete = complete
+        ctx.set_materialize_grads(False)  # an input that nobody used has no gradient
         return tensors
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.complete()
         return (None, *gradients)
-
-
-def _needs_gradient(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

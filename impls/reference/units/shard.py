@@ -8,7 +8,7 @@ and ``gradients.py`` (arriving, packed, reducing, accumulated, final).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -143,14 +143,3 @@ class ShardedUnit:
         """Start to reduce what is trained and packed, in optimizer step number ``step``."""
         for flat in self.trained:
             flat.gradients.reduce(reducer, step)
-
-
-def tensors_in(value: object) -> Iterable[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))

@@ -88,9 +88,11 @@ _LINES = ("executed", "missing")
 
 
 def _places(source: str) -> tuple[set[int], set[int]]:
-    """The lines inside of functions, and the first lines of blocks that end in an error."""
+    """The lines inside of functions, and those that raise or begin a block that ends so."""
     inside, errors = set[int](), set[int]()
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise):
+            errors.add(node.lineno)
         if isinstance(node, ast.FunctionDef):
             inside.update(range(node.body[0].lineno, node.end_lineno or 0), [node.end_lineno or 0])
         for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
