@@ -190,10 +190,18 @@ class DDP(Replicated):
         """This rank's gradient of a parameter; ``None`` (zero) if it did not use it."""
         return self.parameters[index].grad
 
+    def sit_out(self) -> None:
+        """Zeros in all buckets."""
+        self.launch_rest()
+
+    def launch_rest(self) -> None:
+        """Launch what is not full."""
+        for bucket in self.buckets[self.launched :]:
+            self.launch(bucket)
+
     def finish(self) -> None:
         """Send what backward did not fill, wait for all, and drop what no rank used."""
-        for bucket in self.buckets[self.launched :]:  # [5]
-            self.launch(bucket)
+        self.launch_rest()  # [5]
         # Before the waits: afterwards every parameter has a gradient, used or not.
         votes = self.usage_votes()
         counting = self.comm.all_reduce(votes, async_op=True)

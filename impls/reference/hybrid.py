@@ -71,6 +71,12 @@ from shardproof.impls.reference.tensor.cuts import Uncut
 from shardproof.impls.reference.units import step_shards
 from shardproof.schedules import Schedule
 
+#: Why ``zero2`` asks for equal numbers of micro-batches where a rank has several stages.
+IN_TURN = (
+    "zero2 reduces every micro-batch of a rank's stages in the order of the schedule, which is "
+    "another one for another number of micro-batches"
+)
+
 
 @dataclass(frozen=True)
 class DataStrategy:
@@ -142,6 +148,11 @@ class Options(PipelineOptions, Training):
         return replace(options, precision=self.precision, offload=self.offload)
 
     @property
+    def rounds_take_turns(self) -> bool:
+        """Whether stages of one rank reduce every micro-batch, in the schedule's order."""
+        return self.data == "zero2" and self.chosen.has_several
+
+    @property
     def on_layers(self) -> tensor.Options:
         """The options of the tensor axis."""
         # Data axes take gradients in backward, and would reduce terms of sums not yet made.
@@ -170,7 +181,11 @@ class ReferenceHybrid(ReferencePipeline):
             "tensor",
             axes=("pipe", *DATA_AXES, "tensor"),
             buffers="rank0" if from_rank0 else "per_rank",
-            declines={**layers.declines, **getattr(getattr(inner, "wrap", None), "declines", {})},
+            declines={
+                **layers.declines,
+                **getattr(getattr(inner, "wrap", None), "declines", {}),
+                **({"unequal_micro_batches": IN_TURN} if chosen.rounds_take_turns else {}),
+            },
             checkpoints=FORMATS,
         )
         return lossy(exact, inner)
@@ -283,7 +298,18 @@ class ReferenceHybrid(ReferencePipeline):
         return apply(module, comms, self.options.strategy_options, context)
 
     def backward(self, batch: Batch) -> Tensor | None:
-        """A schedule a window, or micro-batch after micro-batch."""
+        """A schedule a window, or micro-batch after micro-batch.
+
+        :raises Refused: the data coordinates have different numbers of micro-batches, and may not.
+        """
+        if self.is_cut and self.options.rounds_take_turns:
+            own, handles = len(batch.micro_batches), self.handle.handles()  # type: ignore[attr-defined]
+            most = max(h.rounds for h, _ in handles if isinstance(h, zero2.Zero2))
+            if own < most:
+                raise Refused(
+                    f"option 'schedule' beside 'data' = 'zero2': {IN_TURN}; this data coordinate "
+                    f"has {own} micro-batches, another {most}: give all as many, or take zero1"
+                )
         return super().backward(batch) if self.is_cut else Engine.backward(self, batch)
 
     def evaluate(self, batch: Batch) -> Tensor | None:

@@ -71,7 +71,7 @@ class Zero1(ShardedUpdate):
 
     def before_step(self, micro_batches: int) -> None:
         """Forget the last step's gradients."""
-        self.computed = micro_batches > 0
+        self.computed, self.sent_count = micro_batches > 0, 0
         for bucket in self.buckets:
             bucket.filled.clear()  # the memory stays, what lies in it no longer counts
             bucket.start_round()
@@ -90,11 +90,18 @@ class Zero1(ShardedUpdate):
         """The shard of the bucket that holds sums."""
         return bucket.own_gradients()
 
+    def sit_out(self) -> None:
+        """A rank without data takes part with zeros, once."""
+        if self.sent_count < len(self.queue):
+            self.start_round()
+            self.end_round(computed=False)
+
     def finish(self) -> None:
         """Send what backward did not fill, wait for all, agree on use."""
-        if not self.computed:
-            self.start_round()  # a rank without data takes part with zeros
-        self.end_round(self.computed)  # [4]
+        if self.computed:
+            self.end_round(computed=True)  # [4]
+        else:
+            self.sit_out()
         for bucket in self.buckets:  # [5]
             if bucket.work is not None:
                 bucket.work.wait()

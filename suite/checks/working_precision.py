@@ -10,7 +10,8 @@ with err the relative Frobenius error against fp64, and rho may be at most k (``
 Tensors of fewer than 64 elements count as one, laid end to end: few errors are single draws, and
 one draw is many times another by chance.  Of a system that errs 1.5 times as much as one device,
 F(16, 16) exceeds (3 / 1.5)^2 in one case of 240, F(64, 64) in one of 20 million.  So do matrices of
-fewer than 4 rows or columns: what is wrong of one activation is wrong of its whole column.
+fewer than 4 rows or columns: what is wrong of one activation is wrong of its whole column.  Where
+all of these have fewer than 64 ways to err, the smallest others join them, and none outweighs them.
 The update is replayed (at most 4 ULP).  A part of equivalence; sees the plumbing of precisions and
 gross faults, not one wrong element in bf16: alone it gives ``pass (working precision only)``.
 """
@@ -96,12 +97,18 @@ def ratios(
         for name, value in truth.items()
     }
     parts = {name: own for name, own in parts.items() if own[2].numel() and bool(own[2].any())}
-    small = [name for name, own in parts.items() if own[2].numel() < SMALL or is_thin(truth[name])]
-    groups = [[name] for name in parts if name not in small] + ([small] if small else [])
+    ways = {name: ways_to_err(own[2], truth[name]) for name, own in parts.items()}
+    together = pool(ways)
+    groups: list[tuple[str, ...]] = [(name,) for name in parts if name not in together]
+    groups += [together] if together else []
     errors = []
     for group in groups:
+        # None outweighs the others: larger ones, for their ways to err, become as the middle one.
+        sizes = {name: float(parts[name][2].norm()) / math.sqrt(ways[name]) for name in group}
+        middle = statistics.median_low(sizes.values())
+        scales = {name: min(1.0, middle / size) for name, size in sizes.items()}
         many, one, want = (
-            torch.cat([parts[name][which].reshape(-1).to(torch.float64) for name in group])
+            torch.cat([parts[n][which].reshape(-1).to(torch.float64) * scales[n] for n in group])
             for which in range(3)
         )
         errors.append([float((t - want).norm() / want.norm()) for t in (many, one)])
@@ -113,6 +120,26 @@ def ratios(
         for group, (many, one) in zip(groups, errors, strict=True)
         for name in group
     }
+
+
+def pool(ways: Mapping[str, int]) -> tuple[str, ...]:
+    """Names of tensors that are judged as one, by how many ways each has to err.
+
+    Those with few, and as many others, the smallest first, as it takes to have ``SMALL`` together.
+    """
+    small = [name for name, own in ways.items() if own < SMALL]
+    left = SMALL - sum(ways[name] for name in small)
+    for name in sorted(ways.keys() - {*small}, key=lambda name: (ways[name], name)):
+        if not small or left <= 0:
+            break
+        small.append(name)
+        left -= ways[name]
+    return tuple(small)
+
+
+def ways_to_err(value: torch.Tensor, whole: torch.Tensor) -> int:
+    """How many errors of ``value``, a part of ``whole``, are independent of each other."""
+    return min(whole.shape[0], whole[0].numel()) if is_thin(whole) else value.numel()
 
 
 def is_thin(tensor: torch.Tensor) -> bool:

@@ -289,18 +289,27 @@ def test_the_errors_of_small_tensors_are_judged_together() -> None:
 
 
 def test_a_matrix_of_two_columns_is_judged_with_the_small_ones() -> None:
-    truth = {"weight": torch.linspace(1, 2, 64), "thin": torch.linspace(1, 2, 64).view(32, 2)}
-    truth |= {"scale": torch.tensor([3.0, 4.0, 5.0])}
+    truth = {"weight": torch.linspace(1, 2, 96), "thin": torch.linspace(1, 2, 64).view(32, 2)}
+    truth |= {"scale": torch.tensor([3.0, 4.0, 5.0]), "shift": torch.linspace(1, 2, 64)}
     one = {name: value * (1 + 1e-7) for name, value in truth.items()}
     column = torch.tensor([1 + 6e-7, 1 + 1e-7])
     chance = one | {"thin": truth["thin"] * column}
     ratios = working_precision.ratios(chance, one, truth)
-    assert ratios["thin"] == ratios["scale"] < 4, "one activation was six times as wrong by chance"
-    assert (
-        working_precision.ratios(one | {"weight": truth["weight"] * (1 + 6e-7)}, one, truth)[
-            "weight"
-        ]
-        > 4
-    ), "a vector errs in as many directions as it has elements"
+    assert ratios["thin"] == ratios["scale"] == ratios["shift"] < 2, "by chance: one of 69 ways"
+    wide = one | {"weight": truth["weight"] * (1 + 6e-7)}
+    more = working_precision.ratios(wide, one, truth)["weight"]
+    assert more > 4, "a vector errs in as many directions as it has elements"
     swapped = one | {"thin": truth["thin"].flip(1)}
     assert working_precision.ratios(swapped, one, truth)["thin"] > 1e4
+
+
+def test_few_ways_to_err_do_not_outweigh_those_that_join_them() -> None:
+    """Two columns of large gradients, alone in their pool, were six times as wrong by chance."""
+    truth = {"thin": 100 * torch.linspace(1, 2, 128).view(64, 2), "bias": torch.linspace(1, 2, 64)}
+    truth |= {"weight": torch.linspace(1, 2, 256)}
+    one = {name: value * (1 + 1e-7) for name, value in truth.items()}
+    chance = one | {"thin": truth["thin"] * (1 + 6e-7)}
+    assert working_precision.ratios(chance, one, truth)["thin"] < 3
+    for name in truth:
+        wrong = one | {name: truth[name] * (1 + 1e-5)}
+        assert working_precision.ratios(wrong, one, truth)[name] > 10, name

@@ -180,6 +180,24 @@ class ReducesAfterEveryWindow(ReferenceHybrid):
 
 
 @mutant(
+    "hybrid_idle_stages_reduce_first_to_last",
+    says="rank . calls all_reduce.*rank . calls all_reduce",
+    killed_by=("crash",),
+    crash_says="does not match",
+    workload=gpt("rotating_shares", layers=4, global_batch=1, micro_batches=1),
+    mesh={"pipe": 2, "replicate": 2},
+    options={"schedule": "zb_v"},
+)
+class IdleStagesReduceFirstToLast(Stages):
+    """A rank without data reduces its two stages in their order; others as backward ends them."""
+
+    def finish(self) -> None:
+        for stage in () if self.computed else self.stages.values():
+            stage.handle.sit_out()
+        super().finish()
+
+
+@mutant(
     "hybrid_axes_in_an_order_of_its_own",
     says="desync: rank 0 waits in all_reduce.* for rank 2.* rank 1 waits .* for rank 0",
     zoo=("X07",),

@@ -58,6 +58,12 @@ class Handle(ABC):
         waits for a neighbour, who may wait, through others, for those who wait for it.
         """
 
+    def sit_out(self) -> None:
+        """On a rank without micro-batches: the calls of others' backwards, before `finish`.
+
+        Of several stages each makes them before one of them finishes, as backward does.
+        """
+
     @abstractmethod
     def finish(self) -> None:
         """After the last backward (or none): on return gradients are final."""

@@ -98,6 +98,14 @@ class ScheduleOption:
             return self.name in SPLIT
         return any(action.op == "W" for order in self.own.orders for action in order)
 
+    @property
+    def has_several(self) -> bool:
+        """Whether a rank has several stages."""
+        if self.name is not None:
+            return self.name == "zb_v" or (self.name == "interleaved" and self.chunks != 1)
+        place = self.own.place
+        return len({*place}) < len(place)
+
     def place_on(self, ranks: int) -> tuple[int, ...]:
         """The rank of every stage."""
         return self.make(ranks, ranks if self.name else self.own.micro_batches).place

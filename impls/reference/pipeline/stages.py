@@ -189,8 +189,11 @@ class Stages(Handle):
             tied.handle.before_step(min(micro_batches, 1))
 
     def finish(self) -> None:
-        """Gradients of the stages, then those of tied tensors."""
-        for stage in self.stages.values():
+        """Gradients of the stages, the last first, then those of tied tensors."""
+        # As backward ends them: a rank without micro-batches calls what others called there.
+        for stage in () if self.computed else reversed(self.stages.values()):
+            stage.handle.sit_out()
+        for stage in reversed(self.stages.values()):
             stage.handle.finish()
         for tied in self.tied:
             self.sum_tied(tied)
