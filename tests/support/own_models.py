@@ -84,8 +84,8 @@ class Telling(nn.Module):
         super().__init__()
         self.inner, self.gives = nn.Linear(8, 8), gives
 
-    def forward(self, hidden: Tensor, told: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        hidden = torch.tanh(self.inner(hidden) + sum(told, torch.zeros(())))
+    def forward(self, hidden: Tensor, told: Sequence[Tensor], scale: float) -> tuple[Tensor, Any]:
+        hidden = torch.tanh(self.inner(hidden) + scale * sum(told, torch.zeros(())))
         told = [*told, hidden[:, :1]]
         return hidden, {"told": told} if self.gives is dict else self.gives(told)
 
@@ -101,7 +101,7 @@ class Nested(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden, told = self.first(inputs), ()
         for block in self.blocks:
-            hidden, told = block(hidden, told["told"] if isinstance(told, dict) else told)
+            hidden, told = block(hidden, told["told"] if isinstance(told, dict) else told, 0.5)
         return self.last(hidden)
 
 

@@ -101,9 +101,7 @@ class ScheduleOption:
     @property
     def has_several(self) -> bool:
         """Whether a rank has several stages."""
-        if self.name is not None:
-            return self.name == "zb_v" or (self.name == "interleaved" and self.chunks != 1)
-        place = self.own.place
+        place = self.own.place if self.name is None else self.make(2, 2).place
         return len({*place}) < len(place)
 
     def place_on(self, ranks: int) -> tuple[int, ...]:

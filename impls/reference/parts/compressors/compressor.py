@@ -86,7 +86,7 @@ class Compressor(Reducer):
     def keep(self, bucket: Bucket, left: Tensor) -> None:  # [3]
         """Remember ``left``, laid out like ``bucket``: what this rank does not send now."""
         if self.chosen.feeds_back:
-            for part in bucket.parts:
+            for part in filled(bucket.parts):
                 self.feedback.keep(part, part.of_shard(left))
 
     def pieces(self) -> list[Piece]:

@@ -52,7 +52,10 @@ class Emulator(ABC):
                 own += kept.get(name, 0.0)
             total, sent = self.reduce(step, name, wanted)
             if self.chosen.feeds_back and sent:
-                for rank, (own, told) in enumerate(zip(wanted, sent, strict=True)):
+                pairs = (
+                    zip(wanted, sent, strict=True) if shape.numel() else ()
+                )  # nothing of nothing
+                for rank, (own, told) in enumerate(pairs):
                     self.residuals[rank][name] = own - told
                     self.sent[rank][name] = told
             if any(name in part for part in parts):
