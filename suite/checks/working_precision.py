@@ -106,7 +106,7 @@ def ratios(
         # None outweighs the others: larger ones, for their ways to err, become as the middle one.
         sizes = {name: float(parts[name][2].norm()) / math.sqrt(ways[name]) for name in group}
         middle = statistics.median_low(sizes.values())
-        scales = {name: min(1.0, middle / size) for name, size in sizes.items()}
+        scales = {name: middle / size if size > middle else 1.0 for name, size in sizes.items()}
         many, one, want = (
             torch.cat([parts[n][which].reshape(-1).to(torch.float64) * scales[n] for n in group])
             for which in range(3)

@@ -51,11 +51,8 @@ class Emulator(ABC):
             for own, kept in zip(wanted, self.residuals, strict=True):
                 own += kept.get(name, 0.0)
             total, sent = self.reduce(step, name, wanted)
-            if self.chosen.feeds_back and sent:
-                pairs = (
-                    zip(wanted, sent, strict=True) if shape.numel() else ()
-                )  # nothing of nothing
-                for rank, (own, told) in enumerate(pairs):
+            if self.chosen.feeds_back and sent and shape.numel():  # nothing is kept of nothing
+                for rank, (own, told) in enumerate(zip(wanted, sent, strict=True)):
                     self.residuals[rank][name] = own - told
                     self.sent[rank][name] = told
             if any(name in part for part in parts):
