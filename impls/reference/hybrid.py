@@ -176,16 +176,14 @@ class ReferenceHybrid(ReferencePipeline):
             {"sequence_parallel": chosen.sequence_parallel}
         )
         from_rank0 = chosen.data == "ddp" and inner.broadcast_buffers
+        wrap_declines = getattr(getattr(inner, "wrap", None), "declines", {})
+        turns = {"unequal_micro_batches": IN_TURN} if chosen.rounds_take_turns else {}
         exact = declared(
             "stages",
             "tensor",
             axes=("pipe", *DATA_AXES, "tensor"),
             buffers="rank0" if from_rank0 else "per_rank",
-            declines={
-                **layers.declines,
-                **getattr(getattr(inner, "wrap", None), "declines", {}),
-                **({"unequal_micro_batches": IN_TURN} if chosen.rounds_take_turns else {}),
-            },
+            declines={**layers.declines, **wrap_declines, **turns},
             checkpoints=FORMATS,
         )
         return lossy(exact, inner)
@@ -304,8 +302,7 @@ class ReferenceHybrid(ReferencePipeline):
         """
         if self.is_cut and self.options.rounds_take_turns:
             own, handles = len(batch.micro_batches), self.handle.handles()  # type: ignore[attr-defined]
-            most = max(h.rounds for h, _ in handles if isinstance(h, zero2.Zero2))
-            if own < most:
+            if own < (most := max(h.rounds for h, _ in handles if isinstance(h, zero2.Zero2))):
                 raise Refused(
                     f"option 'schedule' beside 'data' = 'zero2': {IN_TURN}; this data coordinate "
                     f"has {own} micro-batches, another {most}: give all as many, or take zero1"
