@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,12 +21,23 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with what ``change`` makes of each tensor in it, in the order of `tensors_in`."""
+    """``value`` with what ``change`` makes of each tensor in it, in the order of `tensors_in`.
+
+    Containers in which nothing changes stay the same objects: a module may write into them.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
         items = [mapped(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
+        items = [mapped(item, change) for item in value.values()]
+        made = value
+        for (key, old), new in zip(list(value.items()), items, strict=True):
+            if new is not old:
+                made = copy.copy(value) if made is value else made  # of its own type
+                made[key] = new
+        return made
     return value
