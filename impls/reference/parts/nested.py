@@ -33,11 +33,10 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        items = [mapped(item, change) for item in value.values()]
-        made = value
-        for (key, old), new in zip(list(value.items()), items, strict=True):
-            if new is not old:
-                made = copy.copy(value) if made is value else made  # of its own type
-                made[key] = new
+        every = {key: mapped(item, change) for key, item in value.items()}
+        changed = {key: new for key, new in every.items() if new is not value[key]}
+        made = copy.copy(value) if changed else value  # of its own type
+        for key, new in changed.items():
+            made[key] = new
         return made
     return value
