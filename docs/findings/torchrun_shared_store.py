@@ -6,55 +6,47 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 OPT_OUT = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-MOST_SECONDS = 60  # with the variable they meet again after 10
-SETTINGS = "is_host=false,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=4"
 
 
 def worker(folder: Path) -> None:
-    if (folder / "killed").exists() and os.environ["RANK"] == "1":
-        time.sleep(3)  # started anew, and a little later than the other
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
-    while dist.get_world_size() < 2:  # the other is late: its agent has this one started anew
-        time.sleep(1)
-    if not (folder / "killed").exists() and dist.get_rank() == 1:
+    """A group meets, rank 1 dies; anew, rank 0 looks for its address before there can be one."""
+    rank, anew = os.environ["RANK"], (folder / "killed").exists()
+    store = next(dist.rendezvous("env://"))[0]  # where init_process_group meets
+    if not anew and rank == "1":
+        store.set("address of rank 1", f"process {os.getpid()}, which is about to die")
         (folder / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))  # the first time it raises: rank 1 is dead
-    (folder / f"met{dist.get_rank()}").touch()
-    while len([*folder.glob("met*")]) < 2:  # who leaves first would take the store along
-        time.sleep(0.1)
-    os._exit(0)  # gloo's threads may abort a process that just ends
+    elif anew and rank == "0":
+        found = store.check(["address of rank 1"])
+        (folder / "found").write_text(store.get("address of rank 1").decode() if found else "")
+        (folder / "looked").touch()
+    while not (folder / "looked").exists():  # rank 0: until its agent ends it to start both anew
+        time.sleep(0.1)  # rank 1, anew: it has written nothing yet
 
 
-def meets_again(opt_out: str) -> bool:
+def finds(opt_out: str) -> str:
     with tempfile.TemporaryDirectory() as name:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2"]
-        command += ["--max-restarts=1", "--monitor-interval=0.3", f"--rdzv-conf={SETTINGS}"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--max-restarts=1"]
         environment, command = os.environ | {OPT_OUT: opt_out}, [*command, __file__, name]
-        with (Path(name) / "log").open("w") as log:
-            agents = [subprocess.Popen(command, env=environment, stderr=log) for _ in range(2)]
-            until = time.monotonic() + MOST_SECONDS
-            while time.monotonic() < until and None in [agent.poll() for agent in agents]:
-                time.sleep(0.1)
-            [agent.terminate() for agent in agents]  # they end their workers
-            time.sleep(5)
-            [agent.kill() for agent in agents]
-        return len([*Path(name).glob("met*")]) == 2
+        with subprocess.Popen(command, env=environment) as agent:
+            try:
+                assert agent.wait(timeout=70) == 0, "the agent failed"
+            finally:
+                agent.terminate()  # it ends its workers
+        return (Path(name) / "found").read_text()
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.exit(worker(Path(sys.argv[1])))
-    default, apart = meets_again("0"), meets_again("1")
-    print(f"expected the 2 workers to meet again; by default {default}, with {OPT_OUT}=1 {apart}")
-    print("DEFECT PRESENT" if apart and not default else "defect absent: fixed?")
-    sys.exit(0 if apart and not default else 1)
+    default, apart = finds("0"), finds("1")
+    print("expected rank 0, started anew, to find no address of a rank 1 that is not there yet;")
+    print(f"by default it finds '{default}', with {OPT_OUT}=1 '{apart}'")
+    print("DEFECT PRESENT" if default and not apart else "defect absent: fixed?")
+    sys.exit(0 if default and not apart else 1)
