@@ -6,8 +6,9 @@ No clock is read: the log of each rank numbers its calls, its waits and the begi
 backward, and the check compares these numbers.  It sees what right numbers and bytes hide: one
 unused parameter early in the order can keep all buckets from being reduced inside backward.
 
-*Cannot see* whether the hardware overlaps anything, nor steps before the bucket order is settled:
-steps 0 and 1 are left out.
+*Cannot see* whether the hardware overlaps anything, nor steps before the order is settled: steps 0
+and 1 are left out, and the first of each rank that computes in neither, for what a unit is followed
+by is known from a rank's own forward before.
 
 Of strategies that shard parameters gathers are counted as well: how many are issued ahead, while
 another unit computes (prefetch), and how deep: how many are under way when a unit begins, against
@@ -61,10 +62,12 @@ def decide(evidence: Figures) -> Outcome:
                 if call.operation in REDUCTIONS and call.phase == "backward"
             ]
             begun = [event[1:] for event in record.events_of(step)]
-            units = [n for n, kind, _ in record.events_of(step) if kind == "backward"]
+            units = _begins(record, step, ("backward",))
             several = len({unit for kind, unit in begun if kind == "backward" and unit}) > 1
             if not units:
                 continue  # a rank without micro-batches computes nothing to hide behind
+            if not any(_begins(record, s, ("backward",)) for s in evidence.steps if s < step):
+                continue  # its own order is not known yet
             late = [call for call in calls if not call.inside_backward]
             early = [call for call in calls if call.issued < units[-1]]
             exposed = [call for call in early if not _computed_while_under_way(call, units)]
@@ -140,16 +143,21 @@ def _wrong_gathers(ahead: Prefetch, rounds: int, early: int, deepest: Mapping[st
 def _gathers_ahead(record: RankRecord, step: int) -> int:
     """Gathers that are under way while some unit begins to compute."""
     kinds = ("forward", "backward", "recompute")
-    units = [n for n, kind, _ in record.events_of(step) if kind in kinds]
+    units = _begins(record, step, kinds)
     gathers = _gathers(record, step, ("forward", "backward"))
     return sum(_computed_while_under_way(call, units) for call in gathers)
 
 
 def _depth(record: RankRecord, step: int, phase: str) -> int:
     """The most gathers of ``phase`` that are under way at once when a unit begins it."""
-    units = [n for n, kind, _ in record.events_of(step) if kind == phase]
+    units = _begins(record, step, (phase,))
     gathers = _gathers(record, step, (phase,))
     return max(sum(_computed_while_under_way(call, [n]) for call in gathers) for n in units)
+
+
+def _begins(record: RankRecord, step: int, kinds: Collection[str]) -> list[int]:
+    """Where in the log a unit begins to compute."""
+    return [n for n, kind, _ in record.events_of(step) if kind in kinds]
 
 
 def _gathers(record: RankRecord, step: int, phases: Collection[str]) -> list[Call]:

@@ -332,6 +332,37 @@ def test_the_manifest_says_who_saved_with_what(tmp_path: Path) -> None:
     assert about.versions["torch"] == torch.__version__ and "shardproof" in about.versions
 
 
+def test_frozen_parameters_are_taken_from_who_computes_with_them(tmp_path: Path) -> None:
+    """ZeRO-1 holds them whole, as they are computed with; ZeRO-3 shards them as they were built.
+    Without a policy of precision they would be computed with as built, and that nobody saved.
+    """
+    policy, work = {"parameters": "bfloat16", "reduce": "float32"}, workload("frozen", layers=1)
+
+    def save(rank: int, world: int) -> dict[str, Rows]:
+        system = make("zero1", work, {"shard": 2}, rank, precision=policy)
+        train(system, work, 0, 1)
+        system.save(tmp_path, {}).wait()
+        return held(system)
+
+    def load(rank: int, world: int) -> tuple[dict[str, Rows], set[str]]:
+        system = make("zero3", work, {"shard": 3}, rank, precision=policy)
+        system.load(tmp_path)
+        return held(system), system.frozen
+
+    there, loaded = put_together(succeed(save, 2)), succeed(load, 3)
+    here, (frozen, *_) = put_together([state for state, _ in loaded]), [f for _, f in loaded]
+    assert frozen
+    for name in frozen:
+        assert there["parameters"][name].dtype == torch.bfloat16
+        assert torch.equal(there["parameters"][name].float(), here["parameters"][name])
+
+    def refused(rank: int, world: int) -> None:
+        with pytest.raises(CheckpointError, match="set up with the precision that saved it"):
+            make("zero3", work, {"shard": 3}, rank).load(tmp_path)
+
+    succeed(refused, 3)
+
+
 # ------------------------------------------------------------------------ state of single ranks
 
 

@@ -211,7 +211,7 @@ class Loading:
         elif piece.name.endswith(f".{MASTER}"):
             names.append(("parameters", piece.name.removesuffix(f".{MASTER}")))
         there = {name: self.dtype(name) for name in names if name in self.checkpoint.copies}
-        for dtype in (wanted, self.rounded_from(kind, piece)):
+        for dtype in (wanted, self.rounded_from(kind, piece), self.rounded_to(kind, piece)):
             for name in there:
                 if there[name] == dtype:
                     return name
@@ -231,6 +231,14 @@ class Loading:
         if kind == "buffers" and policy.buffers == wanted:
             return self.dtype((kind, piece.name)) if piece.name in self.names(kind) else None
         return None
+
+    def rounded_to(self, kind: str, piece: Piece) -> torch.dtype | None:
+        """The dtype that ``piece`` is computed with, if it is frozen: who holds whole parameters
+        keeps no other value of it, and none is asked for.
+        """
+        if kind != "parameters" or piece.name not in self.system.frozen:
+            return None
+        return self.system.precision.compute(self.system.built[piece.name])
 
     # ---------------------------------------------------------------------------------- agreement
 

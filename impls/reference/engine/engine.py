@@ -105,6 +105,7 @@ class Engine(Summing):
         self.host = HostMemory(mesh.device) if options.get("offload", "none") != "none" else None
         # Before the strategy casts anything: masters have the dtypes as built.
         self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        self.frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
         self.reducer = self.make_reducer()
         self.handle = self.transform(module, mesh, options)
         self.module = self.handle.module
