@@ -190,6 +190,11 @@ class DDP(Replicated):
         """This rank's gradient of a parameter; ``None`` (zero) if it did not use it."""
         return self.parameters[index].grad
 
+    def backward_ended(self) -> None:
+        """Send what it did not fill, before another stage's."""
+        if self.syncing:
+            self.launch_rest()
+
     def sit_out(self) -> None:
         """Zeros in all buckets."""
         self.launch_rest()

@@ -300,7 +300,7 @@ class ReferenceHybrid(ReferencePipeline):
 
         :raises Refused: the data coordinates have different numbers of micro-batches, and may not.
         """
-        if self.is_cut and self.options.rounds_take_turns:
+        if self.is_cut and self.options.rounds_take_turns and {*DATA_AXES} & {*self.mesh.axes}:
             own, handles = len(batch.micro_batches), self.handle.handles()  # type: ignore[attr-defined]
             if own < (most := max(h.rounds for h, _ in handles if isinstance(h, zero2.Zero2))):
                 raise Refused(

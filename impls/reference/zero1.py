@@ -90,6 +90,11 @@ class Zero1(ShardedUpdate):
         """The shard of the bucket that holds sums."""
         return bucket.own_gradients()
 
+    def backward_ended(self) -> None:
+        """Send what it did not fill, before another stage's."""
+        if self.sending:
+            self.end_round(computed=True)
+
     def sit_out(self) -> None:
         """A rank without data takes part with zeros, once."""
         if self.sent_count < len(self.queue):

@@ -7,8 +7,8 @@ backward, and the check compares these numbers.  It sees what right numbers and 
 unused parameter early in the order can keep all buckets from being reduced inside backward.
 
 *Cannot see* whether the hardware overlaps anything, nor steps before the order is settled: steps 0
-and 1 are left out, and the first of each rank that computes in neither, for what a unit is followed
-by is known from a rank's own forward before.
+and 1 are left out.  So is, where gathers are promised ahead, the first step with micro-batches of a
+rank that has none in those: which unit follows is known from its own forward before.
 
 Of strategies that shard parameters gathers are counted as well: how many are issued ahead, while
 another unit computes (prefetch), and how deep: how many are under way when a unit begins, against
@@ -54,6 +54,7 @@ def decide(evidence: Figures) -> Outcome:
     counts = OverlapFigures()
     gathers: list[int] = []
     depths: dict[str, int] = {}
+    unlearned = False
     for record in evidence.records:
         for step in settled:
             calls = [
@@ -66,8 +67,10 @@ def decide(evidence: Figures) -> Outcome:
             several = len({unit for kind, unit in begun if kind == "backward" and unit}) > 1
             if not units:
                 continue  # a rank without micro-batches computes nothing to hide behind
-            if not any(_begins(record, s, ("backward",)) for s in evidence.steps if s < step):
-                continue  # its own order is not known yet
+            learned = any(_begins(record, s, ("backward",)) for s in evidence.steps if s < step)
+            if ahead is not None and not learned:
+                unlearned = True  # its own order is not known yet
+                continue
             late = [call for call in calls if not call.inside_backward]
             early = [call for call in calls if call.issued < units[-1]]
             exposed = [call for call in early if not _computed_while_under_way(call, units)]
@@ -106,6 +109,8 @@ def decide(evidence: Figures) -> Outcome:
             if problem:
                 message = f"rank {record.rank}, step {step}: {problem}"
                 return Outcome("overlap", "fail", message, None, counts.to_dict())
+    if not counts.reductions and unlearned:
+        return Outcome("overlap", "precondition", "no rank has computed before in a settled step")
     if not counts.reductions:
         return Outcome("overlap", "fail", "no gradient reduction was logged in backward")
     figures = replace(counts, gathers_ahead=min(gathers, default=None), depth=depths or None)

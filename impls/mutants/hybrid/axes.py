@@ -198,6 +198,26 @@ class IdleStagesReduceFirstToLast(Stages):
 
 
 @mutant(
+    "hybrid_stages_send_the_rest_at_the_end",
+    says="rank . calls all_reduce.*rank . calls all_reduce",
+    killed_by=("crash",),
+    crash_says="does not match",
+    workload=gpt(
+        "rotating_shares", "conditional_by_rank", layers=4, global_batch=2, micro_batches=2
+    ),
+    mesh={"pipe": 2, "replicate": 2},
+    options={"schedule": "zb_v"},
+)
+class StagesSendTheRestAtTheEnd(ReferenceHybrid):
+    """What a stage's backward did not fill is sent after that of the rank's other stage."""
+
+    def wrap(self, module: nn.Module) -> Handle:
+        handle = super().wrap(module)
+        vars(handle)["backward_ended"] = lambda: None
+        return handle
+
+
+@mutant(
     "hybrid_axes_in_an_order_of_its_own",
     says="desync: rank 0 waits in all_reduce.* for rank 2.* rank 1 waits .* for rank 0",
     zoo=("X07",),

@@ -12,8 +12,9 @@ ranks.  Memory: no second copy of anything; a tensor that is not contiguous, or 
 filled by way of one of its size.
 
 Precision: a parameter of another dtype comes from the master that was saved with it, a master from
-its parameter, and a parameter that the policy rounds from the one that was not rounded.  All else
-of another dtype is refused.
+its parameter, and a parameter that the policy rounds from the one that was not rounded.  A frozen
+one has no master: it also comes from what was rounded, if it is computed with in that dtype.  All
+else of another dtype is refused.
 
 What ranks that meet keep for their outer optimizer begins anew where no such slot was saved, from
 the parameters that were loaded, and is left out where nobody here keeps it.
@@ -29,7 +30,6 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ NOUNS = {
 _COUNTER = "step"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Want:
     """A tensor of this rank, the name that it is read from, and what is read of it."""
 
@@ -204,14 +204,13 @@ class Loading:
 
         :raises CheckpointError: it was not saved, or with another dtype.
         """
-        own, wanted = (kind, piece.name), piece.tensor.dtype
-        names = [own]
+        names, wanted = [own := (kind, piece.name)], piece.tensor.dtype
         if kind == "parameters":
             names.append(("optimizer", f"{piece.name}.{MASTER}"))
         elif piece.name.endswith(f".{MASTER}"):
             names.append(("parameters", piece.name.removesuffix(f".{MASTER}")))
         there = {name: self.dtype(name) for name in names if name in self.checkpoint.copies}
-        for dtype in (wanted, self.rounded_from(kind, piece), self.rounded_to(kind, piece)):
+        for dtype in (wanted, *self.rounded(kind, piece)):
             for name in there:
                 if there[name] == dtype:
                     return name
@@ -223,22 +222,21 @@ class Loading:
             what += f": it was tied to {first!r}"
         raise self.refusal(what, "load into a fresh instance of the same model")
 
-    def rounded_from(self, kind: str, piece: Piece) -> torch.dtype | None:
-        """The dtype that the policy of precision rounds to that of ``piece``."""
-        policy, wanted = self.system.precision, piece.tensor.dtype
-        if kind == "parameters" and policy.compute(self.system.built[piece.name]) == wanted:
-            return self.system.built[piece.name]
-        if kind == "buffers" and policy.buffers == wanted:
-            return self.dtype((kind, piece.name)) if piece.name in self.names(kind) else None
-        return None
+    def rounded(self, kind: str, piece: Piece) -> Iterator[torch.dtype]:
+        """Other dtypes in which the value of ``piece`` may have been saved.
 
-    def rounded_to(self, kind: str, piece: Piece) -> torch.dtype | None:
-        """The dtype that ``piece`` is computed with, if it is frozen: who holds whole parameters
-        keeps no other value of it, and none is asked for.
+        That which the policy of precision rounds to its own.  Of a frozen parameter also that which
+        it is computed with: a strategy that holds whole parameters has only this value of it.
         """
-        if kind != "parameters" or piece.name not in self.system.frozen:
-            return None
-        return self.system.precision.compute(self.system.built[piece.name])
+        policy, wanted = self.system.precision, piece.tensor.dtype
+        if kind == "parameters":
+            computed = policy.compute(built := self.system.built[piece.name])
+            if computed == wanted:
+                yield built
+            if piece.name in self.system.frozen:
+                yield computed
+        elif kind == "buffers" and policy.buffers == wanted and piece.name in self.names(kind):
+            yield self.dtype((kind, piece.name))
 
     # ---------------------------------------------------------------------------------- agreement
 
