@@ -353,6 +353,24 @@ def test_no_prefetch_fails() -> None:
     assert "0 gathers are issued while another unit computes, 4 promised" in outcome.message
 
 
+@pytest.mark.parametrize(
+    ("ranks", "status"), [([], "fail"), ([1], "pass"), ([0, 1], "precondition")]
+)
+def test_a_rank_that_computes_for_the_first_time_has_no_order(
+    ranks: list[int], status: str
+) -> None:
+    """Where shares rotate that may be after the steps that are left out for all."""
+    found = figures("zero3")
+    for call in found.records[1].traffic:
+        if (call.operation, call.phase) == ("all_gather", "forward"):
+            call.waited = call.issued + 1
+    for rank in ranks:
+        for step in found.records[rank].steps[: overlap.SETTLING]:
+            step.events = (1000, 1000)
+    outcome = overlap.decide(found)
+    assert outcome.status == status, outcome.message
+
+
 def test_another_depth_of_prefetch_fails() -> None:
     found = figures("zero3")
     for call in found.records[1].traffic:
