@@ -30,7 +30,9 @@ Cost: for each stage that of the data-parallel strategy on what the stage has of
 that of ``tensor`` on every data coordinate; that of ``pipeline`` on every tensor rank, under
 sequence parallelism 1/T of it.  Where B and W come apart, sequence parallelism gathers the gradient
 of each row-parallel layer's output for both.  (Narayanan et al., arXiv 2104.04473, section 3.)
-Numbers: equal to one device's up to the order of summation.
+Numbers: equal to one device's up to the order of summation.  Rings, and gloo, add in an order that
+depends on the place in a buffer: over more than two data ranks what tensor ranks hold alike differs
+in its last bit, unless their buffers are of one size (a vocabulary that divides).
 Left out: context parallelism and experts; gathering shards again for every micro-batch of a stage.
 """
 

@@ -212,6 +212,10 @@ def clean_shapes(setup: Setup) -> bool:
 def shared_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
     """Layers that the ranks of the tensor axis can share: whole heads, KV heads of one or several
     ranks, a vocabulary and a sequence of any size.
+
+    Over three ranks gloo, and rings, add in an order that depends on the size of the buffer.  With
+    a vocabulary that does not divide, tensor ranks have buffers of two sizes, and what they hold
+    alike (norms, KV heads) differs in its last bit: a finding, no clean system.
     """
     if setup.workload == NORMED:
         return {}
@@ -220,7 +224,7 @@ def shared_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
     ranks = setup.size("tensor")
     heads = ranks * source.choice((2, 4))
     kv = [n for n in range(1, heads + 1) if heads % n == 0 and (n % ranks == 0 or ranks % n == 0)]
-    return {
+    sizes: dict[str, int | float] = {
         "heads": heads,
         "kv_heads": source.choice(kv),
         "width": heads * (source.choice((4, 8)) if heads > 2 else 8),
@@ -228,15 +232,13 @@ def shared_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
         "seq": source.choice((11, 16)),
         "label_smoothing": source.choice((0.0, 0.1)),
     }
+    if max(setup.size("shard"), setup.size("replicate")) > 2:
+        sizes["vocab"] -= sizes["vocab"] % ranks
+    return sizes
 
 
 def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
-    """As torch wants it: KV heads and, where they are cut, positions that divide by the ranks.
-
-    Over three ranks gloo adds in an order that depends on the size of the buffer.  With a
-    vocabulary that does not divide, tensor ranks have buffers of two sizes, and what they hold
-    alike (norms) differs in its last bit: a finding, no clean system.
-    """
+    """As torch wants it: KV heads and, where they are cut, positions that divide by the ranks."""
     if setup.workload == DYADIC:
         return {"width": 60, "seq": 12}
     ranks, sizes = setup.size("tensor"), shared_sizes(source, setup)
@@ -244,8 +246,6 @@ def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float
         sizes["kv_heads"] = ranks
     if setup.options["sequence_parallel"]:
         sizes["seq"] = 3 * ranks if ranks > 3 else 12
-    if max(setup.size("shard"), setup.size("replicate")) > 2:
-        sizes["vocab"] -= sizes["vocab"] % ranks
     if setup.options["loss_parallel"]:
         sizes["label_smoothing"] = 0.0
     return sizes
