@@ -14,7 +14,7 @@ OPT_OUT = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def worker(folder: Path) -> None:
-    """A group meets, rank 1 dies; anew, rank 0 looks for its address before there can be one."""
+    """Two ranks meet, one dies; anew, rank 0 looks for rank 1's address before there can be one."""
     rank, anew = os.environ["RANK"], (folder / "killed").exists()
     store = next(dist.rendezvous("env://"))[0]  # where init_process_group meets
     if not anew and rank == "1":

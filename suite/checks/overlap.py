@@ -67,8 +67,8 @@ def decide(evidence: Figures) -> Outcome:
             several = len({unit for kind, unit in begun if kind == "backward" and unit}) > 1
             if not units:
                 continue  # a rank without micro-batches computes nothing to hide behind
-            learned = any(_begins(record, s, ("backward",)) for s in evidence.steps if s < step)
-            if ahead is not None and not learned:
+            before = (s for s in evidence.steps if s < step)
+            if ahead is not None and not any(_begins(record, s, ("backward",)) for s in before):
                 unlearned = True  # its own order is not known yet
                 continue
             late = [call for call in calls if not call.inside_backward]
@@ -110,7 +110,7 @@ def decide(evidence: Figures) -> Outcome:
                 message = f"rank {record.rank}, step {step}: {problem}"
                 return Outcome("overlap", "fail", message, None, counts.to_dict())
     if not counts.reductions and unlearned:
-        return Outcome("overlap", "precondition", "no rank has computed before in a settled step")
+        return Outcome("overlap", "precondition", "in every settled step ranks compute for the first time")
     if not counts.reductions:
         return Outcome("overlap", "fail", "no gradient reduction was logged in backward")
     figures = replace(counts, gathers_ahead=min(gathers, default=None), depth=depths or None)
