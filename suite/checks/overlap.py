@@ -110,7 +110,9 @@ def decide(evidence: Figures) -> Outcome:
                 message = f"rank {record.rank}, step {step}: {problem}"
                 return Outcome("overlap", "fail", message, None, counts.to_dict())
     if not counts.reductions and unlearned:
-        return Outcome("overlap", "precondition", "in every settled step ranks compute for the first time")
+        return Outcome(
+            "overlap", "precondition", "in every settled step ranks compute for the first time"
+        )
     if not counts.reductions:
         return Outcome("overlap", "fail", "no gradient reduction was logged in backward")
     figures = replace(counts, gathers_ahead=min(gathers, default=None), depth=depths or None)
