@@ -145,15 +145,16 @@ def catches(pid: int, signum: int) -> bool:
     return bool(_masks(Path(f"/proc/{pid}/status")).get("SigCgt", 0) >> (signum - 1) & 1)
 
 
-def handling(pid: int, signum: int) -> int:
-    """Threads that block ``signum``, as its handler does while it runs, and 1 if it is pending."""
+def handling(pid: int, signum: int) -> tuple[bool, frozenset[int]]:
+    """Whether ``signum`` is pending, and the threads that block it, as its handler does."""
     try:
         threads = [*Path(f"/proc/{pid}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    masks = [_masks(thread / "status") for thread in threads]
-    pending = any((m.get("SigPnd", 0) | m.get("ShdPnd", 0)) >> (signum - 1) & 1 for m in masks)
-    return pending + sum(m.get("SigBlk", 0) >> (signum - 1) & 1 for m in masks)
+        return False, frozenset()
+    masks = {int(thread.name): _masks(thread / "status") for thread in threads}
+    sets = [mask.get(name, 0) for mask in masks.values() for name in ("SigPnd", "ShdPnd")]
+    blocking = (t for t, mask in masks.items() if mask.get("SigBlk", 0) >> (signum - 1) & 1)
+    return any(one >> (signum - 1) & 1 for one in sets), frozenset(blocking)
 
 
 def _masks(status: Path) -> dict[str, int]:

@@ -131,28 +131,45 @@ def give_way(path: Path) -> None:
     module.signal = set_handler
 
 
+#: Of a process (with when it began) that has not answered yet: the threads that blocked the signal
+#: before it was asked first.  Who is asked again may still be at the answer before.
+_open: dict[tuple[int, int | None], frozenset[int]] = {}
+
+
 def ask(pids: dict[int, Path], within_s: float = 2.0) -> None:
     """Make the processes write their stacks; returns when they have, or when time is up.
 
     One that has no file, or no handler of the signal, which would end it, is not asked.  The
     kernel tells when a handler has returned: on a busy machine it rests between two lines.
     """
-    waiting = {}
+    for key in list(_open):
+        if process_control.began(key[0]) != key[1]:
+            _open.pop(key, None)
+    sizes: dict[tuple[int, int | None], int] = {}
     for pid, path in pids.items():
-        before = process_control.handling(pid, DUMP_SIGNAL)
+        key, size = (pid, process_control.began(pid)), _size(path)
+        blocking = process_control.handling(pid, DUMP_SIGNAL)[1]
         if (
             path.exists()
             and process_control.state_of(pid) not in ("T", "Z", "")
             and process_control.catches(pid, DUMP_SIGNAL)
             and process_control.kill(pid, DUMP_SIGNAL)
         ):
-            waiting[pid] = before
+            sizes[key] = size
+            _open.setdefault(key, blocking)
     deadline = time.monotonic() + within_s
-    while waiting and time.monotonic() < deadline:
+    while sizes and time.monotonic() < deadline:
         time.sleep(0.01)
-        for pid, before in list(waiting.items()):
-            if process_control.handling(pid, DUMP_SIGNAL) <= before:
-                del waiting[pid]
+        for key in list(sizes):
+            pending, blocking = process_control.handling(key[0], DUMP_SIGNAL)
+            # Between pending and handled the kernel shows neither: the file has grown, too.
+            told = not pending and blocking <= _open[key] and _size(pids[key[0]]) > sizes[key]
+            if told or process_control.state_of(key[0]) == "Z":
+                del sizes[key], _open[key]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def read(path: Path) -> tuple[dict[int, Stack], int | None]:

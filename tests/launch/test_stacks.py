@@ -28,30 +28,47 @@ time.sleep(1000)
 
 
 def test_a_process_that_is_slow_to_tell_its_stack_is_waited_for(tmp_path: Path) -> None:
-    pipe = tmp_path / "stacks"
+    """Also by who asks again while it is at the answer before."""
+    pipe, path = tmp_path / "pipe", tmp_path / "stacks"
+    path.touch()
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     command = [sys.executable, "-c", SLOW, str(pipe)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-            asked = threading.Thread(target=stacks.ask, args=({process.pid: pipe}, 60.0))
+            stacks.ask({process.pid: path}, 0.5)
+            assert any(process_control.handling(process.pid, stacks.DUMP_SIGNAL)), "it has not told"
+            asked = threading.Thread(target=stacks.ask, args=({process.pid: path}, 60.0))
             asked.start()
-            while not process_control.handling(process.pid, stacks.DUMP_SIGNAL):
-                pass
             asked.join(0.2)
-            assert asked.is_alive(), "it did not wait for the rest"
+            assert asked.is_alive(), "it took the request before for an answer"
             told = b""
             os.set_blocking(reader, True)
             while b"<module>" not in told:
                 told += os.read(reader, 4096)
+                path.write_bytes(told)
             asked.join(60.0)
-            assert not asked.is_alive() and not process_control.handling(
-                process.pid, stacks.DUMP_SIGNAL
-            )
+            assert not asked.is_alive()
+            assert process_control.handling(process.pid, stacks.DUMP_SIGNAL) == (False, frozenset())
         finally:
             process.kill()
             os.close(reader)
+
+
+def test_who_dies_of_its_answer_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "stacks").touch()
+    source = "import signal, os, time; signal.signal({0}, lambda *_: os._exit(1)); {1}; {2}"
+    source = source.format(int(stacks.DUMP_SIGNAL), "print('ready', flush=True)", "time.sleep(1000)")
+    command = [sys.executable, "-c", source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        asked = threading.Thread(
+            target=stacks.ask, args=({process.pid: tmp_path / "stacks"}, 3600.0), daemon=True
+        )
+        asked.start()
+        asked.join(60.0)
+        assert not asked.is_alive()
 
 
 def test_a_process_without_a_handler_is_not_asked(tmp_path: Path) -> None:
