@@ -11,7 +11,8 @@ Tensors of fewer than 64 elements count as one, laid end to end: few errors are 
 one draw is many times another by chance.  Of a system that errs 1.5 times as much as one device,
 F(16, 16) exceeds (3 / 1.5)^2 in one case of 240, F(64, 64) in one of 20 million.  So do matrices of
 fewer than 4 rows or columns: what is wrong of one activation is wrong of its whole column.  Where
-all of these have fewer than 64 ways to err, the smallest others join them, and none outweighs them.
+all of these have fewer than 64 ways to err, the smallest other joins them for the ways that they
+lack: none outweighs the others.
 The update is replayed (at most 4 ULP).  A part of equivalence; sees the plumbing of precisions and
 gross faults, not one wrong element in bf16: alone it gives ``pass (working precision only)``.
 """
@@ -100,13 +101,16 @@ def ratios(
     ways = {name: ways_to_err(own[2], truth[name]) for name, own in parts.items()}
     together = pool(ways)
     groups: list[tuple[str, ...]] = [(name,) for name in parts if name not in together]
-    groups += [together] if together else []
+    groups += [tuple(together)] if together else []
     errors = []
     for group in groups:
         # None outweighs the others: larger ones, for their ways to err, become as the middle one.
         sizes = {name: float(parts[name][2].norm()) / math.sqrt(ways[name]) for name in group}
         middle = statistics.median_low(sizes.values())
-        scales = {name: middle / size if size > middle else 1.0 for name, size in sizes.items()}
+        scales = {
+            name: min(middle / size, 1.0) * math.sqrt(together.get(name, ways[name]) / ways[name])
+            for name, size in sizes.items()
+        }
         many, one, want = (
             torch.cat([parts[n][which].reshape(-1).to(torch.float64) * scales[n] for n in group])
             for which in range(3)
@@ -122,19 +126,18 @@ def ratios(
     }
 
 
-def pool(ways: Mapping[str, int]) -> tuple[str, ...]:
-    """Names of tensors that are judged as one, by how many ways each has to err.
+def pool(ways: Mapping[str, int]) -> dict[str, int]:
+    """Tensors that are judged as one, by how many ways each has to err, and the ways it counts for.
 
-    Those with few, and as many others, the smallest first, as it takes to have ``SMALL`` together.
+    Those with few and, if they have fewer than ``SMALL`` together, the smallest of the others for
+    what is lacking.
     """
-    small = [name for name, own in ways.items() if own < SMALL]
-    left = SMALL - sum(ways[name] for name in small)
-    for name in sorted(ways.keys() - {*small}, key=lambda name: (ways[name], name)):
-        if not small or left <= 0:
-            break
-        small.append(name)
-        left -= ways[name]
-    return tuple(small)
+    joined = {name: own for name, own in ways.items() if own < SMALL}
+    left = SMALL - sum(joined.values())
+    others = sorted(ways.keys() - joined.keys(), key=lambda name: (ways[name], name))
+    if joined and left > 0 and others:
+        joined[others[0]] = left
+    return joined
 
 
 def ways_to_err(value: torch.Tensor, whole: torch.Tensor) -> int:

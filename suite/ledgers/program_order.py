@@ -210,20 +210,37 @@ _LOG: PerRank[RankLog] = PerRank()
 current, install = _LOG.get, _LOG.set
 
 
-def _forward_begins(unit: str, module: nn.Module, inputs: Any) -> None:
+def _forward_begins(
+    unit: str, versions: list[int], module: nn.Module, inputs: Any, named: Mapping[str, Any]
+) -> None:
     log = current()
     if log is not None:
         log.unit("forward", unit)
+        if torch.is_grad_enabled():  # tensors of inference have no version
+            versions[:] = (tensor._version for tensor in nested_tensors((inputs, named)))
 
 
 def _forward_ended(
-    unit: str, module: nn.Module, inputs: Any, named: Mapping[str, Any], outputs: Any
+    unit: str,
+    versions: list[int],
+    module: nn.Module,
+    inputs: Any,
+    named: Mapping[str, Any],
+    outputs: Any,
 ) -> None:
-    """Leaves a hook on the outputs: the first gradient that arrives begins the unit's backward."""
-    if current() is None:
+    """Leaves a hook on the outputs: the first gradient that arrives begins the unit's backward.
+
+    Not on what is only handed on: an input, unless it was changed in place.
+    """
+    if current() is None or not torch.is_grad_enabled():
         return
-    given = {id(tensor) for tensor in nested_tensors((inputs, named))}  # what is only handed on
-    computed = [t for t in nested_tensors(outputs) if t.requires_grad and id(t) not in given]
+    # By place: what a later hook hands in instead has its version.
+    given = {id(t): old for t, old in zip(nested_tensors((inputs, named)), versions, strict=False)}
+    computed = [
+        tensor
+        for tensor in nested_tensors(outputs)
+        if tensor.requires_grad and given.get(id(tensor)) != tensor._version
+    ]
     first: list[int] = []  # the output whose gradient comes first, in each backward
 
     def arrived(number: int, gradient: Tensor) -> None:
@@ -245,8 +262,13 @@ def watch(module: nn.Module, names: Iterable[str] = ()) -> None:
         return
     for name in dict.fromkeys(("", *names)):
         unit = module.get_submodule(name)
-        unit.register_forward_pre_hook(partial(_forward_begins, name))
-        unit.register_forward_hook(partial(_forward_ended, name), with_kwargs=True)
+        versions: list[int] = []  # of the inputs of the call under way
+        began, ended = (
+            partial(_forward_begins, name, versions),
+            partial(_forward_ended, name, versions),
+        )
+        unit.register_forward_pre_hook(began, with_kwargs=True)
+        unit.register_forward_hook(ended, with_kwargs=True)
 
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:

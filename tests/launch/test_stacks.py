@@ -59,7 +59,9 @@ def test_a_process_that_is_slow_to_tell_its_stack_is_waited_for(tmp_path: Path) 
 def test_who_dies_of_its_answer_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "stacks").touch()
     source = "import signal, os, time; signal.signal({0}, lambda *_: os._exit(1)); {1}; {2}"
-    source = source.format(int(stacks.DUMP_SIGNAL), "print('ready', flush=True)", "time.sleep(1000)")
+    source = source.format(
+        int(stacks.DUMP_SIGNAL), "print('ready', flush=True)", "time.sleep(1000)"
+    )
     command = [sys.executable, "-c", source]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"

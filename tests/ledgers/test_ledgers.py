@@ -257,6 +257,23 @@ def test_recomputation_is_not_a_forward() -> None:
     assert succeed(body, 1, ledgers=True) == [["step", "forward", "backward", "recompute"]]
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_input_that_is_handed_on_is_computed_if_it_was_changed(changed: bool) -> None:
+    class Into(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden.add_(super().forward(hidden.clone())) if changed else hidden
+
+    def body(rank: int, _: int) -> list[str]:
+        unit = Into(2, 2)
+        program_order.watch(unit)
+        with log().step(0):
+            unit(torch.ones(1, 2, requires_grad=True) * 1).sum().backward()
+        return [kind for _, kind, _ in log().events]
+
+    expected = ["step", "forward", *["backward"] * changed]
+    assert succeed(body, 1, ledgers=True) == [expected]
+
+
 def test_phases_follow_the_program() -> None:
     seen: list[str] = []
 

@@ -303,6 +303,15 @@ def test_a_matrix_of_two_columns_is_judged_with_the_small_ones() -> None:
     assert working_precision.ratios(swapped, one, truth)["thin"] > 1e4
 
 
+def test_a_large_tensor_that_joins_does_not_hide_a_small_one() -> None:
+    truth = {"bias": torch.tensor([1.0, 2.0]), "weight": torch.linspace(1, 2, 1024).view(32, 32)}
+    one = {name: value * (1 + 1e-7) for name, value in truth.items()}
+    chance = one | {"bias": truth["bias"] * (1 + 5e-7)}
+    assert working_precision.ratios(chance, one, truth)["bias"] < 2
+    wrong = one | {"bias": truth["bias"] * (1 + 2e-6)}
+    assert working_precision.ratios(wrong, one, truth)["bias"] > 3, "20 times the error"
+
+
 def test_few_ways_to_err_do_not_outweigh_those_that_join_them() -> None:
     """Two columns of large gradients, alone in their pool, were six times as wrong by chance."""
     truth = {"thin": 100 * torch.linspace(1, 2, 128).view(64, 2), "bias": torch.linspace(1, 2, 64)}

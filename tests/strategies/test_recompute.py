@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,56 @@ def test_units_that_do_not_follow_one_another() -> None:
         module[1](module[0](torch.ones(2, 16)) + 1)
     with pytest.raises(RuntimeError, match="'1' was called where '0' was due"):
         stack(2, count=2)[1](torch.ones(2, 16))
+
+
+class Passing(Block):
+    """Takes and returns tensors inside of others, as units of libraries do."""
+
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        hidden = super().forward(given["hidden"])
+        return {"hidden": hidden, "rest": (hidden * 2, [given["rest"][0]], 3)}
+
+
+@pytest.mark.parametrize("changed", [None, "tensor", "word", "length"])
+def test_units_that_pass_containers(changed: str | None) -> None:
+    """What is in them is compared, not the objects: who wraps a unit makes others."""
+    module = nn.Sequential(Passing(), Passing())
+    recompute_units(module, ["0", "1"], 2)
+    hidden = torch.ones(2, 16, requires_grad=True)
+    between = module[0]({"hidden": hidden, "rest": (hidden, [hidden], 3)})
+    first, second, word = between["rest"]
+    copies = {
+        None: (first.clone(), [*second], word),
+        "tensor": (first + 1, [*second], word),
+        "word": (first, second, word + 1),
+        "length": (first, second),
+    }
+    if changed:
+        with pytest.raises(RuntimeError, match="'1' was not called with what '0' returned"):
+            module[1](between | {"rest": copies[changed]})
+    else:
+        module[1](between | {"rest": copies[None]})["hidden"].sum().backward()
+        assert [unit.calls for unit in module] == [2, 2]
+
+
+class Noting(Block):
+    """Notes what it computed in lists that it is given."""
+
+    def forward(self, hidden: Tensor, notes: list[Any]) -> Tensor:  # type: ignore[override]
+        hidden = super().forward(hidden)
+        notes.append(hidden.detach())
+        return hidden
+
+
+@pytest.mark.parametrize("before", [[], [torch.ones(1)]])
+def test_a_repetition_writes_into_lists_of_its_own(before: list[Tensor]) -> None:
+    unit = Noting()
+    recompute_units(unit, [""], 1)
+    notes = [*before]
+    loss = unit(torch.ones(2, 16), notes).sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    assert unit.calls == 3 and len(notes) == len(before) + 1
 
 
 def test_an_input_that_changed() -> None:

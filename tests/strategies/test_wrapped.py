@@ -170,6 +170,66 @@ def test_gradients_of_a_unit_that_has_no_backward_are_an_error(strategy: Any) ->
     succeed(body, 1)
 
 
+class Into(nn.Module):
+    """Adds what it computes to a tensor, or to a list, that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2, bias=False)
+
+    def forward(self, hidden: Tensor, total: Any) -> Any:
+        return (
+            total.append(self.inner(hidden)) or total
+            if isinstance(total, list)
+            else (total.add_(self.inner(hidden)))
+        )
+
+
+class Summing(nn.Module):
+    def __init__(self, listed: bool, known: bool) -> None:
+        super().__init__()
+        self.first, self.into = nn.Linear(2, 2, bias=False), Into()
+        self.listed, self.known = listed, known
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.first(hidden)
+        if self.listed:
+            # A list with a tensor that needs a gradient is handed on as a copy, others are not.
+            notes = [hidden] if self.known else []
+            self.into(hidden, notes)
+            return notes[-1]
+        return self.into(hidden, torch.zeros_like(hidden))
+
+
+@SHARDED
+@pytest.mark.parametrize("kind", ["tensor", "list", "list of gradients"])
+def test_a_unit_that_adds_to_what_it_is_given(strategy: Any, kind: str) -> None:
+    def body(rank: int, size: int) -> dict[str, float]:
+        comms = {"shard": Mesh({"shard": size}).comm("shard")}
+        module = Summing(kind != "tensor", kind == "list of gradients")
+        handle = strategy.apply(
+            module, comms, strategy.Options(), Context(blocks=["first", "into"])
+        )
+        handle.before_step(1)
+        handle.accumulate(is_last=True)
+        if kind == "list of gradients":
+            with pytest.raises(RuntimeError, match="'into' changed a list or dictionary"):
+                handle.module(torch.ones(1, 2))
+            return {}
+        handle.module(torch.ones(1, 2)).sum().backward()
+        handle.finish()
+        return {name: float(target.grad.sum()) for name, target in handle.targets()}
+
+    whole: dict[str, float] = {}
+    for part in succeed(body, 2):
+        for name, total in part.items():
+            whole[name] = whole.get(name, 0.0) + total
+    if kind != "list of gradients":
+        assert whole == {"first.weight": 16.0, "into.inner.weight": 16.0}
+
+
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 

@@ -118,10 +118,10 @@ class FromChangedInput(Call):
     """A unit is recomputed from an input that was rounded to fp32 to save memory."""
 
     def repeat(self) -> None:
-        for value in self.args:
+        for tensor, _ in self.inputs:
             # fp64 has digits to lose; where fp32 is computed with this would change nothing.
-            if isinstance(value, Tensor):
-                value.data = value.data.float().double()
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.float().double()
         super().repeat()
 
 

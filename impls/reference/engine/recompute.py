@@ -135,13 +135,7 @@ class Group:
 
     def check_chain(self, number: int, output: Any, args: Any, kwargs: Any) -> None:
         """Raise unless unit ``number`` is called with ``output``, cast or not, and nothing else."""
-        given = args[0] if len(args) == 1 and not kwargs else None
-        if given is not output and not (
-            isinstance(given, Tensor)
-            and isinstance(output, Tensor)
-            and given.shape == output.shape
-            and torch.equal(given.detach(), output.detach().to(given.dtype))
-        ):
+        if len(args) != 1 or kwargs or not _alike(args[0], output):
             raise RuntimeError(
                 f"unit {self.names[number]!r} was not called with what {self.names[number - 1]!r} "
                 "returned: set recompute_every to 1"
@@ -153,9 +147,9 @@ class Call:
 
     def __init__(self, group: Group, args: Any, kwargs: Any) -> None:
         self.group = group
-        self.args, self.kwargs = mapped((args, kwargs), _apart)
+        self.given = mapped((args, kwargs), _apart, keep=False)
         # A version tells a change in place, after which a repetition would start from other values.
-        self.inputs = [(t, t._version) for t in tensors_in((self.args, self.kwargs))]
+        self.inputs = [(t, t._version) for t in tensors_in(self.given)]
         self.draws = [generator.get_state() for generator in group.generators]
         self.buffers = Buffers(group.modules)
         self.reached = 0
@@ -213,7 +207,9 @@ class Call:
         try:
             # Backward runs without gradients, but the units must save what they saved in forward.
             with torch.enable_grad(), self.as_before():
-                output = first(*self.args, **self.kwargs)
+                # Units may write into containers that they are given.
+                args, kwargs = mapped(self.given, lambda tensor: tensor, keep=False)
+                output = first(*args, **kwargs)
                 for unit in rest:
                     output = unit(output)
         finally:
@@ -279,6 +275,20 @@ def _copied(buffers: Bound) -> Bound:
     tensors = {id(t): t for named in buffers for t in named.values() if t is not None}
     copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     return [{n: None if t is None else copies[id(t)] for n, t in b.items()} for b in buffers]
+
+
+def _alike(given: Any, output: Any) -> bool:
+    """Whether ``given`` is ``output`` or has its values; containers are compared by items."""
+    if given is output:
+        return True
+    if isinstance(given, Tensor) and isinstance(output, Tensor):
+        cast = output.detach().to(given.dtype)
+        return given.shape == output.shape and torch.equal(given.detach(), cast)
+    if isinstance(given, (tuple, list)) and isinstance(output, (tuple, list)):
+        return len(given) == len(output) and all(map(_alike, given, output))
+    if isinstance(given, dict) and isinstance(output, dict):
+        return given.keys() == output.keys() and all(_alike(given[k], output[k]) for k in output)
+    return isinstance(given, (bool, int, float, str)) and bool(given == output)
 
 
 def _apart(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -20,23 +20,54 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(tuple(value.values()))
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Tensor], keep: bool = True) -> Any:
     """``value`` with what ``change`` makes of each tensor in it, in the order of `tensors_in`.
 
-    Containers in which nothing changes stay the same objects: a module may write into them.
+    With ``keep``, containers in which nothing changes stay the same objects: a module may write
+    into them.
     """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        items = [mapped(item, change) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        items = [mapped(item, change, keep) for item in value]
+        if keep and all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        every = {key: mapped(item, change) for key, item in value.items()}
+        every = {key: mapped(item, change, keep) for key, item in value.items()}
         changed = {key: new for key, new in every.items() if new is not value[key]}
-        made = copy.copy(value) if changed else value  # of its own type
+        made = value if keep and not changed else copy.copy(value)  # of its own type
         for key, new in changed.items():
             made[key] = new
         return made
     return value
+
+
+class Copies:
+    """The lists and dictionaries of ``value`` that are others in ``made``, which `mapped` made.
+
+    Whoever writes into them changes nothing that the caller of `mapped` has.
+    """
+
+    def __init__(self, value: Any, made: Any) -> None:
+        self.held = [(copied, [*_items(copied)]) for copied in _copied(value, made)]
+
+    def changed(self) -> bool:
+        """Whether one has other items than it was made with."""
+        return any(
+            len(copied) != len(items)
+            or any(new is not old for new, old in zip(_items(copied), items, strict=True))
+            for copied, items in self.held
+        )
+
+
+def _copied(value: Any, made: Any) -> Iterator[list[Any] | dict[Any, Any]]:
+    if made is not value and isinstance(made, (tuple, list, dict)):
+        if not isinstance(made, tuple):
+            yield made
+        for old, new in zip(_items(value), _items(made), strict=True):
+            yield from _copied(old, new)
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.impls.reference.parts.nested import mapped, tensors_in
+from shardproof.impls.reference.parts.nested import Copies, mapped, tensors_in
 from shardproof.impls.reference.units.shard import FlatShard, ShardedUnit
 
 
@@ -62,6 +62,8 @@ class UnitEvents:
         self.listener = listener
         self.running: list[ShardedUnit] = []  # called in this round, backward not over
         self.in_backward = False
+        #: Of a call under way, by the unit's number: its inputs' versions, and copied containers.
+        self.given: dict[int, tuple[dict[int, int], Copies]] = {}
         self.hooks: list[Any] = []
         for unit in units:
             enter, leave = partial(self.enter, unit), partial(self.leave, unit)
@@ -93,24 +95,33 @@ class UnitEvents:
         if unit not in self.running:
             self.running.append(unit)
             unit.start_round()
-        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        if not inputs:
+        given = made = (args, kwargs)
+        inputs = [t for t in tensors_in(given) if t.requires_grad]
+        if inputs:
+            unit.pending += 1
+            passed = iter(_Notify.apply(partial(self.passed, unit), *inputs))
+            made = mapped(given, lambda t: next(passed) if t.requires_grad else t)
+        else:
             # No gradient will pass these inputs, so no backward of them can mark the end.
             unit.open_ended = True
-            return None
-        unit.pending += 1
-        passed = iter(_Notify.apply(partial(self.passed, unit), *inputs))
-        return mapped((args, kwargs), lambda t: next(passed) if t.requires_grad else t)
+        versions = {id(t): t._version for t in tensors_in(made)}
+        self.given[unit.number] = versions, Copies(given, made)
+        return made
 
     def leave(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """After the forward; backward reaches the unit with a gradient of what it computed."""
         self.listener.after_forward(unit, self.in_backward)
-        if self.in_backward:
+        if self.in_backward or not torch.is_grad_enabled():
             return
+        given, copies = self.given.pop(unit.number)
+        if copies.changed():
+            raise RuntimeError(
+                f"unit {unit.name!r} changed a list or dictionary that it was given, and had a "
+                "copy of it: return what it adds instead"
+            )
         # What it only hands on has its gradient also while the unit has nothing to do.
-        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(out):
-            if tensor.requires_grad and id(tensor) not in given:
+            if tensor.requires_grad and given.get(id(tensor)) != tensor._version:
                 tensor.register_hook(partial(self.reached, unit))
 
     def reached(self, unit: ShardedUnit, gradient: Tensor) -> None:
