@@ -285,3 +285,16 @@ def test_a_unit_that_no_rank_has_used_yet_keeps_no_residuals() -> None:
     )
     run_cases([case], 1, found.append)
     assert [(result.verdict, result.reason) for result in found] == [("pass", "")]
+
+
+@pytest.mark.parametrize("name", ["reference/zero3", "reference/fsdp"])
+def test_what_a_unit_owes_that_no_rank_calls_any_more_is_not_emulated(name: str) -> None:
+    system, by_size = registry.load(name), {"wrap": {"minimum_parameters": 500}}
+
+    def declined(**compress: Any) -> bool:
+        declared = system.capabilities(by_size | ({"compress": compress} if compress else {}))
+        return "conditional_early_step" in declared.declines
+
+    assert declined(method="topk", density=0.1) and declined(method="onebit")
+    assert not declined() and not declined(method="randomk", density=0.1)
+    assert not system.capabilities({"compress": {"method": "powersgd", "rank": 1}}).declines

@@ -116,6 +116,14 @@ def test_what_one_rank_takes_alone_stays_on_one_rank() -> None:
     assert meshes == {1}
 
 
+def test_somebody_is_left_to_work_on_another_number_of_ranks() -> None:
+    served = [case for case in campaign.shipped().cases if case.options.get("servers", 0) > 1]
+    source = random.Random(0)
+    varied = [other(source, case, 3) for case in served for _ in range(20)]
+    worlds = {(case.options["servers"], case.world) for case in varied if case is not None}
+    assert {world for _, world in worlds} > {3} and all(n < world for n, world in worlds)
+
+
 def test_pairs_that_random_cases_meet_are_listed(first: list[Case]) -> None:
     done = here("list", "coverage", "--campaign", "40", "--seed", str(SEED))
     rows = [line.split("\t") for line in done.stdout.splitlines()]

@@ -140,6 +140,8 @@ def _can_be(case: Case, declared: Declaration) -> bool:
     system = registry.load(case.implementation)
     try:
         workloads.check(case.workload, case.lane)
+        for rank in range(case.world):
+            system.role(rank, case.world, case.options)
         for share in case.workload.cut(case.data_coordinates):
             for window in share:
                 system.schedule(case.options, case.mesh.get("pipe", 1), len(window))

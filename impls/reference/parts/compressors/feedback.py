@@ -23,7 +23,8 @@ Numbers: sent + residual = gradient + old residual; bit for bit where a residual
 after setting to zero, or a difference without rounding.
 Source: Karimireddy et al., arXiv 1901.09847, algorithm 2; Stich et al., arXiv 1809.07599.
 Left out: a residual of a parameter that nobody uses any more is sent, and dropped with its
-gradient; residuals under a loss scale, which changes.
+gradient (one of a sharded unit that nobody calls any more stays); residuals under a loss scale,
+which changes.
 """
 
 from __future__ import annotations

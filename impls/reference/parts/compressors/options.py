@@ -93,6 +93,12 @@ class Compressing:
         return Reduction()
 
 
+#: Why units by size are declined where a module is used for a while.
+IDLE = (
+    "a unit that no rank calls any more keeps what it owes; the emulator knows no units, sends it"
+)
+
+
 def lossy(exact: Capabilities, options: Any) -> Capabilities:
     """What a strategy with ``options`` declares, which is ``exact`` unless it compresses.
 
@@ -123,4 +129,10 @@ def lossy(exact: Capabilities, options: Any) -> Capabilities:
     exactness: Literal["bitwise", "lossy"] = (
         "bitwise" if options.compress.method in ADDED else "lossy"
     )
-    return replace(exact, exactness=exactness, oracle="emulated", emulates=emulates)
+    wrap = getattr(options, "wrap", None)
+    by_size = wrap is not None and wrap.minimum_parameters is not None
+    keeps = options.compress.feeds_back or options.compress.method == "onebit"
+    declines = {**exact.declines, **({"conditional_early_step": IDLE} if keeps and by_size else {})}
+    return replace(
+        exact, declines=declines, exactness=exactness, oracle="emulated", emulates=emulates
+    )
