@@ -11,11 +11,6 @@ Up to the fourth line nothing is changed, so a load that fails leaves the system
 ranks.  Memory: no second copy of anything; a tensor that is not contiguous, or not of the host, is
 filled by way of one of its size.
 
-Precision: a parameter of another dtype comes from the master that was saved with it, a master from
-its parameter, and a parameter that the policy rounds from the one that was not rounded.  A frozen
-one has no master: it also comes from what was rounded, if it is computed with in that dtype.  All
-else of another dtype is refused.
-
 What ranks that meet keep for their outer optimizer begins anew where no such slot was saved, from
 the parameters that were loaded, and is left out where nobody here keeps it.
 
@@ -45,6 +40,7 @@ from shardproof.impls.reference.checkpoint.fitting import require_fitting
 from shardproof.impls.reference.checkpoint.loaded import Loaded
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint, Name, find
 from shardproof.impls.reference.checkpoint.reading.reshape import Read
+from shardproof.impls.reference.checkpoint.reading.sources import NOUNS, Sources
 from shardproof.impls.reference.checkpoint.root import Branch, folders
 from shardproof.impls.reference.checkpoint.together import Together
 from shardproof.impls.reference.engine.masters import SLOT as MASTER
@@ -54,13 +50,6 @@ from shardproof.impls.reference.parts.reducers import parameter_of, slot_of
 if TYPE_CHECKING:
     from shardproof.impls.reference.engine.engine import Engine
 
-NOUNS = {
-    "parameters": "the parameter",
-    "optimizer": "optimizer state",
-    "buffers": "the buffer",
-    "extra": "the reducer's state",
-    "rng": "the generator",
-}
 #: Slots of one number.
 _COUNTER = "step"
 
@@ -78,6 +67,7 @@ class Loading:
     """One load of ``path``, a checkpoint or the folder of several, into ``system``."""
 
     checkpoint: Checkpoint
+    sources: Sources
 
     def __init__(self, system: Engine, path: Path) -> None:
         self.system, self.path = system, path
@@ -125,6 +115,7 @@ class Loading:
     def open(self, name: str) -> None:
         """Open the one that rank 0 found."""
         self.checkpoint = self.system.reader_type.open(self.path / name)
+        self.sources = Sources(self.system, self.checkpoint)
         require_fitting(self.system, self.checkpoint)
 
     # ------------------------------------------------------------------------------------- wants
@@ -170,26 +161,22 @@ class Loading:
                     slot = full.removeprefix(f"{name}.")
                     if slot != MASTER and not is_outer(full) and slot not in there:
                         shape = () if slot == _COUNTER else (1,)
-                        like = torch.empty(shape, dtype=self.dtype(("optimizer", full)))
+                        like = torch.empty(shape, dtype=self.sources.dtype(("optimizer", full)))
                         yield Piece.whole(full, like)
-
-    def dtype(self, name: Name) -> torch.dtype:
-        """As it was saved."""
-        return DTYPES[self.checkpoint.entries(name)[0].dtype]
 
     def want(self, kind: str, piece: Piece) -> Want:
         """What is read for ``piece``.
 
         :raises CheckpointError: it was not saved, or with another dtype or shape.
         """
-        name = self.source(kind, piece)
+        name = self.sources.of(kind, piece)
         # A rank has a copy of its own of buffers, and of what is apart; else all take the first.
         own = kind == "buffers" or self.system.handle.apart
         try:
             reads = self.checkpoint.plan(place_of(piece), name, piece.replica if own else 0)
         except ValueError as error:
             what = f"{NOUNS[kind]} {piece.name!r} {error}"
-            raise self.refusal(what, "build the model that was saved") from None
+            raise self.sources.refusal(what, "build the model that was saved") from None
         return Want(piece.tensor, name, reads)
 
     def whole(self, kind: str, name: str) -> Want:
@@ -198,45 +185,6 @@ class Loading:
         target = torch.empty(first.place.shape, dtype=DTYPES[first.dtype], device="meta")
         place = place_of(Piece.whole(name, target))
         return Want(target, (kind, name), self.checkpoint.plan(place, (kind, name)))
-
-    def source(self, kind: str, piece: Piece) -> Name:
-        """The name that ``piece`` is read from: its own, or, between precisions, another.
-
-        :raises CheckpointError: it was not saved, or with another dtype.
-        """
-        names, wanted = [own := (kind, piece.name)], piece.tensor.dtype
-        if kind == "parameters":
-            names.append(("optimizer", f"{piece.name}.{MASTER}"))
-        elif piece.name.endswith(f".{MASTER}"):
-            names.append(("parameters", piece.name.removesuffix(f".{MASTER}")))
-        there = {name: self.dtype(name) for name in names if name in self.checkpoint.copies}
-        for dtype in (wanted, *self.rounded(kind, piece)):
-            for name in there:
-                if there[name] == dtype:
-                    return name
-        if own in there:
-            what = f"{NOUNS[kind]} {piece.name!r} was saved as {there[own]} and is {wanted} here"
-            raise self.refusal(what, "set up with the precision that saved it")
-        what = f"{NOUNS[kind]} {piece.name!r} was not saved"
-        if (first := self.checkpoint.manifest.about.aliases.get(piece.name)) is not None:
-            what += f": it was tied to {first!r}"
-        raise self.refusal(what, "load into a fresh instance of the same model")
-
-    def rounded(self, kind: str, piece: Piece) -> Iterator[torch.dtype]:
-        """Other dtypes in which the value of ``piece`` may have been saved.
-
-        That which the policy of precision rounds to its own.  Of a frozen parameter also that which
-        it is computed with: a strategy that holds whole parameters has only this value of it.
-        """
-        policy, wanted = self.system.precision, piece.tensor.dtype
-        if kind == "parameters":
-            computed = policy.compute(built := self.system.built[piece.name])
-            if computed == wanted:
-                yield built
-            if piece.name in self.system.frozen:
-                yield computed
-        elif kind == "buffers" and policy.buffers == wanted and piece.name in self.names(kind):
-            yield self.dtype((kind, piece.name))
 
     # ---------------------------------------------------------------------------------- agreement
 
@@ -274,12 +222,10 @@ class Loading:
             what = f"has {NOUNS[kind]} {name!r}{more}, which this system does not have"
             if (first := self.system.aliases.get(name)) is not None:
                 what += f": here it is tied to {first!r}"
-            raise self.refusal(what, "build the model that was saved, and train the same of it")
+            raise self.sources.refusal(
+                what, "build the model that was saved, and train the same of it"
+            )
         return left_out
-
-    def refusal(self, what: str, remedy: str) -> CheckpointError:
-        """An error that names the checkpoint."""
-        return CheckpointError(self.checkpoint.folder, what, remedy)
 
     # ------------------------------------------------------------------------------------ changes
 
@@ -304,7 +250,7 @@ class Loading:
 
     def read(self, want: Want) -> Tensor:
         """Fill the target, or memory made for it where there is none."""
-        target, dtype = want.target, self.dtype(want.name)
+        target, dtype = want.target, self.sources.dtype(want.name)
         is_plain = target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
         memory = target if is_plain else torch.empty(target.shape, dtype=dtype)
         self.checkpoint.fill(memory, want.reads)
