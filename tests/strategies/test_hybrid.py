@@ -535,3 +535,31 @@ def test_parameters_gathered_by_sending_are_no_reduction(sums: str) -> None:
     )
     run_cases([case], 1, found.append)
     assert [result.verdict for result in found] == ["pass"], found[0].reason
+
+
+@pytest.mark.parametrize("data", ["ddp", "zero1"])
+def test_a_coordinate_without_work_follows_stages_whose_backward_ends_in_its_own_order(
+    data: str,
+) -> None:
+    """The last stage of rank 0 ends last: in the orders of generators it ends first."""
+    orders = [
+        ["F0@0", "F0@3", "B0@3", "B0@0", "W0@0", "W0@3"],
+        ["F0@1", "F0@2", "B0@2", "B0@1", "W0@1", "W0@2"],
+    ]
+    found: list[CaseResult] = []
+    case = made_case(
+        "reference/hybrid",
+        {"pipe": 2, "shard": 2} if data == "zero1" else {"pipe": 2, "replicate": 2},
+        options={"data": data, "schedule": {"orders": orders}},
+        workload=WorkloadSpec(
+            "charnames_gpt",
+            ("rotating_shares",),
+            global_batch=1,
+            micro_batches=1,
+            params={"layers": 4, "width": 16, "seq": 8},
+        ),
+        steps=3,
+        checks=("equivalence", "traffic"),
+    )
+    run_cases([case], 1, found.append)
+    assert [(result.verdict, result.reason) for result in found] == [("pass", "")]

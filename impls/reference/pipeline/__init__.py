@@ -140,9 +140,8 @@ class ReferencePipeline(Engine):
         """Cut ``module``, keep this rank's stages."""
         # Before the cut: afterwards no rank has all tensors that rank 0 would have to send.
         broadcast_tensors(list(named_state(module).values()), self.comm)
-        splits = self.options.chosen.splits
         stages = self.stages_type(
-            module, self.build, self.bounds, self.place, self.comm, self.wrap, splits
+            module, self.build, self.bounds, self.place, self.comm, self.wrap, self.options.chosen
         )
         self.executor = self.executor_type(
             self.comm,

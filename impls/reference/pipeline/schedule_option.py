@@ -10,6 +10,7 @@ what is wrong, where it would otherwise hang.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -103,6 +104,15 @@ class ScheduleOption:
         """Whether a rank has several stages."""
         place = self.own.place if self.name is None else self.make(2, 2).place
         return len({*place}) < len(place)
+
+    def ends(self, rank: int, stages: Collection[int]) -> tuple[int, ...]:
+        """The ``stages`` of ``rank`` in the order in which their backwards end: the last first, but
+        for a user's own orders.
+        """
+        if self.name is not None:
+            return tuple(sorted(stages, reverse=True))
+        ended = [a.stage for a in self.own.orders[rank] if a.op in ("B", "W", "BW")]
+        return tuple(dict.fromkeys(reversed(ended)))[::-1]
 
     def place_on(self, ranks: int) -> tuple[int, ...]:
         """The rank of every stage."""

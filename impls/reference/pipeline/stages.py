@@ -31,6 +31,7 @@ from shardproof.contract import Build, Kind, OptimizerSpec, Piece, Refused
 from shardproof.impls.reference.engine.handle import Handle, T
 from shardproof.impls.reference.engine.norm import NormPart
 from shardproof.impls.reference.parts.reducers import parameter_of
+from shardproof.impls.reference.pipeline.schedule_option import ScheduleOption
 from shardproof.impls.reference.pipeline.split_backward import SplitBackward
 
 Wrap = Callable[[nn.Module], Handle]
@@ -103,7 +104,7 @@ class Stages(Handle):
         place: Sequence[int],
         comm: Comm,
         wrap: Wrap,
-        splits: bool,
+        schedule: ScheduleOption,
     ) -> None:
         self.comm = comm
         self.computed = False  # whether there are micro-batches in this step
@@ -123,10 +124,11 @@ class Stages(Handle):
             stage: Stage(
                 parts[stage],
                 wrap(parts[stage]),
-                self.split_type(parts[stage]) if splits else None,
+                self.split_type(parts[stage]) if schedule.splits else None,
             )
             for stage in mine
         }
+        self.ends = schedule.ends(comm.rank, mine)
         self.tied: list[Tied] = []
         for key, (tensor, stages) in shared.items():
             ranks = list(dict.fromkeys(place[stage] for stage in stages))
@@ -189,12 +191,12 @@ class Stages(Handle):
             tied.handle.before_step(min(micro_batches, 1))
 
     def finish(self) -> None:
-        """Gradients of the stages, the last first, then those of tied tensors."""
-        # As backward ends them: a rank without micro-batches calls what others called there.
-        for stage in () if self.computed else reversed(self.stages.values()):
-            stage.handle.sit_out()
-        for stage in reversed(self.stages.values()):
-            stage.handle.finish()
+        """Gradients of the stages, as backward ended them, then those of tied tensors."""
+        # A rank without micro-batches calls what others called as backward ended there.
+        for stage in () if self.computed else self.ends:
+            self.stages[stage].handle.sit_out()
+        for stage in self.ends:
+            self.stages[stage].handle.finish()
         for tied in self.tied:
             self.sum_tied(tied)
             tied.handle.finish()
