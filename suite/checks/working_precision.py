@@ -11,8 +11,8 @@ Tensors of fewer than 64 elements count as one, laid end to end: few errors are 
 one draw is many times another by chance.  Of a system that errs 1.5 times as much as one device,
 F(16, 16) exceeds (3 / 1.5)^2 in one case of 240, F(64, 64) in one of 20 million.  So do matrices of
 fewer than 4 rows or columns: what is wrong of one activation is wrong of its whole column.  Where
-all of these have fewer than 64 ways to err, the smallest other joins them for the ways that they
-lack: none outweighs the others.
+all of these have fewer than 64 ways to err, the smallest other, which is also judged alone, joins
+them and counts for the ways that they lack: none outweighs the others.
 The update is replayed (at most 4 ULP).  A part of equivalence; sees the plumbing of precisions and
 gross faults, not one wrong element in bf16: alone it gives ``pass (working precision only)``.
 """
@@ -100,15 +100,19 @@ def ratios(
     parts = {name: own for name, own in parts.items() if own[2].numel() and bool(own[2].any())}
     ways = {name: ways_to_err(own[2], truth[name]) for name, own in parts.items()}
     together = pool(ways)
-    groups: list[tuple[str, ...]] = [(name,) for name in parts if name not in together]
+    few = {name for name in together if ways[name] < SMALL}
+    groups: list[tuple[str, ...]] = [(name,) for name in parts if name not in few]
     groups += [tuple(together)] if together else []
     errors = []
     for group in groups:
-        # None outweighs the others: larger ones, for their ways to err, become as the middle one.
+        # None outweighs the others: larger ones, for their ways to err, become as the middle one,
+        # and so does the one that joins, which counts for fewer ways than it has.
         sizes = {name: float(parts[name][2].norm()) / math.sqrt(ways[name]) for name in group}
         middle = statistics.median_low(sizes.values())
         scales = {
-            name: min(middle / size, 1.0) * math.sqrt(together.get(name, ways[name]) / ways[name])
+            name: min(middle / size, 1.0)
+            if name in few or len(group) == 1
+            else middle / size * math.sqrt(together[name] / ways[name])
             for name, size in sizes.items()
         }
         many, one, want = (
@@ -119,10 +123,11 @@ def ratios(
     if not errors:
         return {}
     middle = statistics.median(one for _, one in errors)
+    judged = [{*group} & few or {*group} for group in groups]
     return {
         name: _ratio(many, max(one, middle))
-        for group, (many, one) in zip(groups, errors, strict=True)
-        for name in group
+        for names, (many, one) in zip(judged, errors, strict=True)
+        for name in names
     }
 
 

@@ -145,16 +145,19 @@ def catches(pid: int, signum: int) -> bool:
     return bool(_masks(Path(f"/proc/{pid}/status")).get("SigCgt", 0) >> (signum - 1) & 1)
 
 
-def handling(pid: int, signum: int) -> tuple[bool, frozenset[int]]:
-    """Whether ``signum`` is pending, and the threads that block it, as its handler does."""
+def handling(pid: int, signum: int) -> tuple[bool, dict[int, bool]]:
+    """Whether ``signum`` is pending; by thread, whether it blocks it, as its handler does."""
     try:
         threads = [*Path(f"/proc/{pid}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):
-        return False, frozenset()
+        return False, {}
     masks = {int(thread.name): _masks(thread / "status") for thread in threads}
-    sets = [mask.get(name, 0) for mask in masks.values() for name in ("SigPnd", "ShdPnd")]
-    blocking = (t for t, mask in masks.items() if mask.get("SigBlk", 0) >> (signum - 1) & 1)
-    return any(one >> (signum - 1) & 1 for one in sets), frozenset(blocking)
+
+    def has(mask: dict[str, int], *names: str) -> bool:
+        return any(mask.get(name, 0) >> (signum - 1) & 1 for name in names)
+
+    pending = any(has(mask, "SigPnd", "ShdPnd") for mask in masks.values())
+    return pending, {thread: has(mask, "SigBlk") for thread, mask in masks.items()}
 
 
 def _masks(status: Path) -> dict[str, int]:

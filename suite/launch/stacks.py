@@ -131,8 +131,8 @@ def give_way(path: Path) -> None:
     module.signal = set_handler
 
 
-#: Of a process (with when it began) that has not answered yet: the threads that blocked the signal
-#: before it was asked first.  Who is asked again may still be at the answer before.
+#: Of a process (with when it began) that has not answered yet: the threads that did not block the
+#: signal before it was asked first.  Who is asked again may still be at the answer before.
 _open: dict[tuple[int, int | None], frozenset[int]] = {}
 
 
@@ -142,34 +142,38 @@ def ask(pids: dict[int, Path], within_s: float = 2.0) -> None:
     One that has no file, or no handler of the signal, which would end it, is not asked.  The
     kernel tells when a handler has returned: on a busy machine it rests between two lines.
     """
-    for key in list(_open):
-        if process_control.began(key[0]) != key[1]:
-            _open.pop(key, None)
-    sizes: dict[tuple[int, int | None], int] = {}
+    waiting: dict[tuple[int, int | None], tuple[int, frozenset[int]]] = {}
     for pid, path in pids.items():
         key, size = (pid, process_control.began(pid)), _size(path)
-        blocking = process_control.handling(pid, DUMP_SIGNAL)[1]
+        blocks = process_control.handling(pid, DUMP_SIGNAL)[1]
         if (
-            path.exists()
+            size is not None
             and process_control.state_of(pid) not in ("T", "Z", "")
             and process_control.catches(pid, DUMP_SIGNAL)
             and process_control.kill(pid, DUMP_SIGNAL)
         ):
-            sizes[key] = size
-            _open.setdefault(key, blocking)
+            free = frozenset(thread for thread, is_blocked in blocks.items() if not is_blocked)
+            waiting[key] = size, _open.setdefault(key, free)
     deadline = time.monotonic() + within_s
-    while sizes and time.monotonic() < deadline:
+    while waiting and time.monotonic() < deadline:
         time.sleep(0.01)
-        for key in list(sizes):
-            pending, blocking = process_control.handling(key[0], DUMP_SIGNAL)
+        for key, (before, free) in list(waiting.items()):
+            pending, blocks = process_control.handling(key[0], DUMP_SIGNAL)
+            size = _size(pids[key[0]])
             # Between pending and handled the kernel shows neither: the file has grown, too.
-            told = not pending and blocking <= _open[key] and _size(pids[key[0]]) > sizes[key]
+            answered = not pending and not any(blocks.get(thread) for thread in free)
+            told = size is None or (answered and size > before)
             if told or process_control.state_of(key[0]) == "Z":
-                del sizes[key], _open[key]
+                del waiting[key]
+                _open.pop(key, None)
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _size(path: Path) -> int | None:
+    """Bytes of the file; ``None``: there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def read(path: Path) -> tuple[dict[int, Stack], int | None]:

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -210,19 +210,25 @@ _LOG: PerRank[RankLog] = PerRank()
 current, install = _LOG.get, _LOG.set
 
 
+#: The inputs of a unit's call under way, by identity, with their versions before it.
+_Versions = dict[int, tuple[Tensor, int | None]]
+
+
 def _forward_begins(
-    unit: str, versions: list[int], module: nn.Module, inputs: Any, named: Mapping[str, Any]
+    unit: str, before: _Versions, module: nn.Module, inputs: Any, named: Mapping[str, Any]
 ) -> None:
     log = current()
     if log is not None:
         log.unit("forward", unit)
-        if torch.is_grad_enabled():  # tensors of inference have no version
-            versions[:] = (tensor._version for tensor in nested_tensors((inputs, named)))
+        before.clear()
+        if torch.is_grad_enabled():
+            for tensor in nested_tensors((inputs, named)):
+                before[id(tensor)] = tensor, None if tensor.is_inference() else tensor._version
 
 
 def _forward_ended(
     unit: str,
-    versions: list[int],
+    before: _Versions,
     module: nn.Module,
     inputs: Any,
     named: Mapping[str, Any],
@@ -230,16 +236,21 @@ def _forward_ended(
 ) -> None:
     """Leaves a hook on the outputs: the first gradient that arrives begins the unit's backward.
 
-    Not on what is only handed on: an input, unless it was changed in place.
+    Not on what is only handed on: an input, unless it was changed in place.  Hooks after ours may
+    have exchanged inputs; those count as handed on.
     """
     if current() is None or not torch.is_grad_enabled():
         return
-    # By place: what a later hook hands in instead has its version.
-    given = {id(t): old for t, old in zip(nested_tensors((inputs, named)), versions, strict=False)}
+    given = {id(tensor) for tensor in nested_tensors((inputs, named))}
+    versions = {key: version for key, (_, version) in before.items()}
+    before.clear()
     computed = [
         tensor
         for tensor in nested_tensors(outputs)
-        if tensor.requires_grad and given.get(id(tensor)) != tensor._version
+        if tensor.requires_grad
+        and (
+            id(tensor) not in given or versions.get(id(tensor), tensor._version) != tensor._version
+        )
     ]
     first: list[int] = []  # the output whose gradient comes first, in each backward
 
@@ -262,10 +273,10 @@ def watch(module: nn.Module, names: Iterable[str] = ()) -> None:
         return
     for name in dict.fromkeys(("", *names)):
         unit = module.get_submodule(name)
-        versions: list[int] = []  # of the inputs of the call under way
+        before: _Versions = {}
         began, ended = (
-            partial(_forward_begins, name, versions),
-            partial(_forward_ended, name, versions),
+            partial(_forward_begins, name, before),
+            partial(_forward_ended, name, before),
         )
         unit.register_forward_pre_hook(began, with_kwargs=True)
         unit.register_forward_hook(ended, with_kwargs=True)
@@ -280,4 +291,7 @@ def nested_tensors(value: Any) -> Iterator[Tensor]:
             yield from nested_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
+            yield from nested_tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in vars(value).values():
             yield from nested_tensors(item)

@@ -20,12 +20,15 @@ from shardproof.case import AXES, Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
 from shardproof.errors import nearest
 from shardproof.files import Stored
+from shardproof.oracle import members
 from shardproof.workloads import epochs, untrained
 from shardproof.workloads.base import DTYPES
 from shardproof.workloads.traits import TRAITS
 
 #: A trait that small batches have as well, where some ranks have fewer samples than micro-batches.
 UNEQUAL = "unequal_micro_batches"
+#: Dtypes that policies of precision compute or reduce in.
+NARROW = frozenset({"bfloat16", "float16"})
 #: What can be declined beside traits.
 CLIPPING = "clipping"
 
@@ -48,11 +51,13 @@ _KINDS: dict[type, tuple[Any, str]] = {
 @dataclass(frozen=True)
 class Declaration(Capabilities, Stored):
     """The capabilities of a system under some options, the ``strategy`` that it claims, and the
-    ``depth`` at which it is held to that; records of contract 1 tell none.
+    ``depth`` at which it is held to that; records of contract 1 tell none.  ``reconfigures``:
+    whether it goes on with other members.
     """
 
     strategy: str = ""
     depth: Depth = "layout"
+    reconfigures: bool = True
 
     @property
     def trains_alone(self) -> bool:
@@ -86,7 +91,8 @@ class Declaration(Capabilities, Stored):
             if not right or not all(isinstance(word, str) for word in words):
                 came = f"{field.name}={value!r:.80}"
                 raise BrokenContract(f"{method} returned {came}, asked is {wanted}")
-        return cls(**fields, strategy=system.strategy, depth=system.depth)
+        goes_on = system.reconfigure is not Implementation.reconfigure
+        return cls(**fields, strategy=system.strategy, depth=system.depth, reconfigures=goes_on)
 
     def problem(self) -> str:
         """What it says that nothing knows, or the trait that it declines although its strategy
@@ -169,6 +175,13 @@ class Declaration(Capabilities, Stored):
             return ""
         if case.checkpoint is not None and not self.checkpoints:
             return "declares no checkpoints"
+        if members.changes(case) and not self.reconfigures:
+            return "has no reconfigure: it does not go on with other members"
+        # Which of them a policy may take is its own affair: it refuses those that it has not.
+        narrow = NARROW.intersection(case.precision.values())
+        if narrow and NARROW.isdisjoint(self.dtypes):
+            wanted, there = ", ".join(sorted(narrow)), ", ".join(self.dtypes)
+            return f"has no {wanted} for the policy of precision; its dtypes: {there}"
         if case.deaths and not BACKENDS[case.backend].threads:
             return "a member can die inside a step on in_memory only"
         # One stage as well: PyTorch 2.11's sends to itself.

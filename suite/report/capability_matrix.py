@@ -112,6 +112,10 @@ def _relation(case: Case) -> str:
     return str(next(iter(relation)) if isinstance(relation, Mapping) else relation)
 
 
+#: What a metamorphic relation says something about, beside numbers.
+_BY_RELATION = {"recompute": "recomputation", "reload": "checkpoint"}
+
+
 def _given(options: object, word: str) -> bool:
     """Whether an option whose name begins with ``word`` is on, also inside other options."""
     return isinstance(options, Mapping) and any(
@@ -127,10 +131,12 @@ _BY_FIELD: dict[str, Callable[[Case], bool]] = {
     "mixed-precision": lambda case: bool(case.precision),
     "loss-scaling": lambda case: case.optimizer.scaler is not None,
     "recomputation": lambda case: (
-        _relation(case) == "recompute" or _given(case.options, "recompute")
+        _BY_RELATION.get(_relation(case)) == "recomputation" or _given(case.options, "recompute")
     ),
     "offload": lambda case: _given(case.options, "offload"),
-    "checkpoint": lambda case: _relation(case) == "reload" or case.reload_at is not None,
+    "checkpoint": lambda case: (
+        _BY_RELATION.get(_relation(case)) == "checkpoint" or case.reload_at is not None
+    ),
     "several-axes": lambda case: sum(ranks > 1 for ranks in case.mesh.values()) > 1,
     "parameter-groups": lambda case: bool(case.optimizer.groups),
     "buffers": lambda case: (  # batch norms count batches, and average over them
@@ -138,6 +144,13 @@ _BY_FIELD: dict[str, Callable[[Case], bool]] = {
     ),
     "elastic": changes,
 }
+
+
+def _trains_with(case: Case, capability: str) -> bool:
+    """Whether the case itself does what its relation compares it with."""
+    if capability == "checkpoint":
+        return case.checkpoint is not None or case.reload_at is not None
+    return _given(case.options, "recompute")
 
 
 def capabilities(case: Case) -> list[str]:
@@ -156,8 +169,10 @@ def capabilities(case: Case) -> list[str]:
 
 def outcome(result: CaseResult, capability: str) -> str:
     """The verdict (one of :data:`shardproof.verdicts.VERDICTS`) of one case on one capability."""
-    verdict = verdicts.kind(result.verdict)
+    verdict, case = verdicts.kind(result.verdict), result.case
     names = BY_CHECK.get(capability)
+    if _BY_RELATION.get(_relation(case)) == capability and not _trains_with(case, capability):
+        names = ("relations",)
     if names is None or verdict == "xpass" or not result.checks:
         return verdict  # what ended before its checks says the same of each of them
     judged = [check.status for check in result.checks if check.check in names]

@@ -27,6 +27,11 @@ time.sleep(1000)
 """
 
 
+def is_asked(pid: int) -> bool:
+    pending, blocks = process_control.handling(pid, stacks.DUMP_SIGNAL)
+    return pending or any(blocks.values())
+
+
 def test_a_process_that_is_slow_to_tell_its_stack_is_waited_for(tmp_path: Path) -> None:
     """Also by who asks again while it is at the answer before."""
     pipe, path = tmp_path / "pipe", tmp_path / "stacks"
@@ -38,7 +43,7 @@ def test_a_process_that_is_slow_to_tell_its_stack_is_waited_for(tmp_path: Path) 
         try:
             assert process.stdout is not None and process.stdout.readline() == b"ready\n"
             stacks.ask({process.pid: path}, 0.5)
-            assert any(process_control.handling(process.pid, stacks.DUMP_SIGNAL)), "it has not told"
+            assert is_asked(process.pid), "it has not told"
             asked = threading.Thread(target=stacks.ask, args=({process.pid: path}, 60.0))
             asked.start()
             asked.join(0.2)
@@ -50,7 +55,7 @@ def test_a_process_that_is_slow_to_tell_its_stack_is_waited_for(tmp_path: Path) 
                 path.write_bytes(told)
             asked.join(60.0)
             assert not asked.is_alive()
-            assert process_control.handling(process.pid, stacks.DUMP_SIGNAL) == (False, frozenset())
+            assert not is_asked(process.pid)
         finally:
             process.kill()
             os.close(reader)
@@ -64,13 +69,16 @@ def test_who_dies_of_its_answer_is_not_waited_for(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", source]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        asked = threading.Thread(
-            target=stacks.ask, args=({process.pid: tmp_path / "stacks"}, 3600.0), daemon=True
-        )
-        asked.start()
-        asked.join(60.0)
-        assert not asked.is_alive()
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            asked = threading.Thread(
+                target=stacks.ask, args=({process.pid: tmp_path / "stacks"}, 3600.0), daemon=True
+            )
+            asked.start()
+            asked.join(60.0)
+            assert not asked.is_alive()
+        finally:
+            process.kill()
 
 
 def test_a_process_without_a_handler_is_not_asked(tmp_path: Path) -> None:

@@ -295,7 +295,8 @@ def test_a_matrix_of_two_columns_is_judged_with_the_small_ones() -> None:
     column = torch.tensor([1 + 6e-7, 1 + 1e-7])
     chance = one | {"thin": truth["thin"] * column}
     ratios = working_precision.ratios(chance, one, truth)
-    assert ratios["thin"] == ratios["scale"] == ratios["shift"] < 2, "by chance: one of 69 ways"
+    assert ratios["thin"] == ratios["scale"] < 2, "by chance: one of 64 ways"
+    assert ratios["shift"] == 1, "it joins them, and is judged alone"
     wide = one | {"weight": truth["weight"] * (1 + 6e-7)}
     more = working_precision.ratios(wide, one, truth)["weight"]
     assert more > 4, "a vector errs in as many directions as it has elements"
@@ -310,6 +311,10 @@ def test_a_large_tensor_that_joins_does_not_hide_a_small_one() -> None:
     assert working_precision.ratios(chance, one, truth)["bias"] < 2
     wrong = one | {"bias": truth["bias"] * (1 + 2e-6)}
     assert working_precision.ratios(wrong, one, truth)["bias"] > 3, "20 times the error"
+    long = {"bias": torch.linspace(1, 2, 63), "weight": truth["weight"]}
+    one = {name: value * (1 + 1e-7) for name, value in long.items()}
+    wrong = one | {"weight": long["weight"] * (1 + 2e-6)}
+    assert working_precision.ratios(wrong, one, long)["weight"] > 15, "nor is it hidden by them"
 
 
 def test_few_ways_to_err_do_not_outweigh_those_that_join_them() -> None:

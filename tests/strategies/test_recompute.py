@@ -156,7 +156,7 @@ class Passing(Block):
         return {"hidden": hidden, "rest": (hidden * 2, [given["rest"][0]], 3)}
 
 
-@pytest.mark.parametrize("changed", [None, "tensor", "word", "length"])
+@pytest.mark.parametrize("changed", [None, "tensor", "word", "length", "in place"])
 def test_units_that_pass_containers(changed: str | None) -> None:
     """What is in them is compared, not the objects: who wraps a unit makes others."""
     module = nn.Sequential(Passing(), Passing())
@@ -169,7 +169,10 @@ def test_units_that_pass_containers(changed: str | None) -> None:
         "tensor": (first + 1, [*second], word),
         "word": (first, second, word + 1),
         "length": (first, second),
+        "in place": (first, second, word),
     }
+    if changed == "in place":
+        second.append(hidden)
     if changed:
         with pytest.raises(RuntimeError, match="'1' was not called with what '0' returned"):
             module[1](between | {"rest": copies[changed]})

@@ -3,6 +3,7 @@ of a strategy when it is closed."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -170,6 +171,40 @@ def test_gradients_of_a_unit_that_has_no_backward_are_an_error(strategy: Any) ->
     succeed(body, 1)
 
 
+@dataclass
+class Pair:
+    hidden: Tensor
+    total: Tensor
+
+
+class InDataclasses(nn.Module):
+    """A unit that takes and gives tensors in a dataclass, beside a tensor of inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2, bias=False)
+
+    def forward(self, pair: Pair, shift: Tensor) -> Pair:
+        hidden = self.inner(pair.hidden) + shift
+        return Pair(hidden, pair.total + hidden)
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(InDataclasses() for _ in range(2))
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.inference_mode():
+            shift = torch.zeros(2)
+        pair = Pair(hidden, hidden)
+        for unit in self.units:
+            pair = unit(pair, shift)
+        return pair.total
+
+
 class Into(nn.Module):
     """Adds what it computes to a tensor, or to a list, that it is given."""
 
@@ -215,7 +250,9 @@ def test_a_unit_that_adds_to_what_it_is_given(strategy: Any, kind: str) -> None:
         handle.before_step(1)
         handle.accumulate(is_last=True)
         if kind == "list of gradients":
-            with pytest.raises(RuntimeError, match="'into' changed a list or dictionary"):
+            with pytest.raises(
+                RuntimeError, match="'into' changed a list, dictionary or dataclass"
+            ):
                 handle.module(torch.ones(1, 2))
             return {}
         handle.module(torch.ones(1, 2)).sum().backward()
@@ -228,6 +265,26 @@ def test_a_unit_that_adds_to_what_it_is_given(strategy: Any, kind: str) -> None:
             whole[name] = whole.get(name, 0.0) + total
     if kind != "list of gradients":
         assert whole == {"first.weight": 16.0, "into.inner.weight": 16.0}
+
+
+@SHARDED
+def test_units_that_pass_dataclasses(strategy: Any) -> None:
+    def body(rank: int, size: int) -> dict[str, float]:
+        comms = {"shard": Mesh({"shard": size}).comm("shard")}
+        context = Context(blocks=["units.0", "units.1"])
+        handle = strategy.apply(Stacked(), comms, strategy.Options(), context)
+        handle.before_step(1)
+        handle.accumulate(is_last=True)
+        handle.module(torch.ones(1, 2)).sum().backward()
+        handle.finish()
+        return {name: float(target.grad.sum()) for name, target in handle.targets()}
+
+    whole: dict[str, float] = {}
+    for part in succeed(body, 2):
+        for name, total in part.items():
+            whole[name] = whole.get(name, 0.0) + total
+    # Of both ranks: of what the second unit computes 2 an element, and of the first also by it.
+    assert whole == {"units.0.inner.weight": 24.0, "units.1.inner.weight": 16.0}
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -18,8 +18,8 @@ second forward, too (inside backward: that is how they can tell).
 Numbers: the same operations on the same values, hence the same bits as without.
 Cost: activations of L/k inputs and k units instead of L units; one more forward, no bytes sent.
 Left out: dropout that draws from the global generator (rank threads share it, nobody may put its
-state back), and second derivatives, both refused where a module tells; units that change their
-inputs.
+state back), and second derivatives, both refused where a module tells; units that change tensors
+of their input in place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from shardproof.contract import Refused
 from shardproof.impls.reference.engine.state import refuse_second_derivatives
-from shardproof.impls.reference.parts.nested import mapped, tensors_in
+from shardproof.impls.reference.parts.nested import alike, mapped, tensors_in
 
 
 def recompute_units(
@@ -123,19 +123,19 @@ class Group:
                 f"unit {self.names[number]!r} was called where {expected!r} was due: only units "
                 "that follow one another can be recomputed as one group; set recompute_every to 1"
             )
-        if number and not self.chained:
+        # Of tensors one check is enough: it compares whole activations, and calls keep their order.
+        if number and not (self.chained and isinstance(call.output, Tensor)):
             self.check_chain(number, call.output, args, kwargs)
         with call.forgetting():
             output = compute(*args, **kwargs)
         call.advance(output)
         if call.reached == len(self.units):
-            # One check is enough: it compares whole activations, and calls keep their order.
             self.call, self.chained = None, True
         return output
 
     def check_chain(self, number: int, output: Any, args: Any, kwargs: Any) -> None:
         """Raise unless unit ``number`` is called with ``output``, cast or not, and nothing else."""
-        if len(args) != 1 or kwargs or not _alike(args[0], output):
+        if len(args) != 1 or kwargs or not alike(args[0], output, _cast):
             raise RuntimeError(
                 f"unit {self.names[number]!r} was not called with what {self.names[number - 1]!r} "
                 "returned: set recompute_every to 1"
@@ -160,7 +160,9 @@ class Call:
     def advance(self, output: Any) -> None:
         """One more unit has run."""
         self.reached += 1
-        self.output = None if self.reached == len(self.group.units) else output
+        is_last = self.reached == len(self.group.units)
+        # Copied: the repetition hands on what was returned, not what a caller made of it.
+        self.output = None if is_last else mapped(output, lambda tensor: tensor, keep=False)
 
     def forgetting(self) -> saved_tensors_hooks:
         """Autograd gets a number for every tensor that it wants to save, and asks back by it."""
@@ -277,18 +279,12 @@ def _copied(buffers: Bound) -> Bound:
     return [{n: None if t is None else copies[id(t)] for n, t in b.items()} for b in buffers]
 
 
-def _alike(given: Any, output: Any) -> bool:
-    """Whether ``given`` is ``output`` or has its values; containers are compared by items."""
+def _cast(given: Tensor, output: Tensor) -> bool:
+    """Whether ``given`` is ``output``, cast or not."""
     if given is output:
         return True
-    if isinstance(given, Tensor) and isinstance(output, Tensor):
-        cast = output.detach().to(given.dtype)
-        return given.shape == output.shape and torch.equal(given.detach(), cast)
-    if isinstance(given, (tuple, list)) and isinstance(output, (tuple, list)):
-        return len(given) == len(output) and all(map(_alike, given, output))
-    if isinstance(given, dict) and isinstance(output, dict):
-        return given.keys() == output.keys() and all(_alike(given[k], output[k]) for k in output)
-    return isinstance(given, (bool, int, float, str)) and bool(given == output)
+    cast = output.detach().to(given.dtype)
+    return given.shape == output.shape and torch.equal(given.detach(), cast)
 
 
 def _apart(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ is a recomputation and has no backward of its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,8 +62,8 @@ class UnitEvents:
         self.listener = listener
         self.running: list[ShardedUnit] = []  # called in this round, backward not over
         self.in_backward = False
-        #: Of a call under way, by the unit's number: its inputs' versions, and copied containers.
-        self.given: dict[int, tuple[dict[int, int], Copies]] = {}
+        #: Of a call under way, by the unit's number: its inputs, and containers that were copied.
+        self.given: dict[int, tuple[Inputs, Copies]] = {}
         self.hooks: list[Any] = []
         for unit in units:
             enter, leave = partial(self.enter, unit), partial(self.leave, unit)
@@ -79,6 +79,7 @@ class UnitEvents:
         """The backward has returned, if there was one: end the units that have not ended."""
         self.end_backward()
         self.in_backward = False
+        self.given.clear()  # of a forward that did not return
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -104,8 +105,7 @@ class UnitEvents:
         else:
             # No gradient will pass these inputs, so no backward of them can mark the end.
             unit.open_ended = True
-        versions = {id(t): t._version for t in tensors_in(made)}
-        self.given[unit.number] = versions, Copies(given, made)
+        self.given[unit.number] = Inputs(tensors_in(made)), Copies(given, made)
         return made
 
     def leave(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -113,15 +113,14 @@ class UnitEvents:
         self.listener.after_forward(unit, self.in_backward)
         if self.in_backward or not torch.is_grad_enabled():
             return
-        given, copies = self.given.pop(unit.number)
-        if copies.changed():
+        given, copies = self.given.pop(unit.number, (Inputs(()), None))
+        if copies is not None and copies.changed():
             raise RuntimeError(
-                f"unit {unit.name!r} changed a list or dictionary that it was given, and had a "
-                "copy of it: return what it adds instead"
+                f"unit {unit.name!r} changed a list, dictionary or dataclass that it was given, "
+                "which was a copy: its caller does not see that; return what it makes instead"
             )
-        # What it only hands on has its gradient also while the unit has nothing to do.
         for tensor in tensors_in(out):
-            if tensor.requires_grad and given.get(id(tensor)) != tensor._version:
+            if tensor.requires_grad and not given.hand_on(tensor):
                 tensor.register_hook(partial(self.reached, unit))
 
     def reached(self, unit: ShardedUnit, gradient: Tensor) -> None:
@@ -167,6 +166,21 @@ class UnitEvents:
         """The unit's backward is over."""
         self.running.remove(unit)
         self.listener.after_backward(unit)
+
+
+class Inputs:
+    """The inputs of a unit's forward, to tell what it computes from what it only hands on.
+
+    That has its gradient also while the unit has nothing to do.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # With the tensors: of one that is gone another may have the identity.
+        self.versions = {id(t): (t, None if t.is_inference() else t._version) for t in tensors}
+
+    def hand_on(self, output: Tensor) -> bool:
+        """Whether ``output`` is an input, as it was: a change in place is computed, too."""
+        return self.versions.get(id(output)) == (output, output._version)
 
 
 class _Notify(torch.autograd.Function):

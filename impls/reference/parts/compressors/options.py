@@ -131,8 +131,8 @@ def lossy(exact: Capabilities, options: Any) -> Capabilities:
     )
     wrap = getattr(options, "wrap", None)
     by_size = wrap is not None and wrap.minimum_parameters is not None
-    keeps = options.compress.feeds_back or options.compress.method == "onebit"
-    declines = {**exact.declines, **({"conditional_early_step": IDLE} if keeps and by_size else {})}
+    idle = {"conditional_early_step": IDLE} if options.compress.feeds_back and by_size else {}
+    declines = {**exact.declines, **idle}
     return replace(
         exact, declines=declines, exactness=exactness, oracle="emulated", emulates=emulates
     )
