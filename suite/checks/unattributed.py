@@ -24,6 +24,7 @@ from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.costs.stages import comes_apart
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import ComparisonRow, RankRecord
+from shardproof.ledgers import program_order
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
 
@@ -99,17 +100,23 @@ def _one_process(key: _Key) -> Mapping[str, int]:
     optimizer = build_optimizer(case.optimizer, named)
     batches = (b for s in range(case.steps) for b in workload.batch(s, case.data_coordinates))
     micro = max((m for b in batches for m in b.micro_batches), key=lambda m: m.inputs.numel())
-    phase = "forward"
-    with MemoryLedger(lambda: phase) as ledger:
-        ledger.step = 0
-        loss = build.loss(model.train()(micro.inputs), micro)
-        phase = "backward"
-        loss.backward()
-        ledger.classify(modules=[model])
-        phase = "update"
-        optimizer.step()
-        ledger.classify(modules=[model], optimizers=[optimizer])
-        ledger.mark("over")
+    # The ranks' own clock: a model with gradients in its loss has backwards in its forward.
+    log, before = program_order.RankLog(), program_order.current()
+    program_order.install(log, process=False)
+    try:
+        program_order.watch(model, build.units)
+        with MemoryLedger(lambda: log.phase) as ledger, log.step(0):
+            ledger.step = 0
+            loss = build.loss(model.train()(micro.inputs), micro)
+            loss.backward()
+            ledger.classify(modules=[model])
+            with log.observe("gradients_final"):
+                pass
+            optimizer.step()
+            ledger.classify(modules=[model], optimizers=[optimizer])
+            ledger.mark("over")
+    finally:
+        program_order.install(before, process=False)
     peaks = ledger.log.peaks(KIND)
     return {phase: peaks[0, phase].bytes for phase in PHASES if (0, phase) in peaks}
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import adopted
 import pytest
 from made_case import made_case
 from rich.console import Console
@@ -19,6 +21,7 @@ from shardproof.commands.verify import verify
 from shardproof.compare import baseline
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
+from shardproof.registry.declaration import Declaration
 from shardproof.report import capability_matrix, tables
 from shardproof.runs import junit
 from shardproof.runs.run_folder import RunFolder, read
@@ -297,3 +300,17 @@ def test_a_hybrid_of_somebody_elses_is_held_to_what_each_axis_cuts(
     assert traffic is not None and traffic.status != "skip"
     if verdict == "pass":
         assert traffic.status == "pass", traffic.message
+
+
+def test_what_a_class_does_not_have_is_not_asked_of_it() -> None:
+    """Other members, which it raises Refused for, and dtypes that it does not declare."""
+    declared = Declaration.of(adopted.OwnDDP, {})
+
+    def reason(**fields: Any) -> str:
+        return declared.excludes_case(made_case("adopted:OwnDDP", {"replicate": 2}, **fields), "")
+
+    assert reason() == reason(precision={"built": "float64", "parameters": "float32"}) == ""
+    assert reason(membership={"1": (0,)}).startswith("has no reconfigure: ")
+    for field in ("parameters", "reduce", "buffers"):
+        told = reason(precision={"built": "float32", field: "bfloat16"})
+        assert told == "has no bfloat16 for the policy of precision; its dtypes: float64, float32"

@@ -11,7 +11,9 @@ from made_case import made_case
 from test_costs import plan
 
 from shardproof.case import WorkloadSpec
+from shardproof.cases.runner import run_cases
 from shardproof.checks import unattributed
+from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
 from shardproof.costs import COST_MODELS
 from shardproof.evidence.records import RankRecord
@@ -46,6 +48,24 @@ def test_what_one_process_takes_is_measured_in_each_phase() -> None:
     found = {row.phase: row.bound for row in unattributed.measure(evidence())}
     assert found.keys() == {"forward", "backward", "update"}
     assert all(size > 0 for size in found.values())
+
+
+def test_a_model_with_gradients_in_its_loss_is_timed_as_on_ranks() -> None:
+    """Its backward begins inside its forward, so temporaries of both are those of backward."""
+    found: list[CaseResult] = []
+    work = WorkloadSpec(
+        "digits_penalty",
+        ("tied", "tied_over_units"),
+        global_batch=24,
+        micro_batches=1,
+        params={"channels": 4, "layers": 2},
+    )
+    case = made_case(
+        "reference/zero1", {"shard": 1}, workload=work, optimizer=ADAMW, checks=("memory",)
+    )
+    run_cases([case], 1, found.append)
+    [memory] = found[0].checks
+    assert (memory.status, memory.message) == ("pass", "")
 
 
 def test_a_rank_may_have_a_unit_and_a_parameter_more_and_no_byte_beyond() -> None:

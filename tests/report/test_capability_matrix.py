@@ -110,6 +110,25 @@ def test_a_check_fails_for_itself_and_for_what_is_trained_with() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("relation", "fields", "capability"),
+    [
+        ("recompute", {"options": {"recompute_every": 2}}, "recomputation"),
+        ("reload", {"reload_at": 1}, "checkpoint"),
+    ],
+)
+def test_what_a_relation_shows_is_no_pass_where_it_was_skipped(
+    relation: str, fields: dict[str, Any], capability: str
+) -> None:
+    expect = {"relation": relation}
+    for status in ("skip", "fail", "pass"):
+        result = line("pass", {"equivalence": "pass", "relations": status}, expect=expect)
+        assert outcome(result, capability) == status
+    # The case itself did it.
+    result = line("pass", {"equivalence": "pass", "relations": "skip"}, expect=expect, **fields)
+    assert outcome(result, capability) == "pass"
+
+
 @pytest.mark.parametrize("verdict", ["crash(rank 1)", "hang(x)", "fail", "skip", "precondition(p)"])
 def test_a_case_without_checks_says_the_same_of_all(verdict: str) -> None:
     result = line(verdict, {})
