@@ -384,7 +384,8 @@ class Capabilities:
 
     ``features`` are checked against :data:`PROFILES`; ``declines`` maps traits that lie outside the
     profile to the reason why they are not supported (such cases become ``skip``); ``"clipping"``
-    may be declined likewise, and either in one dtype only: ``"clipping@float64"``.
+    and ``"loss_scale"`` (a scaler of losses) may be declined likewise, and each in one dtype only:
+    ``"clipping@float64"``.
 
     ``backends`` leaves out those on which it cannot run: a system with state in module globals
     cannot have ranks that are threads.  ``points`` are those that every step reaches on every rank;

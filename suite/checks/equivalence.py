@@ -243,6 +243,11 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             held, moment = state.first(), Moment(rows, step, point, failure)
             ratios = working_precision.ratios(held, alone, wanted, regions)
             noise = working_precision.noise(held, wanted, regions, unit)
+            if working_precision.is_unrounded(case, ratios):
+                text = (
+                    f"nothing has the rounding of {case.compute_dtype}, which 'precision' asks for"
+                )
+                moment.problem("gradients", (), text)
             for errors, limit, of in ((ratios, bound, _TIMES_ONE), (noise, 1.0, _OF_NOISE)):
                 for name, error in errors.items():
                     ranks = state.owners.get(name, [])

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shardproof.case import DATA_AXES
+from shardproof.case import DATA_AXES, Case
 from shardproof.checks.numbers import (
     WORKING_PRECISION_FACTOR_DATA_PARALLEL,
     WORKING_PRECISION_FACTORS,
@@ -42,6 +42,8 @@ from shardproof.workloads import for_case, make
 SMALL = 64
 #: Matrices of fewer rows or columns err in as few directions.
 THIN = 4
+#: Errors of one device that a system has at least, in the middle tensor, under a policy.
+LEAST_ROUNDED = 1 / 16
 #: Zero slices in one-device runs: (start, stop) per dimension.
 Regions = Mapping[str, list[tuple[tuple[int, int], ...]]]
 
@@ -129,6 +131,16 @@ def ratios(
         for names, (many, one) in zip(judged, errors, strict=True)
         for name in names
     }
+
+
+def is_unrounded(case: Case, rho: Mapping[str, float]) -> bool:
+    """Whether a policy of precision was not followed: gradients have no errors of its dtype.
+
+    What computes in it errs as one device does, whatever the sums: 0.68 to 1.25 times in the middle
+    tensor [measured, 68 moments of 35 cases]; what does not, at most 2^-13 times (fp32 for fp16).
+    """
+    is_narrow = round_off(case.compute_dtype) > round_off(case.dtype)
+    return is_narrow and bool(rho) and statistics.median(rho.values()) < LEAST_ROUNDED
 
 
 def pool(ways: Mapping[str, int]) -> dict[str, int]:

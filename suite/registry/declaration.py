@@ -30,7 +30,7 @@ UNEQUAL = "unequal_micro_batches"
 #: Dtypes that policies of precision compute or reduce in.
 NARROW = frozenset({"bfloat16", "float16"})
 #: What can be declined beside traits.
-CLIPPING = "clipping"
+CLIPPING, LOSS_SCALE = "clipping", "loss_scale"
 
 
 class BrokenContract(RuntimeError):
@@ -130,7 +130,9 @@ class Declaration(Capabilities, Stored):
         return ""
 
     def _declinable(self) -> Collection[str]:
-        return epochs.ASKED if self.strategy == Sampling.strategy else (*TRAITS, CLIPPING)
+        return (
+            epochs.ASKED if self.strategy == Sampling.strategy else (*TRAITS, CLIPPING, LOSS_SCALE)
+        )
 
     def missing_here(self, backend: str, world: int) -> str:
         """The backend or the package that this machine lacks; empty: none."""
@@ -193,6 +195,7 @@ class Declaration(Capabilities, Stored):
             return f"sums by sending, and {case.backend} sends nothing from one rank to one other"
         asked = [f"trait {trait}" for trait in case.workload.traits]
         asked += [] if case.optimizer.clip_norm is None else [CLIPPING]
+        asked += [] if case.optimizer.scaler is None else [LOSS_SCALE]
         for what in asked:
             declined = self._declined(what.removeprefix("trait "), case.dtype)
             if declined is not None:

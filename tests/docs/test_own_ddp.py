@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import script
+from commands import python, script
 
 pytestmark = pytest.mark.launches
 
@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs/add-an-implementation.md").read_text()
 SECTION = PAGE.partition("## In full: ")[2]
 ADAPTER, CALL = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 #: Most lines of the adapter without blank ones.
-MOST = 45
+MOST = 48
 SHOW = "print([(row.world, row.verdict, row.reason) for row in frame.itertuples()])\n"
 #: What is changed into what, and what is then said of it.
 FAULTS = {
@@ -46,6 +46,14 @@ def test_it_passes_as_it_stands(tmp_path: Path) -> None:
     more = {"worlds": (1, 2, 3), "optimizer": "adamw", "workload": "digits_cnn"}
     told = run(tmp_path, ADAPTER, **more)
     assert told.count("'pass'") == 3, told
+
+
+def test_it_passes_the_cells_of_all_scenarios_that_it_does_not_decline(tmp_path: Path) -> None:
+    """As the page says: ``shardproof run --impl``."""
+    (tmp_path / "my_ddp.py").write_text(ADAPTER)
+    words = ("run", "--impl", "my_ddp:MyDDP", "--backend", "in_memory", "--results", "out")
+    done = python("-m", "shardproof", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -265,6 +265,14 @@ def test_clean_policies_pass_and_faulty_masters_do_not() -> None:
     assert forgotten.verdict == "fail" and ".master" in forgotten.reason, forgotten.reason
 
 
+@pytest.mark.parametrize("policy", [M18, {"parameters": "float16"}])
+def test_a_policy_that_is_ignored_is_no_pass(policy: dict[str, str]) -> None:
+    [found] = verdicts([case("faulty_precision:IgnoresThePolicy", precision=policy)])
+    assert found.verdict == "fail"
+    told = f"nothing has the rounding of {policy['parameters']}, which 'precision' asks for"
+    assert told in found.reason
+
+
 def test_policies_agree_bit_for_bit_with_one_device() -> None:
     one = WorkloadSpec("charnames_gpt", params=WORKLOAD.params, micro_batches=1)
     cases = [

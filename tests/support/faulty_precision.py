@@ -121,3 +121,17 @@ class TellsNothing(ReferenceZero1):
     def unscale(self) -> dict[str, float]:
         super().unscale()
         return {}
+
+
+class IgnoresThePolicy(ReferenceZero1):
+    """Trains as if no policy of precision had been asked for."""
+
+    def setup(
+        self,
+        build: Build,
+        state: dict[str, Tensor] | None,
+        optimizer: OptimizerSpec,
+        mesh: Mesh,
+        options: dict[str, object],
+    ) -> None:
+        super().setup(build, state, optimizer, mesh, {**options, "precision": {}})
