@@ -45,6 +45,8 @@ _SAY_SECONDS = 10.0
 Figures = Mapping[str, Sequence[str]]
 #: What any two runs of one program differ in.
 _OF_THE_MACHINE = ("timings", "seconds", "peak", "began", "ended", "cpu")
+#: What messages about checkpoints are long: they tell names and times of a run.
+_TOLD = (".payload_bytes", ".logical_bytes")
 Say = Callable[[str], None]
 
 
@@ -260,6 +262,8 @@ def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -
         if len(runs) == (2 if again else 1):
             (_, before), (seconds, figures) = runs[0], runs[-1]
             unsteady = unlike(before, figures)
+            if cases[number].checkpoint is not None:
+                unsteady |= {place for place in figures if place.endswith(_TOLD)}
             homes.append(Home(cases[number], seconds, figures, noted.get(number, {}), unsteady))
     return homes
 
