@@ -216,6 +216,11 @@ class Case(Stored):
         return math.prod(self.mesh.values())
 
     @property
+    def changes_members(self) -> bool:
+        """Whether ranks join, leave or die."""
+        return bool(self.membership or self.deaths)
+
+    @property
     def compute_dtype(self) -> str:
         """What forward and backward compute with."""
         return self.precision.get("parameters", self.dtype)

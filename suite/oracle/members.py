@@ -73,7 +73,7 @@ def batch_size(case: Case, rule: BatchRule, members: int, started: int) -> int:
 
 def changes(case: Case) -> bool:
     """Whether members of ``case`` join, leave or die."""
-    return bool(case.membership or case.deaths)
+    return case.changes_members
 
 
 def sources(steps: Sequence[StepMembers], step: int) -> dict[int, int]:

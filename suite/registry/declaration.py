@@ -20,7 +20,6 @@ from shardproof.case import AXES, Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
 from shardproof.errors import nearest
 from shardproof.files import Stored
-from shardproof.oracle import members
 from shardproof.workloads import epochs, untrained
 from shardproof.workloads.base import DTYPES
 from shardproof.workloads.traits import TRAITS
@@ -177,7 +176,7 @@ class Declaration(Capabilities, Stored):
             return ""
         if case.checkpoint is not None and not self.checkpoints:
             return "declares no checkpoints"
-        if members.changes(case) and not self.reconfigures:
+        if case.changes_members and not self.reconfigures:
             return "has no reconfigure: it does not go on with other members"
         # Which of them a policy may take is its own affair: it refuses those that it has not.
         narrow = NARROW.intersection(case.precision.values())
