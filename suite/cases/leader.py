@@ -372,7 +372,7 @@ def _train_emulated(
         declaration.buffers,
         fold=fold,
         by_round=declaration.emulates == "round",
-        members=members.of(case, declaration.batch) if members.changes(case) else (),
+        members=members.of(case, declaration.batch) if case.changes_members else (),
     )
 
 

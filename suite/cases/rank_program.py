@@ -53,7 +53,6 @@ from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
 from shardproof.ledgers.memory import watch as watch_memory
 from shardproof.ledgers.memory.summary import MemoryRow
-from shardproof.oracle import members
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads import Workload
 
@@ -225,7 +224,7 @@ class _Rank:
             return Batch(step, ()), None
         with self._unseen():
             workload = self.workload
-            if members.changes(self.case):
+            if self.case.changes_members:
                 assert self.implementation is not None
                 told = answers.progress(self.implementation)
                 workload = workload.at(*self.members.place(step, told))
@@ -261,7 +260,7 @@ class _Rank:
         """Whether state between steps is judged: it takes an oracle of it and fixed members."""
         plain = self.declaration.oracle == "plain" or self.declaration.trains_alone
         shown = "after_update" in self.declaration.points
-        fixed = not members.changes(self.case)
+        fixed = not self.case.changes_members
         return plain and shown and fixed and self.implementation is not None
 
     def _evaluation(self, step: int) -> Evaluation | None:
@@ -353,7 +352,7 @@ class _Rank:
             calls=[first_call, len(ledger.calls) if ledger else 0],
             events=[first_event, log.now if log else 0],
             draws=self.saving.draws() if self.saving else {},
-            samples=_samples(batch) if self.saving or members.changes(self.case) else (),
+            samples=_samples(batch) if self.saving or self.case.changes_members else (),
             attempt=attempt,
         )
 

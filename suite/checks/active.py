@@ -31,7 +31,6 @@ from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import SHOWN_AT, RankRecord
 from shardproof.ledgers.traffic import Call
-from shardproof.oracle import members
 from shardproof.table import some
 
 #: Names in one sentence.
@@ -103,7 +102,7 @@ def _sizes(evidence: Figures) -> str:
     """
     strategy, facts = evidence.declaration.strategy, evidence.model_facts
     cost_model = evidence.cost_model()
-    if members.changes(evidence.case) or any(s.skipped for r in evidence.records for s in r.steps):
+    if evidence.case.changes_members or any(s.skipped for r in evidence.records for s in r.steps):
         return ""
     if evidence.family is not None and facts is not None:
         shown = {r.rank: Shown(r.steps[-1].shown(), r.steps[-1].places) for r in evidence.records}

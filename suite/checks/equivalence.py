@@ -57,7 +57,6 @@ from shardproof.costs.expression import evaluate
 from shardproof.costs.stages import DESCENDING, schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
-from shardproof.oracle import members
 
 #: Bound of the loss: a sum of a few hundred terms, added in another order.
 LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
@@ -582,7 +581,7 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows, replay
         return
     state = evidence.observed(step, "after_update", "buffers")
     _check_names(state, truth[0], step, "buffers")
-    moved = members.changes(evidence.case)  # then copies may be numbered by rank
+    moved = evidence.case.changes_members  # then copies may be numbered by rank
     shares = {r.rank: r.steps[step].share or 0 for r in evidence.records if moved}
     moment = Moment(rows, step, "buffers", "buffer differs from the rule's")
     wrong: tuple[str, int, Tensor] | None = None

@@ -37,7 +37,6 @@ from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
-from shardproof.oracle import members
 
 #: Bytes that any system may keep beside its state: numbers, votes, an empty bucket.
 _SMALL = 16 << 10
@@ -54,7 +53,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome(
             "memory", "skip", f"{case.backend} frees late: memory is measured on in_memory"
         )
-    if members.changes(case):
+    if case.changes_members:
         return Outcome("memory", "skip", "members change: no strategy promises memory")
     if evidence.family is not None:
         return _at_family(evidence)

@@ -49,7 +49,6 @@ from shardproof.checks.two_runs import Pair, with_other
 from shardproof.evidence.assembled import Beside, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 from shardproof.ledgers.memory.summary import MemoryRow, memory_is_measurable
-from shardproof.oracle import members
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
 REORDERED = ("split", "permute")
@@ -146,7 +145,7 @@ def _not_defined(evidence: Figures, relation: str) -> str:
         return "world1 compares a world of 1 with plain"
     if relation == "world1" and not stages_add_in_order(evidence):
         return "its stages add gradients up in another order than one process"
-    if relation in ("permute", "reload", "same_as") and members.changes(case):
+    if relation in ("permute", "reload", "same_as") and case.changes_members:
         return f"members change: {relation} compares runs of the same ranks"
     if relation == "reload":
         return _not_reloadable(case)

@@ -39,7 +39,6 @@ from shardproof.files import SparselyStored
 from shardproof.ledgers import places
 from shardproof.ledgers.places import Lie
 from shardproof.ledgers.traffic import Call
-from shardproof.oracle import members
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
 CONTROL_BYTES = 4096
@@ -201,7 +200,7 @@ def flows_of(
 def _has_nodes(evidence: Figures) -> bool:
     """Whether ranks were on several nodes, and groups are those of the mesh."""
     homes = {record.node for record in evidence.records}
-    return None not in homes and len(homes) > 1 and not members.changes(evidence.case)
+    return None not in homes and len(homes) > 1 and not evidence.case.changes_members
 
 
 def _between_nodes(evidence: Figures, step: int, promised: Sequence[Flow]) -> list[Between]:
@@ -273,7 +272,7 @@ def _promise(evidence: Figures, step: int) -> CostModel | None:
     facts = evidence.model_facts
     if facts is not None:
         facts = in_step(facts, step, _was_skipped(evidence, step))
-        if members.changes(evidence.case):
+        if evidence.case.changes_members:
             count = len(evidence.members[step].members)
             facts = replace(facts, axes=dict.fromkeys(facts.axes, count))
     return evidence.cost_model(facts)

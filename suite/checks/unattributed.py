@@ -111,7 +111,7 @@ def _one_process(key: _Key) -> Mapping[str, int]:
             loss.backward()
             ledger.classify(modules=[model])
             with log.observe("gradients_final"):
-                pass
+                pass  # ends the backward
             optimizer.step()
             ledger.classify(modules=[model], optimizers=[optimizer])
             ledger.mark("over")

@@ -34,7 +34,7 @@ from shardproof.checks.numbers import (
     split_zero,
 )
 from shardproof.evidence.assembled import Evidence, Figures
-from shardproof.oracle import members, training
+from shardproof.oracle import training
 from shardproof.oracle.truth import Tensors, TruthStep
 from shardproof.workloads import for_case, make
 
@@ -82,7 +82,7 @@ def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
                 rule,
                 forced=forced,
                 precision=precision,
-                members=evidence.members if members.changes(case) else (),
+                members=evidence.members if case.changes_members else (),
             ).steps
         )
     return runs[0], runs[1]
@@ -137,7 +137,7 @@ def is_unrounded(case: Case, rho: Mapping[str, float]) -> bool:
     """Whether a policy of precision was not followed: gradients have no errors of its dtype.
 
     What computes in it errs as one device does, whatever the sums: 0.68 to 1.25 times in the middle
-    tensor [measured, 68 moments of 35 cases]; what does not, at most 2^-13 times (fp32 for fp16).
+    tensor [measured, 68 moments]; what does not, 2^-13 times or less [derived: fp32 for fp16].
     """
     is_narrow = round_off(case.compute_dtype) > round_off(case.dtype)
     return is_narrow and bool(rho) and statistics.median(rho.values()) < LEAST_ROUNDED

@@ -328,7 +328,7 @@ class Evidence(Figures):
     def shares(self, step: int) -> list[Batch]:
         """The batch of each data coordinate in ``step``."""
         workload = for_case(self.case)
-        if not members.changes(self.case):
+        if not self.case.changes_members:
             return workload.batch(step, self.case.data_coordinates)
         now = self.members[step]
         return workload.at(now.first, now.size).batch(step, len(now.members))

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -293,5 +293,5 @@ def nested_tensors(value: Any) -> Iterator[Tensor]:
         for item in value.values():
             yield from nested_tensors(item)
     elif is_dataclass(value) and not isinstance(value, type):
-        for item in vars(value).values():
-            yield from nested_tensors(item)
+        for field in fields(value):
+            yield from nested_tensors(getattr(value, field.name, None))

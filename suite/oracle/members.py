@@ -71,11 +71,6 @@ def batch_size(case: Case, rule: BatchRule, members: int, started: int) -> int:
     return whole * members // started if rule == "local" else whole
 
 
-def changes(case: Case) -> bool:
-    """Whether members of ``case`` join, leave or die."""
-    return case.changes_members
-
-
 def sources(steps: Sequence[StepMembers], step: int) -> dict[int, int]:
     """Member of ``step`` -> who it has its own state of: itself, or for who joins the first member
     that stayed, which may have died since.

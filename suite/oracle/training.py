@@ -38,7 +38,7 @@ from shardproof.contract import (
     ScalerSpec,
 )
 from shardproof.oracle.exactness import budget
-from shardproof.oracle.members import StepMembers, changes, heirs, sources
+from shardproof.oracle.members import StepMembers, heirs, sources
 from shardproof.oracle.members import of as members_of
 from shardproof.oracle.optimizers import build_optimizer, read_slots, set_learning_rate
 from shardproof.oracle.truth import Truth, TruthStep
@@ -451,7 +451,7 @@ def load_or_train(
         case.steps,
         buffers_rule,
         precision=case.precision,
-        members=members_of(case, batch_rule) if changes(case) else (),
+        members=members_of(case, batch_rule) if case.changes_members else (),
     )
     if case.lane == "dyadic":
         exact = make(case.workload, "float64", case.lane)

@@ -20,7 +20,6 @@ from typing import Literal, get_args
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, LeftOut
-from shardproof.oracle.members import changes
 from shardproof.report.tables import error_is_ratio
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
@@ -124,33 +123,34 @@ def _given(options: object, word: str) -> bool:
     )
 
 
+def _trains_with(case: Case, capability: str) -> bool:
+    """Whether the case itself does what its relation compares it with."""
+    if capability == "checkpoint":
+        return case.checkpoint is not None or case.reload_at is not None
+    return _given(case.options, "recompute")
+
+
+def _does(case: Case, capability: str) -> bool:
+    """Whether the case itself, or the one that its relation compares it with, does that."""
+    return _BY_RELATION.get(_relation(case)) == capability or _trains_with(case, capability)
+
+
 #: Capabilities that other fields of a case tell.
 _BY_FIELD: dict[str, Callable[[Case], bool]] = {
     "clipping": lambda case: case.optimizer.clip_norm is not None,
     "accumulation": lambda case: case.workload.micro_batches > 1 or case.workload.windows > 1,
     "mixed-precision": lambda case: bool(case.precision),
     "loss-scaling": lambda case: case.optimizer.scaler is not None,
-    "recomputation": lambda case: (
-        _BY_RELATION.get(_relation(case)) == "recomputation" or _given(case.options, "recompute")
-    ),
+    "recomputation": lambda case: _does(case, "recomputation"),
     "offload": lambda case: _given(case.options, "offload"),
-    "checkpoint": lambda case: (
-        _BY_RELATION.get(_relation(case)) == "checkpoint" or case.reload_at is not None
-    ),
+    "checkpoint": lambda case: _does(case, "checkpoint"),
     "several-axes": lambda case: sum(ranks > 1 for ranks in case.mesh.values()) > 1,
     "parameter-groups": lambda case: bool(case.optimizer.groups),
     "buffers": lambda case: (  # batch norms count batches, and average over them
         case.workload.name == "digits_cnn" and case.workload.params.get("norm", "batch") == "batch"
     ),
-    "elastic": changes,
+    "elastic": lambda case: case.changes_members,
 }
-
-
-def _trains_with(case: Case, capability: str) -> bool:
-    """Whether the case itself does what its relation compares it with."""
-    if capability == "checkpoint":
-        return case.checkpoint is not None or case.reload_at is not None
-    return _given(case.options, "recompute")
 
 
 def capabilities(case: Case) -> list[str]:

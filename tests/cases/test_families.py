@@ -314,3 +314,6 @@ def test_what_a_class_does_not_have_is_not_asked_of_it() -> None:
     for field in ("parameters", "reduce", "buffers"):
         told = reason(precision={"built": "float32", field: "bfloat16"})
         assert told == "has no bfloat16 for the policy of precision; its dtypes: float64, float32"
+    narrow = made_case("adopted:OwnDDP", {"replicate": 2}, precision={"parameters": "float16"})
+    takes = replace(declared, dtypes=("float64", "bfloat16"))
+    assert takes.excludes_case(narrow, "") == "", "which of them is for the class to refuse"

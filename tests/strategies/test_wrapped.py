@@ -3,6 +3,7 @@ of a strategy when it is closed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +37,17 @@ def stack() -> nn.Sequential:
     return module
 
 
-@SHARDED
-@pytest.mark.parametrize("busy", [1, 3])
-def test_a_rank_without_work_follows_rounds_of_the_root_alone(strategy: Any, busy: int) -> None:
+def one_round(
+    strategy: Any, build: Callable[[], nn.Module], blocks: Sequence[str] = (), rounds: Any = (1, 1)
+) -> dict[str, float]:
+    """The sum of each gradient over two ranks with so many ``rounds`` of ones."""
+
     def body(rank: int, size: int) -> dict[str, float]:
         comms = {"shard": Mesh({"shard": size}).comm("shard")}
-        handle = strategy.apply(stack(), comms, strategy.Options())
-        rounds = busy if rank == 0 else 0
-        handle.before_step(rounds)
-        for number in range(rounds):
-            handle.accumulate(is_last=number == rounds - 1)
+        handle = strategy.apply(build(), comms, strategy.Options(), Context(blocks=blocks))
+        handle.before_step(rounds[rank])
+        for number in range(rounds[rank]):
+            handle.accumulate(is_last=number == rounds[rank] - 1)
             handle.module(torch.ones(1, 2)).sum().backward()
         handle.finish()
         return {name: float(target.grad.sum()) for name, target in handle.targets()}
@@ -54,7 +56,14 @@ def test_a_rank_without_work_follows_rounds_of_the_root_alone(strategy: Any, bus
     for part in succeed(body, 2):
         for name, total in part.items():
             whole[name] = whole.get(name, 0.0) + total
-    assert whole == {"0.weight": 8.0 * busy, "1.weight": 8.0 * busy}
+    return whole
+
+
+@SHARDED
+@pytest.mark.parametrize("busy", [1, 3])
+def test_a_rank_without_work_follows_rounds_of_the_root_alone(strategy: Any, busy: int) -> None:
+    found = one_round(strategy, stack, rounds=(busy, 0))
+    assert found == {"0.weight": 8.0 * busy, "1.weight": 8.0 * busy}
 
 
 @pytest.mark.parametrize(
@@ -213,11 +222,10 @@ class Into(nn.Module):
         self.inner = nn.Linear(2, 2, bias=False)
 
     def forward(self, hidden: Tensor, total: Any) -> Any:
-        return (
-            total.append(self.inner(hidden)) or total
-            if isinstance(total, list)
-            else (total.add_(self.inner(hidden)))
-        )
+        if isinstance(total, list):
+            total.append(self.inner(hidden))
+            return total
+        return total.add_(self.inner(hidden))
 
 
 class Summing(nn.Module):
@@ -239,52 +247,23 @@ class Summing(nn.Module):
 
 
 @SHARDED
-@pytest.mark.parametrize("kind", ["tensor", "list", "list of gradients"])
-def test_a_unit_that_adds_to_what_it_is_given(strategy: Any, kind: str) -> None:
-    def body(rank: int, size: int) -> dict[str, float]:
-        comms = {"shard": Mesh({"shard": size}).comm("shard")}
-        module = Summing(kind != "tensor", kind == "list of gradients")
-        handle = strategy.apply(
-            module, comms, strategy.Options(), Context(blocks=["first", "into"])
-        )
-        handle.before_step(1)
-        handle.accumulate(is_last=True)
-        if kind == "list of gradients":
-            with pytest.raises(
-                RuntimeError, match="'into' changed a list, dictionary or dataclass"
-            ):
-                handle.module(torch.ones(1, 2))
-            return {}
-        handle.module(torch.ones(1, 2)).sum().backward()
-        handle.finish()
-        return {name: float(target.grad.sum()) for name, target in handle.targets()}
-
-    whole: dict[str, float] = {}
-    for part in succeed(body, 2):
-        for name, total in part.items():
-            whole[name] = whole.get(name, 0.0) + total
-    if kind != "list of gradients":
-        assert whole == {"first.weight": 16.0, "into.inner.weight": 16.0}
+@pytest.mark.parametrize("known", [False, True])
+def test_a_unit_that_adds_to_what_it_is_given(strategy: Any, known: bool) -> None:
+    """Seen, or refused where it was handed a copy: the sum would be lost."""
+    for listed in (False, True):
+        if listed and known:
+            with pytest.raises(RuntimeError, match="'into' changed a list, dictionary or data"):
+                one_round(strategy, lambda: Summing(True, True), ["first", "into"])
+        else:
+            found = one_round(strategy, lambda: Summing(listed, False), ["first", "into"])  # noqa: B023
+            assert found == {"first.weight": 16.0, "into.inner.weight": 16.0}
 
 
 @SHARDED
 def test_units_that_pass_dataclasses(strategy: Any) -> None:
-    def body(rank: int, size: int) -> dict[str, float]:
-        comms = {"shard": Mesh({"shard": size}).comm("shard")}
-        context = Context(blocks=["units.0", "units.1"])
-        handle = strategy.apply(Stacked(), comms, strategy.Options(), context)
-        handle.before_step(1)
-        handle.accumulate(is_last=True)
-        handle.module(torch.ones(1, 2)).sum().backward()
-        handle.finish()
-        return {name: float(target.grad.sum()) for name, target in handle.targets()}
-
-    whole: dict[str, float] = {}
-    for part in succeed(body, 2):
-        for name, total in part.items():
-            whole[name] = whole.get(name, 0.0) + total
     # Of both ranks: of what the second unit computes 2 an element, and of the first also by it.
-    assert whole == {"units.0.inner.weight": 24.0, "units.1.inner.weight": 16.0}
+    found = one_round(strategy, Stacked, ["units.0", "units.1"])
+    assert found == {"units.0.inner.weight": 24.0, "units.1.inner.weight": 16.0}
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -25,8 +25,11 @@ class _Changed(ReferenceZero1):
         mesh: Mesh,
         options: dict[str, object],
     ) -> None:
-        super().setup(build, state, optimizer, mesh, options)
+        super().setup(build, state, optimizer, mesh, self.asked(options))
         self.change()
+
+    def asked(self, options: dict[str, object]) -> dict[str, object]:
+        return options
 
     def change(self) -> None:
         raise AssertionError
@@ -123,15 +126,11 @@ class TellsNothing(ReferenceZero1):
         return {}
 
 
-class IgnoresThePolicy(ReferenceZero1):
+class IgnoresThePolicy(_Changed):
     """Trains as if no policy of precision had been asked for."""
 
-    def setup(
-        self,
-        build: Build,
-        state: dict[str, Tensor] | None,
-        optimizer: OptimizerSpec,
-        mesh: Mesh,
-        options: dict[str, object],
-    ) -> None:
-        super().setup(build, state, optimizer, mesh, {**options, "precision": {}})
+    def asked(self, options: dict[str, object]) -> dict[str, object]:
+        return {**options, "precision": {}}
+
+    def change(self) -> None:
+        """Nothing more."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardproof.checks.causes import fits
 from shardproof.contract import BufferRule, MicroBatch
 from shardproof.evidence.assembled import Evidence
-from shardproof.oracle import members, training
+from shardproof.oracle import training
 from shardproof.workloads import for_case
 
 _RULES: tuple[BufferRule, ...] = ("rank0", "per_rank", "synced")
@@ -91,7 +91,7 @@ def _made_otherwise(
                 step + 1,
                 rule,
                 precision=case.precision,
-                members=evidence.members if members.changes(case) else (),
+                members=evidence.members if case.changes_members else (),
             )
             yield run.steps[step].buffers[coordinate][name], f"{name!r} follows the rule {rule!r}"
     yield torch.zeros_like(start[name]), f"{name!r} is zero"

@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 from shardproof.backends.errors import name_ranks
 from shardproof.evidence.assembled import Evidence
-from shardproof.oracle import members
 
 #: Relative error of a member's own loss that counts.
 _APART = 1e-9
@@ -17,7 +16,7 @@ def of_members(evidence: Evidence, step: int, wrong: Collection[int]) -> str:
 
     Empty ranks: those are asked whose own loss is another.
     """
-    if not members.changes(evidence.case):
+    if not evidence.case.changes_members:
         return ""
     now, before = evidence.members[step], evidence.members[step - 1] if step else None
     wrong = {*wrong} or _other_losses(evidence, step)

@@ -75,7 +75,7 @@ def slots_of(
 
 def inherited(evidence: Evidence, step: int, before: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """``before``, by the coordinates of ``step``, if its members are others."""
-    if not members.changes(evidence.case) or not step:
+    if not evidence.case.changes_members or not step:
         return before
     found: dict[str, Tensor] = {}
     for coordinate, old in enumerate(members.heirs(evidence.members, step)):

@@ -22,7 +22,7 @@ from shardproof.oracle import members
 def decide(figures: Figures) -> Outcome:
     """Every step of every member, from what the ranks told."""
     case = figures.case
-    if not members.changes(case):
+    if not case.changes_members:
         return Outcome("membership", "skip", "the members are the same in every step")
     if lacking := _lived(figures):
         return Outcome("membership", "precondition", lacking)
