@@ -365,7 +365,7 @@ def mutation(
     seconds = None if budget is None else budget * 60
     found = study.run(cases, count, seed, jobs or cores(), _to_stderr, some, seconds)
     for one in found.left():
-        echo(f"{one.state}: {one.fault.diff()}\n")
+        echo(f"{one.text()}\n")
     echo(found.sentence())
     if out is not None:
         options.write(out, json.dumps(found.document(), indent=1) + "\n")

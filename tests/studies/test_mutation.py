@@ -130,9 +130,9 @@ def test_times_are_no_effect_nor_is_what_two_clean_runs_do_not_have_alike() -> N
     unsteady = study.unlike(first, told(1.0, 13, 4))
     assert unsteady == {".calls[].length"}
     home = study.Home(quick_cases("ddp-gpt", "")[0], 1.0, first, {}, unsteady)
-    assert not home.differs(told(1.0, 99, 4))
-    assert home.differs(told(1.0, 12, 5))
-    assert home.differs(study.measured({"figures": {"calls": []}}))
+    assert not home.changed(told(1.0, 99, 4))
+    assert home.changed(told(1.0, 12, 5)) == {".calls[].bytes"}
+    assert home.changed(study.measured({"figures": {"calls": []}}))
 
 
 def test_a_case_that_fails_without_a_fault_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,3 +202,10 @@ def test_a_loss_of_each_sample_weighs_all_its_targets() -> None:
         losses.append(float(workload.family.loss({}, outputs, micro).detach()))
     # The sum over three elements, each weighed a third, and their sum, weighed as one.
     assert losses[1] == pytest.approx(3 * losses[0], rel=1e-12)
+
+
+def test_what_a_strategy_finds_out_in_training_is_a_refusal() -> None:
+    """Units that are no chain cannot be recomputed together; that is no crash of the system's."""
+    frame = prove("reference/ddp", workload=NESTED, options={"recompute_every": 2}, worlds=(2,))
+    assert list(frame["verdict"]) == ["refused"], list(frame["reason"])
+    assert "option 'recompute_every': unit 'blocks.1' was not called with" in frame["reason"][0]

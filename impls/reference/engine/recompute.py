@@ -119,9 +119,9 @@ class Group:
         call = self.call
         if call is None or call.reached != number:
             expected = self.names[call.reached] if call else self.names[0]
-            raise RuntimeError(
+            raise _refused(
                 f"unit {self.names[number]!r} was called where {expected!r} was due: only units "
-                "that follow one another can be recomputed as one group; set recompute_every to 1"
+                "that follow one another can be recomputed as one group; give 1"
             )
         # Of tensors one check is enough: it compares whole activations, and calls keep their order.
         if number and not (self.chained and isinstance(call.output, Tensor)):
@@ -136,9 +136,9 @@ class Group:
     def check_chain(self, number: int, output: Any, args: Any, kwargs: Any) -> None:
         """Raise unless unit ``number`` is called with ``output``, cast or not, and nothing else."""
         if len(args) != 1 or kwargs or not alike(args[0], output, _cast):
-            raise RuntimeError(
+            raise _refused(
                 f"unit {self.names[number]!r} was not called with what {self.names[number - 1]!r} "
-                "returned: set recompute_every to 1"
+                "returned and nothing else; give 1"
             )
 
 
@@ -188,9 +188,9 @@ class Call:
             self.collected.append(tensor.detach())
 
         def unpack(_: None) -> Tensor:
-            raise RuntimeError(
+            raise _refused(
                 f"{self.group.title} takes derivatives in its own forward, which cannot be "
-                "recomputed: set recompute_every to 0"
+                "recomputed; give 0"
             )
 
         return saved_tensors_hooks(pack, unpack)
@@ -200,9 +200,9 @@ class Call:
         first, *rest = self.group.units
         names = self.group.title
         if any(tensor._version != version for tensor, version in self.inputs):
-            raise RuntimeError(
-                f"the input of {names} was changed in place before its recomputation: change a "
-                "copy of it instead, or set recompute_every to 0"
+            raise _refused(
+                f"the input of {names} was changed in place before its recomputation; change a "
+                "copy of it instead, or give 0"
             )
         self.collected = []
         self.group.again = self
@@ -218,6 +218,7 @@ class Call:
             self.group.again = None
         again = [(t.shape, t.dtype) for t in self.collected if t is not None]
         if again != self.saved:
+            # Not refused: it may be a fault of this file's.
             raise RuntimeError(
                 f"recomputing {names} saved {len(again)} tensors, its forward {len(self.saved)}, "
                 "or others: what it computes must depend on its input, generators and buffers "
@@ -292,10 +293,14 @@ def _apart(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
+def _refused(what: str) -> Refused:
+    return Refused(f"option 'recompute_every': {what}")
+
+
 def _refuse_global_draws(name: str, unit: nn.Module) -> None:
     for place, part in unit.named_modules(prefix=name):
         if isinstance(part, _DropoutNd) and part.p > 0:
-            raise Refused(
-                f"option 'recompute_every': {place!r} ({type(part).__name__}, p = {part.p}) draws "
-                "from the global generator; give it a generator of its own"
+            raise _refused(
+                f"{place!r} ({type(part).__name__}, p = {part.p}) draws from the global generator; "
+                "give it a generator of its own"
             )

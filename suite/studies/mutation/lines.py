@@ -127,6 +127,44 @@ def why(file: str, line: str) -> str:
     return ""
 
 
+def why_unreached(file: str, line: int) -> str:
+    """Why no case need come to ``line`` of ``file``: a branch before or around it says.
+
+    Empty: none does, so that a case is lacking.
+    """
+    return _reasons(file).get(line, "")
+
+
+@functools.cache
+def _reasons(file: str) -> Mapping[int, str]:
+    source = (ROOT / file).read_text(encoding="utf-8")
+    lines, reasons = source.splitlines(), dict[int, str]()
+
+    def visit(node: ast.AST, reason: str) -> None:
+        line = getattr(node, "lineno", None)
+        if line is not None:
+            reason = reason or why(file, lines[line - 1])
+            reasons[line] = reasons.get(line) or reason
+        for _, value in ast.iter_fields(node):
+            within = reason
+            if isinstance(value, list) and value and isinstance(value[-1], ast.Raise):
+                within = reason or ("" if isinstance(node, _WHOLE) else GUARD)
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    visit(child, within)
+                if isinstance(child, ast.If) and isinstance(child.body[-1], _LEAVES):
+                    within = within or why(file, lines[child.lineno - 1])
+
+    visit(ast.parse(source), "")
+    return reasons
+
+
+#: Their bodies are no branches.
+_WHOLE = (ast.Module, ast.ClassDef, ast.FunctionDef)
+#: What ends a branch, so that the lines after it are the other one.
+_LEAVES = (ast.Return, ast.Continue, ast.Break)
+
+
 def share(files: Sequence[File]) -> float:
     """Of branches, those that were taken."""
     return sum(file.taken for file in files) / max(1, sum(file.branches for file in files))

@@ -116,7 +116,7 @@ Site = tuple[str, ast.stmt | ast.expr, ast.AST | str, Apply]
 
 
 def _of_function(function: ast.AST) -> Iterator[Site]:
-    for node in ast.walk(function):
+    for node in _without_errors(function):
         for _, value in ast.iter_fields(node):
             if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
                 yield from _of_body(value)
@@ -129,6 +129,14 @@ def _of_function(function: ast.AST) -> Iterator[Site]:
                 for index, item in enumerate(value):
                     if isinstance(item, ast.expr):
                         yield from _of_expression(item, functools.partial(value.__setitem__, index))
+
+
+def _without_errors(function: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those of a ``raise``: its words change no number."""
+    nodes = [function]
+    for node in nodes:
+        yield node
+        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.Raise)]
 
 
 def _is_annotation(node: ast.AST, field: str) -> bool:

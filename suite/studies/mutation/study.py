@@ -6,7 +6,8 @@
 2. A sample of faults by seed.  Each is planted in the cases that execute its line until one is red:
    then it is killed.  First come those that have the most pairs of the coverage table for their
    seconds which no case before them has: cheap ones, each with triggers of its own.
-3. A fault that no case executes is *unreached*.  One that changed nothing that a case measures, in
+3. A fault that no case executes is *unreached*, and *explained* where ``untaken.yaml`` tells why
+   none need come there, or an error ends its block.  One that changed nothing that a case measures, in
    any case that it was planted in (the bits of every tensor, calls, bytes), is *without effect*.
    One that was only ended by its budget of CPU seconds is *endless*.  All others are survivors.
 """
@@ -30,7 +31,7 @@ from shardproof.case import Case
 from shardproof.cases.runner import Session
 from shardproof.checks.results import CaseResult
 from shardproof.coverage import pairs
-from shardproof.studies.mutation import operators, planted, reached
+from shardproof.studies.mutation import lines, operators, planted, reached
 from shardproof.studies.mutation.operators import Fault
 
 FAMILY = "reference/"
@@ -41,12 +42,16 @@ MOST_CASES = 24
 #: Faults that are planted together, each in a case at a time.
 TOGETHER = 64
 _SAY_SECONDS = 10.0
+#: Places of an effect that a line tells.
+_MOST_PLACES = 4
 #: What a case measured, by place: ``records[].traffic[].bytes`` -> values in their order.
 Figures = Mapping[str, Sequence[str]]
 #: What any two runs of one program differ in.
 _OF_THE_MACHINE = ("timings", "seconds", "peak", "began", "ended", "cpu")
 #: What messages about checkpoints are long: they tell names and times of a run.
 _TOLD = (".payload_bytes", ".logical_bytes")
+#: What counts for no share.
+_ASIDE = ("not planted", "without effect", "explained")
 Say = Callable[[str], None]
 
 
@@ -63,9 +68,9 @@ class Home:
     arcs: Mapping[str, set[reached.Arc]]
     unsteady: frozenset[str] = frozenset()
 
-    def differs(self, figures: Figures) -> bool:
-        """Whether a run measured something else, where clean runs measure the same."""
-        return not unlike(self.figures, figures) <= self.unsteady
+    def changed(self, figures: Figures) -> frozenset[str]:
+        """Where a run measured something else, though clean runs measure the same."""
+        return unlike(self.figures, figures) - self.unsteady
 
     @functools.cached_property
     def lines(self) -> Mapping[str, set[int]]:
@@ -92,7 +97,8 @@ class Planted:
     killed_by: str = ""
     is_endless: bool = False
     is_planted: bool = True
-    has_effect: bool = False
+    #: The first case that measured something else, and where.
+    effect: tuple[str, frozenset[str]] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -100,16 +106,33 @@ class Planted:
         return not self.killed_by and self.tried < len(self.homes)
 
     @property
+    def reason(self) -> str:
+        """Why no case need execute it; empty: some need."""
+        return lines.why_unreached(self.fault.file, self.fault.line)
+
+    @property
     def state(self) -> str:
         if self.killed_by:
             return "killed"
         if not self.homes:
-            return "unreached"
+            return "explained" if self.reason else "unreached"
         if not self.is_planted:
             return "not planted"
         if self.is_endless:
             return "endless"
-        return "survived" if self.has_effect else "without effect"
+        return "without effect" if self.effect is None else "survived"
+
+    def text(self) -> str:
+        """Its state, the change, and what a case measured that no check minds."""
+        told = f"{self.state}: {self.fault.diff()}"
+        if self.state == "explained":
+            return f"{told}\nno case: {self.reason}"
+        if self.state != "survived" or self.effect is None:
+            return told
+        case, places = self.effect
+        some = sorted(places)[:_MOST_PLACES]
+        more = f" and {len(places) - len(some)} more" if len(places) > len(some) else ""
+        return f"{told}\nchanged in {case}: {', '.join(some)}{more}"
 
 
 @dataclass(frozen=True)
@@ -128,15 +151,15 @@ class Study:
     def sentence(self) -> str:
         counts = self.counts
         told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-        if able := len(self.planted) - counts["without effect"] - counts["not planted"]:
-            told += f"; {counts['killed'] / able:.1%} killed, those without effect aside"
+        if able := len(self.planted) - sum(counts[state] for state in _ASIDE):
+            told += f"; {counts['killed'] / able:.1%} killed, those without effect or explained aside"
         if self.left_out:
             told += f"; {self.left_out} left out by the budget"
         return f"{len(self.planted)} faults in {self.cases} cases: {told}"
 
     def left(self) -> list[Planted]:
         """Those that were not killed, survivors first."""
-        states = ("survived", "unreached", "endless", "not planted", "without effect")
+        states = ("survived", "unreached", "endless", *_ASIDE)
         left = (one for one in self.planted if one.state != "killed")
         return sorted(left, key=lambda one: states.index(one.state))
 
@@ -155,6 +178,8 @@ class Study:
                     "operator": one.fault.operator,
                     "state": one.state,
                     "diff": one.fault.diff(),
+                    "case": "" if one.effect is None else one.effect[0],
+                    "changed": [] if one.effect is None else sorted(one.effect[1]),
                 }
                 for one in self.left()
             ],
@@ -302,8 +327,8 @@ def _plant(session: Session, faults: Sequence[Planted]) -> None:
             one.killed_by = f"{', '.join(failing) or kind} in {home.case.id}"
         elif kind == verdicts.OVER_BUDGET:
             one.is_endless = True
-        elif home.differs(measured(account)):
-            one.has_effect = True
+        elif one.effect is None and (places := home.changed(measured(account))):
+            one.effect = home.case.id, places
 
     session.run(runs, lambda _: None, on_account=keep)
 
