@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from shardproof import old_words
 from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
-from shardproof.scenarios.schema import Scenario
+from shardproof.scenarios.schema import Matrix, Scenario
 from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read, value_text
 
 #: Scenarios shipped with the suite, used if the working folder has no ``scenarios/``.
@@ -303,6 +303,8 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
         model, value = _model_at(location[:-1], kind_of), key
         keys = model.model_fields if model else ()
         what, remedy = f"unknown key {where}", nearest(key, keys, "valid keys")
+        if key in Matrix.model_fields and "matrix" in keys:
+            remedy = f"{key} is an axis: move it into matrix"
     elif kind == "missing":
         what, remedy, value = f"missing key {where}", f"add `{key}: ...`{about}", None
     elif kind == "literal_error":
@@ -314,11 +316,16 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
         what, remedy = f"{where}: {context.get('error', detail['msg'])}", f"correct it{about}"
     else:
         wanted = re.sub(r"^(Input|Value|String|List|Dictionary) ", "", detail["msg"])
+        wanted = re.sub(r"valid dictionary( or instance of \w+)?", "mapping", wanted)
         what, remedy = f"{where}: {wanted[0].lower()}{wanted[1:]}", f"correct it{about}"
         if isinstance(given := detail["input"], str):
             value = repr(given)
             if kind in ("int_type", "float_type") and _is_number(given):
                 remedy = f"write {given.strip()} without quotes{about}"
+            elif kind == "model_type":
+                remedy = f"write {{name: {given}}}{about}"
+        elif isinstance(given, list) and location == ["workload"]:
+            remedy = f"give one here, variants as the axis matrix.workload{about}"
     return Problem(what, remedy, value, file, node.locate(location))
 
 

@@ -162,7 +162,9 @@ class _Reader:
                 if isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
                     yield event
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
+            # A bracket that nobody closes is found out later than where it stands.
+            is_open = "flow" in (error.context or "") and error.context_mark
+            mark = error.context_mark if is_open else error.problem_mark or error.context_mark
             what = " ".join(filter(None, (error.context, error.problem))) or "cannot be read"
             at = mark.line + 1 if mark else 1
             raise self.error(at, f"not valid YAML: {what}", self._syntax_hint(text, at)) from None

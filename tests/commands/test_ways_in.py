@@ -182,7 +182,7 @@ def test_prove_takes_the_axis_that_is_claimed() -> None:
         ({"axis": ""}, "unknown key"),
         ({"options": 5}, r"options: cannot be used \(5\) - give a mapping"),
         ({"precision": 5}, r"precision: cannot be used \(5\) - give a mapping"),
-        ({"meshes": 5}, r"mesh\[0\]: should be a valid dictionary \(5\)"),
+        ({"meshes": 5}, r"mesh\[0\]: should be a mapping \(5\)"),
         ({"traits": 5}, r"traits\[0\]: should be a valid string"),
         ({"dtype": ""}, "unknown value"),
         (
