@@ -166,10 +166,18 @@ def attribute(module: ModuleType, name: str) -> Any:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            choices = nearest(part, [n for n in vars(value) if not n.startswith("_")])
+            choices = nearest(part, [n for n, v in vars(value).items() if _is_own(n, v, module)])
             raise CannotImport(f"has no {name!r} in {_called(module)}; {choices}")
         value = getattr(value, part)
     return value
+
+
+def _is_own(name: str, value: Any, module: ModuleType) -> bool:
+    """Whether it is of the package of ``module``, and not what that imports."""
+    package = module.__name__.partition(".")[0]
+    made_in = getattr(value, "__module__", None) or package
+    is_hidden = name.startswith("_") or isinstance(value, ModuleType)
+    return not is_hidden and made_in.partition(".")[0] == package
 
 
 def _called(module: ModuleType) -> str:

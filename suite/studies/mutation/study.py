@@ -7,8 +7,8 @@
    then it is killed.  First come those that have the most pairs of the coverage table for their
    seconds which no case before them has: cheap ones, each with triggers of its own.
 3. A fault that no case executes is *unreached*, and *explained* where ``untaken.yaml`` tells why
-   none need come there, or an error ends its block.  One that changed nothing that a case measures, in
-   any case that it was planted in (the bits of every tensor, calls, bytes), is *without effect*.
+   none need come there, or an error ends its block.  One that changed nothing that a case measures,
+   in any case that it was planted in (the bits of every tensor, calls, bytes), is *without effect*.
    One that was only ended by its budget of CPU seconds is *endless*.  All others are survivors.
 """
 
@@ -152,7 +152,9 @@ class Study:
         counts = self.counts
         told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
         if able := len(self.planted) - sum(counts[state] for state in _ASIDE):
-            told += f"; {counts['killed'] / able:.1%} killed, those without effect or explained aside"
+            told += (
+                f"; {counts['killed'] / able:.1%} killed, those without effect or explained aside"
+            )
         if self.left_out:
             told += f"; {self.left_out} left out by the budget"
         return f"{len(self.planted)} faults in {self.cases} cases: {told}"
