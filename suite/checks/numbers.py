@@ -223,7 +223,8 @@ def relative_frobenius(bound: float) -> Compare:
             return Comparison(math.inf, bound)
         if actual.numel() == 0:
             return Comparison(0.0, bound)
-        a, b = actual.to(torch.float64), truth.to(torch.float64)
+        # Contiguous: the error must not hang on strides, which a tensor that was kept may lose.
+        a, b = (tensor.to(torch.float64).contiguous() for tensor in (actual, truth))
         difference = float(torch.linalg.vector_norm(a - b))
         if difference == 0.0:
             return Comparison(0.0, bound)

@@ -151,8 +151,23 @@ EVENTS: Mapping[str, Callable[[Figures], bool]] = {
 }
 
 
+#: Of a case that calls and does not train: the event, by the layout that a row names.
+_LAYOUTS = {
+    "strided": "a call of a strided tensor",
+    "empty": "a collective without elements",
+}
+
+
 def of(figures: Figures) -> tuple[str, ...]:
-    """The events that occurred in a case that trains; what only calls or draws has none."""
-    if not figures.case.steps or not figures.records:
+    """The events that occurred in a case that trains or calls; what only draws has none."""
+    if not figures.case.steps:
+        words = {
+            word
+            for record in figures.records
+            for row in record.calls
+            for word in row.name.split(", ")
+        }
+        return tuple(event for layout, event in _LAYOUTS.items() if layout in words)
+    if not figures.records:
         return ()
     return tuple(name for name, occurred in EVENTS.items() if occurred(figures))

@@ -26,6 +26,7 @@ from shardproof.checks.numbers import (
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence.records import ComparisonRow
 from shardproof.oracle.optimizers import build_optimizer, largest_terms
+from shardproof.oracle.truth import frobenius
 
 TRUTH = torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(4, 6)
 FP64 = relative_frobenius(FP64_BOUND)
@@ -64,6 +65,16 @@ def test_ulps_are_measured_at_the_larger_value() -> None:
     zero = torch.zeros(1, dtype=torch.float64)
     assert within_ulps(cancelled, zero, torch.ones(1, dtype=torch.float64), ulps=4).ok
     assert not within_ulps(cancelled, zero, zero, ulps=4).ok
+
+
+def test_errors_and_norms_do_not_hang_on_strides() -> None:
+    """A tensor that is kept may be laid out otherwise than the one that was computed."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):  # a quarter of them tells, in the order of its strides
+        truth = torch.randn(8, 16, dtype=torch.float64, generator=generator).t()
+        actual = (truth.double() * (1 + 1e-9)).t().contiguous().t()
+        assert frobenius(truth) == frobenius(truth.contiguous())
+        assert FP64(actual, truth) == FP64(actual.contiguous(), truth.contiguous())
 
 
 def test_power_needs_every_spoilt_copy_to_fail() -> None:
