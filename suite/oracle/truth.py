@@ -75,7 +75,7 @@ class TruthStep:
 def frobenius(tensor: Tensor) -> float:
     """The Frobenius norm, in fp64 (0 for an empty tensor).
 
-    One order of sums, whatever the strides: what is kept may be laid out otherwise than it was made.
+    One order of sums, whatever the strides: what is kept may lie otherwise than it was made.
     """
     return float(torch.linalg.vector_norm(tensor.detach().to(torch.float64).contiguous()))
 
