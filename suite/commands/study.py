@@ -332,6 +332,9 @@ def mutation(
         float | None,
         typer.Option("--budget", metavar="MIN", min=0.01, help="minutes for planting"),
     ] = None,
+    most: Annotated[
+        int, typer.Option("--cases", metavar="M", min=1, help="cases that each fault is planted in")
+    ] = 24,
     jobs: options.Jobs = None,
     out: Annotated[Path | None, options.output("--out", "write what is left here (JSON)")] = None,
 ) -> None:
@@ -339,13 +342,14 @@ def mutation(
 
     Faults are drawn by seed from all places where an operator applies: a call dropped, made twice,
     moved, or left out once; another op, group, root or dtype; a range, a comparison or a
-    constant off by one; a scale or a copy lost; arguments exchanged. Each is planted in up to 24
+    constant off by one; a scale or a copy lost; arguments exchanged. Each is planted in up to M
     cases that execute its line until one is red, first in those with the most triggers and
     features, for their seconds, that those before them do not have.
 
-    Told apart: faults in lines that no case executes; those without effect in any case (the bits of
-    every tensor, all calls and bytes are as without it); those that only a budget of CPU seconds
-    ended.
+    Told apart: faults in lines that no case executes, and those that a reason of
+    suite/studies/mutation/untaken.yaml explains; those without effect in any of the M cases (the
+    bits of every tensor, all calls and bytes are as without it); those that only a budget of CPU
+    seconds ended. Of a survivor is told what changed and no check minds.
 
     \b
     shardproof study mutation 200 --seed 3
@@ -363,7 +367,7 @@ def mutation(
     cases = study.judged_cases(selection.cases(installed()))
     some = bool(scenario or expression)
     seconds = None if budget is None else budget * 60
-    found = study.run(cases, count, seed, jobs or cores(), _to_stderr, some, seconds)
+    found = study.run(cases, count, seed, jobs or cores(), _to_stderr, some, seconds, most)
     for one in found.left():
         echo(f"{one.text()}\n")
     echo(found.sentence())

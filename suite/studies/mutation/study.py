@@ -208,17 +208,19 @@ def run(
     say: Say,
     only_reached: bool = False,
     budget: float | None = None,
+    most: int = MOST_CASES,
 ) -> Study:
     """Plant ``count`` faults in ``cases``, or as many of them as ``budget`` seconds allow.
 
-    ``only_reached``: faults are drawn from the lines that the cases execute.
+    ``only_reached``: faults are drawn from the lines that the cases execute.  ``most``: of the
+    cases, each is planted in so many.
     """
     homes = find_homes(cases, jobs, say)
     every = operators.faults()
     if only_reached:
         every = [fault for fault in every if any(home.executes(fault) for home in homes)]
     chosen = random.Random(seed).sample(every, min(count, len(every)))
-    return plant_all(homes, chosen, seed, jobs, say, budget)
+    return plant_all(homes, chosen, seed, jobs, say, budget, most)
 
 
 def plant_all(
@@ -228,13 +230,14 @@ def plant_all(
     jobs: int,
     say: Say,
     budget: float | None = None,
+    most: int = MOST_CASES,
 ) -> Study:
     """Each of ``chosen`` in ``homes``, some together, in their order."""
     began, done = time.monotonic(), list[Planted]()
     with Session(jobs) as session:
         for first in range(0, len(chosen), TOGETHER):
             faults = chosen[first : first + TOGETHER]
-            planted = [Planted(fault, _homes_of(fault, homes)) for fault in faults]
+            planted = [Planted(fault, _homes_of(fault, homes, most)) for fault in faults]
             while alive := [one for one in planted if one.is_open]:
                 if budget is not None and time.monotonic() - began > budget:
                     break
@@ -295,11 +298,11 @@ def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -
     return homes
 
 
-def _homes_of(fault: Fault, homes: Sequence[Home]) -> list[Home]:
+def _homes_of(fault: Fault, homes: Sequence[Home], most: int = MOST_CASES) -> list[Home]:
     """Where it can be planted: first what has the most that those before it have not."""
     able = [home for home in homes if home.executes(fault)]
     order, met = list[Home](), set[tuple[str, ...]]()
-    while able and len(order) < MOST_CASES:
+    while able and len(order) < most:
         best = max(able, key=lambda home: (len(home.pairs - met) / home.seconds, -home.seconds))
         able.remove(best)
         order.append(best)
