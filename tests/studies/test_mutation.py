@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import importlib
 import os
@@ -88,6 +89,43 @@ def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreach
     document = found.document()
     assert [one["state"] for one in document["left"]] == ["unreached", "without effect"]
     assert "zero3.py" in document["left"][0]["diff"]
+
+
+def test_a_fault_that_no_case_need_reach_is_told_with_its_reason() -> None:
+    (command, *_), (plain, *_) = (
+        operators.of_file(operators.ROOT / file) for file in ("checkpoint/convert.py", "ddp.py")
+    )
+    (guarded, *_) = [
+        fault
+        for fault in operators.of_file(operators.ROOT / "parts/consensus.py")
+        if lines.why_unreached(fault.file, fault.line) == lines.GUARD
+    ]
+    for fault, state in ((command, "explained"), (guarded, "explained"), (plain, "unreached")):
+        one = study.Planted(fault, [])
+        assert one.state == state
+        assert ("no case: " in one.text()) == (state == "explained")
+    assert "shardproof checkpoint convert" in study.Planted(command, []).text()
+    both = study.Study(1, 1, [study.Planted(command, []), study.Planted(plain, [])])
+    assert "0.0% killed" in both.sentence(), "one of the two counts"
+
+
+def test_a_survivor_tells_what_it_changed() -> None:
+    fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
+    case = quick_cases("ddp-gpt", "reference/naive_ddp")[0]
+    one = study.Planted(fault, [study.Home(case, 1.0, {}, {})], tried=1)
+    assert one.state == "without effect"
+    one.effect = case.id, frozenset(f".calls[].{name}" for name in "edcba")
+    assert one.state == "survived"
+    told = f"changed in {case.id}: .calls[].a, .calls[].b, .calls[].c, .calls[].d and 1 more"
+    assert one.text().endswith(told)
+
+
+def test_what_is_raised_has_no_faults() -> None:
+    path = operators.ROOT / "collectives/reducer.py"
+    raised = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Raise)]
+    within = {line for n in raised for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
+    assert len(within) > 3
+    assert within.isdisjoint(fault.line for fault in operators.of_file(path))
 
 
 def test_a_budget_ends_the_planting_and_what_it_leaves_out_is_told() -> None:
