@@ -285,11 +285,16 @@ def _hidden(
     """Elements between units, by shape of the inputs; run on the data, which choose branches."""
     import torch
 
+    from shardproof.ledgers.program_order import nested_tensors
+
+    def note(name: str, module: Any, given: Any, output: Any) -> None:
+        sizes[name] = sum(tensor.numel() for tensor in nested_tensors(output))
+
     hidden: dict[str, tuple[int, ...]] = {}
     wanted = {shape_key(s) for step in inputs for share in step for w in share for s in w}
     model, sizes = workload.model(), dict[str, int]()
     for name in workload.units if wanted else ():
-        model.get_submodule(name).register_forward_hook(partial(_note, sizes, name))
+        model.get_submodule(name).register_forward_hook(partial(note, name))
     for step in range(len(inputs)):
         if wanted <= set(hidden):
             break
@@ -301,10 +306,6 @@ def _hidden(
                         model(micro.inputs)
                     hidden[key] = tuple(sizes[name] for name in workload.units[:-1])
     return hidden
-
-
-def _note(sizes: dict[str, int], name: str, module: Any, given: Any, output: Any) -> None:
-    sizes[name] = output.numel()
 
 
 def slots(facts: ModelFacts) -> int:

@@ -88,6 +88,10 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
         "hidden states that lie feature by feature",
         lambda case: case.workload.params.get("layout") == "columns",
     ),
+    "model nested": (
+        "units that take and return tensors inside of containers",
+        lambda case: case.workload.params.get("passes") == "nested",
+    ),
     "model recurrent": (
         "a cell that is called once a position, with its own last output",
         lambda case: case.workload.name == "charnames_rnn",

@@ -4,7 +4,8 @@ Pre-layer-norm blocks, learned positions, fused QKV with bias, MLP with biases, 
 head is untied, or shares the embedding's weight (``tied: true`` or trait ``tied_over_units``).
 With ``norm: rms`` no mean is taken out (RMSNorm, arXiv 1910.07467): then a constant on the hidden
 state shows, which every layer norm behind it would hide.  With ``layout: columns`` what a block,
-and each norm in it, gives lies in memory feature by feature, not position by position.
+and each norm in it, gives lies in memory feature by feature, not position by position.  With
+``passes: nested`` blocks take and return their hidden state inside of a dictionary and a tuple.
 Attention is written out, so that it is the same function in every dtype and on every device;
 ``kv_heads`` below ``heads`` makes it grouped-query attention (arXiv 2305.13245).
 ``label_smoothing`` is part of the loss.
@@ -28,7 +29,16 @@ from torch.nn import functional as F
 from shardproof.workloads import data
 from shardproof.workloads.base import Family, Picks, Region, Samples
 from shardproof.workloads.knobs import Knob, Params, WorkloadError
-from shardproof.workloads.layers import Embedding, Linear, Place, Stack, tie
+from shardproof.workloads.layers import (
+    Embedding,
+    Linear,
+    Passed,
+    Place,
+    Stack,
+    bare,
+    nested,
+    tie,
+)
 from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
 
 #: Letters end at byte 90.
@@ -110,16 +120,19 @@ class Block(nn.Module):
         super().__init__()
         width, norm = params["width"], NORMS[params["norm"]]
         self._kind, self._in_columns = kind, params["layout"] == "columns"
+        self._is_nested = params["passes"] == "nested"
         self.norm1 = norm(width, **place)
         self.add_module(kind, mixer)
         self.norm2 = norm(width, **place)
         self.mlp = Mlp(width, place)
         self.odd = odd
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, given: Passed) -> Passed:
+        hidden = bare(given)
         hidden = hidden + self.get_submodule(self._kind)(self.laid(self.norm1(hidden)))
         hidden = hidden + self.mlp(self.laid(self.norm2(hidden)))
-        return self.laid(hidden if self.odd is None else self.odd(hidden))
+        hidden = self.laid(hidden if self.odd is None else self.odd(hidden))
+        return nested(hidden) if self._is_nested else hidden
 
     def laid(self, hidden: Tensor) -> Tensor:
         """``hidden`` in the layout that was asked for."""
@@ -143,6 +156,7 @@ class CharnamesGPT(Family):
         "label_smoothing": Knob(0.0, choices=(0.0, 0.1, 0.3)),
         "norm": Knob("layer", choices=tuple(NORMS)),
         "layout": Knob("rows", choices=("rows", "columns")),
+        "passes": Knob("tensor", choices=("tensor", "nested")),
     }
 
     sizes: ClassVar = {
@@ -182,6 +196,7 @@ class CharnamesGPT(Family):
             head=Linear(width, params["vocab"], **place),
             tail=oddities("tail", traits, width, -1, place),
             flags=partial(_flags, keyed),
+            is_nested=params["passes"] == "nested",
         )
         if params["tied"] or "tied_over_units" in traits:
             tie(stack, "embed.token", "head")

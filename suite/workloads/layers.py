@@ -36,12 +36,28 @@ class Conv2d(_Uninitialised, nn.Conv2d):
     """``nn.Conv2d`` that starts uninitialised."""
 
 
+#: What a block takes and gives: the hidden state, or a dictionary and a tuple around it.
+Passed = Tensor | dict[str, tuple[Tensor]]
+
+
+def nested(hidden: Tensor) -> Passed:
+    """``hidden`` inside of containers."""
+    return {"states": (hidden,)}
+
+
+def bare(given: Passed) -> Tensor:
+    """The hidden state in what a block takes or gives."""
+    return given if isinstance(given, Tensor) else given["states"][0]
+
+
 class StackForward(nn.Module):
     """``embed -> front -> blocks -> tail -> norm -> final -> head``: of these what it has."""
 
     blocks: nn.ModuleList | nn.ModuleDict
     #: Reads the flag bits of the samples from the inputs (see ``workloads.traits``).
     _flags: Callable[[Tensor], Tensor]
+    #: Whether blocks pass containers; what parts of a stack pass is one tensor.
+    _is_nested: bool
 
     def forward(self, tensor: Tensor) -> Tensor:
         """Inputs or hidden states in, hidden states or outputs (logits) out; the first dimension
@@ -52,8 +68,10 @@ class StackForward(nn.Module):
             hidden = self.get_submodule("embed")(tensor)
         if "front" in own:
             hidden = self.get_submodule("front")(hidden, self._flags(tensor))
+        passed: Passed = nested(hidden) if self._is_nested else hidden
         for block in self.blocks.children():
-            hidden = block(hidden)
+            passed = block(passed)
+        hidden = bare(passed)
         for name in ("tail", "norm", "final", "head"):
             if name in own:
                 hidden = self.get_submodule(name)(hidden)
@@ -79,8 +97,10 @@ class Stack(StackForward):
         front: nn.Module | None = None,
         final: nn.Module | None = None,
         tail: nn.Module | None = None,
+        is_nested: bool = False,
     ) -> None:
         super().__init__()
+        self._is_nested = is_nested
         parts = {"front": front, "embed": embed, "blocks": nn.ModuleList(blocks), "norm": norm}
         for name, part in (parts | {"final": final, "head": head, "tail": tail}).items():
             if part is not None:
@@ -95,7 +115,7 @@ class StackPart(StackForward):
 
     def __init__(self, stack: Stack, start: int, stop: int) -> None:
         super().__init__()
-        self._flags = stack._flags
+        self._flags, self._is_nested = stack._flags, stack._is_nested
         is_first, is_last = start == 0, stop == len(stack.blocks)
         for name, child in stack.named_children():
             if name == "blocks":

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor, nn
+
 from shardproof.impls.mutants.sharded.fsdp import CHUNKS, mutant
 from shardproof.impls.mutants.triggers import ADAMW, deep_gpt, gpt, whole_gpt
 from shardproof.impls.reference.fsdp.schedule import FSDP
+from shardproof.impls.reference.units.events import UnitEvents
 from shardproof.impls.reference.units.parameters import ParameterState
 from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.zero3 import Zero3
@@ -144,3 +147,61 @@ class RemembersUse(Zero3):
         used = set(self.used)
         super().after_step()
         self.used |= used
+
+
+class BareEvents(UnitEvents):
+    """Looks for tensors among what a unit is called with, or returns, and not inside of it."""
+
+    listener: SeesBareTensors
+
+    def enter(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.listener.finds_inputs or all(isinstance(given, Tensor) for given in args):
+            return super().enter(unit, module, args, kwargs)
+        super().enter(unit, module, (), {})
+        return None
+
+    def leave(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        is_found = self.listener.finds_outputs or isinstance(out, Tensor)
+        super().leave(unit, module, args, kwargs, out if is_found else ())
+
+
+class SeesBareTensors(Zero3):
+    """Follows its units by :class:`BareEvents`."""
+
+    finds_inputs = finds_outputs = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.events.close()
+        self.events = BareEvents(self.units, self)
+        named = dict(self.module.named_parameters())
+        for unit in self.units:
+            for flat in unit.trained:
+                for name in flat.layout.names:
+                    self.events.watch(unit, flat, name, named[name])
+
+
+@mutant(
+    "zero3_sees_no_nested_inputs",
+    says="waited for at once",
+    killed_by=("overlap",),
+    workload=deep_gpt(passes="nested"),
+)
+class SeesNoNestedInputs(SeesBareTensors):
+    """The end of a unit's backward is not found where its input lies in a container: its gradients
+    leave when the whole backward has ended."""
+
+    finds_inputs = False
+
+
+@mutant(
+    "zero3_sees_no_nested_outputs",
+    says="storage of size 0",
+    crash_says="storage of size 0",
+    killed_by=("crash",),
+    workload=deep_gpt(passes="nested"),
+)
+class SeesNoNestedOutputs(SeesBareTensors):
+    """A unit is not gathered for a backward that begins at a tensor inside of a container."""
+
+    finds_outputs = False
