@@ -598,7 +598,7 @@ OTHERS = (
     *("samplers", "stopping"),
     "compression",
     *("local", "async", "elastic"),
-    *("no-layer-norm", "recurrence", "gradient-penalty", "rotating-shares"),
+    *("no-layer-norm", "nested-units", "recurrence", "gradient-penalty", "rotating-shares"),
 )
 
 
