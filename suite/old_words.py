@@ -78,7 +78,8 @@ def stored_line(line: dict[str, Any]) -> dict[str, Any]:
     for part in (line.get("case"), line.get("cell")):
         if isinstance(part, dict):
             stored_case(part)
-    for check in line.get("checks") or ():
+    checks = line.get("checks")
+    for check in checks if isinstance(checks, list) else ():
         if isinstance(check, dict):
             _rename(check, "check")
     for key in ("killed_by", "failing"):

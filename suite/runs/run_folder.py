@@ -35,7 +35,15 @@ from shardproof.case import Case
 from shardproof.checks.results import CaseResult, Kill, LeftOut, rerun
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError, printable
-from shardproof.files import DAMAGE, UNWRITABLE, lines_of, open_input, read_input, write_whole
+from shardproof.files import (
+    DAMAGE,
+    UNWRITABLE,
+    lines_of,
+    open_input,
+    read_input,
+    require_types,
+    write_whole,
+)
 from shardproof.runs import shard
 from shardproof.runs.header import (
     FORMAT,
@@ -358,6 +366,7 @@ def read_plan(path: Path) -> dict[str, Case]:
     for raw in read_input(file).splitlines() if file.exists() else ():
         try:
             case = Case.from_dict(json.loads(raw))
+            require_types(case)
         except DAMAGE:
             continue  # cut off by a kill, before any case of that invocation ran
         cases[case.id] = case
