@@ -71,7 +71,8 @@ EVERY_MICRO_BATCH: Mapping[str, str] = {
 
 # Imported where the ranks are forked from, once, because it takes more than a second.
 if importlib.util.find_spec("deepspeed") is not None:
-    with environment():
+    # A torch without CUDA has one accelerator; unnamed, it is a warning in front of every command.
+    with environment(**({} if torch.version.cuda else {"DS_ACCELERATOR": "cpu"})):
         import deepspeed
         import deepspeed.runtime.engine
 
