@@ -120,6 +120,16 @@ def test_a_survivor_tells_what_it_changed() -> None:
     assert one.text().endswith(told)
 
 
+def test_a_fault_without_end_is_planted_in_two_cases() -> None:
+    fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
+    case = quick_cases("ddp-gpt", "reference/naive_ddp")[0]
+    one = study.Planted(fault, [study.Home(case, 1.0, {}, {})] * 9, tried=1, endless=1)
+    assert one.is_open
+    one.tried, one.endless = 2, 2
+    assert not one.is_open
+    assert one.state == "endless"
+
+
 def test_what_is_raised_has_no_faults() -> None:
     path = operators.ROOT / "collectives/reducer.py"
     raised = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Raise)]

@@ -42,6 +42,8 @@ MOST_CASES = 24
 #: Faults that are planted together, each in a case at a time.
 TOGETHER = 64
 _SAY_SECONDS = 10.0
+#: Cases that an endless fault is planted in: each takes the whole budget.
+_MOST_ENDLESS = 2
 #: Places of an effect that a line tells.
 _MOST_PLACES = 4
 #: What a case measured, by place: ``records[].traffic[].bytes`` -> values in their order.
@@ -95,7 +97,7 @@ class Planted:
     homes: list[Home]
     tried: int = 0
     killed_by: str = ""
-    is_endless: bool = False
+    endless: int = 0  # cases that its budget of CPU seconds ended
     is_planted: bool = True
     #: The first case that measured something else, and where.
     effect: tuple[str, frozenset[str]] | None = None
@@ -103,7 +105,8 @@ class Planted:
     @property
     def is_open(self) -> bool:
         """Whether another case could kill it."""
-        return not self.killed_by and self.tried < len(self.homes)
+        is_endless = self.endless >= _MOST_ENDLESS
+        return not (self.killed_by or is_endless) and self.tried < len(self.homes)
 
     @property
     def reason(self) -> str:
@@ -118,7 +121,7 @@ class Planted:
             return "explained" if self.reason else "unreached"
         if not self.is_planted:
             return "not planted"
-        if self.is_endless:
+        if self.endless:
             return "endless"
         return "without effect" if self.effect is None else "survived"
 
@@ -331,7 +334,7 @@ def _plant(session: Session, faults: Sequence[Planted]) -> None:
             failing = [outcome.check for outcome in result.checks if outcome.status == "fail"]
             one.killed_by = f"{', '.join(failing) or kind} in {home.case.id}"
         elif kind == verdicts.OVER_BUDGET:
-            one.is_endless = True
+            one.endless += 1
         elif one.effect is None and (places := home.changed(measured(account))):
             one.effect = home.case.id, places
 
