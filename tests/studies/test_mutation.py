@@ -69,6 +69,16 @@ def test_every_function_with_a_fault_can_be_given_other_code() -> None:
     assert not lost
 
 
+def test_a_call_of_super_can_be_dropped() -> None:
+    """Without it the function would have no cell of its class, and could not get the code."""
+    fault = named("ddp.py", "drop", "super().after_step()")
+    assert fault.after == "pass"
+    program = (
+        f"from shardproof.studies.mutation import planted as p; p._plant('ddp.py', {fault.number})"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

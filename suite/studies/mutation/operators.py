@@ -154,7 +154,7 @@ def _of_body(body: list[ast.stmt]) -> Iterator[Site]:
             continue
         if _acts(statement):
             source = ast.unparse(statement)
-            nothing = ast.copy_location(ast.Pass(), statement)
+            nothing = ast.fix_missing_locations(ast.copy_location(_nothing(statement), statement))
             yield "drop", statement, "pass", functools.partial(put, nothing)
             guarded = _once_skipped(statement)
             yield "skip once", statement, guarded, functools.partial(put, guarded)
@@ -166,6 +166,12 @@ def _of_body(body: list[ast.stmt]) -> Iterator[Site]:
                 yield "move", statement, f"{ast.unparse(body[index + 1])}; {source}", swap
         if isinstance(statement, ast.For):
             yield from _of_loop(statement)
+
+
+def _nothing(statement: ast.stmt) -> ast.stmt:
+    """``pass``; for a call of ``super()`` the class, whose cell the function must keep."""
+    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    return ast.Expr(ast.Name("__class__", ast.Load())) if "super" in names else ast.Pass()
 
 
 def _is_text(statement: ast.stmt) -> bool:
