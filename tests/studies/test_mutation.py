@@ -180,7 +180,8 @@ def test_first_come_cases_with_pairs_of_their_own() -> None:
 def test_times_are_no_effect_nor_is_what_two_clean_runs_do_not_have_alike() -> None:
     def told(time: float, length: int, sent: int) -> study.Figures:
         call = {"began": time, "cpu": time, "length": length, "bytes": sent}
-        return study.measured({"figures": {"calls": [call]}})
+        judged = {"oracle": {"norm": time}, "compared": {"error": time}}
+        return study.measured({"figures": {"calls": [call], **judged}})
 
     first, again = told(1.0, 12, 4), told(2.0, 12, 4)
     assert first == again

@@ -1,7 +1,7 @@
 """Which systematic faults survive: ``shardproof study mutation``.
 
-1. Every case of reference strategies runs once with notes of the lines that it executes, and once
-   without.  One that does not pass says nothing about faults; in what the two differ, neither does
+1. Every case of reference strategies runs once with notes of the lines that it executes, and twice
+   without.  One that does not pass says nothing about faults; in what these differ, neither does
    it: lengths of paths in messages, the numbers of events.
 2. A sample of faults by seed.  Each is planted in the cases that execute its line until one is red:
    then it is killed.  First come those that have the most pairs of the coverage table for their
@@ -49,7 +49,9 @@ _MOST_PLACES = 4
 #: What a case measured, by place: ``records[].traffic[].bytes`` -> values in their order.
 Figures = Mapping[str, Sequence[str]]
 #: What any two runs of one program differ in.
-_OF_THE_MACHINE = ("timings", "seconds", "peak", "began", "ended", "cpu")
+_OF_THE_MACHINE = ("timings", "seconds", "peak", "began", "ended", "cpu", "released")
+#: What the judge makes of what ranks did, and what it compares that with.
+_OF_THE_JUDGE = ("compared", "oracle")
 #: What messages about checkpoints are long: they tell names and times of a run.
 _TOLD = (".payload_bytes", ".logical_bytes")
 #: What counts for no share.
@@ -264,7 +266,7 @@ def arcs_of(cases: Sequence[Case], jobs: int, say: Say) -> dict[str, set[reached
 def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -> list[Home]:
     """The cases that pass, with what they execute and measure, and what of that is unsteady.
 
-    ``again``: run twice; without it nothing is known to be unsteady.
+    ``again``: run twice more; without it nothing is known to be unsteady.
     """
     noting = [
         replace(case, id=f"{number}", implementation=planted.of_case(_strategy(case), number))
@@ -286,15 +288,15 @@ def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -
         finally:
             del os.environ[reached.VARIABLE]
         noted = reached.arcs(Path(folder))
-    if again:
+    for turn in ("again", "once more") if again else ():
         plain = [replace(cases[number], id=f"{number}") for number in sorted(passed)]
         with Session(jobs) as session:
-            session.run(plain, _counted(len(plain), "cases again", say), on_account=keep)
+            session.run(plain, _counted(len(plain), f"cases {turn}", say), on_account=keep)
     homes = []
     for number, runs in sorted(passed.items()):
-        if len(runs) == (2 if again else 1):
-            (_, before), (seconds, figures) = runs[0], runs[-1]
-            unsteady = unlike(before, figures)
+        if len(runs) == (3 if again else 1):
+            seconds, figures = runs[-1]
+            unsteady = frozenset[str]().union(*(unlike(other, figures) for _, other in runs))
             if cases[number].checkpoint is not None:
                 unsteady |= {place for place in figures if place.endswith(_TOLD)}
             homes.append(Home(cases[number], seconds, figures, noted.get(number, {}), unsteady))
@@ -371,7 +373,8 @@ def _values(value: Any, place: str) -> Iterator[tuple[str, str]]:
     """Every number and text in ``value``, with its place."""
     if isinstance(value, Mapping):
         for name, inner in sorted(value.items()):
-            if not any(word in name for word in _OF_THE_MACHINE):
+            of_the_judge = not place and name in _OF_THE_JUDGE
+            if not (of_the_judge or any(word in name for word in _OF_THE_MACHINE)):
                 yield from _values(inner, f"{place}.{name}")
     elif isinstance(value, list | tuple):
         for inner in value:
