@@ -6,6 +6,7 @@ out.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -88,6 +89,9 @@ def _argument(case: Case, folder: Path | None) -> str:
     return f"{case.scenario if own else shlex.quote(file)} --tier {case.tier}"
 
 
+_FRACTION = re.compile(r"\d{1,40}(/[1-9]\d{0,39})?", re.ASCII)
+
+
 @dataclass
 class CaseResult(_Line):
     """What became of a case.
@@ -120,8 +124,14 @@ class CaseResult(_Line):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The result in a line of ``cases.jsonl``."""
+        """The result in a line of ``cases.jsonl``.
+
+        :raises TypeError: as for any line, or bytes that are no fraction.
+        """
         result = super().from_dict(data)
+        for figure in (result.bytes_sent, result.bytes_expected):
+            if figure and not _FRACTION.fullmatch(figure):
+                raise TypeError(f"no number of bytes: {figure!r:.80}")
         # JSON has no infinity: it is stored as text.
         result.worst_error, result.bound = (
             None if value is None else float(value) for value in (result.worst_error, result.bound)
