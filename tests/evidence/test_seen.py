@@ -12,8 +12,9 @@ from made_case import made_case
 
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence import seen
-from shardproof.evidence.records import StepRecord
+from shardproof.evidence.records import ComparisonRow, StepRecord
 from shardproof.ledgers.traffic import Call
+from shardproof.workloads.calls import described
 
 
 def call(issued: int = 0, waited: int | None = 1, **more: Any) -> Call:
@@ -130,7 +131,24 @@ def test_events_of_units_and_stages() -> None:
     assert found == {"a unit that is computed again", "a weight gradient by itself"}
 
 
-def test_what_trains_nothing_has_no_events() -> None:
+@pytest.mark.parametrize(
+    ("layouts", "found"),
+    [
+        (["contiguous"], ()),
+        (["strided"], ("a call of a strided tensor",)),
+        (["empty", "strided"], ("a call of a strided tensor", "a collective without elements")),
+    ],
+)
+def test_what_trains_nothing_has_the_events_of_the_calls_that_it_makes(
+    layouts: list[str], found: tuple[str, ...]
+) -> None:
     one = figures([[call(strided=True)]], [[call()]])
     one.case = made_case("reference/ddp", {"replicate": 2}, steps=0)
-    assert seen.of(one) == ()
+    for record in one.records:
+        record.calls = [
+            ComparisonRow(
+                0, "all_reduce", described({"operation": "all_reduce", "form": "tensor"} | cell)
+            )
+            for cell in ({"dtype": "float32", "layout": layout} for layout in layouts)
+        ]
+    assert seen.of(one) == found
