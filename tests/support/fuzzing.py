@@ -123,7 +123,8 @@ class Input:
     words: tuple[str, ...]
 
     def save(self, why: str) -> Path:
-        """Keep it, with why, in the corpus."""
+        """Keep it, with why, in the corpus; of files in tracebacks the names, not the folders."""
+        why = re.sub(r'(File ")[^"]*/', r"\1", why)
         fields = {**vars(self), "content": gzip.compress(self.content, mtime=0).hex(), "why": why}
         text = json.dumps(fields, indent=1) + "\n"
         path = CORPUS / f"{self.base}-{hashlib.sha256(text.encode()).hexdigest()[:10]}.json"

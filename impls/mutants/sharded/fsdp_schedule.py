@@ -149,36 +149,21 @@ class RemembersUse(Zero3):
         self.used |= used
 
 
-class BareEvents(UnitEvents):
-    """Looks for tensors among what a unit is called with, or returns, and not inside of it."""
-
-    listener: SeesBareTensors
+class NoNestedInputs(UnitEvents):
+    """Looks for tensors among what a unit is called with, and not inside of it."""
 
     def enter(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.listener.finds_inputs or all(isinstance(given, Tensor) for given in args):
+        if all(isinstance(given, Tensor) for given in args):
             return super().enter(unit, module, args, kwargs)
         super().enter(unit, module, (), {})
         return None
 
+
+class NoNestedOutputs(UnitEvents):
+    """Looks for a tensor that a unit returns, and not inside of what it returns."""
+
     def leave(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        is_found = self.listener.finds_outputs or isinstance(out, Tensor)
-        super().leave(unit, module, args, kwargs, out if is_found else ())
-
-
-class SeesBareTensors(Zero3):
-    """Follows its units by :class:`BareEvents`."""
-
-    finds_inputs = finds_outputs = True
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.events.close()
-        self.events = BareEvents(self.units, self)
-        named = dict(self.module.named_parameters())
-        for unit in self.units:
-            for flat in unit.trained:
-                for name in flat.layout.names:
-                    self.events.watch(unit, flat, name, named[name])
+        super().leave(unit, module, args, kwargs, out if isinstance(out, Tensor) else ())
 
 
 @mutant(
@@ -187,11 +172,11 @@ class SeesBareTensors(Zero3):
     killed_by=("overlap",),
     workload=deep_gpt(passes="nested"),
 )
-class SeesNoNestedInputs(SeesBareTensors):
+class SeesNoNestedInputs(Zero3):
     """The end of a unit's backward is not found where its input lies in a container: its gradients
     leave when the whole backward has ended."""
 
-    finds_inputs = False
+    events_type = NoNestedInputs
 
 
 @mutant(
@@ -201,7 +186,7 @@ class SeesNoNestedInputs(SeesBareTensors):
     killed_by=("crash",),
     workload=deep_gpt(passes="nested"),
 )
-class SeesNoNestedOutputs(SeesBareTensors):
+class SeesNoNestedOutputs(Zero3):
     """A unit is not gathered for a backward that begins at a tensor inside of a container."""
 
-    finds_outputs = False
+    events_type = NoNestedOutputs

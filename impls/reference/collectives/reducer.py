@@ -41,7 +41,8 @@ class ByAlgorithm(Reducer):
 
     def reduce_scatter(self, bucket: Bucket, comm: Comm, shard: Tensor) -> Work:
         """In place; a shard that lies elsewhere is copied in the end."""
-        if self.scattering is None or comm.size == 1:  # no rounds, hence nothing to start
+        # A ring of one has no rounds: the backend's call says whose buffer ``shard`` is meanwhile.
+        if self.scattering is None or comm.size == 1:
             return super().reduce_scatter(bucket, comm, shard)
         own = part_of(bucket.flat, comm, shard)
         rounds = self.scattering(comm.rank, comm.size, bucket.flat.numel())

@@ -41,6 +41,8 @@ class WrappedModel(ShardedModel, Listener):
     between forward and backward; its size divides that of the axis.
     """
 
+    events_type: type[UnitEvents] = UnitEvents
+
     def __init__(
         self,
         module: nn.Module,
@@ -58,7 +60,7 @@ class WrappedModel(ShardedModel, Listener):
         )
         super().__init__(module, comms, plan, precision, context)
         self.chunks = chunks
-        self.events = UnitEvents(self.units, self)
+        self.events = self.events_type(self.units, self)
         named = dict(module.named_parameters())
         for unit in self.units:
             for flat in unit.trained:
