@@ -115,8 +115,8 @@ def test_a_fault_that_no_case_need_reach_is_told_with_its_reason() -> None:
         assert one.state == state
         assert ("no case: " in one.text()) == (state == "explained")
     assert "shardproof checkpoint convert" in study.Planted(command, []).text()
-    both = study.Study(1, 1, [study.Planted(command, []), study.Planted(plain, [])])
-    assert "0.0% killed" in both.sentence(), "one of the two counts"
+    both = study.Study(1, 1, [study.Planted(command, []), study.Planted(plain, [], killed_by="x")])
+    assert "100.0% killed" in both.sentence(), "what is explained does not count"
 
 
 def test_a_survivor_tells_what_it_changed() -> None:
