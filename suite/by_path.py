@@ -166,7 +166,8 @@ def attribute(module: ModuleType, name: str) -> Any:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            choices = nearest(part, [n for n, v in vars(value).items() if _is_own(n, v, module)])
+            own = [n for n, v in vars(value).items() if _is_own(n, v, module)]
+            choices = nearest(part, own, "names of its own")
             raise CannotImport(f"has no {name!r} in {_called(module)}; {choices}")
         value = getattr(value, part)
     return value

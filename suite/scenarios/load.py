@@ -325,7 +325,9 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
             elif kind == "model_type":
                 remedy = f"write {{name: {given}}}{about}"
         elif isinstance(given, list) and location == ["workload"]:
-            remedy = f"give one here, variants as the axis matrix.workload{about}"
+            remedy = (
+                f"give one here, variants, each with a label, as the axis matrix.workload{about}"
+            )
     return Problem(what, remedy, value, file, node.locate(location))
 
 

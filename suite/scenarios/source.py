@@ -167,7 +167,8 @@ class _Reader:
             mark = error.context_mark if is_open else error.problem_mark or error.context_mark
             what = " ".join(filter(None, (error.context, error.problem))) or "cannot be read"
             at = mark.line + 1 if mark else 1
-            raise self.error(at, f"not valid YAML: {what}", self._syntax_hint(text, at)) from None
+            remedy = "close what begins here" if is_open else self._syntax_hint(text, at)
+            raise self.error(at, f"not valid YAML: {what}", remedy) from None
         except (yaml.YAMLError, UnicodeError, ValueError) as error:
             if isinstance(error, ScenarioError):
                 raise

@@ -249,7 +249,7 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
     ),
     "own tag": ("an example", "!include x", 2, "YAML tag (!include)"),
     "binary tag": ("an example", "!!binary aGk=", 2, "YAML tag (!!binary)"),
-    "bad syntax": ("[nothing]", "[nothing", 3, "not valid YAML"),
+    "bad syntax": ("[nothing]", "[nothing", 3, "close what begins here"),
     "axis outside of matrix": ("about:", "precision: [bfloat16]\nabout:", 2, "move it into matrix"),
     "workload without a key": (
         "  name: gpt\n  traits: [tied]",
@@ -261,7 +261,7 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
         "  name: gpt\n  traits: [tied]",
         "  - gpt",
         4,
-        "variants as the axis matrix.workload",
+        "variants, each with a label, as the axis matrix.workload",
     ),
     "tab": ("  name: gpt", "\tname: gpt", 5, "spaces, not tabs"),
     "second document": ("sees:", "---\nsees:", 3, "second document"),

@@ -269,7 +269,7 @@ def test_a_campaign_of_ones_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nowhere:Mine", "no module 'nowhere' here or installed"),
         (
             "adopted:Nobody",
-            "in adopted; valid names: (?!.*(Tensor|torch|annotations)).*GreedyZero1",
+            "in adopted; names of its own: (?!.*(Tensor|torch|annotations)).*GreedyZero1",
         ),
     ):
         with pytest.raises(SelectionError, match=says):

@@ -105,6 +105,27 @@ class Nested(nn.Module):
         return self.last(hidden)
 
 
+class Wrapping(nn.Module):
+    """Gives its hidden state inside of a dictionary, and takes it so or bare."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 8)
+
+    def forward(self, given: Any) -> dict[str, Tensor]:
+        hidden = given if isinstance(given, Tensor) else given["hidden"]
+        return {"hidden": torch.tanh(self.inner(hidden))}
+
+
+class Unwrapping(nn.Linear):
+    def forward(self, given: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(given["hidden"])
+
+
+def wrapping() -> nn.Module:
+    return nn.Sequential(Wrapping(6), Wrapping(8), Unwrapping(8, 2))
+
+
 def words(size: int, generator: torch.Generator) -> Pair:
     symbols = torch.randint(11, (size, 6), generator=generator)
     return symbols[:, :-1], symbols[:, 1:]
@@ -132,6 +153,7 @@ def slot_like() -> nn.Module:
 ONE_LAYER = OwnWorkload(one_layer, each, points)
 SLOT_LIKE = OwnWorkload(slot_like, each, points)
 CHAIN = OwnWorkload(chain, each, points)
+WRAPPING = OwnWorkload(wrapping, each, points)
 NESTED = OwnWorkload(Nested, each, points)
 ATTENDING = OwnWorkload(Attending, each, words)
 NORMED = OwnWorkload(Normed, squares, vectors)

@@ -10,7 +10,7 @@ import own_things
 import pytest
 import torch
 from commands import here
-from own_models import ATTENDING, CHAIN, NESTED, NORMED
+from own_models import ATTENDING, CHAIN, NESTED, NORMED, WRAPPING
 
 from shardproof import prove, workloads
 from shardproof.case import WorkloadSpec
@@ -209,3 +209,11 @@ def test_what_a_strategy_finds_out_in_training_is_a_refusal() -> None:
     frame = prove("reference/ddp", workload=NESTED, options={"recompute_every": 2}, worlds=(2,))
     assert list(frame["verdict"]) == ["refused"], list(frame["reason"])
     assert "option 'recompute_every': unit 'blocks.1' was not called with" in frame["reason"][0]
+
+
+def test_stages_that_would_pass_containers_are_refused() -> None:
+    frame = prove("reference/pipeline", workload=WRAPPING, worlds=(2,))
+    assert list(frame["verdict"]) == ["refused"], list(frame["reason"])
+    assert "axis 'pipe': stage 0 returned a dict; stages pass one tensor" in frame["reason"][0]
+    frame = prove("reference/zero3", workload=WRAPPING, worlds=(2,))
+    assert list(frame["verdict"]) == ["pass"], list(frame["reason"])

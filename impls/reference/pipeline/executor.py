@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from shardproof.comm import Comm
-from shardproof.contract import MicroBatch
+from shardproof.contract import MicroBatch, Refused
 from shardproof.impls.reference.pipeline.messages import Key, Messages
 from shardproof.impls.reference.pipeline.split_backward import Deferred
 from shardproof.impls.reference.pipeline.stages import Stage
@@ -144,6 +144,9 @@ class Executor:
             output = own.module(entered)
             if stage == self.last:
                 output = self.loss(output, self.window[micro])
+        if not isinstance(output, Tensor):
+            kind = type(output).__name__
+            raise Refused(f"axis 'pipe': stage {stage} returned a {kind}; stages pass one tensor")
         if stage == self.last:
             self.losses[micro] = output.detach()
         else:

@@ -249,7 +249,7 @@ def plant_all(
                 _plant(session, alive)
                 told = [one for one in planted if not one.is_open]
                 left = len(chosen) - len(done) - len(told)
-                say(Study(seed, len(homes), [*done, *told], left).sentence())
+                say(f"{Study(seed, len(homes), [*done, *told]).sentence()}; {left} to go")
             done += [one for one in planted if not one.is_open]
     return Study(seed, len(homes), done, len(chosen) - len(done))
 
