@@ -98,8 +98,7 @@ class DDPCompressed(PyTorchDDP):
         if chosen.method == "bf16_hook":
             backends = ("nccl",)
         elif chosen.method not in CASTS:
-            # On a GPU the hook draws its factors on the host, and no formula has that copy.
-            backends = tuple(b for b in backends if b not in ("in_memory", "gloo_cuda"))
+            backends = tuple(b for b in backends if b != "in_memory")
         if chosen.method == "powersgd_hook":
             declines = {**declines, **NO_MATRIX}
         return replace(

@@ -81,7 +81,7 @@ from shardproof.impls.reference.engine.state import (
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
 from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.parts.compressors.owed import Owed
-from shardproof.impls.reference.parts.reducers import Reducer, slot_of
+from shardproof.impls.reference.parts.reducers import Reducer, pieces_on, slot_of
 
 #: Among what a checkpoint holds beside tensors.
 PROGRESS = "elastic"
@@ -300,7 +300,8 @@ class ReferenceElastic(Engine):
         self.mesh = mesh
         owed = [*self.reducer.pieces(), *self.handed]
         self.reducer, self.handed = self.make_reducer(), []
-        self.reducer.load_pieces([piece for piece in owed if slot_of(piece.name) == "residual"])
+        kept = [piece for piece in owed if slot_of(piece.name) == "residual"]
+        self.reducer.load_pieces(pieces_on(mesh.device, kept))
         self.handle.regroup(comm, self.reducer)  # type: ignore[attr-defined]
         own = -1 if mesh.rank in joined else self.committed.steps
         steps = comm.all_gather_object(own)  # [6]

@@ -243,7 +243,10 @@ def _moved(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iter
             moved[row.step, row.kind] += row.bytes
     for step in evidence.steps:
         updated = updated if record.steps[step].skipped else step
-        for way, size in cost_model.host_traffic(record.rank, step, updated).items():
+        at = (record.rank, step, updated)
+        besides = cost_model.gpu_traffic(*at) if _on_gpu(record) else {}
+        for way, promised in cost_model.host_traffic(*at).items():
+            size = promised + besides.get(way, 0)
             kind = f"{way} between device and host"
             yield "moved", step, "step", kind, moved[step, way], size, size
 

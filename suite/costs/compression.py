@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal
 
 from shardproof.costs import collectives
-from shardproof.costs.layout import Flat
+from shardproof.costs.layout import Flat, layouts
 from shardproof.costs.model import Flow, Operation, grouped_flow
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used_by
 
@@ -119,6 +120,17 @@ def _by_hook(facts: ModelFacts, flat: Flat) -> list[int]:
         n1, n2, r = _matrix({"rank": option.get("rank", 1)}, tensor, worth=2)
         rest, lefts, rights = rest + (not r) * tensor.numel, lefts + n1 * r, rights + n2 * r
     return [item * elements for elements in (rest, lefts, rights)]
+
+
+def drawn_on_host(facts: ModelFacts, step: int) -> int:
+    """Bytes of the first factors of torch's PowerSGD, which are drawn there and copied in the first
+    step that sends factors (powerSGD_hook.py: ``torch.randn(..., device="cpu")``).
+    """
+    option = chosen(facts)
+    if option.get("method") not in _HOOKS[2:] or step != option.get("start", 2):
+        return 0
+    facts = replace(facts, step=step)
+    return sum(_by_hook(facts, flat)[-1] for flat in layouts(facts.trainable, 1))
 
 
 def option_count(option: Mapping[str, Any]) -> Any:

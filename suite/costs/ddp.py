@@ -112,6 +112,11 @@ class DDP(Single):
         payloads = [flat.payload(flat.dtype) for flat in flats]
         return collectives.flow(self.facts, "replicate", operation, payloads)
 
+    def gpu_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
+        """With the factors that a hook of torch draws on the host."""
+        drawn = compression.drawn_on_host(self.facts, step)
+        return super().gpu_traffic(rank, step, updated) | {"up": drawn}
+
     def why_overlap_is_not_judged(self) -> str:
         """Rounds of several buckets, or calls of compressed ones, are alike in the log."""
         chosen = collectives.over_send_recv(self.facts, "all_reduce")

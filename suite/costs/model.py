@@ -226,6 +226,15 @@ class CostModel(ABC):
         """Floating-point bytes that ``rank`` copies in ``step``: ``down``, to the host, ``up``."""
         return {"down": 0, "up": 0}
 
+    def gpu_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
+        """What is copied besides, as in :meth:`host_traffic`, where the device is a GPU.
+
+        Gradients in host memory are multiplied there by the factor of clipping: a float64 comes
+        down.  On a CPU an operator reads a single number where it lies.
+        """
+        is_clipped = self.facts.clipped and updated == step
+        return {"down": 8 * (is_clipped and any(self.host(rank, step, updated).values()))}
+
     def why_overlap_is_not_judged(self) -> str:
         """Why the log of calls does not tell what overlaps in this case; ``""``: it does."""
         return ""

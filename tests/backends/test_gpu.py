@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from made_case import made_case
+from test_costs import plan
 
 from shardproof.backends import BACKENDS, cuda, gloo
 from shardproof.bench import leader_tasks
@@ -24,9 +26,14 @@ from shardproof.checks import Outcome, memory
 from shardproof.checks.results import CaseResult
 from shardproof.commands import doctor, prove
 from shardproof.compare import exact_figures
-from shardproof.contract import Untrained
+from shardproof.contract import Piece, Untrained
+from shardproof.costs import CostModel, cost_model_of
 from shardproof.evidence.account import Account
-from shardproof.evidence.records import RankRecord
+from shardproof.evidence.records import RankRecord, StepRecord
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.masters import Masters
+from shardproof.impls.reference.parts import reducers
+from shardproof.impls.reference.parts.reducers import Reducer
 from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.registry import load
@@ -243,6 +250,73 @@ def test_step_counters_on_the_host_count_beside_a_gpu_only() -> None:
     assert memory._counters(model, on_gpu, counters) == 8
     assert memory._counters(model, on_cpu, counters) == 0
     assert memory._counters(model, on_gpu, {"host": {"optimizer_state": 1600}}) == 0  # state
+
+
+def test_one_factor_comes_down_to_gradients_in_host_memory_beside_a_gpu_only() -> None:
+    optimizer = {"options": {"offload": "optimizer"}, "steps": 3}
+    clipped, plain, at_rest = (
+        cost_model_of("zero1", plan("zero1", 1, **fields))
+        for fields in ({"clipped": True, **optimizer}, optimizer, {"clipped": True, "steps": 3})
+    )
+    on_gpu, on_cpu = (
+        _record(MemoryRow("mark", 0, "after_update", device, "parameters", 800))
+        for device in ("cuda:0", "cpu")
+    )
+    for record in (on_gpu, on_cpu):
+        record.steps = [
+            StepRecord(step, 0, 1.0, None, metrics={"skipped": float(step == 1)})
+            for step in range(3)
+        ]
+    evidence: Any = SimpleNamespace(steps=range(3))
+
+    def more(cost_model: CostModel | None, record: RankRecord) -> dict[tuple[int, str], int]:
+        """Bytes that are promised beside those of ``host_traffic``."""
+        assert cost_model is not None
+        found = {}
+        for _, step, _, kind, _, least, most in memory._moved(evidence, cost_model, record):
+            updated = 0 if step == 1 else step
+            way = kind.split()[0]
+            assert least == most
+            found[step, way] = most - cost_model.host_traffic(0, step, updated)[way]
+        return {key: size for key, size in found.items() if size}
+
+    assert more(clipped, on_gpu) == {(0, "down"): 8, (2, "down"): 8}  # the step between is skipped
+    assert more(clipped, on_cpu) == {}
+    assert more(plain, on_gpu) == more(at_rest, on_gpu) == {}
+
+
+def test_the_factor_of_gradients_stays_on_the_device_of_the_masters() -> None:
+    working = torch.zeros(2, dtype=torch.bfloat16, device="meta")
+    masters = Masters([{"params": [("w", working)]}], {"w": torch.float32})
+    masters.scale_gradients(torch.tensor(0.5, dtype=torch.float64))  # a loss scale's
+    assert masters.factor.item() == 0.5
+    masters.scale_gradients(torch.ones((), dtype=torch.float64, device="meta"))
+    assert masters.factor.is_meta and masters.factor.dtype == torch.float64
+
+
+class _Keeps(Reducer):
+    """Keeps what it is given."""
+
+    def load_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
+        self.given = pieces
+        return []
+
+
+def test_a_reducer_gets_what_was_saved_on_its_device() -> None:
+    own, slot = (Piece.whole(name, torch.ones(2)) for name in ("w.residual@1", "w.exp_avg"))
+    of_reducer, others = reducers.pieces_on(torch.device("meta"), [own, slot])
+    assert of_reducer.tensor.is_meta and of_reducer.name == own.name
+    assert others is slot
+    reducer = _Keeps()
+    system: Any = SimpleNamespace(
+        reducer=reducer,
+        mesh=SimpleNamespace(device="meta"),
+        finish_copies=lambda: None,
+        held_pieces=lambda kind: [],
+        settle=lambda kind: None,
+    )
+    Engine.load_pieces(system, "optimizer", [own, slot])
+    assert [piece.tensor.is_meta for piece in reducer.given] == [True, False]
 
 
 # ------------------------------------------------------------------------------------- make gpu

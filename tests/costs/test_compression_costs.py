@@ -76,3 +76,24 @@ def test_bytes_that_are_kept(compress: dict[str, Any], kept: list[int]) -> None:
     for rank, own in enumerate(kept):
         more = model.resident(rank, 0, 0)["optimizer_state"]
         assert more - plain.resident(rank, 0, 0)["optimizer_state"] == own
+
+
+@pytest.mark.parametrize(
+    ("compress", "step", "drawn"),
+    [
+        ({"method": "powersgd_hook", "rank": 2}, 1, 0),
+        ({"method": "powersgd_hook", "rank": 2}, 2, 4 * 2 * 10),  # of the matrix alone
+        ({"method": "powersgd_hook", "rank": 2}, 3, 0),
+        ({"method": "powersgd_hook", "rank": 2, "start": 3}, 3, 4 * 2 * 10),
+        ({"method": "batched_hook", "rank": 2}, 2, 4 * 2 * 12),  # 133 elements make 12 rows
+        ({"method": "fp16_hook"}, 2, 0),
+        ({"method": "powersgd", "rank": 2}, 2, 0),
+        ({}, 2, 0),
+    ],
+    ids=str,
+)
+def test_factors_that_torch_draws_beside_a_gpu(
+    compress: dict[str, Any], step: int, drawn: int
+) -> None:
+    cost_model = COST_MODELS["ddp"](facts(compress))
+    assert cost_model.gpu_traffic(0, step, step) == {"down": 0, "up": drawn}

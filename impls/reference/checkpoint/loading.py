@@ -45,7 +45,7 @@ from shardproof.impls.reference.checkpoint.root import Branch, folders
 from shardproof.impls.reference.checkpoint.together import Together
 from shardproof.impls.reference.engine.masters import SLOT as MASTER
 from shardproof.impls.reference.engine.optimizer import make_slots
-from shardproof.impls.reference.parts.reducers import parameter_of, slot_of
+from shardproof.impls.reference.parts.reducers import parameter_of, pieces_on, slot_of
 
 if TYPE_CHECKING:
     from shardproof.impls.reference.engine.engine import Engine
@@ -241,8 +241,8 @@ class Loading:
         for want in self.wants["rng"]:
             generators[want.name[1]].set_state(self.read(want))
         # At once: several ranks' of one parameter are added up, and all that was there is replaced.
-        pieces = (Piece.whole(want.name[1], self.read(want)) for want in self.wants["extra"])
-        system.reducer.load_pieces(list(pieces))
+        pieces = [Piece.whole(want.name[1], self.read(want)) for want in self.wants["extra"]]
+        system.reducer.load_pieces(pieces_on(system.mesh.device, pieces))
         if system.scaler and about.scaler is not None:
             system.scaler.scale = float(about.scaler["scale"])
             system.scaler.good = int(about.scaler["good"])

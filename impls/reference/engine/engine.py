@@ -58,6 +58,7 @@ from shardproof.impls.reference.engine.recompute import Call, Group, recompute_u
 from shardproof.impls.reference.engine.scaler import LossScaler
 from shardproof.impls.reference.engine.state import copy_pieces, load_state
 from shardproof.impls.reference.engine.summing import Summing
+from shardproof.impls.reference.parts.reducers import pieces_on
 
 
 class Engine(Summing):
@@ -239,7 +240,7 @@ class Engine(Summing):
         self.finish_copies()
         if kind == "optimizer":
             # The reducer comes first: what it has yet to make must not become an optimizer slot.
-            pieces = self.reducer.load_pieces(pieces)
+            pieces = self.reducer.load_pieces(pieces_on(self.mesh.device, pieces))
         rest = copy_pieces(self.held_pieces(kind), pieces)
         self.settle(kind)
         if rest and kind == "optimizer":

@@ -109,7 +109,8 @@ class Masters:
 
     def scale_gradients(self, factor: Tensor) -> None:
         """From now on gradients count ``factor`` times; applied on the way down."""
-        self.factor = self.factor * factor.to(self.factor)
+        # Where masters are: a number that a GPU has to bring to the host makes the host wait.
+        self.factor = self.factor * (factor.cpu() if self.host else factor)
 
     @torch.no_grad()
     def copy_down(self) -> None:

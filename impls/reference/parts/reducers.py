@@ -16,9 +16,10 @@ nobody else touches the flat tensor or the shard.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shardproof.comm import Comm
@@ -116,6 +117,17 @@ def rank_piece(name: str, tensor: Tensor, rank: int) -> Piece:
     have other values, other shapes, or nothing of the kind.
     """
     return Piece.whole(f"{name}@{rank}", tensor)
+
+
+def pieces_on(device: str | torch.device, pieces: Sequence[Piece]) -> list[Piece]:
+    """``pieces``, those of a reducer (:func:`rank_piece`) on ``device``, as gradients are.
+
+    What a file or another rank gave lies elsewhere.
+    """
+    return [
+        replace(piece, tensor=piece.tensor.to(device)) if "@" in piece.name else piece
+        for piece in pieces
+    ]
 
 
 def slot_of(name: str) -> str:
