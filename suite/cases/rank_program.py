@@ -131,8 +131,8 @@ class _Rank:
                     )
                 if step == self.case.reload_at:
                     self._reload()
-                if step and step == self.case.steps - 1 and self._judged_between_steps():
-                    record.evaluation = self._evaluation(step)
+                if self._evaluates_before(step) and self._judged_between_steps():
+                    record.evaluations += self._evaluation(step)
                 record.steps.append(self._step(step))
                 if self.saving is not None and self.implementation is not None:
                     with self._aside():
@@ -256,6 +256,13 @@ class _Rank:
         with self._unseen():
             return {kind: Held.copied(pieces[kind]) for kind in kinds}
 
+    def _evaluates_before(self, step: int) -> bool:
+        """Before the last step; in longer cases before the third as well, for what the first
+        evaluation leaves to the second.
+        """
+        steps = self.case.steps
+        return 0 < step == steps - 1 or (step == 2 and steps > 3)
+
     def _judged_between_steps(self) -> bool:
         """Whether state between steps is judged: it takes an oracle of it and fixed members."""
         plain = self.declaration.oracle == "plain" or self.declaration.trains_alone
@@ -263,8 +270,8 @@ class _Rank:
         fixed = not self.case.changes_members
         return plain and shown and fixed and self.implementation is not None
 
-    def _evaluation(self, step: int) -> Evaluation | None:
-        """An evaluation of the batch of ``step``, and what it changed (``None``: refused)."""
+    def _evaluation(self, step: int) -> list[Evaluation]:
+        """An evaluation of the batch of ``step``, and what it changed; nothing: refused."""
         assert self.implementation is not None
         batch, share = self._batch(step)
         with self.log.observe("evaluation") if self.log else nullcontext():
@@ -272,7 +279,7 @@ class _Rank:
             try:
                 loss = answers.evaluation(self.implementation, batch)
             except Refused:
-                return None
+                return []
             after = self._holds(LOADED)
         with self._unseen():
             like = {kind: before[kind].likeness(after[kind]) for kind in LOADED}
@@ -280,7 +287,7 @@ class _Rank:
             [kind for kind, how in like.items() if how == word]
             for word in ("changed", "told otherwise")
         )
-        return Evaluation(step, share, loss, [*changed], [*retold])
+        return [Evaluation(step, share, loss, [*changed], [*retold])]
 
     def _full_state(self) -> dict[str, TensorDigest] | None:
         """Digest, shape and dtype of the parameters as gathered (``None``: refused)."""

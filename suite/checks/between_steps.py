@@ -1,9 +1,10 @@
 """What a system does between steps: evaluation changes nothing, the gathered state is the state.
 
 Before the last step every rank evaluates that step's batch, so that what an evaluation leaves
-behind (a mode, a gradient, a moved buffer) spoils the step that follows.  Shares sum to the
-oracle's evaluation of the system's own parameters and buffers.  After the last step ``full_state``
-has the digests of the assembled pieces.  A part of equivalence.
+behind (a mode, a gradient, a moved buffer) spoils the step that follows; in cases of more than
+three steps before the third as well, so that it (a copy that is kept) spoils another evaluation.
+Shares sum to the oracle's evaluation of the system's own parameters and buffers.  After the last
+step ``full_state`` has the digests of the assembled pieces.  A part of equivalence.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from shardproof.workloads import for_case
 
 def measure(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     """One row for the summed loss in evaluation mode, one per thing that is wrong."""
-    return [*_evaluation(evidence, bound), *_full_state(evidence)]
+    steps = sorted({one.step for record in evidence.records for one in record.evaluations})
+    evaluated = [row for step in steps for row in _evaluation(evidence, step, bound)]
+    return [*evaluated, *_full_state(evidence)]
 
 
-def _evaluation(evidence: Evidence, bound: float) -> list[ComparisonRow]:
-    by_rank = {r.rank: r.evaluation for r in evidence.records if r.evaluation is not None}
-    if len(by_rank) < len(evidence.records):
+def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonRow]:
+    records = evidence.records
+    by_rank = {r.rank: one for r in records for one in r.evaluations if one.step == step}
+    if len(by_rank) < len(records):
         return _some_refuse(by_rank, "evaluate")
-    step = next(iter(by_rank.values())).step
     shares: dict[int, float] = {}
     for rank, evaluation in by_rank.items():
         if evaluation.changed:

@@ -157,7 +157,7 @@ class RankRecord(Stored):
     ``cores``: how many it could run on.  ``initial``: pieces after ``setup``; ``final``: after the
     last step, of systems that are judged by a replay.  ``history``: its updates, of systems without
     a common step.  ``unmatched``: pieces that lie in no storage of the rank.  ``full_state``:
-    parameters as the system gathers them; ``None``, like ``evaluation``: refused, or not asked.
+    parameters as the system gathers them; ``None``, as no ``evaluations``: refused, or not asked.
     ``calls``: the calls that it judged, of workload ``calls``; ``drawn``: what its sampler gave, of
     workload ``epochs``; ``voted``: of workload ``votes``; the account leaves all three out.
     ``loaded``: of a run that goes on from a checkpoint.  ``node``: the number of the node that it
@@ -177,7 +177,7 @@ class RankRecord(Stored):
     actions: list[Done] = field(default_factory=list)
     memory: list[MemoryRow] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)
-    evaluation: Evaluation | None = None
+    evaluations: list[Evaluation] = field(default_factory=list)
     full_state: Mapping[str, TensorDigest] | None = None
     calls: list[ComparisonRow] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)

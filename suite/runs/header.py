@@ -19,10 +19,10 @@ from shardproof.launch.nodes.rates import cap_in_words
 NAME = "run.json"
 #: The evidence format that is written (docs/evidence.md), and those whose lines can be read.
 #: Records of others are judged by the suite that wrote them: messages of checks (1) and records of
-#: evaluations (2) differ, sentences on norms, replicas and crashes (3), places of pieces (4), and
-#: lines without loss factors or cases that save (5).
-FORMAT = 6
-READABLE = (1, 2, 3, 4, 5, FORMAT)
+#: evaluations (2 and 6) differ, sentences on norms, replicas and crashes (3), places of pieces (4),
+#: and lines without loss factors or cases that save (5).
+FORMAT = 7
+READABLE = (1, 2, 3, 4, 5, 6, FORMAT)
 
 
 class _Part(BaseModel):

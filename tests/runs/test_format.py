@@ -68,4 +68,4 @@ def test_the_page_names_the_format_and_every_field() -> None:
         assert f"`{field.name}`" in rows["step"], field.name
     for name in records.ManifestEntry.model_fields:
         assert f"`{name}`" in PAGE
-    assert READABLE == (1, 2, 3, 4, 5, FORMAT)
+    assert READABLE == (1, 2, 3, 4, 5, 6, FORMAT)

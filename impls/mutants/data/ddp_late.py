@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -274,6 +275,25 @@ class StaysInEvaluationMode(ReferenceDDP):
     def evaluate(self, batch: Batch) -> Tensor | None:
         value = super().evaluate(batch)
         self.module.eval()
+        return value
+
+
+@mutant(
+    "ddp_evaluates_a_kept_copy",
+    says="parameters before the last update",
+    killed_by=("equivalence",),
+    steps=4,
+)
+class EvaluatesAKeptCopy(ReferenceDDP):
+    """The first evaluation copies the model for evaluations; the second takes that copy."""
+
+    copied: nn.Module | None = None
+
+    def evaluate(self, batch: Batch) -> Tensor | None:
+        self.copied = self.copied or copy.deepcopy(self.module)
+        trained, self.module = self.module, self.copied
+        value = super().evaluate(batch)
+        self.module = trained
         return value
 
 

@@ -58,8 +58,7 @@ def _made_otherwise(
         if start[other].shape == start[name].shape and start[other].dtype == start[name].dtype:
             mixed = {**start, name: start[other], other: start[name]}
             yield after(mixed, batch)[name], f"{name!r} was taken for {other!r}, and the other way"
-    evaluated = [r.evaluation for r in evidence.records if r.evaluation is not None]
-    if evaluated and evaluated[0].step == step:
+    if any(one.step == step for record in evidence.records for one in record.evaluations):
         yield (
             after(start, [*batch, *batch])[name],
             f"the evaluation before step {step} moved {name!r}",
