@@ -335,6 +335,10 @@ def mutation(
     most: Annotated[
         int, typer.Option("--cases", metavar="M", min=1, help="cases that each fault is planted in")
     ] = 24,
+    left: Annotated[
+        Path | None,
+        typer.Option("--left", metavar="FILE", help="plant what --out left there, no sample"),
+    ] = None,
     jobs: options.Jobs = None,
     out: Annotated[Path | None, options.output("--out", "write what is left here (JSON)")] = None,
 ) -> None:
@@ -353,21 +357,26 @@ def mutation(
 
     \b
     shardproof study mutation 200 --seed 3
-    shardproof study mutation 50 zero-gpt zero-traits --tier full --out left.json
+    shardproof study mutation 50 zero-gpt zero-traits --tier full
+    shardproof study mutation 200 --out quick.json
+    shardproof study mutation 200 --left quick.json covering --tier full
 
-    With scenarios or -k, faults are drawn from the lines that their cases execute.
+    With scenarios or -k, faults are drawn from the lines that their cases execute. With --left,
+    what an earlier study left over is planted in other cases, and its kills count.
 
     Exit codes: 0 none survived, 1 some did, 2 bad input, 3 no fault had an effect anywhere.
     """
     from shardproof.scenarios.selection import Selection
     from shardproof.scenarios.vocabulary import installed
-    from shardproof.studies.mutation import study
+    from shardproof.studies.mutation import earlier, study
 
     selection = Selection(scenario or (), backends=backend or (), expression=expression, tier=tier)
+    before = None if left is None else earlier.read(left)
     cases = study.judged_cases(selection.cases(installed()))
     some = bool(scenario or expression)
     seconds = None if budget is None else budget * 60
-    found = study.run(cases, count, seed, jobs or cores(), _to_stderr, some, seconds, most)
+    jobs, say = jobs or cores(), _to_stderr
+    found = study.run(cases, count, seed, jobs, say, some, seconds, most, before)
     for one in found.left():
         echo(f"{one.text()}\n")
     echo(found.sentence())

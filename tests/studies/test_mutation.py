@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import fnmatch
 import importlib
+import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from shardproof.case import Case
+from shardproof.errors import SelectionError
 from shardproof.scenarios.load import find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
-from shardproof.studies.mutation import lines, operators, planted, reached, study
+from shardproof.studies.mutation import earlier, lines, operators, planted, reached, study
 from shardproof.studies.mutation.operators import Fault
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +83,7 @@ def test_a_call_of_super_can_be_dropped() -> None:
 
 
 def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreached(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     killed = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
     unreached = named("zero3.py", "compare", "")
@@ -99,6 +102,34 @@ def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreach
     document = found.document()
     assert [one["state"] for one in document["left"]] == ["unreached", "without effect"]
     assert "zero3.py" in document["left"][0]["diff"]
+    # What is left is planted in other cases, and what was killed counts.
+    file = tmp_path / "left.json"
+    file.write_text(json.dumps(document))
+    cases = quick_cases("zero-gpt", "reference/zero3::in_memory")[:1]
+    more = study.run(cases, 9, 7, 1, said.append, left=earlier.read(file))
+    assert [one.fault for one in more.planted] == [unreached, idle]
+    assert (more.seed, more.before, more.document()["before"]) == (1, 1, 1)
+    assert "with 1 killed before" in more.sentence()
+
+
+def test_a_file_that_no_study_wrote_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "left.json"
+    fault = operators.faults()[0]
+    left = {"fault": fault.name, "diff": fault.diff()}
+    whole = {"seed": 1, "counts": {}, "left": [left]}
+    file.write_text(json.dumps(whole))
+    assert earlier.read(file).faults() == [fault]
+    for text, told in (
+        ("[", "no study of faults"),
+        (json.dumps({**whole, "seed": "x"}), "(seed: "),
+        (json.dumps({**whole, "left": [{**left, "diff": "other"}]}), "another fault in this code"),
+        (json.dumps({**whole, "left": [{**left, "fault": "gone.py#1"}]}), "gone.py#1 is another"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SelectionError, match=re.escape(told)):
+            earlier.read(file)
+    with pytest.raises(SelectionError, match="cannot be read"):
+        earlier.read(tmp_path / "none.json")
 
 
 def test_a_fault_that_no_case_need_reach_is_told_with_its_reason() -> None:

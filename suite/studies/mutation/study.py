@@ -32,6 +32,7 @@ from shardproof.cases.runner import Session
 from shardproof.checks.results import CaseResult
 from shardproof.coverage import pairs
 from shardproof.studies.mutation import lines, operators, planted, reached
+from shardproof.studies.mutation.earlier import Earlier
 from shardproof.studies.mutation.operators import Fault
 
 FAMILY = "reference/"
@@ -142,12 +143,15 @@ class Planted:
 
 @dataclass(frozen=True)
 class Study:
-    """Faults that were planted in some ``cases``."""
+    """Faults that were planted in some ``cases``; ``before``: of their sample, those killed before
+    by other cases.
+    """
 
     seed: int
     cases: int
     planted: Sequence[Planted]
     left_out: int = 0
+    before: int = 0
 
     @property
     def counts(self) -> Counter[str]:
@@ -156,10 +160,10 @@ class Study:
     def sentence(self) -> str:
         counts = self.counts
         told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-        if able := len(self.planted) - sum(counts[state] for state in _ASIDE):
-            told += (
-                f"; {counts['killed'] / able:.1%} killed, those without effect or explained aside"
-            )
+        if able := len(self.planted) - sum(counts[state] for state in _ASIDE) + self.before:
+            share = (counts["killed"] + self.before) / able
+            earlier = f", with {self.before} killed before" if self.before else ""
+            told += f"; {share:.1%} killed{earlier}, those without effect or explained aside"
         if self.left_out:
             told += f"; {self.left_out} left out by the budget"
         return f"{len(self.planted)} faults in {self.cases} cases: {told}"
@@ -177,6 +181,7 @@ class Study:
             "cases": self.cases,
             "faults": len(self.planted),
             "left_out": self.left_out,
+            "before": self.before,
             "counts": dict(self.counts),
             "left": [
                 {
@@ -214,13 +219,18 @@ def run(
     only_reached: bool = False,
     budget: float | None = None,
     most: int = MOST_CASES,
+    left: Earlier | None = None,
 ) -> Study:
     """Plant ``count`` faults in ``cases``, or as many of them as ``budget`` seconds allow.
 
     ``only_reached``: faults are drawn from the lines that the cases execute.  ``most``: of the
-    cases, each is planted in so many.
+    cases, each is planted in so many.  ``left``: what is left of that study is planted instead of a
+    sample.
     """
     homes = find_homes(cases, jobs, say)
+    if left is not None:
+        found = plant_all(homes, left.faults()[:count], left.seed, jobs, say, budget, most)
+        return replace(found, before=left.killed)
     every = operators.faults()
     if only_reached:
         every = [fault for fault in every if any(home.executes(fault) for home in homes)]
