@@ -359,7 +359,7 @@ def mutation(
     shardproof study mutation 200 --seed 3
     shardproof study mutation 50 zero-gpt zero-traits --tier full
     shardproof study mutation 200 --out quick.json
-    shardproof study mutation 200 --left quick.json covering --tier full
+    shardproof study mutation 200 --left quick.json scenarios/conformance/covering --tier full
 
     With scenarios or -k, faults are drawn from the lines that their cases execute. With --left,
     what an earlier study left over is planted in other cases, and its kills count.
