@@ -138,7 +138,7 @@ class Group:
         if len(args) != 1 or kwargs or not alike(args[0], output, _cast):
             raise _refused(
                 f"unit {self.names[number]!r} was not called with what {self.names[number - 1]!r} "
-                "returned and nothing else; give 1"
+                "returned, as its one argument; give 1"
             )
 
 
