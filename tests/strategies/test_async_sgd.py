@@ -17,7 +17,7 @@ from shardproof.impls.reference.async_sgd import (
     owned,
 )
 from shardproof.impls.reference.parts.messages import Message, unpack
-from shardproof.impls.reference.parts.turns import Death, all_orders
+from shardproof.impls.reference.parts.turns import Death, Turns, all_orders, in_turn
 from shardproof.oracle.replay import behind, fed, replay, truth
 from shardproof.oracle.training import train
 from shardproof.workloads import make
@@ -88,6 +88,17 @@ def test_the_judge_knows_whose_gradients_must_come() -> None:
     assert "3 updates are reported, 4" in (
         truth(workload, OptimizerSpec(), [2, 2], events).problem or ""
     )
+
+
+def test_workers_that_all_wait_are_an_error_and_no_endless_search() -> None:
+    turns = Turns(in_turn(3, 0), 3, bound=0)
+    turns.may = lambda worker: False  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"all workers wait .* taken: \[0, 0, 0\]"):
+        turns.next(clock=0)
+    alone = Turns(in_turn(2, 0), 2, bound=0, dies=Death(worker=1, turns=0))
+    alone.may = lambda worker: False  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="all workers wait"):
+        alone.next(clock=0)
 
 
 def test_the_order_of_all_orders_has_each_of_them_once_and_begins_again() -> None:

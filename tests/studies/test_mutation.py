@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.case import Case
+from shardproof.cases.runner import Session
 from shardproof.errors import SelectionError
 from shardproof.scenarios.load import find
 from shardproof.scenarios.matrix import expand
@@ -155,7 +156,11 @@ def test_a_survivor_tells_what_it_changed() -> None:
     case = quick_cases("ddp-gpt", "reference/naive_ddp")[0]
     one = study.Planted(fault, [study.Home(case, 1.0, {}, {})], tried=1)
     assert one.state == "without effect"
-    one.effect = case.id, frozenset(f".calls[].{name}" for name in "edcba")
+    unsteady = study.Home(case, 1.0, {}, {}, frozenset({"loss"}))
+    one.effects = [
+        (unsteady, frozenset({"loss"})),
+        (one.homes[0], frozenset(f".calls[].{name}" for name in "edcba")),
+    ]
     assert one.state == "survived"
     told = f"changed in {case.id}: .calls[].a, .calls[].b, .calls[].c, .calls[].d and 1 more"
     assert one.text().endswith(told)
@@ -177,6 +182,29 @@ def test_what_is_raised_has_no_faults() -> None:
     within = {line for n in raised for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
     assert len(within) > 3
     assert within.isdisjoint(fault.line for fault in operators.of_file(path))
+
+
+def test_defaults_have_no_faults_for_they_are_made_before_any_case() -> None:
+    path = operators.ROOT / "pipeline/schedules.py"
+    (line,) = [
+        n for n, text in enumerate(path.read_text().splitlines(), 1) if "chunks: int =" in text
+    ]
+    assert line not in {fault.line for fault in operators.of_file(path)}
+
+
+def test_what_more_clean_runs_have_unlike_is_no_effect() -> None:
+    fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
+    cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:1]
+    (home,) = study.find_homes(cases, 1, lambda _: None, again=False)
+    chance, steady = sorted(home.figures)[:2]
+    home.figures = {**home.figures, chance: ["as it happened once"]}
+    by_chance = study.Planted(fault, [home], 1, effects=[(home, frozenset({chance}))])
+    real = study.Planted(fault, [home], 1, effects=[(home, frozenset({chance, steady}))])
+    assert by_chance.state == real.state == "survived"
+    with Session(1) as session:
+        study._confirm(session, [by_chance, real], lambda _: None)
+    assert (by_chance.state, real.state) == ("without effect", "survived")
+    assert real.effect == (home.case.id, frozenset({steady}))
 
 
 def test_a_budget_ends_the_planting_and_what_it_leaves_out_is_told() -> None:

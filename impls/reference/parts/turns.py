@@ -73,7 +73,13 @@ class Turns:
                 if worker not in self.waiting and self.may(worker):
                     return self.take(worker)
                 self.waiting.append(worker)
+                self.check_progress()
         return None
+
+    def check_progress(self) -> None:
+        """Raise where everybody waits: the slowest worker never does."""
+        if all(worker in self.waiting for worker in range(len(self.taken)) if self.lives(worker)):
+            raise RuntimeError(f"all workers wait for one another; turns taken: {self.taken}")
 
     def lives(self, worker: int) -> bool:
         """Whether ``worker`` has another turn."""

@@ -132,11 +132,15 @@ def _of_function(function: ast.AST) -> Iterator[Site]:
 
 
 def _without_errors(function: ast.AST) -> Iterator[ast.AST]:
-    """Every node but those of a ``raise``: its words change no number."""
+    """Every node inside, but those of a ``raise``: its words change no number.
+
+    Defaults are not inside: they are made where the function is.
+    """
     nodes = [function]
     for node in nodes:
         yield node
-        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.Raise)]
+        children = node.body if node is function else ast.iter_child_nodes(node)  # type: ignore[attr-defined]
+        nodes += [child for child in children if not isinstance(child, ast.Raise)]
 
 
 def _is_annotation(node: ast.AST, field: str) -> bool:

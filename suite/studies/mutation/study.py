@@ -9,7 +9,8 @@
 3. A fault that no case executes is *unreached*, and *explained* where ``untaken.yaml`` tells why
    none need come there, or an error ends its block.  One that changed nothing that a case measures,
    in any case that it was planted in (the bits of every tensor, calls, bytes), is *without effect*.
-   One that was only ended by its budget of CPU seconds is *endless*.  All others are survivors.
+   One that was only ended by its budget of CPU seconds is *endless*.  All others are survivors,
+   once more clean runs of the cases in which they changed something have that alike.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ TOGETHER = 64
 _SAY_SECONDS = 10.0
 #: Cases that an endless fault is planted in: each takes the whole budget.
 _MOST_ENDLESS = 2
+#: More clean runs of cases in which a survivor changed something.
+_CLEAN_RUNS = 6
 #: Places of an effect that a line tells.
 _MOST_PLACES = 4
 #: What a case measured, by place: ``records[].traffic[].bytes`` -> values in their order.
@@ -102,14 +105,20 @@ class Planted:
     killed_by: str = ""
     endless: int = 0  # cases that its budget of CPU seconds ended
     is_planted: bool = True
-    #: The first case that measured something else, and where.
-    effect: tuple[str, frozenset[str]] | None = None
+    #: The cases that measured something else, and where.
+    effects: list[tuple[Home, frozenset[str]]] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:
         """Whether another case could kill it."""
         is_endless = self.endless >= _MOST_ENDLESS
         return not (self.killed_by or is_endless) and self.tried < len(self.homes)
+
+    @property
+    def effect(self) -> tuple[str, frozenset[str]] | None:
+        """The first case that measured something else, and where."""
+        steady = ((home.case.id, places - home.unsteady) for home, places in self.effects)
+        return next((one for one in steady if one[1]), None)
 
     @property
     def reason(self) -> str:
@@ -261,6 +270,7 @@ def plant_all(
                 left = len(chosen) - len(done) - len(told)
                 say(f"{Study(seed, len(homes), [*done, *told]).sentence()}; {left} to go")
             done += [one for one in planted if not one.is_open]
+        _confirm(session, [one for one in done if one.state == "survived"], say)
     return Study(seed, len(homes), done, len(chosen) - len(done))
 
 
@@ -347,10 +357,29 @@ def _plant(session: Session, faults: Sequence[Planted]) -> None:
             one.killed_by = f"{', '.join(failing) or kind} in {home.case.id}"
         elif kind == verdicts.OVER_BUDGET:
             one.endless += 1
-        elif one.effect is None and (places := home.changed(measured(account))):
-            one.effect = home.case.id, places
+        elif places := home.changed(measured(account)):
+            one.effects.append((home, places))
 
     session.run(runs, lambda _: None, on_account=keep)
+
+
+def _confirm(session: Session, survivors: Sequence[Planted], say: Say) -> None:
+    """Run the cases in which something changed again without a fault: that may be unsteady, too,
+    though three runs had it alike.  The order of a message and of what the rank computes beside it
+    is.
+    """
+    homes = {home.case.id: home for one in survivors for home, _ in one.effects}
+    runs = [
+        replace(home.case, id=f"{turn}::{name}")
+        for name, home in homes.items()
+        for turn in range(_CLEAN_RUNS)
+    ]
+
+    def keep(result: CaseResult, account: dict[str, Any]) -> None:
+        home = homes[result.id.partition("::")[2]]
+        home.unsteady |= unlike(home.figures, measured(account))
+
+    session.run(runs, _counted(len(runs), "clean runs of what changed", say), on_account=keep)
 
 
 def _counted(total: int, what: str, say: Say) -> Callable[[CaseResult], None]:
