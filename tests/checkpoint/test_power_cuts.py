@@ -19,7 +19,6 @@ from shardproof.impls.reference.checkpoint import lock
 from shardproof.impls.reference.checkpoint.agreement import State
 from shardproof.impls.reference.checkpoint.errors import CheckpointError, NotCommitted
 from shardproof.impls.reference.checkpoint.files import FileLayer
-from shardproof.impls.reference.checkpoint.loading import whole
 from shardproof.impls.reference.checkpoint.manifest import MANIFEST, About
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
 from shardproof.impls.reference.checkpoint.root import PART, Branch, Root, folders
@@ -70,7 +69,7 @@ def wrong(recorder: Recorder, place: Path, seeds: int) -> list[str]:
         try:
             with Checkpoint.open(root) as checkpoint:
                 about, problems = checkpoint.manifest.about, list(checkpoint.verify())
-                is_right = torch.equal(whole(checkpoint, ("parameters", "w")), values(about.step))
+                is_right = torch.equal(checkpoint.whole(("parameters", "w")), values(about.step))
             if problems or about.step < step or not is_right:
                 found.append(f"{count} {way}: step {about.step} of {step}, {problems}")
         except NotCommitted:

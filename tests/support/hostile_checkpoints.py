@@ -24,7 +24,6 @@ from checkpoints import saved, workload
 from fuzzing import changed_bytes, changed_json
 
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
-from shardproof.impls.reference.checkpoint.loading import whole
 from shardproof.impls.reference.checkpoint.manifest import DATA, INDEX, MANIFEST
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
 from shardproof.impls.reference.checkpoint.reading.guarded_json import SEAL
@@ -133,7 +132,7 @@ def examine(folder: Path) -> str:
         with Checkpoint.open(folder) as checkpoint:
             problems = [str(one) for one in checkpoint.verify()]
             for name in checkpoint.copies:
-                whole(checkpoint, name)
+                checkpoint.whole(name)
             return problems[0] if problems else ""
     except CheckpointError as error:
         return str(error)

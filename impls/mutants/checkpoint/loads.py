@@ -15,7 +15,7 @@ from shardproof.contract import OptimizerSpec, Piece, ScalerSpec
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import ADAMW, gpt
 from shardproof.impls.reference.checkpoint.data_file import Entry
-from shardproof.impls.reference.checkpoint.loading import Loading, whole
+from shardproof.impls.reference.checkpoint.loading import Loading
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint, Name
 from shardproof.impls.reference.checkpoint.reading.regions import Place
 from shardproof.impls.reference.checkpoint.reading.reshape import Read
@@ -212,7 +212,7 @@ class FusedRowsInOrder(ReferenceTensor):
             for name, parts in pieces.items():
                 if len(parts) > 1:
                     sizes = [len(part.tensor) for part in parts]
-                    rows = whole(checkpoint, ("parameters", name))
+                    rows = checkpoint.whole(("parameters", name))
                     own = rows[sum(sizes) * self.mesh.rank :][: sum(sizes)].split(sizes)
                     for part, values in zip(parts, own, strict=True):
                         part.tensor.copy_(values)

@@ -306,11 +306,3 @@ def outer_slots(names: Iterable[Name]) -> set[str]:
 def plain(value: object) -> str:
     """As JSON has it."""
     return json.dumps(value, default=dataclasses.asdict)
-
-
-def whole(checkpoint: Checkpoint, name: Name) -> Tensor:
-    """All of a tensor, its first copy."""
-    first = checkpoint.entries(name)[0]
-    target = torch.empty(first.place.shape, dtype=DTYPES[first.dtype])
-    checkpoint.fill(target, checkpoint.plan(place_of(Piece.whole(name[1], target)), name))
-    return target
