@@ -116,7 +116,7 @@ def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreach
 def test_a_file_that_no_study_wrote_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "left.json"
     fault = operators.faults()[0]
-    left = {"fault": fault.name, "diff": fault.diff()}
+    left = {"fault": fault.name, "state": "unreached", "diff": fault.diff()}
     whole = {"seed": 1, "counts": {}, "left": [left]}
     file.write_text(json.dumps(whole))
     assert earlier.read(file).faults() == [fault]
@@ -164,6 +164,30 @@ def test_a_survivor_tells_what_it_changed() -> None:
     assert one.state == "survived"
     told = f"changed in {case.id}: .calls[].a, .calls[].b, .calls[].c, .calls[].d and 1 more"
     assert one.text().endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "homes", "state"),
+    [
+        ("survived", 0, "survived"),
+        ("survived", 1, "survived"),
+        ("endless", 1, "endless"),
+        ("without effect", 0, "without effect"),
+        ("unreached", 0, "unreached"),
+        ("unreached", 1, "without effect"),
+        ("explained", 1, "without effect"),
+    ],
+)
+def test_what_other_cases_told_stands_where_these_say_nothing(
+    earlier: str, homes: int, state: str
+) -> None:
+    fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
+    home = study.Home(quick_cases("ddp-gpt", "reference/naive_ddp")[0], 1.0, {}, {})
+    one = study.Planted(fault, [home] * homes, tried=homes, earlier=earlier)
+    assert one.state == state
+    assert study.Planted(fault, [home], 1, earlier, killed_by="x").state == "killed"
+    changed = study.Planted(fault, [home], 1, earlier, effects=[(home, frozenset({"loss"}))])
+    assert changed.state == "survived"
 
 
 def test_a_fault_without_end_is_planted_in_two_cases() -> None:
@@ -298,7 +322,7 @@ def test_a_branch_is_missing_unless_it_ends_in_an_error_or_a_rule_explains_it() 
     none = {file.name: file for file in lines.measured({"parts/turns.py": {(-1, 1)}})}
     turns, lock = none["parts/turns.py"], none["checkpoint/lock.py"]
     assert turns.taken == 0 and len(turns.missing) == turns.branches > 0
-    assert turns.explained == {lines.GUARD: 1}
+    assert turns.explained == {lines.GUARD: 2}
     assert not lock.branches and sum(lock.explained.values()) > 10
     page = lines.page([turns, lock])
     assert lines.GUARD in page and "a second job" in page

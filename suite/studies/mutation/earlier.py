@@ -14,6 +14,7 @@ from shardproof.studies.mutation.operators import Fault
 
 class _Left(BaseModel):
     fault: str
+    state: str
     diff: str
 
 
@@ -29,6 +30,10 @@ class Earlier(BaseModel):
     def killed(self) -> int:
         """All that were killed until then."""
         return self.counts.get("killed", 0) + self.before
+
+    def states(self) -> dict[str, str]:
+        """Fault -> what it was."""
+        return {one.fault: one.state for one in self.left}
 
     def faults(self) -> list[Fault]:
         """What is left, in its order."""

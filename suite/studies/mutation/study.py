@@ -60,6 +60,8 @@ _OF_THE_JUDGE = ("compared", "oracle")
 _TOLD = (".payload_bytes", ".logical_bytes")
 #: What counts for no share.
 _ASIDE = ("not planted", "without effect", "explained")
+#: After which the state in other cases stands.
+_SAYS_NOTHING = ("unreached", "explained", "without effect")
 Say = Callable[[str], None]
 
 
@@ -97,11 +99,12 @@ class Home:
 
 @dataclass
 class Planted:
-    """A fault, where it can be planted, and what came of it."""
+    """A fault, where it can be planted, what came of it, and its state in ``earlier`` cases."""
 
     fault: Fault
     homes: list[Home]
     tried: int = 0
+    earlier: str = ""
     killed_by: str = ""
     endless: int = 0  # cases that its budget of CPU seconds ended
     is_planted: bool = True
@@ -127,6 +130,13 @@ class Planted:
 
     @property
     def state(self) -> str:
+        """What it is in all cases, the earlier ones included."""
+        own = self._state_here()
+        if own == "without effect" and self.earlier in ("unreached", "explained"):
+            return own
+        return self.earlier if self.earlier and own in _SAYS_NOTHING else own
+
+    def _state_here(self) -> str:
         if self.killed_by:
             return "killed"
         if not self.homes:
@@ -238,8 +248,7 @@ def run(
     """
     homes = find_homes(cases, jobs, say)
     if left is not None:
-        found = plant_all(homes, left.faults()[:count], left.seed, jobs, say, budget, most)
-        return replace(found, before=left.killed)
+        return plant_all(homes, left.faults()[:count], left.seed, jobs, say, budget, most, left)
     every = operators.faults()
     if only_reached:
         every = [fault for fault in every if any(home.executes(fault) for home in homes)]
@@ -255,23 +264,29 @@ def plant_all(
     say: Say,
     budget: float | None = None,
     most: int = MOST_CASES,
+    left: Earlier | None = None,
 ) -> Study:
-    """Each of ``chosen`` in ``homes``, some together, in their order."""
+    """Each of ``chosen`` in ``homes``, some together, in their order; it goes on from ``left``."""
     began, done = time.monotonic(), list[Planted]()
+    states, before = (left.states(), left.killed) if left else ({}, 0)
     with Session(jobs) as session:
         for first in range(0, len(chosen), TOGETHER):
             faults = chosen[first : first + TOGETHER]
-            planted = [Planted(fault, _homes_of(fault, homes, most)) for fault in faults]
+            planted = [
+                Planted(fault, _homes_of(fault, homes, most), earlier=states.get(fault.name, ""))
+                for fault in faults
+            ]
             while alive := [one for one in planted if one.is_open]:
                 if budget is not None and time.monotonic() - began > budget:
                     break
                 _plant(session, alive)
                 told = [one for one in planted if not one.is_open]
-                left = len(chosen) - len(done) - len(told)
-                say(f"{Study(seed, len(homes), [*done, *told]).sentence()}; {left} to go")
+                open_ = len(chosen) - len(done) - len(told)
+                so_far = Study(seed, len(homes), [*done, *told], before=before)
+                say(f"{so_far.sentence()}; {open_} to go")
             done += [one for one in planted if not one.is_open]
         _confirm(session, [one for one in done if one.state == "survived"], say)
-    return Study(seed, len(homes), done, len(chosen) - len(done))
+    return Study(seed, len(homes), done, len(chosen) - len(done), before)
 
 
 def arcs_of(cases: Sequence[Case], jobs: int, say: Say) -> dict[str, set[reached.Arc]]:
