@@ -120,6 +120,7 @@ def decide(evidence: Figures) -> Outcome:
             return Outcome("traffic", "fail", message, worst, figures.to_dict())
         figures.bytes_sent = str(value)
     problem = "" if compressed and not own else _too_much_control(evidence, promises)
+    problem = problem or _too_many_agreements(evidence)
     return Outcome("traffic", "fail" if problem else "pass", problem, None, figures.to_dict())
 
 
@@ -437,6 +438,27 @@ def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -
         most = (limit if own is None else own) + shapes + values
         if spent > most:
             return f"step {step} sends {_text(spent)} bytes that are no floats, at most {most:,}"
+    return ""
+
+
+def _too_many_agreements(evidence: Figures) -> str:
+    """What is wrong if a rank broadcasts integers after more updates than there is cause for."""
+    cost_model = evidence.cost_model()
+    if cost_model is None:
+        return ""
+    for record in evidence.records:
+        most = cost_model.agreements(record.rank)
+        made = [
+            step
+            for step in evidence.steps
+            for call in step_calls(record, step, floating=False)
+            if (call.operation, call.phase) == ("broadcast", "update")
+        ]
+        if most is not None and len(made) > most:
+            return (
+                f"rank {record.rank} broadcasts integers after {len(made)} updates (of steps "
+                f"{', '.join(map(str, made))}), at most {most} agree on anything new"
+            )
     return ""
 
 

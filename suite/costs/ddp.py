@@ -112,6 +112,14 @@ class DDP(Single):
         payloads = [flat.payload(flat.dtype) for flat in flats]
         return collectives.flow(self.facts, "replicate", operation, payloads)
 
+    def agreements(self, rank: int) -> int | None:
+        """One on the order of buckets; another where rank 0 learns it later, because it had no
+        data, and for each parameter that comes late for the first time later on.
+        """
+        facts = self.facts
+        is_idle = facts.rotating or not all(facts.micro_batches)
+        return 1 + is_idle + sum(t.may_turn_late for t in facts.trainable)
+
     def gpu_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
         """With the factors that a hook of torch draws on the host."""
         drawn = compression.drawn_on_host(self.facts, step)
@@ -142,6 +150,9 @@ class Elastic(DDP):
 
     strategy = "elastic_ddp"
     source = f"gradients as naive_ddp, over the members of the step. {_ALL_REDUCE}"
+
+    def agreements(self, rank: int) -> None:
+        """Members that join agree as well."""
 
     def flows(self) -> list[Flow]:
         """2 (n-1) G bytes (or what compression makes of them), for n members."""

@@ -194,6 +194,13 @@ class Hybrid(CostModel):
         models, number = self.of(rank)
         return _SCALARS + sum(model.communication_at_rest(number, step) or 0 for model in models)
 
+    def agreements(self, rank: int) -> int | None:
+        """Those of the models, where the data axes are DDP's."""
+        counts = [
+            model.agreements(number) for models, number in [self.of(rank)] for model in models
+        ]
+        return None if None in counts else sum(n for n in counts if n is not None)
+
     def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses of the micro-batches, norms and factors, and what the models leave; no part of a
         layer, of a stage or of a shard beyond those that are held.

@@ -182,6 +182,12 @@ class CostModel(ABC):
         """
         return None
 
+    def agreements(self, rank: int) -> int | None:
+        """Most broadcasts of integers after updates in which ``rank`` takes part, in all steps;
+        ``None``: no formula.
+        """
+        return None
+
     def at_point(self, rank: int, point: str, updated: int) -> Bytes:
         """Bytes by judged class where they differ between points; overrides :meth:`resident`."""
         return {}

@@ -64,6 +64,11 @@ class TensorFacts:
         return self.always_used and ".conditional_" not in f".{self.name}"
 
     @property
+    def may_turn_late(self) -> bool:
+        """Whether a backward may lack its gradient though an earlier one had it."""
+        return self.last_use is not None or ".conditional_" in f".{self.name}"
+
+    @property
     def nbytes(self) -> int:
         """Bytes as built."""
         return self.numel * ITEMSIZE.get(self.dtype, 8)

@@ -329,6 +329,20 @@ class CommunicatesEveryMicroBatch(DDP):
         super().accumulate(is_last)
 
 
+@mutant(
+    "ddp_agrees_in_every_step",
+    says="broadcasts integers after 3 updates .* at most 1",
+    killed_by=("traffic",),
+    steps=3,
+)
+class AgreesInEveryStep(DDP):
+    """The order of buckets is agreed anew in each step, though it is the same."""
+
+    def after_step(self) -> None:
+        self.learned = False
+        super().after_step()
+
+
 @mutant("ddp_waits_after_each_launch", says="waited for at once", killed_by=("overlap",))
 class WaitsAfterEachLaunch(DDP):
     """Each reduction is waited for as soon as it is launched."""
