@@ -17,6 +17,7 @@ from shardproof.comm import Mesh
 from shardproof.contract import Piece
 from shardproof.impls.reference.checkpoint import lock
 from shardproof.impls.reference.checkpoint.agreement import State
+from shardproof.impls.reference.checkpoint.convert import tensor_of
 from shardproof.impls.reference.checkpoint.errors import CheckpointError, NotCommitted
 from shardproof.impls.reference.checkpoint.files import FileLayer
 from shardproof.impls.reference.checkpoint.manifest import MANIFEST, About
@@ -69,7 +70,9 @@ def wrong(recorder: Recorder, place: Path, seeds: int) -> list[str]:
         try:
             with Checkpoint.open(root) as checkpoint:
                 about, problems = checkpoint.manifest.about, list(checkpoint.verify())
-                is_right = torch.equal(checkpoint.whole(("parameters", "w")), values(about.step))
+                is_right = torch.equal(
+                    tensor_of(checkpoint, ("parameters", "w")), values(about.step)
+                )
             if problems or about.step < step or not is_right:
                 found.append(f"{count} {way}: step {about.step} of {step}, {problems}")
         except NotCommitted:

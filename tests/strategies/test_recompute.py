@@ -142,7 +142,7 @@ def test_the_global_generator_is_refused() -> None:
 
 def test_units_that_do_not_follow_one_another() -> None:
     module = stack(2, count=2)
-    with pytest.raises(Refused, match="'1' was not called with what '0' returned and nothing"):
+    with pytest.raises(Refused, match="'1' was not called with what '0' returned, as its one"):
         module[1](module[0](torch.ones(2, 16)) + 1)
     with pytest.raises(Refused, match="'1' was called where '0' was due"):
         stack(2, count=2)[1](torch.ones(2, 16))

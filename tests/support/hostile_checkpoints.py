@@ -23,6 +23,7 @@ from typing import Any
 from checkpoints import saved, workload
 from fuzzing import changed_bytes, changed_json
 
+from shardproof.impls.reference.checkpoint.convert import tensor_of
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.manifest import DATA, INDEX, MANIFEST
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
@@ -132,7 +133,7 @@ def examine(folder: Path) -> str:
         with Checkpoint.open(folder) as checkpoint:
             problems = [str(one) for one in checkpoint.verify()]
             for name in checkpoint.copies:
-                checkpoint.whole(name)
+                tensor_of(checkpoint, name)
             return problems[0] if problems else ""
     except CheckpointError as error:
         return str(error)

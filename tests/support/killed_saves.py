@@ -23,6 +23,7 @@ from local_ranks import succeed
 from shardproof.comm import Mesh
 from shardproof.contract import Piece
 from shardproof.impls.reference.checkpoint.agreement import State
+from shardproof.impls.reference.checkpoint.convert import tensor_of
 from shardproof.impls.reference.checkpoint.errors import NotCommitted
 from shardproof.impls.reference.checkpoint.manifest import MANIFEST, About
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
@@ -94,7 +95,7 @@ def kill_one(number: int, place: Path) -> tuple[list[str], dict[str, int]]:
         with Checkpoint.open(root) as checkpoint:
             step = checkpoint.manifest.about.step
             wrong += map(str, checkpoint.verify())
-            if not bool((checkpoint.whole(("parameters", "w")) == step).all()):
+            if not bool((tensor_of(checkpoint, ("parameters", "w")) == step).all()):
                 wrong.append(f"step {step} has other values")
             seen = frozenset(one.path.name for one in folders(root) if one.is_committed)
             before = (checkpoint.manifest.id, *checkpoint.manifest.before)

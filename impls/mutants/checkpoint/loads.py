@@ -14,6 +14,7 @@ from shardproof.case import CheckpointPlan, WorkloadSpec
 from shardproof.contract import OptimizerSpec, Piece, ScalerSpec
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import ADAMW, gpt
+from shardproof.impls.reference.checkpoint.convert import tensor_of
 from shardproof.impls.reference.checkpoint.data_file import Entry
 from shardproof.impls.reference.checkpoint.loading import Loading
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint, Name
@@ -212,7 +213,7 @@ class FusedRowsInOrder(ReferenceTensor):
             for name, parts in pieces.items():
                 if len(parts) > 1:
                     sizes = [len(part.tensor) for part in parts]
-                    rows = checkpoint.whole(("parameters", name))
+                    rows = tensor_of(checkpoint, ("parameters", name))
                     own = rows[sum(sizes) * self.mesh.rank :][: sum(sizes)].split(sizes)
                     for part, values in zip(parts, own, strict=True):
                         part.tensor.copy_(values)

@@ -15,13 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shardproof.impls.reference.checkpoint.agreement import Agreed
 from shardproof.impls.reference.checkpoint.data_file import DTYPES, Held
 from shardproof.impls.reference.checkpoint.files import FileLayer
 from shardproof.impls.reference.checkpoint.full import FILES
 from shardproof.impls.reference.checkpoint.manifest import Listed
-from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
+from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint, Name
 from shardproof.impls.reference.checkpoint.reading.regions import Place
 from shardproof.impls.reference.checkpoint.reading.reshape import plan
 from shardproof.impls.reference.checkpoint.root import Branch, Root, named
@@ -65,6 +66,14 @@ def write(
             source.fill(target, plan(held.place, entries))
             file.add(target)
     return close_pair(layer, agreed, file.result)
+
+
+def tensor_of(source: Checkpoint, name: Name) -> Tensor:
+    """All of a tensor, its first copy, verified."""
+    first = source.entries(name)[0]
+    target = torch.empty(shape := first.place.shape, dtype=DTYPES[first.dtype])
+    source.fill(target, source.plan(Place(shape, tuple((0, n) for n in shape), None), name))
+    return target
 
 
 def names(source: Checkpoint) -> Iterator[tuple[str, str, int, torch.dtype, tuple[int, ...]]]:

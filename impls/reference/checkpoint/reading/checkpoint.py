@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy
-import torch
 from torch import Tensor
 
 from shardproof.impls.reference.checkpoint.agreement import require_cover
 from shardproof.impls.reference.checkpoint.checksum import crc32
 from shardproof.impls.reference.checkpoint.data_file import (
     BLOCK,
-    DTYPES,
     DataFile,
     Entry,
     bytes_of,
@@ -216,13 +214,6 @@ class Checkpoint:
         for read in reads:
             for begin, data in self._blocks(read):
                 _scatter(memory, read, begin, numpy.frombuffer(data, numpy.uint8))
-
-    def whole(self, name: Name) -> Tensor:
-        """All of a tensor, its first copy, verified."""
-        first = self.entries(name)[0]
-        target = torch.empty(shape := first.place.shape, dtype=DTYPES[first.dtype])
-        self.fill(target, self.plan(Place(shape, tuple((0, n) for n in shape), None), name))
-        return target
 
     def _blocks(self, read: Read) -> Iterator[tuple[int, memoryview]]:
         """First byte (of the stored tensor) and bytes of each block of chunks that ``read`` needs.
