@@ -17,6 +17,7 @@ between them (``ledgers/places.py``), and the latter compared alike: HYBRID_SHAR
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -447,17 +448,21 @@ def _too_many_agreements(evidence: Figures) -> str:
     if cost_model is None:
         return ""
     for record in evidence.records:
-        most = cost_model.agreements(record.rank)
+        limits = cost_model.agreements(record.rank)
         made = [
             step
             for step in evidence.steps
             for call in step_calls(record, step, floating=False)
             if (call.operation, call.phase) == ("broadcast", "update")
         ]
-        if most is not None and len(made) > most:
+        if limits is None or not made:
+            continue
+        step, often = Counter(made).most_common(1)[0]
+        if often > limits[0] or len(made) > limits[1]:
             return (
-                f"rank {record.rank} broadcasts integers after {len(made)} updates (of steps "
-                f"{', '.join(map(str, made))}), at most {most} agree on anything new"
+                f"rank {record.rank} broadcasts integers {len(made)} times after updates, "
+                f"{often} times after that of step {step}: at most {limits[1]}, and {limits[0]}, "
+                "agree on anything new"
             )
     return ""
 

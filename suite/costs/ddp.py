@@ -112,13 +112,13 @@ class DDP(Single):
         payloads = [flat.payload(flat.dtype) for flat in flats]
         return collectives.flow(self.facts, "replicate", operation, payloads)
 
-    def agreements(self, rank: int) -> int | None:
+    def agreements(self, rank: int) -> tuple[int, int] | None:
         """One on the order of buckets; another where rank 0 learns it later, because it had no
         data, and for each parameter that comes late for the first time later on.
         """
         facts = self.facts
         is_idle = facts.rotating or not all(facts.micro_batches)
-        return 1 + is_idle + sum(t.may_turn_late for t in facts.trainable)
+        return 1, 1 + is_idle + sum(t.may_turn_late for t in facts.trainable)
 
     def gpu_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
         """With the factors that a hook of torch draws on the host."""

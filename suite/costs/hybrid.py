@@ -194,12 +194,13 @@ class Hybrid(CostModel):
         models, number = self.of(rank)
         return _SCALARS + sum(model.communication_at_rest(number, step) or 0 for model in models)
 
-    def agreements(self, rank: int) -> int | None:
+    def agreements(self, rank: int) -> tuple[int, int] | None:
         """Those of the models, where the data axes are DDP's."""
-        counts = [
-            model.agreements(number) for models, number in [self.of(rank)] for model in models
-        ]
-        return None if None in counts else sum(n for n in counts if n is not None)
+        models, number = self.of(rank)
+        own = [found for model in models if (found := model.agreements(number)) is not None]
+        if len(own) < len(models):
+            return None
+        return sum(once for once, _ in own), sum(most for _, most in own)
 
     def unclassified_limit(self, rank: int, step: int) -> int:
         """Losses of the micro-batches, norms and factors, and what the models leave; no part of a

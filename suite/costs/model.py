@@ -182,9 +182,9 @@ class CostModel(ABC):
         """
         return None
 
-    def agreements(self, rank: int) -> int | None:
-        """Most broadcasts of integers after updates in which ``rank`` takes part, in all steps;
-        ``None``: no formula.
+    def agreements(self, rank: int) -> tuple[int, int] | None:
+        """Most broadcasts of integers after updates in which ``rank`` takes part: after one update,
+        and in all steps; ``None``: no formula.
         """
         return None
 

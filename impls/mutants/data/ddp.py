@@ -331,7 +331,7 @@ class CommunicatesEveryMicroBatch(DDP):
 
 @mutant(
     "ddp_agrees_in_every_step",
-    says="broadcasts integers after 3 updates .* at most 1",
+    says="broadcasts integers 3 times after updates",
     killed_by=("traffic",),
     steps=3,
 )
@@ -340,6 +340,20 @@ class AgreesInEveryStep(DDP):
 
     def after_step(self) -> None:
         self.learned = False
+        super().after_step()
+
+
+@mutant(
+    "ddp_agrees_twice",
+    says="2 times after that of step 0",
+    killed_by=("traffic",),
+    workload=gpt("unused"),
+)
+class AgreesTwice(DDP):
+    """What ends a step is called twice, and ranks agree on the order of buckets again."""
+
+    def after_step(self) -> None:
+        super().after_step()
         super().after_step()
 
 
