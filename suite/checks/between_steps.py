@@ -22,6 +22,8 @@ from shardproof.workloads import for_case
 def measure(evidence: Evidence, bound: float) -> list[ComparisonRow]:
     """One row for the summed loss in evaluation mode, one per thing that is wrong."""
     steps = sorted({one.step for record in evidence.records for one in record.evaluations})
+    if steps and steps[-1] != evidence.steps[-1]:
+        return _problem(f"evaluates before step {steps[-1]}, and refuses before the last step")
     evaluated = [row for step in steps for row in _evaluation(evidence, step, bound)]
     return [*evaluated, *_full_state(evidence)]
 

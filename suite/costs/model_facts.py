@@ -59,14 +59,19 @@ class TensorFacts:
         return self.first_use == 0 and self.last_use is None
 
     @property
+    def is_conditional(self) -> bool:
+        """Whether it depends on the micro-batch, the rank or the step whether it is used."""
+        return ".conditional_" in f".{self.name}"
+
+    @property
     def in_every_backward(self) -> bool:
         """Whether every micro-batch gives it a gradient."""
-        return self.always_used and ".conditional_" not in f".{self.name}"
+        return self.always_used and not self.is_conditional
 
     @property
     def may_turn_late(self) -> bool:
         """Whether a backward may lack its gradient though an earlier one had it."""
-        return self.last_use is not None or ".conditional_" in f".{self.name}"
+        return self.last_use is not None or self.is_conditional
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from shardproof.contract import Piece, Untrained
 from shardproof.costs import CostModel, cost_model_of
 from shardproof.evidence.account import Account
 from shardproof.evidence.records import RankRecord, StepRecord
+from shardproof.impls.reference.checkpoint.loading import Loading
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.parts import reducers
@@ -317,6 +319,27 @@ def test_a_reducer_gets_what_was_saved_on_its_device() -> None:
     )
     Engine.load_pieces(system, "optimizer", [own, slot])
     assert [piece.tensor.is_meta for piece in reducer.given] == [True, False]
+
+
+def test_what_a_checkpoint_holds_of_a_reducer_goes_to_its_device() -> None:
+    reducer = _Keeps()
+    want = SimpleNamespace(name=("extra", "w.residual@1"))
+    about = SimpleNamespace(scaler=None, step=3)
+    loading: Any = SimpleNamespace(
+        system=SimpleNamespace(
+            reducer=reducer,
+            mesh=SimpleNamespace(device="meta"),
+            settle=lambda kind: None,
+            scaler=None,
+        ),
+        checkpoint=SimpleNamespace(manifest=SimpleNamespace(about=about)),
+        contents=SimpleNamespace(generators=dict),
+        wants=defaultdict(list, {"extra": [want]}),
+        read=lambda _: torch.ones(2),
+    )
+    Loading.fill(loading)
+    assert [piece.tensor.is_meta for piece in reducer.given] == [True]
+    assert loading.system.steps_done == 3
 
 
 # ------------------------------------------------------------------------------------- make gpu

@@ -111,6 +111,10 @@ def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreach
     assert [one.fault for one in more.planted] == [unreached, idle]
     assert (more.seed, more.before, more.document()["before"]) == (1, 1, 1)
     assert "with 1 killed before" in more.sentence()
+    # What no study has planted is told for ever.
+    file.write_text(json.dumps({**document, "left_out": 4}))
+    fewer = study.run(cases, 1, 7, 1, said.append, left=earlier.read(file))
+    assert fewer.left_out == 4 + 1 and "5 left out" in fewer.sentence()
 
 
 def test_a_file_that_no_study_wrote_is_refused(tmp_path: Path) -> None:
@@ -238,7 +242,7 @@ def test_a_budget_ends_the_planting_and_what_it_leaves_out_is_told() -> None:
     found = study.plant_all([home], [fault], 1, 1, lambda _: None, budget=-1.0)
     assert not found.planted
     assert found.left_out == found.document()["left_out"] == 1
-    assert "1 left out by the budget" in found.sentence()
+    assert "1 left out" in found.sentence()
 
 
 def test_first_come_cases_with_pairs_of_their_own() -> None:

@@ -71,8 +71,8 @@ def write(
 def tensor_of(source: Checkpoint, name: Name) -> Tensor:
     """All of a tensor, its first copy, verified."""
     first = source.entries(name)[0]
-    target = torch.empty(shape := first.place.shape, dtype=DTYPES[first.dtype])
-    source.fill(target, source.plan(Place(shape, tuple((0, n) for n in shape), None), name))
+    target = torch.empty(first.place.shape, dtype=DTYPES[first.dtype])
+    source.fill(target, source.plan(Place.all_of(first.place.shape), name))
     return target
 
 
@@ -100,7 +100,7 @@ def whole(source: Checkpoint) -> Mapping[str, list[Held]]:
     stems = {kind: stem for stem, kinds in FILES.items() for kind in kinds}
     seen: set[tuple[str, str]] = set()
     for kind, name, replica, dtype, shape in names(source):
-        place = Place(shape, tuple((0, size) for size in shape), None)
+        place = Place.all_of(shape)
         key = f"{name}#{replica}" if (kind, name) in seen else name
         seen.add((kind, name))
         files[stems[kind]].append(stand_in(kind, name, replica, dtype, place, 0, key))
@@ -113,7 +113,7 @@ def cut(source: Checkpoint, ranks: int) -> Mapping[str, list[Held]]:
     for kind, name, replica, dtype, shape in names(source):
         numel, copy = math.prod(shape), f"#{replica}" if replica else ""
         if kind not in CUT or numel < ranks:
-            place = Place(shape, tuple((0, size) for size in shape), None)
+            place = Place.all_of(shape)
             held = stand_in(kind, name, replica, dtype, place, 0, f"{kind}/{name}{copy}")
             files[stem_of(0)].append(held)
             continue

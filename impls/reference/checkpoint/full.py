@@ -117,7 +117,7 @@ def announced(copy: Copy) -> Held:
     """A whole tensor to write, without elements, under its own name (a second copy: numbered)."""
     first = copy[0]
     shape = first.place.shape
-    whole = first._replace(place=Place(shape, tuple((0, size) for size in shape), None))
+    whole = first._replace(place=Place.all_of(shape))
     # A number that the first copy does not need: tools look for the names of the module.
     key = (
         f"{first.name}#{first.replica}" if first.replica and first.kind == "buffers" else first.name

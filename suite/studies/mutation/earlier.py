@@ -24,6 +24,7 @@ class Earlier(BaseModel):
     seed: int
     counts: dict[str, int]
     before: int = 0
+    left_out: int = 0
     left: list[_Left]
 
     @property

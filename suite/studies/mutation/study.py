@@ -184,7 +184,7 @@ class Study:
             earlier = f", with {self.before} killed before" if self.before else ""
             told += f"; {share:.1%} killed{earlier}, those without effect or explained aside"
         if self.left_out:
-            told += f"; {self.left_out} left out by the budget"
+            told += f"; {self.left_out} left out"
         return f"{len(self.planted)} faults in {self.cases} cases: {told}"
 
     def left(self) -> list[Planted]:
@@ -248,7 +248,9 @@ def run(
     """
     homes = find_homes(cases, jobs, say)
     if left is not None:
-        return plant_all(homes, left.faults()[:count], left.seed, jobs, say, budget, most, left)
+        faults = left.faults()
+        found = plant_all(homes, faults[:count], left.seed, jobs, say, budget, most, left)
+        return replace(found, left_out=found.left_out + left.left_out + len(faults[count:]))
     every = operators.faults()
     if only_reached:
         every = [fault for fault in every if any(home.executes(fault) for home in homes)]

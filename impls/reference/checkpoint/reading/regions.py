@@ -38,6 +38,11 @@ class Place(NamedTuple):
     slices: Slices | None
     flat_range: tuple[int, int] | None
 
+    @classmethod
+    def all_of(cls, shape: tuple[int, ...]) -> Place:
+        """The whole tensor."""
+        return cls(shape, tuple((0, size) for size in shape), None)
+
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of a tensor that holds the part."""

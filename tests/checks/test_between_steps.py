@@ -1,0 +1,21 @@
+"""Evaluations between steps: who evaluates once must not refuse the next time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from shardproof.checks import between_steps
+from shardproof.evidence.records import Evaluation
+
+
+def test_a_system_that_evaluates_and_then_refuses_is_told() -> None:
+    first = Evaluation(2, 0, 1.0, [])
+    records = [SimpleNamespace(rank=rank, evaluations=[first], full_state=None) for rank in (0, 1)]
+    evidence: Any = SimpleNamespace(records=records, steps=range(4))
+    (row,) = between_steps.measure(evidence, 1e-12)
+    assert row.problem == "evaluates before step 2, and refuses before the last step"
+    never: Any = SimpleNamespace(
+        records=[SimpleNamespace(rank=0, evaluations=[], full_state=None)], steps=range(4)
+    )
+    assert between_steps.measure(never, 1e-12) == []
