@@ -362,7 +362,8 @@ def mutation(
     shardproof study mutation 200 --left quick.json scenarios/conformance/covering --tier full
 
     With scenarios or -k, faults are drawn from the lines that their cases execute. With --left,
-    what an earlier study left over is planted in other cases, and its kills count.
+    what an earlier study left over is planted in other cases, N of it at most; its kills and its
+    seed count, and what is not planted again keeps its state.
 
     Exit codes: 0 none survived, 1 some did, 2 bad input, 3 no fault had an effect anywhere.
     """
@@ -382,7 +383,7 @@ def mutation(
     echo(found.sentence())
     if out is not None:
         options.write(out, json.dumps(found.document(), indent=1) + "\n")
-    if not {"killed", "survived"} & {*found.counts}:
+    if not (found.before or {"killed", "survived"} & {*found.counts}):
         raise typer.Exit(verdicts.NOT_DECIDED)
     raise typer.Exit(verdicts.BROKEN if found.counts["survived"] else verdicts.HELD)
 

@@ -114,7 +114,10 @@ def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreach
     # What no study has planted is told for ever.
     file.write_text(json.dumps({**document, "left_out": 4}))
     fewer = study.run(cases, 1, 7, 1, said.append, left=earlier.read(file))
-    assert fewer.left_out == 4 + 1 and "5 left out" in fewer.sentence()
+    assert fewer.left_out == 4 and "4 left out" in fewer.sentence()
+    # What is not planted again keeps its state, and is still left.
+    assert [one["state"] for one in fewer.document()["left"]][-1] == "without effect"
+    assert {one["fault"] for one in fewer.document()["left"]} >= {idle.name}
 
 
 def test_a_file_that_no_study_wrote_is_refused(tmp_path: Path) -> None:
@@ -127,6 +130,8 @@ def test_a_file_that_no_study_wrote_is_refused(tmp_path: Path) -> None:
     for text, told in (
         ("[", "no study of faults"),
         (json.dumps({**whole, "seed": "x"}), "(seed: "),
+        (json.dumps({**whole, "left": []}), "leaves no fault over"),
+        (json.dumps({**whole, "left": [{**left, "state": "odd"}]}), "(left.0.state: "),
         (json.dumps({**whole, "left": [{**left, "diff": "other"}]}), "another fault in this code"),
         (json.dumps({**whole, "left": [{**left, "fault": "gone.py#1"}]}), "gone.py#1 is another"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ValidationError
 
@@ -14,7 +15,7 @@ from shardproof.studies.mutation.operators import Fault
 
 class _Left(BaseModel):
     fault: str
-    state: str
+    state: Literal["survived", "unreached", "endless", "not planted", "without effect", "explained"]
     diff: str
 
 
@@ -58,6 +59,9 @@ def read(path: Path) -> Earlier:
             what = f"cannot be read ({error.strerror})"
         remedy = "give a file of `shardproof study mutation N --out FILE`"
         raise SelectionError(Problem(what, remedy, file=str(path))) from None
+    if not found.left:
+        remedy = "draw a new sample with --seed"
+        raise SelectionError(Problem("leaves no fault over", remedy, file=str(path)))
     known = {fault.name: fault.diff() for fault in operators.faults()}
     for one in found.left:
         if known.get(one.fault) != one.diff:

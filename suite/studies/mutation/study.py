@@ -248,9 +248,11 @@ def run(
     """
     homes = find_homes(cases, jobs, say)
     if left is not None:
-        faults = left.faults()
+        faults, states = left.faults(), left.states()
         found = plant_all(homes, faults[:count], left.seed, jobs, say, budget, most, left)
-        return replace(found, left_out=found.left_out + left.left_out + len(faults[count:]))
+        planted = {one.fault for one in found.planted}
+        others = [Planted(f, [], earlier=states[f.name]) for f in faults if f not in planted]
+        return replace(found, planted=[*found.planted, *others], left_out=left.left_out)
     every = operators.faults()
     if only_reached:
         every = [fault for fault in every if any(home.executes(fault) for home in homes)]
