@@ -284,7 +284,7 @@ def _do_tasks(order: fork_server.Fork, line: socket.socket) -> None:
     largest = process_control.resident_bytes(os.getpid()) + MOST_GROWTH
     for done in range(1, MOST_TASKS + 1):
         _do_task(order)
-        gc.collect(0)  # what this task left; what outlived an earlier one is not looked through again
+        gc.collect(0)  # what this task left, not again what outlived an earlier one
         # Where there are GPUs a leader that has used autograd can fork none that uses them.
         if not order.keep or done == MOST_TASKS or cuda.count() or not _is_clean(largest):
             return

@@ -12,7 +12,7 @@ from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.coverage import pairs, triggers
 from shardproof.evidence.seen import EVENTS
-from shardproof.table import Table
+from shardproof.table import Table, number
 
 #: Numbers of cases from which a darker shade begins.
 _SHADES = (2, 4, 10, 32)
@@ -69,5 +69,5 @@ def _place(found: pairs.Coverage, pair: pairs.Pair) -> Place | None:
     count = found.cases(pair)
     if not count:
         return None
-    what = "1 case" if count == 1 else f"{count} cases"
-    return Place(count, bisect_right(_SHADES, count), f"{pair[0]} with {pair[1]}: {what}")
+    told = f"{pair[0]} with {pair[1]}: {number(count, 'case')}"
+    return Place(count, bisect_right(_SHADES, count), told)

@@ -35,6 +35,7 @@ from shardproof.coverage import pairs
 from shardproof.studies.mutation import lines, operators, planted, reached
 from shardproof.studies.mutation.earlier import Earlier
 from shardproof.studies.mutation.operators import Fault
+from shardproof.table import number
 
 FAMILY = "reference/"
 #: CPU seconds of a rank with a fault: clean ranks of quick cases take two.
@@ -185,7 +186,7 @@ class Study:
             told += f"; {share:.1%} killed{earlier}, those without effect or explained aside"
         if self.left_out:
             told += f"; {self.left_out} left out"
-        return f"{len(self.planted)} faults in {self.cases} cases: {told}"
+        return f"{number(len(self.planted), 'fault')} in {number(self.cases, 'case')}: {told}"
 
     def left(self) -> list[Planted]:
         """Those that were not killed, survivors first."""
@@ -308,8 +309,8 @@ def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -
     ``again``: run twice more; without it nothing is known to be unsteady.
     """
     noting = [
-        replace(case, id=f"{number}", implementation=planted.of_case(_strategy(case), number))
-        for number, case in enumerate(cases)
+        replace(case, id=f"{index}", implementation=planted.of_case(_strategy(case), index))
+        for index, case in enumerate(cases)
     ]
     passed: dict[int, list[tuple[float, Figures]]] = defaultdict(list)
 
@@ -328,17 +329,17 @@ def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -
             del os.environ[reached.VARIABLE]
         noted = reached.arcs(Path(folder))
     for turn in ("again", "once more") if again else ():
-        plain = [replace(cases[number], id=f"{number}") for number in sorted(passed)]
+        plain = [replace(cases[index], id=f"{index}") for index in sorted(passed)]
         with Session(jobs) as session:
             session.run(plain, _counted(len(plain), f"cases {turn}", say), on_account=keep)
     homes = []
-    for number, runs in sorted(passed.items()):
+    for index, runs in sorted(passed.items()):
         if len(runs) == (3 if again else 1):
             seconds, figures = runs[-1]
             unsteady = frozenset[str]().union(*(unlike(other, figures) for _, other in runs))
-            if cases[number].checkpoint is not None:
+            if cases[index].checkpoint is not None:
                 unsteady |= {place for place in figures if place.endswith(_TOLD)}
-            homes.append(Home(cases[number], seconds, figures, noted.get(number, {}), unsteady))
+            homes.append(Home(cases[index], seconds, figures, noted.get(index, {}), unsteady))
     return homes
 
 
