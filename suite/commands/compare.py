@@ -227,15 +227,18 @@ def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
     with baseline.opened(name) as folder:
         if folder is None:
             return baseline.read(Path(name)), None
+        found = read(folder, strict=True)
         if again:
             from shardproof.commands.verify import verify
 
             doubts = verify(folder).problems
         else:
             doubts = list(changed(folder))
+            if absent := len(found.unfinished):
+                doubts.append(f"{absent} planned ones have no result: `run --resume` goes on")
         if Path(name).is_file():  # nobody knows the temporary folder that it was unpacked into
             doubts = [doubt.replace(str(folder), name) for doubt in doubts]
-        return of_run(read(folder, strict=True)), doubts
+        return of_run(found), doubts
 
 
 def _day(text: str | None) -> datetime.date:

@@ -83,7 +83,7 @@ def _of_cases(run: Run) -> Iterator[Limit]:
         _MISSING,
         "Planned by an invocation that was stopped.",
         ("reason",),
-        ((unfinished, name) for name in summary.unfinished(run)),
+        ((unfinished, name) for name in run.unfinished),
         listed=True,
     )
     late = [((line.reason,), line.id) for line in run.left_out]

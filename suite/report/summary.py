@@ -74,7 +74,7 @@ def headline(run: Run) -> Headline:
     opened = _told(
         (sum(counts[verdict] for verdict in verdicts.OPEN), f"of {judged} cases are not decided"),
         (sum(heads[word] for word in OPEN), f"of {len(timed)} timings are not decided"),
-        (len(unfinished(run)), "planned ones have no result"),
+        (len(run.unfinished), "planned ones have no result"),
     )
     details = tuple(_details(run, counts))
     if broke:
@@ -111,19 +111,6 @@ def _details(run: Run, counts: Counter[str]) -> Iterator[str]:
         if lines:
             heads = Counter(looks.head(line["verdict"]) for line in lines)
             yield f"{what}: {', '.join(f'{n} {word}' for word, n in sorted(heads.items()))}."
-
-
-def unfinished(run: Run) -> list[str]:
-    """Planned cases, faults and comparisons without a line: a kill came before them."""
-    there, faults = run.ids, {kill.name for kill in run.kills}
-    absent: list[str] = []
-    for invocation in run.header.invocations:
-        # Cases of faults that a budget kept from running are told by the fault.
-        late = invocation.kills and invocation.exit_code is not None
-        planned = invocation.benches if late else [*invocation.planned, *invocation.benches]
-        absent += [name for name in planned if name not in there]
-        absent += [name for name in invocation.kills if name not in faults]
-    return list(dict.fromkeys(absent))
 
 
 def by_cause(broken: Iterable[Block]) -> Table:

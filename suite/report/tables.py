@@ -203,4 +203,7 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
 
 
 def closing(run: Run) -> str:
-    return verdicts.summary(verdicts.count(run.cases), len(run.left_out))
+    """What the cases of ``run`` count as, those without a result included."""
+    told = verdicts.summary(verdicts.count(run.cases), len(run.left_out))
+    absent = len(run.unfinished)
+    return f"{told}, {absent} planned without a result" if absent else told

@@ -108,6 +108,19 @@ class Run:
         return judged | {line.id for line in self.left_out} | timed
 
     @property
+    def unfinished(self) -> list[str]:
+        """Planned cases, faults and comparisons without a line: a kill came before them."""
+        there, faults = self.ids, {kill.name for kill in self.kills}
+        absent: list[str] = []
+        for invocation in self.header.invocations:
+            # Cases of faults that a budget kept from running are told by the fault.
+            late = invocation.kills and invocation.exit_code is not None
+            planned = invocation.benches if late else [*invocation.planned, *invocation.benches]
+            absent += [name for name in planned if name not in there]
+            absent += [name for name in invocation.kills if name not in faults]
+        return list(dict.fromkeys(absent))
+
+    @property
     def timed(self) -> list[Line]:
         """Comparisons, then scaling cells."""
         return [*self.benches, *self.scalings]

@@ -233,6 +233,17 @@ def test_what_sends_everything_changes_nothing(chosen: Compress) -> None:
         assert all(succeed(body, ranks))
 
 
+def test_what_is_kept_has_the_dtype_of_the_gradients_also_where_a_wider_one_travels() -> None:
+    def body(rank: int, size: int) -> set[torch.dtype]:
+        comm = Mesh({"replicate": size}).comm("replicate")
+        by = reducer(Compress("cast", dtype=torch.float64, feedback=True), rank, size)
+        own = {name: tensor.float() for name, tensor in gradients(rank).items()}
+        reduced(by, comm, 0, own, SEVERAL)
+        return {left.dtype for left in by.feedback.residuals.values()}
+
+    assert succeed(body, 2) == [{torch.float32}] * 2
+
+
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 16, 33])
 def test_signs_survive_packing(numel: int) -> None:
     for seed in range(5):

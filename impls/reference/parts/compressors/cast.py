@@ -41,7 +41,7 @@ class Cast(Compressor):
         """This rank's values as they are sent."""
         values = bucket.flat.to(self.chosen.dtype, copy=True)
         if self.chosen.feeds_back:  # or the difference costs as much as the rounding
-            self.keep(bucket, bucket.flat - values)
+            self.keep(bucket, (bucket.flat - values).to(bucket.flat.dtype))
         return values
 
     @torch.no_grad()
