@@ -55,6 +55,26 @@ _UNSEEN = re.compile(
 )
 
 
+#: Characters of an error's message or traceback that are kept.
+_MOST_TEXT = 1 << 14
+
+
+def said(error: BaseException) -> str:
+    """The message of an error that a system raised, whose ``__str__`` may raise itself."""
+    try:
+        return bounded(str(error))
+    except Exception as second:  # noqa: BLE001 - it is the system's
+        return f"(its __str__ raised {type(second).__name__})"
+
+
+def bounded(text: str) -> str:
+    """``text``, or its beginning and end: a run tells and stores it many times."""
+    left, half = len(text) - _MOST_TEXT, _MOST_TEXT // 2
+    if left <= 0:
+        return text
+    return f"{text[:half]}\n... {left:,} characters left out ...\n{text[-half:]}"
+
+
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 
 

@@ -78,6 +78,8 @@ def why_not_writable(path: Path) -> str:
         target = path.resolve()
         if target.is_dir():
             return os.strerror(errno.EISDIR)
+        if target.is_fifo():
+            return "is a pipe, and whoever is to read it may never come"
         if not target.exists() or target.is_file():
             place = next(parent for parent in target.parents if parent.exists())
             tempfile.TemporaryFile(dir=place).close()
@@ -113,14 +115,16 @@ def read_fast_json(data: bytes) -> Any:
 def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
     """Put ``data`` (text as UTF-8, bytes, or pieces of bytes) into the file ``path``.
 
-    A reader sees the old file or the whole new one, through links as well; a device gets the bytes.
+    A reader sees the old file or the whole new one, through links as well; a device gets the bytes,
+    and the file takes the place of a named pipe, which nobody might read.
 
     :raises OSError: it cannot be written; its ``filename`` is ``path``, and the old file is left.
     """
     if isinstance(data, str):
         data = data.encode("utf-8", "backslashreplace")  # half a surrogate pair has no UTF-8
     target = path.resolve()
-    is_special = target.exists() and not target.is_file() and not target.is_dir()
+    known = target.is_file() or target.is_dir() or target.is_fifo()
+    is_special = target.exists() and not known
     # Beside it, because a rename is atomic within one file system only.
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

@@ -25,6 +25,7 @@ from torch import Tensor
 from shardproof.backends import arithmetic, errors
 from shardproof.backends.request import Request
 from shardproof.comm import PeerGone
+from shardproof.errors import said
 
 GroupKey = tuple[str, tuple[int, ...], int]
 
@@ -138,7 +139,7 @@ class Hub:
             self._ended.add(rank)
             if self.failure is None:
                 name = type(error).__name__
-                self._fail(errors.RankFailed(f"rank {rank} raised {name}: {error}", rank))
+                self._fail(errors.RankFailed(f"rank {rank} raised {name}: {said(error)}", rank))
 
     def give_up(self, error: errors.CommError) -> None:
         """Raise ``error``, or what went wrong before, on every rank."""

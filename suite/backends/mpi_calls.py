@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardproof.backends import errors
 from shardproof.backends.mpi_messages import STEPS, Mail, Message, Steps
 from shardproof.backends.request import Request
+from shardproof.errors import said
 
 #: Polls that only offer the core to others before a rank sleeps between two of them.
 SPINS = 20
@@ -191,7 +192,7 @@ class Calls:
     def tell_failure(self, rank: int, error: BaseException) -> None:
         """``rank`` raised ``error``: let whoever waits know; the first one counts."""
         if not isinstance(error, errors.RankFailed):
-            text = f"rank {rank} raised {type(error).__name__}: {error}"
+            text = f"rank {rank} raised {type(error).__name__}: {said(error)}"
             self._store.compare_set(FAILED, "", json.dumps([rank, text]))
 
     def ended(self, ranks: Sequence[int]) -> list[int]:

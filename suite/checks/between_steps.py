@@ -9,6 +9,7 @@ step ``full_state`` has the digests of the assembled pieces.  A part of equivale
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from shardproof.checks import Worst, causes
@@ -42,6 +43,8 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
             return _problem(f"an evaluation leaves {what}, the values are the same")
         if evaluation.loss is None or evaluation.share is None:
             continue
+        if not math.isfinite(evaluation.loss):
+            return _problem(f"evaluation: the loss of rank {rank} is {evaluation.loss}")
         known = shares.setdefault(evaluation.share, evaluation.loss)
         if not abs(known - evaluation.loss) <= bound * abs(known):
             return _problem(f"evaluation: ranks of share {evaluation.share} disagree")

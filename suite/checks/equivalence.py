@@ -53,7 +53,7 @@ from shardproof.checks.numbers import (
 )
 from shardproof.checks.one_update import MASTER, made_of, update_of
 from shardproof.contract import is_outer
-from shardproof.costs.expression import evaluate
+from shardproof.costs.expression import FormulaError, evaluate
 from shardproof.costs.stages import DESCENDING, schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
@@ -448,10 +448,22 @@ def _end_of_loss(
         raise Differs(f"{told}; and of the gradients: {beside}" if beside else told) from None
 
 
+def _loss_factor(evidence: Evidence) -> float:
+    """How many times the true loss the system tells, as it declares."""
+    declared = evidence.declaration.loss_factor
+    try:
+        factor = float(evaluate(declared, evidence.facts))
+    except (FormulaError, OverflowError) as error:
+        raise Differs(f"loss_factor: {error}") from None
+    if factor <= 0:
+        raise Differs(f"loss_factor {declared!r} is {factor:g} in this case: no loss is that often")
+    return factor
+
+
 def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None, float]:
     """The loss of every data coordinate; ranks that know it agree (relative to the oracle's)."""
     truth = evidence.oracle.steps[step].loss
-    factor = float(evaluate(evidence.declaration.loss_factor, evidence.facts))
+    factor = _loss_factor(evidence)
     shares: dict[int | None, float] = {}
     wanted = set()
     for record in evidence.records:

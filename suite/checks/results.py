@@ -133,6 +133,7 @@ class CaseResult(_Line):
             if figure and not _FRACTION.fullmatch(figure):
                 raise TypeError(f"no number of bytes: {figure!r:.80}")
         # JSON has no infinity: it is stored as text.
+        result.seconds = float(result.seconds)
         result.worst_error, result.bound = (
             None if value is None else float(value) for value in (result.worst_error, result.bound)
         )

@@ -6,13 +6,14 @@ for each cause is named at once; the blocks at the end tell the rest (``report/t
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import typer
 
@@ -33,10 +34,24 @@ _BAR, _RUNNING, _MINUTES = 20, 4, 100
 
 
 def make_console() -> Console:
-    """Standard output; wide where it is not a terminal, so that nothing is cut."""
+    """Standard output; wide where it is not a terminal, so that nothing is cut.
+
+    Where nobody reads it any more (``| head``), a command still goes on to its verdict.
+    """
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    class Heard(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the process with exit code 1
+            _mute(sys.stdout)
+
+    return Heard(width=None if sys.stdout.isatty() else 240, highlight=False)
+
+
+def _mute(stream: IO[str]) -> None:
+    """What is written to ``stream`` from now on, and what it still holds, is lost."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, stream.fileno())
+    os.close(nothing)
 
 
 def print_line(console: Console, text: str) -> None:
@@ -46,7 +61,10 @@ def print_line(console: Console, text: str) -> None:
 
 def echo(text: str, err: bool = False, nl: bool = True) -> None:
     """The same on standard output (``err``: error), without rich; ``nl``: end the line."""
-    typer.echo(printable(text), err=err, nl=nl)
+    try:
+        typer.echo(printable(text), err=err, nl=nl)
+    except BrokenPipeError:
+        _mute(sys.stderr if err else sys.stdout)
 
 
 class _Bar:

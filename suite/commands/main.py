@@ -11,6 +11,8 @@ import io
 import os
 import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -128,6 +130,7 @@ def _top(
 
 def main() -> None:
     """Run the command line; faults of input become one line each and exit code 2."""
+    _open_streams()
     if sys.argv[1:2] == ["list"]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list cases | head` is no failure
     for stream in (sys.stdout, sys.stderr):
@@ -160,5 +163,16 @@ def main() -> None:
             sys.exit(verdicts.HELD)
         where = str(error.filename or "standard output")
         remedy = "make room there, or name another place"
-        echo(str(Problem(str(error.strerror), remedy, file=where)), err=True)
+        with suppress(OSError):  # there is no room on standard error either
+            echo(str(Problem(str(error.strerror), remedy, file=where)), err=True)
         sys.exit(verdicts.BAD_INPUT)
+
+
+def _open_streams() -> None:
+    """Where the caller closed a standard stream: nothing is read, and what is written is lost.
+
+    In this order, so that each gets its own number and no file of a run does.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115

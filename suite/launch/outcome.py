@@ -17,6 +17,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from shardproof.backends.errors import CollectiveMismatch, CommError, Deadlock, RankFailed
+from shardproof.errors import bounded, said
 from shardproof.launch import frames
 
 Status = Literal["ok", "raised", "exited", "killed", "hung", "over budget", "early"]
@@ -119,8 +120,8 @@ def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
         rank,
         "raised",
         error_type=_type_name(error, comm),
-        message=str(error),
-        traceback=_trimmed(error),
+        message=said(error),
+        traceback=bounded(_trimmed(error)),
         is_comm_error=comm is not None,
         consequence=comm is not None and not _is_fault_of_calls(comm),
         ended=ended,
@@ -220,7 +221,7 @@ def _is_abort_of_gloo(outcome: RankOutcome) -> bool:
 
 
 def _type_name(error: BaseException, comm: BaseException | None) -> str:
-    if comm is not None and not isinstance(comm, CommError) and _LATE.search(str(comm)):
+    if comm is not None and not isinstance(comm, CommError) and _LATE.search(said(comm)):
         return "PeerTimeout"
     return type(error).__name__
 
@@ -239,7 +240,7 @@ def _communication_error(error: BaseException) -> BaseException | None:
         seen.add(id(link))
         if isinstance(link, CommError | dist.DistError | ConnectionError):
             return link
-        text = str(link)
+        text = said(link)
         if isinstance(link, RuntimeError) and (_GONE.search(text) or _MISMATCH.search(text)):
             return link
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
@@ -249,7 +250,7 @@ def _communication_error(error: BaseException) -> BaseException | None:
 def _is_fault_of_calls(error: BaseException) -> bool:
     if isinstance(error, CommError):
         return isinstance(error, CollectiveMismatch | Deadlock)
-    return _MISMATCH.search(str(error)) is not None
+    return _MISMATCH.search(said(error)) is not None
 
 
 def _trimmed(error: BaseException) -> str:

@@ -173,6 +173,22 @@ def test_a_declared_loss_factor_is_told_wherever_the_depth_is(
         assert "the record gives" in " ".join(verify(folder).problems)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("LosesTheLoss", "loss_factor 'world - world' is 0 in this case"),
+        ("DividesByNothing", "division by zero for this case"),
+    ],
+)
+def test_a_loss_factor_that_means_nothing_is_the_systems_fault(
+    monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    [row] = prove(f"adopted:{name}", worlds=(2,), optimizer="adamw").to_dict("records")
+    assert row["verdict"] == "fail" and says in row["reason"], row["reason"]
+
+
 def test_sound_systems_with_orders_and_buffers_of_their_own_pass_at_depth_family() -> None:
     """Late and exposed reductions, and receive buffers that stay, are a layout's."""
     ids = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,3 +20,11 @@ def test_a_system_that_evaluates_and_then_refuses_is_told() -> None:
         records=[SimpleNamespace(rank=0, evaluations=[], full_state=None)], steps=range(4)
     )
     assert between_steps.measure(never, 1e-12) == []
+
+
+def test_a_loss_that_is_no_number_is_told_as_that() -> None:
+    told = Evaluation(1, 0, math.nan, [])
+    records = [SimpleNamespace(rank=rank, evaluations=[told], full_state=None) for rank in (0, 1)]
+    evidence: Any = SimpleNamespace(records=records, steps=range(2))
+    (row,) = between_steps.measure(evidence, 1e-12)
+    assert row.problem == "evaluation: the loss of rank 0 is nan"

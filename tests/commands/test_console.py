@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import synthetic
+from commands import ROOT, shardproof
 from made_case import made_case
 from rich.console import Console
 
+from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.commands import console as module
@@ -116,3 +124,30 @@ def test_one_is_told_without_a_plural(clock: list[float]) -> None:
     with Progress(out, cases(1), "judging", {}):
         pass
     assert file.getvalue().splitlines()[-1] == "judging: 1 case"
+
+
+def test_a_command_whose_output_nobody_reads_still_ends_with_its_verdict(tmp_path: Path) -> None:
+    lines = synthetic.results(4)
+    run = str(synthetic.write(tmp_path / "run", lines))
+    other = str(synthetic.write(tmp_path / "other", lines[:3]))
+    for words, code in (
+        (("gate", run, "--against", run), verdicts.HELD),
+        (("gate", other, "--against", run), verdicts.BROKEN),
+        (("report", run), verdicts.HELD),
+        (("verify", run), verdicts.BROKEN),  # it has no records
+    ):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as pipe:
+            done = shardproof(*words, stdout=pipe)
+        assert (done.returncode, done.stderr) == (code, ""), words
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&- <&-"])
+def test_standard_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
+    run = synthetic.write(tmp_path / "run", synthetic.results(4))
+    words = shlex.join([sys.executable, "-m", "shardproof", "report", str(run)])
+    done = subprocess.run(
+        ["bash", "-c", f"{words} {closed}"], cwd=ROOT, stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

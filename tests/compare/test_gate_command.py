@@ -287,3 +287,15 @@ def test_the_workflow_s_gate_runs_as_it_stands(
 def test_the_baseline_that_the_workflow_names_is_committed() -> None:
     path = ROOT / option("--against").relative_to("target")
     assert json.loads(path.read_text())["kind"] == baseline.KIND
+
+
+def test_a_run_that_was_killed_breaks(command: Any, tmp_path: Path) -> None:
+    lines = made.results(4)
+    whole = made.write(tmp_path / "whole", lines)
+    cut = made.write(tmp_path / "cut", lines, left_out=["s::reference/ddp::never"])
+    says = "1 planned ones have no result"
+    for words, breaks in (((cut, whole), True), ((whole, cut), True), ((whole, whole), False)):
+        run, against = map(str, words)
+        code, out, err = command("gate", run, "--against", against)
+        assert code == (verdicts.BROKEN if breaks else verdicts.HELD), out + err
+        assert (says in out) == breaks, out

@@ -167,6 +167,8 @@ FAST = {
     "unpackable": ("raised", "TypeError", "cannot pack object at .value"),
     "sys_exit": ("exited", "SystemExit", "sys.exit(7)"),
     "os_exit": ("exited", "", "os._exit(3)"),
+    "unsayable": ("raised", "Unsayable", "(its __str__ raised KeyError)"),
+    "long": ("raised", "ValueError", " characters left out "),
     "daemon": ("exited", "", "os._exit(0)"),
     "kill_self": ("killed", "SIGKILL", "os.kill(SIGKILL)"),
     "abort": ("killed", "SIGABRT", "os.abort()"),
@@ -186,6 +188,7 @@ def test_a_failing_rank_is_blamed_and_wakes_the_others(
     guilty = found["outcomes"][1]
     assert (guilty["status"], guilty["error_type"]) == (status, error_type), guilty
     assert message in guilty["message"]
+    assert len(str(found)) < 1 << 20
     assert not guilty["consequence"] and not guilty["is_comm_error"]
     assert "all_reduce" in guilty["last_call"]
     assert "hello from rank 1" in guilty["output"] or fault == "print"

@@ -162,7 +162,8 @@ def test_a_run_that_was_killed_is_not_decided(tmp_path: Path) -> None:
     (path / "cases.jsonl").write_text("".join(lines[:15]))
     run = read(path)
     assert summary.headline(run).state == "open"
-    assert len(summary.unfinished(run)) == 5
+    assert len(run.unfinished) == 5
+    assert report.closing(run).endswith(", 5 planned without a result")
     assert limits.limits(run)[0].title == "Planned and missing"
     assert json.loads(lines[-1])["id"] in report.html(run)
 

@@ -185,6 +185,24 @@ def test_only_regular_files_are_read(command: Any, run: Path, tmp_path: Path, ki
         assert ("odd.yaml" in err or "/dev/zero" in err) and " - " in err, err
 
 
+@pytest.mark.timeout(120)
+def test_nobody_waits_for_the_reader_of_a_pipe(command: Any, run: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for words in (
+        ["run", "ddp-gpt", "--junit", str(pipe), "--results", str(tmp_path / "new")],
+        ["gate", str(run), "--against", str(run), "--junit", str(pipe)],
+        ["gate", str(run), "--against", str(run), "--summary", str(pipe)],
+        ["report", str(run), "--into", str(pipe)],
+        ["compare", str(run), str(run), "--save", str(pipe)],
+    ):
+        code, out, err = command(*words)
+        assert code == 2 and f"({pipe})" in err, (words, out, err)
+    assert not (tmp_path / "new").exists()
+    files.write_whole(pipe, "text")
+    assert pipe.is_file()
+
+
 def test_a_pipe_among_locks_is_swept(tmp_path: Path) -> None:
     from shardproof.launch import workspace
 

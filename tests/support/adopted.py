@@ -151,6 +151,22 @@ class MeanDDP(OwnDDP):
         return StepResult(loss=2 * self.comm.size * result.loss)
 
 
+class LosesTheLoss(MeanDDP):
+    """Declares that its loss is always none."""
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return Capabilities(axes=(cls.axis,), buffers="none", loss_factor="world - world")
+
+
+class DividesByNothing(MeanDDP):
+    """Declares a factor that has no value."""
+
+    @classmethod
+    def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
+        return Capabilities(axes=(cls.axis,), buffers="none", loss_factor="1 / (world - world)")
+
+
 class SilentMeanDDP(MeanDDP):
     """The same without saying so."""
 

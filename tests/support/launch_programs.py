@@ -86,6 +86,21 @@ def _explode() -> None:
     raise ValueError("the guilty rank's own error")
 
 
+class Unsayable(RuntimeError):
+    """Has no message."""
+
+    def __str__(self) -> str:
+        raise KeyError("none")
+
+
+def _raise_without_words() -> None:
+    raise Unsayable
+
+
+def _raise_with_too_many() -> None:
+    raise ValueError("x" * (4 << 20))
+
+
 def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1000)  # a thread may run on for a moment while the signal reaches its process
@@ -122,6 +137,8 @@ def _find_the_disk_full(*_: object) -> None:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "raise": _explode,
+    "unsayable": _raise_without_words,
+    "long": _raise_with_too_many,
     "sys_exit": lambda: sys.exit(7),
     "os_exit": lambda: os._exit(3),
     "kill_self": lambda: os.kill(os.getpid(), signal.SIGKILL),
