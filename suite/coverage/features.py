@@ -47,7 +47,8 @@ def _of_options(options: Options) -> Iterator[str]:
         if name == "data_options":
             yield from _of_options(value)
         elif name == "checkpoint":
-            yield f"checkpoint {value['format']}"
+            if isinstance(value, Mapping) and "format" in value:  # else its system's own default
+                yield f"checkpoint {value['format']}"
         elif name == "compress":
             yield from _compression(value or {})
         elif name != "precision" and (said := _said(name, value)):

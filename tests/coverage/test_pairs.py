@@ -90,6 +90,12 @@ def test_features_are_what_was_asked_of_the_system() -> None:
     }
 
 
+@pytest.mark.parametrize("chosen", [{"keep": 3}, {}, None, True, "full"])
+def test_a_format_that_was_not_asked_for_is_no_feature(chosen: object) -> None:
+    plain = features.of(case())
+    assert features.of(case(options={"checkpoint": chosen})) == plain
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -20,7 +20,7 @@ from shardproof.impls.reference import ddp, fsdp, hybrid, naive_ddp, zero1
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.parts.compressors.compressor import Compressor
-from shardproof.impls.reference.parts.compressors.draws import count
+from shardproof.impls.reference.parts.compressors.draws import count, first_factor, mask
 from shardproof.impls.reference.parts.compressors.emulators import emulator
 from shardproof.impls.reference.parts.compressors.options import Compress, Reduction
 from shardproof.impls.reference.parts.compressors.signs import pack, unpack
@@ -231,6 +231,19 @@ def test_what_sends_everything_changes_nothing(chosen: Compress) -> None:
 
     for ranks in (2, 3, 4, 5):
         assert all(succeed(body, ranks))
+
+
+def test_other_seeds_steps_and_names_draw_otherwise() -> None:
+    """The emulation draws by the same functions: no case could tell."""
+    keys = [(0, 0, "a"), (1, 0, "a"), (0, 1, "a"), (0, 0, "b")]
+    sent = [mask(seed, step, name, 100, 0.1) for seed, step, name in keys]
+    starts = [first_factor(seed, name, 8, 2, torch.float64) for seed, _, name in keys]
+    alike = [
+        [torch.equal(a, b) for i, b in enumerate(drawn) for a in drawn[:i]]
+        for drawn in (sent, [starts[0], starts[1], starts[3]])
+    ]
+    assert not any(map(any, alike))
+    assert torch.equal(mask(0, 0, "a", 100, 0.1), sent[0]) and torch.equal(starts[0], starts[2])
 
 
 def test_what_is_kept_has_the_dtype_of_the_gradients_also_where_a_wider_one_travels() -> None:

@@ -155,6 +155,22 @@ class KeepsOneMore(Sharded):
 
 
 @mutant(
+    "saves_and_keeps_two",
+    says="after 4 saves 2 checkpoints are left, not 3",
+    checkpoint=CheckpointPlan(save_at=4, saves=4),
+    options={"checkpoint": {"keep": 3}},
+    steps=5,
+)
+class KeepsTwo(Sharded):
+    """As many stay as by default, whatever is asked."""
+
+    def commit(self, agreed: Agreed, about: About, listed: Sequence[Listed | None]) -> None:
+        asked, self.keep = self.keep, 2
+        super().commit(agreed, about, listed)
+        self.keep = asked
+
+
+@mutant(
     "saves_and_keeps_the_oldest",
     says="progress was not loaded: rank 0 would go on from step 1, the newest .* is of step 3",
     checkpoint=OFTEN,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-from shardproof.case import CheckpointPlan
+from shardproof.case import CheckpointPlan, WorkloadSpec
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import ADAMW
 from shardproof.impls.pytorch.checkpoint.full import Full
 from shardproof.impls.pytorch.checkpoint.state import State, Training
 from shardproof.impls.pytorch.ddp import PyTorchDDP
+from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel
 
 mutant = declare.family(
     PyTorchDDP,
@@ -24,6 +26,8 @@ mutant = declare.family(
     steps=3,
 )
 FULL: Mapping[str, Any] = {"checkpoint": {"format": "full"}}
+#: Heads of 4: 16 rows of queries, 8 of keys, 8 of values.
+FEWER_KEYS: Mapping[str, Any] = {"layers": 1, "width": 16, "seq": 8, "heads": 4, "kv_heads": 2}
 
 
 @mutant(
@@ -54,3 +58,26 @@ class Rounded(State):
         if isinstance(kept, torch.Tensor) and kept.dtype == torch.float64:
             return kept.float()
         return kept
+
+
+@mutant(
+    "torch_saves_fused_rows_in_thirds",
+    says=r"parameters were not loaded: \d+ of \d+ elements of '.*qkv.weight' are others",
+    parent=PyTorchTensorParallel,
+    mesh={"tensor": 2},
+    workload=WorkloadSpec("charnames_gpt", params=FEWER_KEYS),
+    checkpoint=CheckpointPlan(save_at=2, into={"mesh": {"tensor": 1}}),
+)
+class FusedRowsInThirds(PyTorchTensorParallel):
+    """Rows of fused projections are put in order as if keys and values had as many as queries."""
+
+    def row_orders(self) -> Mapping[str, Sequence[int]]:
+        ranks = self.mesh.size("tensor")
+        orders = {}
+        for name, order in super().row_orders().items():
+            third = len(order) // 3
+            cut = third // ranks
+            places = itertools.product(range(ranks), range(3), range(cut))
+            rows = [part * third + rank * cut + row for rank, part, row in places]
+            orders[name] = [*rows, *range(len(rows), len(order))]
+        return orders

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from shardproof.comm import Comm
 from shardproof.contract import Batch, Kind, Observe, OptimizerSpec, ScalerSpec, StepResult
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import CLIP, gpt
+from shardproof.impls.reference.checkpoint.agreement import Agreed, State
+from shardproof.impls.reference.checkpoint.sharded import Sharded
 from shardproof.impls.reference.engine.norm import NormPart
 from shardproof.impls.reference.engine.scaler import LossScaler
 from shardproof.impls.reference.local_sgd import LocalSGD, ReferenceLocalSGD
@@ -277,3 +280,20 @@ class SavesOneCopy(LocalSGD):
     @property
     def apart(self) -> frozenset[Kind]:  # type: ignore[override]
         return frozenset()
+
+
+@mutant(
+    "local_saves_by_an_agreement_of_before",
+    says="parameters were not loaded",
+    killed_by=("checkpoint",),
+    options={"every": 2},
+    checkpoint=CheckpointPlan(save_at=3, saves=2),
+    steps=4,
+)
+class SavesByAnAgreementOfBefore(Sharded):
+    """Who writes what is kept from the save after a meeting, though ranks have parted since."""
+
+    def agree(self, state: State, from_rank0: bool = False) -> Agreed:
+        if self.agreed is not None:
+            self.agreed = replace(self.agreed, apart=state.apart)
+        return super().agree(state, from_rank0)

@@ -260,6 +260,23 @@ class ScaleOfOwnShard(LossScaler):
 
 
 @mutant(
+    "zero2_backs_off_by_growth",
+    says="its scale was 512, the oracle's 256",
+    parent=ReferenceZero2,
+    killed_by=("loss_scale",),
+    **(SCALED | {"optimizer": replace(ADAMW, scaler=ScalerSpec(1024, backoff=0.25, interval=2))}),
+)
+class BacksOffByGrowth(LossScaler):
+    """One factor serves both ways: the scale is divided by what it grows by."""
+
+    def adapt(self, skipped: bool) -> None:
+        before = self.scale
+        super().adapt(skipped)
+        if skipped:
+            self.scale = before / self.spec.growth
+
+
+@mutant(
     "zero1_ignores_overflow",
     says="made the update, the oracle did not",
     killed_by=("loss_scale", "equivalence"),
