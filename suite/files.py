@@ -27,9 +27,11 @@ T = TypeVar("T")
 #: What :meth:`Stored.from_dict` raises of damaged JSON.
 DAMAGE = (LookupError, TypeError, AttributeError, ValueError, RecursionError)
 
-#: A file system that is full, over quota, read-only, failing, or closed to this user; no file.
+#: A file system that is full, or over quota.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: One that is that, read-only, failing, or closed to this user; no file.
 UNWRITABLE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE),
+    *(*FULL, errno.EROFS, errno.EIO, errno.ESTALE),
     *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
 )
 #: Bytes of a file that is read at once, and of one line.

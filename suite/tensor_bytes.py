@@ -40,6 +40,10 @@ _PLAIN = frozenset((int, float, bool, type(None)))
 _LONG = 200
 
 
+class NotPlain(TypeError):
+    """A tensor that has no plain elements in memory, or is of a subclass."""
+
+
 class DamagedFile(ValueError):
     """A file that :func:`dump` did not write, or a damaged one."""
 
@@ -93,13 +97,13 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def require_plain(tensor: Tensor, place: str) -> None:
-    """Raise :class:`TypeError` that names ``place`` unless ``tensor`` is dense and no subclass."""
+    """Raise :class:`NotPlain` that names ``place`` unless ``tensor`` is dense and no subclass."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         hint = "; pack its local tensor" if hasattr(tensor, "to_local") else ""
-        raise TypeError(f"cannot pack {_name(tensor)} at {place or 'the top'}{hint}")
+        raise NotPlain(f"cannot pack {_name(tensor)} at {place or 'the top'}{hint}")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         what = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
-        raise TypeError(f"cannot pack a {what} at {place or 'the top'}")
+        raise NotPlain(f"cannot pack a {what} at {place or 'the top'}")
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -254,7 +254,11 @@ class _Rank:
         if point and self.memory:
             self._measure_memory(point, pieces)
         with self._unseen():
-            return {kind: Held.copied(pieces[kind]) for kind in kinds}
+            try:
+                return {kind: Held.copied(pieces[kind]) for kind in kinds}
+            except tensor_bytes.NotPlain as error:
+                name = type(self.implementation).__name__
+                raise BrokenContract(f"{name}.local_state: {error}") from error
 
     def _evaluates_before(self, step: int) -> bool:
         """Before the last step; in longer cases before the third as well, for what the first

@@ -20,7 +20,7 @@ from shardproof import report, verdicts
 from shardproof.commands.console import print_line
 from shardproof.coverage import pairs
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import UNWRITABLE
+from shardproof.files import FULL, UNWRITABLE
 from shardproof.launch import process_control
 from shardproof.report.coverage import judged, seen
 from shardproof.runs.integrity import damage_is_bad_input
@@ -88,12 +88,13 @@ def supervised(
             if error.errno not in UNWRITABLE or error.filename is None:
                 raise
             cause = f"{error.filename}: {error.strerror}"
+            mend = "make room" if error.errno in FULL else "let it be written"
             if is_kept:
-                print_line(console, f"{cause} - what was written is kept; make room, then")
+                print_line(console, f"{cause} - what was written is kept; {mend}, then")
                 again = f"shardproof run --resume --results {shlex.quote(str(folder.path))}"
                 print_line(console, f"    {again}")
             else:
-                print_line(console, f"{cause} - nothing is kept; make room, then run it again")
+                print_line(console, f"{cause} - nothing is kept; {mend}, then run it again")
             code = verdicts.BAD_INPUT
     if is_kept:
         print_line(console, f"evidence: {folder.path}")

@@ -40,7 +40,7 @@ class Held:
     def copied(cls, pieces: Iterable[Piece]) -> Held:
         """Copies, so that what the system does next cannot change what was seen.
 
-        :raises TypeError: of a piece that is no plain dense tensor.
+        :raises NotPlain: of a piece that is no plain dense tensor.
         """
         rows = []
         parts: dict[str, list[Tensor]] = {}

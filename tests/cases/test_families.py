@@ -178,9 +178,10 @@ def test_a_declared_loss_factor_is_told_wherever_the_depth_is(
     [
         ("LosesTheLoss", "loss_factor 'world - world' is 0 in this case"),
         ("DividesByNothing", "division by zero for this case"),
+        ("SparsePieces", "SparsePieces.local_state: cannot pack a torch.sparse_coo tensor"),
     ],
 )
-def test_a_loss_factor_that_means_nothing_is_the_systems_fault(
+def test_what_means_nothing_is_the_systems_fault(
     monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE))

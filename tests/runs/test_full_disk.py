@@ -134,20 +134,27 @@ def test_a_disk_that_becomes_read_only(tmp_path: Path, command: Any, played: lis
         _goes_on(command, run)
 
 
+@pytest.mark.parametrize(
+    ("number", "mend"),
+    [(errno.ENOSPC, "make room"), (errno.EROFS, "let it be written")],
+    ids=["full", "read-only"],
+)
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_a_folder_that_goes_is_not_named_to_go_on_with(tmp_path: Path, is_kept: bool) -> None:
+def test_a_folder_that_goes_is_not_named_to_go_on_with(
+    tmp_path: Path, is_kept: bool, number: int, mend: str
+) -> None:
     def body(_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "cases.jsonl"))
+        raise OSError(number, os.strerror(number), str(tmp_path / "cases.jsonl"))
 
     console = Console(file=io.StringIO(), width=200)
     with RunFolder(tmp_path, []) as folder:
         code = supervised(folder, console, body, lambda: None, lambda: None, is_kept=is_kept)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert code == verdicts.BAD_INPUT
-    assert f"{tmp_path / 'cases.jsonl'}: No space left on device - " in told, told
+    assert f"{tmp_path / 'cases.jsonl'}: {os.strerror(number)} - " in told and mend in told, told
     for words in ("what was written is kept", "--resume", "evidence: "):
         assert (words in told) == is_kept, told
-    assert ("nothing is kept; make room, then run it again" in told) != is_kept, told
+    assert (f"nothing is kept; {mend}, then run it again" in told) != is_kept, told
 
 
 def test_standard_output_may_be_full() -> None:

@@ -151,6 +151,14 @@ class MeanDDP(OwnDDP):
         return StepResult(loss=2 * self.comm.size * result.loss)
 
 
+class SparsePieces(OwnDDP):
+    """Shows what nobody can compare element by element."""
+
+    def local_state(self, kind: Kind) -> list[Piece]:
+        held = super().local_state(kind)
+        return [replace(piece, tensor=piece.tensor.to_sparse()) for piece in held]
+
+
 class LosesTheLoss(MeanDDP):
     """Declares that its loss is always none."""
 
