@@ -264,7 +264,7 @@ class ScaleOfOwnShard(LossScaler):
     says="its scale was 512, the oracle's 256",
     parent=ReferenceZero2,
     killed_by=("loss_scale",),
-    **(SCALED | {"optimizer": replace(ADAMW, scaler=ScalerSpec(1024, backoff=0.25, interval=2))}),
+    **{**SCALED, "optimizer": replace(ADAMW, scaler=ScalerSpec(1024, backoff=0.25, interval=2))},
 )
 class BacksOffByGrowth(LossScaler):
     """One factor serves both ways: the scale is divided by what it grows by."""
