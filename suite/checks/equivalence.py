@@ -456,7 +456,7 @@ def _loss_factor(evidence: Evidence) -> float:
     except (FormulaError, OverflowError) as error:
         raise Differs(f"loss_factor: {error}") from None
     if factor <= 0:
-        raise Differs(f"loss_factor {declared!r} is {factor:g} in this case: no loss is that often")
+        raise Differs(f"loss_factor {declared!r} is {factor:g} in this case, not above 0")
     return factor
 
 
