@@ -57,6 +57,7 @@ class Launcher:
         fits = case.world == self.world or not backends.BACKENDS[case.backend].mpirun
         if self.kept and fits and _has_no_globals(declaration) and case.fault is None:
             limits["kept"] = self.kept
+        disturbances = backends.disturbances_of(case.workload.traits, case.fault)
         # Calls run_rank on every rank, in a process or thread of its own.
         return self.run(
             case.backend,
@@ -65,7 +66,8 @@ class Launcher:
             folder,
             case.deadline,
             case.ledgers,
-            disturbances=backends.disturbances_of(case.workload.traits, case.fault),
+            disturbances=disturbances,
+            one_core=disturbances is None,  # where orders are the point, there are more of them
             **limits,
         )
 

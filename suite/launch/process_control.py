@@ -13,7 +13,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _SET_PDEATHSIG = 1
@@ -183,6 +183,18 @@ def resident_bytes(pid: int) -> int:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def on_this_core() -> Iterator[None]:
+    """Threads that are started meanwhile stay on the core that the caller runs on."""
+    before, core = os.sched_getaffinity(0), _libc.sched_getcpu()
+    if core in before:
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def by_core() -> list[list[int]] | None:

@@ -88,6 +88,7 @@ class RankLaunch:
     ledgers: bool
     disturbances: Any
     began: float
+    one_core: bool = False
 
     @property
     def heartbeat(self) -> Path:
@@ -158,8 +159,10 @@ def run_threads(launch: RankLaunch) -> tuple[int, bool]:
         ]
         stack.enter_context(contextlib.redirect_stdout(_PerRank(files, sys.stdout)))
         stack.enter_context(contextlib.redirect_stderr(_PerRank(files, sys.stderr)))
-        for thread in threads:
-            thread.start()
+        where = process_control.on_this_core() if launch.one_core else contextlib.nullcontext()
+        with where:
+            for thread in threads:
+                thread.start()
         for thread in threads:
             thread.join()
     # How a rank ended is in its file: only what ends the process itself has an exit code.

@@ -85,6 +85,7 @@ def run_ranks(
     *,
     disturbances: Any = None,
     memory_bytes: int | None = None,
+    one_core: bool = False,
     kept: Kept | None = None,
     start: Start | None = None,
 ) -> list[RankOutcome]:
@@ -94,8 +95,10 @@ def run_ranks(
     ``workdir`` exists and is used by this call only.  What a program returns is packed to the
     ``record`` of its outcome.  ``budget_s``: CPU seconds of each rank, and the seconds after which
     ranks that sleep outside of calls, with no event on any, stand still.  ``memory_bytes`` limits
-    the resident bytes of each rank process (some 300 MB of torch included).  Whatever a rank does,
-    this returns, and no process of the ranks is left.  ``kept`` has processes that go on to live if
+    the resident bytes of each rank process (some 300 MB of torch included).  ``one_core``: ranks
+    that are threads stay on one core; they share an interpreter, and handing it to another core at
+    every operator costs CPU (results/evidence/cpu-cost.md).  Whatever a rank does, this returns,
+    and no process of the ranks is left.  ``kept`` has processes that go on to live if
     all ends well; ``start`` starts others than by a fork of this process, and is not asked where
     ranks are threads.  The program is pickled for both.
     """
@@ -110,6 +113,7 @@ def run_ranks(
         ledgers=ledgers,
         disturbances=disturbances,
         began=time.monotonic(),
+        one_core=one_core,
     )
     if start is None or launch.link.threads:
         start = _Forked

@@ -27,7 +27,7 @@ from kept_fork_server import KeptForkServer
 from shardproof import tensor_bytes
 from shardproof.backends import mpi
 from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
-from shardproof.launch import heartbeat
+from shardproof.launch import heartbeat, process_control
 from shardproof.launch import pool as pool_module
 from shardproof.launch.fork_server import REPRODUCIBLE, ForkServer, ForkServerError
 from shardproof.launch.fork_server_main import LAZY_MODULES, MOST_TASKS, TASK_RAISED
@@ -138,6 +138,29 @@ def test_ranks_compute_with_the_kernels_that_the_environment_chooses(
             (tmp_path / backend).mkdir()
             found = attempt(fork_server, tmp_path / backend, backend, "kernels")
             assert [o["output"] for o in found["outcomes"]] == [printed] * 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "one_core"), [("in_memory", True), ("in_memory", False), ("gloo", True)]
+)
+def test_ranks_that_are_threads_stay_on_one_core_where_that_is_asked(
+    fork_server: ForkServer, tmp_path: Path, backend: str, one_core: bool
+) -> None:
+    every = {str(core) for core in os.sched_getaffinity(0)}
+    found = attempt(fork_server, tmp_path, backend, "cores", one_core=one_core)
+    own = [{*outcome["output"].split()} for outcome in found["outcomes"]]
+    if one_core and backend == "in_memory":
+        assert own == own[:1] * 3 and len(own[0]) == 1 and own[0] <= every
+    else:
+        assert own == [every] * 3
+
+
+def test_who_starts_threads_on_one_core_may_use_all_again() -> None:
+    before = os.sched_getaffinity(0)
+    with pytest.raises(RuntimeError, match="no more threads"), process_control.on_this_core():
+        assert len(os.sched_getaffinity(0)) == 1
+        raise RuntimeError("no more threads")
+    assert os.sched_getaffinity(0) == before
 
 
 PRODUCTS = """

@@ -204,12 +204,24 @@ def kernels(rank: int, world: int) -> dict[str, Any]:
     return {}
 
 
+def cores(rank: int, world: int) -> dict[str, Any]:
+    """What this rank may run on."""
+    print(*os.sched_getaffinity(0))
+    return {}
+
+
 def trial(payload: dict[str, Any]) -> None:
     """Leader's task: run the ranks and write what became of them."""
     workdir = Path(payload["workdir"])
     backend: Any = payload["backend"]
     fault = payload["fault"]
-    programs = {"mismatch": mismatched, "meeting": meeting, "kernels": kernels, "absent": absent}
+    programs = {
+        "mismatch": mismatched,
+        "meeting": meeting,
+        "kernels": kernels,
+        "absent": absent,
+        "cores": cores,
+    }
     chosen = programs.get(fault)
     began = time.monotonic()
     outcomes = run_ranks(
@@ -220,6 +232,7 @@ def trial(payload: dict[str, Any]) -> None:
         payload["budget"],
         payload.get("ledgers", True),
         memory_bytes=payload.get("memory_bytes"),
+        one_core=payload.get("one_core", False),
     )
     cause = root_cause(outcomes)
     result = {
