@@ -124,8 +124,8 @@ class CheckpointPlan(Stored):
 
     ``saves`` checkpoints, each after a step, the last one when ``save_at`` steps are done.
     ``into``: the ``implementation``, ``options``, ``mesh`` and ``precision`` of who loads; what is
-    missing is as in the case.  ``again_at``: who loads saves, too, when so many steps are done, and
-    fresh ranks of its kind load that (0: not so).
+    missing is as in the case.  ``again_at``: who loads saves, too, when so many steps are done
+    (``save_at``: right after the load, elsewhere), and fresh ranks of its kind load that (0: none).
     """
 
     save_at: int

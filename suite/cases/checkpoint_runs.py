@@ -87,7 +87,10 @@ def _load(evidence: Evidence, launcher: Launcher, cache: Path) -> list[RankOutco
     loads = replace(loads, loads_from=root, checks=(), fault=fault, ledgers=fault is not None)
     assert loads.checkpoint is not None
     saves_again = loads.checkpoint.again_at and case.fault is None
-    loads = replace(loads, saves_into=root) if saves_again else loads
+    if saves_again:
+        # That step is saved already: a root has it once.
+        at_once = loads.checkpoint.again_at == loads.checkpoint.save_at
+        loads = replace(loads, saves_into=f"{root}-again" if at_once else root)
 
     def collect(loads: Case, workload: Workload, records: list[RankRecord]) -> Evidence:
         truth = Truth()
@@ -113,7 +116,8 @@ def _load_again(loaded: Evidence, launcher: Launcher) -> Beside:
     plan = loaded.case.checkpoint
     assert plan is not None
     plan = replace(plan, save_at=plan.again_at, saves=1, again_at=0)
-    again = replace(loaded.case, id=f"{loaded.case.id}::again", saves_into="", checkpoint=plan)
+    again = replace(loaded.case, id=f"{loaded.case.id}::again", checkpoint=plan)
+    again = replace(again, loads_from=again.saves_into, saves_into="")
 
     def collect(again: Case, workload: Workload, records: list[RankRecord]) -> Evidence:
         return Continued(loaded, again, records, Truth(), loaded.workload, loaded.facts)

@@ -206,6 +206,8 @@ class _Rank:
         steps = [StepRecord(n, None, None, None, present=False) for n in range(loaded.step)]
         steps[-1].observed = {"after_update": self._holds(LOADED)}
         steps[-1].draws = self.saving.draws()
+        with self._aside():
+            self.saving.after_step(self.implementation, loaded.step)  # it may be asked at once
         return steps
 
     def _watch(self, module: nn.Module, units: Sequence[str]) -> None:

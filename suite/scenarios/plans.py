@@ -85,11 +85,11 @@ def _checkpoints(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem
             what = f"checkpoint plan {plan.label}: no step follows the save"
             remedy = f"valid: 1 to {last}" if last else "give the scenario more steps"
             yield file.problem([*at, "save_at"], what, remedy, str(plan.save_at))
-        if plan.again_at is not None and not plan.save_at < plan.again_at <= last:
-            what = f"checkpoint plan {plan.label}: no step before or after the save of who loads"
+        if plan.again_at is not None and not plan.save_at <= plan.again_at <= last:
+            what = f"checkpoint plan {plan.label}: who loads saves before the load or after the end"
             remedy = "give the scenario more steps"
-            if plan.save_at < last:
-                remedy = f"valid: {plan.save_at + 1} to {last}"
+            if plan.save_at <= last:
+                remedy = f"valid: {plan.save_at} to {last}"
             yield file.problem([*at, "again_at"], what, remedy, str(plan.again_at))
         if plan.again_at is not None and scenario.faults:
             what = f"checkpoint plan {plan.label}: beside faults who loads does not save in turn"

@@ -315,8 +315,9 @@ class CheckpointPlan(Model):
     )
     again_at: int | None = Field(
         None,
-        ge=2,
-        description="steps that are done when who loads saves in turn; null: it does not",
+        ge=1,
+        description="steps that are done when who loads saves in turn; those of save_at: right "
+        "after the load, into another folder; null: it does not",
     )
 
 

@@ -453,6 +453,25 @@ class CountersSinceTheLoad(Contents):
 
 
 @mutant(
+    "saves_first_state_right_after_a_load",
+    says="of what was saved after a load, optimizer state was not loaded",
+    checkpoint=CheckpointPlan(save_at=2, again_at=2),
+)
+class FirstStateRightAfterALoad(Contents):
+    """Who has made no step itself is taken for one that has no state yet, and saves the first."""
+
+    def state(self, extra: Mapping[str, Any]) -> State:
+        state, loaded = super().state(extra), self.system.loaded
+        if loaded is None or self.system.steps_done > loaded.about.step:
+            return state
+        slots = [
+            one if one.name.endswith((".step", ".master")) else replace(one, tensor=one.tensor * 0)
+            for one in state.pieces["optimizer"]
+        ]
+        return _changed(state, "optimizer", slots)
+
+
+@mutant(
     "saves_state_of_the_next_parameter",
     says=r"optimizer state was not loaded",
     zoo=("K23",),
