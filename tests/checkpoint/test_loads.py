@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardproof import registry
 from shardproof.comm import Mesh
-from shardproof.contract import Kind, OptimizerSpec, ScalerSpec, is_outer
+from shardproof.contract import Kind, OptimizerSpec, Refused, ScalerSpec, is_outer
 from shardproof.impls.reference.checkpoint.agreement import State
 from shardproof.impls.reference.checkpoint.contents import Contents, aliases_of
 from shardproof.impls.reference.checkpoint.errors import CheckpointError, CheckpointWarning
@@ -549,6 +549,20 @@ def test_ranks_that_parted_are_loaded_by_their_own_strategy_alone(tmp_path: Path
         return refused(make("diloco", work, mesh, rank, every=8), tmp_path)
 
     assert "load it with as many of the same strategy" in succeed(body, 2)[0]
+
+
+def test_ranks_that_parted_save_no_loss_scale(tmp_path: Path) -> None:
+    """Each has its own, and a checkpoint has one: it would be rank 0's."""
+    work, spec = workload(layers=1), OptimizerSpec("sgd", lr=0.1, scaler=ScalerSpec(initial=64.0))
+
+    def body(rank: int, world: int) -> None:
+        parted = make("local_sgd", work, {"replicate": 2}, rank, spec, every=8)
+        train(parted, work, 0, 1)
+        with pytest.raises(Refused, match="save with a loss scaler: a checkpoint has one loss"):
+            parted.save(tmp_path, {})
+
+    succeed(body, 2)
+    assert not [*tmp_path.iterdir()]
 
 
 # ------------------------------------------------------------------------------- layout in memory
