@@ -13,6 +13,7 @@ import typer
 from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.console import echo
+from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
     from shardproof.runs.merge import Merge
@@ -159,7 +160,7 @@ def bundle(
     from shardproof.runs.bundle.packing import pack
     from shardproof.runs.bundle.unpacking import notes
     from shardproof.runs.integrity import damage_is_bad_input
-    from shardproof.runs.run_folder import find_run
+    from shardproof.runs.run_folder import find_run, read
 
     folder = find_run(run, supervision.RESULTS)
     with damage_is_bad_input(folder):
@@ -174,6 +175,8 @@ def bundle(
         echo(text)
     for name in listing.left_out:
         echo(f"left out: {name}")
+    if absent := len(read(folder).unfinished):
+        echo(f"{absent} planned without a result: the run was killed, `run --resume` goes on")
 
 
 def _reports(folder: Path) -> dict[str, str]:
@@ -204,7 +207,7 @@ def badges(
     is undecided. Colours are told apart without seeing hues, and the words say the same.
 
     Badges of before in FOLDER are replaced, other files stay. Ends with exit code 2, and draws
-    nothing, if the run is not what its manifest says.
+    nothing, if the run is not what its manifest says, or was killed before all had a result.
 
     \b
     shardproof badges
@@ -219,7 +222,12 @@ def badges(
 
     with open_run(run, supervision.RESULTS) as folder:
         require_unchanged(folder)
-        names = drawing.write(read(folder), output)
+        found = read(folder)
+        if absent := len(found.unfinished):
+            why = f"{absent} planned without a result: this run was killed, and has no badges"
+            remedy, name = "go on with it: `shardproof run --resume`", run or str(folder)
+            raise SelectionError(Problem(why, remedy, name))
+        names = drawing.write(found, output)
     echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
 
 

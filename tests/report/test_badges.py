@@ -282,3 +282,25 @@ def test_nothing_is_drawn_of_a_run_that_was_changed(tmp_path: Path) -> None:
         assert isinstance(done.exception, SelectionError)
         assert "line 1 (a) was changed" in str(done.exception)
     assert not (tmp_path / "badges").exists() and "old" in page.read_text()
+
+
+def test_a_run_that_was_killed_has_no_badges(command: Any, tmp_path: Path) -> None:
+    """One of two planned cases passed: a green badge would count the other for nothing."""
+    path, bundle, drawn = (tmp_path / name for name in ("run", "bundle.tar.gz", "badges"))
+    with RunFolder(path, ["test"]) as folder:
+        folder.plan([line(name="a").case, line(name="b").case])
+        folder.add(line(name="a"))
+    code, out, err = command("bundle", str(path), "--output", str(bundle))
+    assert code == 0, err
+    assert out.splitlines()[-1] == (
+        "1 planned without a result: the run was killed, `run --resume` goes on"
+    )
+    for name in (path, bundle):
+        code, _, err = command("badges", str(name), "--output", str(drawn))
+        assert code == 2 and "1 planned without a result: this run was killed" in err
+        assert str(name) in err and "run --resume" in err
+    assert not drawn.exists()
+    with RunFolder(path, ["test"]) as folder:
+        folder.add(line(name="b"))
+    code, out, err = command("badges", str(path), "--output", str(drawn))
+    assert code == 0 and (drawn / OVERALL).exists(), err
