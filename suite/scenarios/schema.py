@@ -37,6 +37,8 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
 Reason = Annotated[str, Field(min_length=3, description="the reason, in a sentence")]
 Clip = Annotated[float, Field(gt=0)]
+#: Of rates and their factors: a product of two is a float32, in which lanes train.
+_LARGEST = 1e18
 Size = Annotated[int, Field(ge=1, le=1024)]
 
 
@@ -153,8 +155,8 @@ class Group(Model):
     """A parameter group of the optimizer: names that match `pattern` (re.search)."""
 
     pattern: str
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
+    lr_scale: float = Field(1.0, le=_LARGEST)
+    weight_decay: float | None = Field(None, le=_LARGEST)
 
 
 class Scaler(Model):
@@ -171,13 +173,15 @@ class OptimizerChoice(Model):
 
     name: Literal["sgd", "adamw"] = Field(description="sgd or adamw")
     label: Label | None = None
-    lr: float | None = Field(None, gt=0, description="peak learning rate; sgd 0.1, adamw 0.003")
+    lr: float | None = Field(
+        None, gt=0, le=_LARGEST, description="peak learning rate; sgd 0.1, adamw 0.003"
+    )
     momentum: float = Field(0.9, ge=0, lt=1)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.95], min_length=2, max_length=2
     )
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1e-8, gt=0, le=_LARGEST)
+    weight_decay: float = Field(0.0, ge=0, le=_LARGEST)
     warmup_steps: int = Field(0, ge=0)
     groups: list[Group] = Field(default_factory=list)
     scaler: Scaler | None = Field(None, description="loss scaling; null: none")
