@@ -272,7 +272,12 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
     "huge number": ("[1, 2]", "9" * 30, 12, "too many digits"),
     "infinite number": ("0.5", ".inf", 14, "not finite"),
     "number that overflows": ("0.5", "1e999", 14, "not finite"),
-    "rate beyond float32": ("[sgd, adamw]", "{name: sgd, lr: 1e200}", 13, "lr: should be less than"),
+    "rate beyond float32": (
+        "[sgd, adamw]",
+        "{name: sgd, lr: 1e200}",
+        13,
+        "lr: should be less than",
+    ),
     "check twice": ("traffic]", "equivalence]", 1, "named twice"),
     "cell twice": ("- plain", "- plain\n    - plain", 7, "cell given twice"),
     "bad name": ("name: small", "name: Small One", 1, "name: should match pattern"),
