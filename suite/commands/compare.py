@@ -234,8 +234,7 @@ def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
             doubts = verify(folder).problems
         else:
             doubts = list(changed(folder))
-            if absent := len(found.unfinished):
-                doubts.append(f"{absent} planned ones have no result: `run --resume` goes on")
+            doubts += [found.gap] if found.gap else []
         if Path(name).is_file():  # nobody knows the temporary folder that it was unpacked into
             doubts = [doubt.replace(str(folder), name) for doubt in doubts]
         return of_run(found), doubts

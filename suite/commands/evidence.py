@@ -175,8 +175,8 @@ def bundle(
         echo(text)
     for name in listing.left_out:
         echo(f"left out: {name}")
-    if absent := len(read(folder).unfinished):
-        echo(f"{absent} planned without a result: the run was killed, `run --resume` goes on")
+    if gap := read(folder).gap:
+        echo(gap)
 
 
 def _reports(folder: Path) -> dict[str, str]:
@@ -207,7 +207,7 @@ def badges(
     is undecided. Colours are told apart without seeing hues, and the words say the same.
 
     Badges of before in FOLDER are replaced, other files stay. Ends with exit code 2, and draws
-    nothing, if the run is not what its manifest says, or was killed before all had a result.
+    nothing, if the run is not what its manifest says, or was ended before all had a result.
 
     \b
     shardproof badges
@@ -223,10 +223,9 @@ def badges(
     with open_run(run, supervision.RESULTS) as folder:
         require_unchanged(folder)
         found = read(folder)
-        if absent := len(found.unfinished):
-            why = f"{absent} planned without a result: this run was killed, and has no badges"
-            remedy, name = "go on with it: `shardproof run --resume`", run or str(folder)
-            raise SelectionError(Problem(why, remedy, name))
+        if found.gap:
+            why = "a run that has not come to its end has no badges"
+            raise SelectionError(Problem(why, found.gap, run or str(folder)))
         names = drawing.write(found, output)
     echo(f"{output}: {len(names)} badges, see {output / drawing.INDEX}")
 

@@ -190,11 +190,13 @@ def on_this_core() -> Iterator[None]:
     """Threads that are started meanwhile stay on the core that the caller runs on."""
     before, core = os.sched_getaffinity(0), _libc.sched_getcpu()
     if core in before:
-        os.sched_setaffinity(0, {core})
+        with contextlib.suppress(OSError):  # it saves CPU, and may be forbidden
+            os.sched_setaffinity(0, {core})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        with contextlib.suppress(OSError):  # the cores of a container may change meanwhile
+            os.sched_setaffinity(0, before)
 
 
 def by_core() -> list[list[int]] | None:

@@ -121,6 +121,16 @@ class Run:
         return list(dict.fromkeys(absent))
 
     @property
+    def gap(self) -> str:
+        """How much of the plan has no result, and what to do about it; empty: all has one."""
+        absent = len(self.unfinished)
+        if not absent:
+            return ""
+        cases = "`shardproof run --resume --results RUN` goes on with cases"
+        why = "the run ended before, or goes on"
+        return f"{absent} planned without a result: {why} ({cases}; repeat other commands)"
+
+    @property
     def timed(self) -> list[Line]:
         """Comparisons, then scaling cells."""
         return [*self.benches, *self.scalings]

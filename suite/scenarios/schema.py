@@ -37,8 +37,8 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
 Reason = Annotated[str, Field(min_length=3, description="the reason, in a sentence")]
 Clip = Annotated[float, Field(gt=0)]
-#: Of rates and their factors: a product of two is a float32, in which lanes train.
-_LARGEST = 1e18
+#: Of rates and their factors: beyond it their products overflow float32, in which lanes train.
+_LARGEST = 1e9
 Size = Annotated[int, Field(ge=1, le=1024)]
 
 
@@ -155,8 +155,8 @@ class Group(Model):
     """A parameter group of the optimizer: names that match `pattern` (re.search)."""
 
     pattern: str
-    lr_scale: float = Field(1.0, le=_LARGEST)
-    weight_decay: float | None = Field(None, le=_LARGEST)
+    lr_scale: float = Field(1.0, ge=0, le=_LARGEST)
+    weight_decay: float | None = Field(None, ge=0, le=_LARGEST)
 
 
 class Scaler(Model):

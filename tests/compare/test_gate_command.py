@@ -293,7 +293,7 @@ def test_a_run_that_was_killed_breaks(command: Any, tmp_path: Path) -> None:
     lines = made.results(4)
     whole = made.write(tmp_path / "whole", lines)
     cut = made.write(tmp_path / "cut", lines, left_out=["s::reference/ddp::never"])
-    says = "1 planned ones have no result"
+    says = "1 planned without a result"
     for words, breaks in (((cut, whole), True), ((whole, cut), True), ((whole, whole), False)):
         run, against = map(str, words)
         code, out, err = command("gate", run, "--against", against)

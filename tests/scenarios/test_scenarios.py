@@ -278,6 +278,12 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
         13,
         "lr: should be less than",
     ),
+    "negative scale of a group": (
+        "[sgd, adamw]",
+        "{name: sgd, groups: [{pattern: bias, lr_scale: -1e200}]}",
+        13,
+        "groups[0].lr_scale: should be greater than or equal to 0",
+    ),
     "check twice": ("traffic]", "equivalence]", 1, "named twice"),
     "cell twice": ("- plain", "- plain\n    - plain", 7, "cell given twice"),
     "bad name": ("name: small", "name: Small One", 1, "name: should match pattern"),
