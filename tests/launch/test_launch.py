@@ -163,6 +163,17 @@ def test_who_starts_threads_on_one_core_may_use_all_again() -> None:
     assert os.sched_getaffinity(0) == before
 
 
+def test_a_core_that_cannot_be_kept_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+    with process_control.on_this_core():
+        thread = threading.Thread(target=os.getpid)
+        thread.start()
+    thread.join()
+
+
 PRODUCTS = """
 import torch
 torch.manual_seed(0)
