@@ -284,9 +284,12 @@ def test_nothing_is_drawn_of_a_run_that_was_changed(tmp_path: Path) -> None:
     assert not (tmp_path / "badges").exists() and "old" in page.read_text()
 
 
-def test_a_run_that_was_killed_has_no_badges(command: Any, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_has_no_badges(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of two planned cases passed: a green badge would count the other for nothing."""
-    path, bundle, drawn = (tmp_path / name for name in ("run", "bundle.tar.gz", "badges"))
+    monkeypatch.chdir(tmp_path)  # long paths are cut
+    path, bundle, drawn = Path("run"), Path("bundle.tar.gz"), Path("badges")
     with RunFolder(path, ["test"]) as folder:
         folder.plan([line(name="a").case, line(name="b").case])
         folder.add(line(name="a"))
@@ -296,7 +299,7 @@ def test_a_run_that_was_killed_has_no_badges(command: Any, tmp_path: Path) -> No
     for name in (path, bundle):
         code, _, err = command("badges", str(name), "--output", str(drawn))
         assert code == 2 and "has no badges" in err and "1 planned without a result" in err
-        assert str(name) in err and "run --resume" in err
+        assert f"has no badges ({name})" in err and "run --resume" in err
     assert not drawn.exists()
     with RunFolder(path, ["test"]) as folder:
         folder.add(line(name="b"))
