@@ -45,9 +45,8 @@ def run_called(
         own = own if case.fault is None else None
         limits: dict[str, Any] = {"memory_bytes": int(case.memory_gib * 2**30)}
         limits |= {} if own is None else {"kept": own}
-        limits["one_core"] = case.fault is None
-        if case.fault is not None:
-            limits["disturbances"] = backends.disturbances_of((), case.fault)
+        disturbances = backends.disturbances_of((), case.fault)
+        limits |= {"disturbances": disturbances, "one_core": disturbances is None}
         launch = case.backend, world, program, folder, case.deadline, case.ledgers
         outcomes = account.outcomes = run(*launch, **limits)
         account.timings["ranks"] = time.monotonic() - began

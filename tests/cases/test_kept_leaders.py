@@ -4,17 +4,47 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from made_case import made_case
 
-from shardproof.case import Case
+from shardproof.case import Case, Fault, WorkloadSpec
 from shardproof.cases import runner
-from shardproof.cases.leader import CaseTask
+from shardproof.cases.leader import CaseTask, judge_case
 from shardproof.scenarios.selection import Selection
 from shardproof.scenarios.vocabulary import installed
 
 QUICK = "in_memory"
+
+
+class Asked(Exception):
+    """Ranks would be started now."""
+
+
+@pytest.mark.parametrize(
+    ("workload", "fault", "expected"),
+    [
+        (WorkloadSpec("charnames_gpt"), None, True),
+        (WorkloadSpec("charnames_gpt", traits=("tied",)), None, True),
+        (WorkloadSpec("charnames_gpt", traits=("skewed_ranks",)), None, False),
+        (WorkloadSpec("charnames_gpt", traits=("late_results",)), None, False),
+        (WorkloadSpec("charnames_gpt"), Fault("p", "kill", 0, 0, "forward", ("crash",)), False),
+    ],
+)
+def test_ranks_keep_one_core_unless_their_order_is_the_point(
+    tmp_path: Path, workload: WorkloadSpec, fault: Fault | None, expected: bool
+) -> None:
+    asked = []
+
+    def run(*_: Any, one_core: bool, **__: Any) -> Any:
+        asked.append(one_core)
+        raise Asked
+
+    case = made_case("reference/ddp", {"replicate": 2}, workload=workload, fault=fault)
+    judge_case(case, tmp_path, tmp_path, run)
+    assert asked == [expected]
 
 
 @pytest.fixture(scope="module", autouse=True)
