@@ -51,6 +51,8 @@ class Mutant:
     fault: Fault | None = None
     #: When the case saves, and who loads.
     checkpoint: CheckpointPlan | None = None
+    #: Whether memory is weighed though no check in ``killed_by`` is known to need that.
+    weighed: bool = False
     #: Members from a step on, and those that die inside one.
     membership: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     deaths: tuple[Death, ...] = ()

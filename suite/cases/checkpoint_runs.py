@@ -20,7 +20,7 @@ from shardproof.case import Case
 from shardproof.cases import answers
 from shardproof.cases.rank_program import workload_facts
 from shardproof.cases.training_run import Launcher, without_oracle
-from shardproof.checks.checkpoint import who_loads
+from shardproof.checks.checkpoint import PROMISES, who_loads
 from shardproof.checks.checkpoint.loaded import is_same
 from shardproof.contract import Refused
 from shardproof.costs.expression import facts_of
@@ -83,8 +83,10 @@ def _load(evidence: Evidence, launcher: Launcher, cache: Path) -> list[RankOutco
         return []
     fault = case.fault if _is_of_load(case) else None
     root = str(launcher.workdir / ROOT)
+    promised = tuple(name for name in case.checks if name in PROMISES)
     # The log of the program tells when a fault is due.
-    loads = replace(loads, loads_from=root, checks=(), fault=fault, ledgers=fault is not None)
+    ledgers = fault is not None or (case.ledgers and bool(promised))
+    loads = replace(loads, loads_from=root, checks=promised, fault=fault, ledgers=ledgers)
     assert loads.checkpoint is not None
     saves_again = loads.checkpoint.again_at and case.fault is None
     if saves_again:

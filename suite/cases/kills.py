@@ -48,7 +48,7 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
     runs.  Unless ``weigh_all``, memory is weighed only where the kill may need it; ``overlap`` is
     asked where there are steps enough.  At ``depth`` family both are held to no more than that.
     """
-    weighed = weigh_all or not UNWEIGHED.issuperset(mutant.killed_by)
+    weighed = weigh_all or mutant.weighed or not UNWEIGHED.issuperset(mutant.killed_by)
     few = mutant.steps <= SETTLING
     left_out = {*(() if weighed else ("memory",)), *(("overlap",) if few else ())}
     checks = [name for name in GENERAL if name not in left_out]

@@ -73,7 +73,7 @@ def decide(evidence: Figures) -> Outcome:
     )
     # Of a family it is not known which integers are a compressed gradient: all are bounded as one.
     compressed = evidence.depth == "family" and is_compressed(evidence)
-    for step, (value, cost_model) in enumerate(zip(sent, promises, strict=True)):
+    for step, value, cost_model in zip(evidence.steps, sent, promises, strict=True):
         if own:
             expected = evaluate(own, evidence.facts)
             message = _sum_differs(step, value, own, expected)

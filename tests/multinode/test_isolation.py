@@ -56,10 +56,11 @@ class Started:
         return str(box.exec_run(["python3", "-c", program, *words]).output.decode()).strip()
 
     def stranger(self, program: str, *words: str) -> str:
-        """What a program of Python says in a container outside the cluster, in the engine's own network."""
+        """What a program says in a container outside the cluster, in the engine's own network."""
         image, labels = self.made.images["rank"], {"shardproof": self.made.name}
         command = ["python3", "-c", program, *words]
-        return str(self.engine.containers.run(image, command, remove=True, labels=labels).decode()).strip()
+        said = self.engine.containers.run(image, command, remove=True, labels=labels)
+        return str(said.decode()).strip()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 @pytest.mark.timeout(300)
 class TestIsolation:
     def test_nothing_reaches_the_outside_nor_this_machine(self, started: Started) -> None:
-        # The engine's network does not tell this machine's address before the engine's second start; its routes do.
+        # Of this machine's address the engine itself tells only from its second start on.
         machine = started.stranger(GATEWAY)
         for box in (started.head, *started.nodes):
             for address in ("1.1.1.1", machine):

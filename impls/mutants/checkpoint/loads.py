@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardproof.case import CheckpointPlan, WorkloadSpec
-from shardproof.contract import OptimizerSpec, Piece, ScalerSpec
+from shardproof.contract import Batch, OptimizerSpec, Piece, Point, ScalerSpec, StepResult
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import ADAMW, gpt
 from shardproof.impls.reference.checkpoint.convert import tensor_of
@@ -358,3 +359,50 @@ class ThePartOfAnotherRank(Checkpoint):
             size = math.prod(wanted.shape)
             wanted = wanted._replace(flat_range=(size - end, size - begin))
         return super().plan(wanted, name, replica)
+
+
+@mutant(
+    "loads_slots_onto_the_device",
+    says="after the load, memory: .* optimizer_state: 61,344 bytes held, 0 promised",
+    parent=ReferenceZero1,
+    mesh=SHARDED,
+    options={"offload": "optimizer"},
+    weighed=True,
+)
+class SlotsOnTheDevice(Loading):
+    """Slots that a load makes do not lie where those of the optimizer's first step do."""
+
+    def plan(self) -> None:
+        host, self.system.host = self.system.host, None
+        super().plan()
+        self.system.host = host
+
+
+@mutant(
+    "loads_and_keeps_a_copy",
+    says="after the load, memory: ",
+    parent=ReferenceZero3,
+    mesh=SHARDED,
+    weighed=True,
+)
+class KeepsACopy(ReferenceZero3):
+    """What was read stays in memory beside what it was copied into."""
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        extra = super().load(path)
+        self.read = [piece.tensor.clone() for piece in self.held_pieces("optimizer")]
+        return extra
+
+
+@mutant(
+    "loads_and_broadcasts_ever_after",
+    says="after the load, traffic: step 2, axis replicate, broadcast: ",
+)
+class BroadcastsEverAfter(ReferenceDDP):
+    """The note that a load has still to be told to all ranks is never taken down."""
+
+    def step(self, batch: Batch, observe: Callable[[Point], None]) -> StepResult:
+        if self.loaded is not None:
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.data, 0)
+        return super().step(batch, observe)

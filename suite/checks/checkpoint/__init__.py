@@ -8,13 +8,14 @@ the returned ``extra`` names.  Right after the load they hold what was held at t
 dtypes, elements, step counters, masters, tied tensors, generators.  In the same shape the steps
 that follow have the bits of the run that was never interrupted; in another world, mesh, strategy or
 precision each is judged against the oracle by the bounds of ``equivalence``, with the loss scale
-and the samples of the run that saved.  Of several saves the newest ``keep`` are left.  With
-``again_at`` who loaded saves, too, and what it saved is loaded in the same way.  Where a planned
-fault ended the case, what is loaded is one of its checkpoints, whole.
+and the samples of the run that saved.  Who loads holds and sends in these steps what its own
+strategy promises, where the case has the checks ``memory`` and ``traffic``.  Of several saves the
+newest ``keep`` are left.  With ``again_at`` who loaded saves, too, and what it saved is loaded in
+the same way.  Where a planned fault ended the case, one of its checkpoints is loaded, whole.
 
 Sees state that is not saved, not loaded, or loaded into the wrong place, rank or order; live
 tensors that a writer saves late; progress, loss scale or generators that start again; ties that a
-load parts; a save that moves numbers or draws.
+load parts; a save that moves numbers or draws; copies that a load leaves, or messages.
 
 *Cannot see* what lies on the disk (``shardproof checkpoint verify`` reads that); a fault that shows
 in no piece and in no step that follows; what who loaded saves next, without ``again_at``;
@@ -31,7 +32,7 @@ from functools import partial
 
 from shardproof import workloads
 from shardproof.case import Case, Lane
-from shardproof.checks import Outcome, causes
+from shardproof.checks import Outcome, causes, memory, traffic
 from shardproof.checks.checkpoint.loaded import OPTION, buffers_go_on, is_same, what_was_loaded
 from shardproof.checks.checkpoint.steps import same_step
 from shardproof.checks.equivalence import compare_steps, exact
@@ -39,6 +40,9 @@ from shardproof.checks.numbers import Differs, Tally
 from shardproof.checks.two_runs import with_other
 from shardproof.evidence.assembled import Beside, Continued, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+
+#: Checks of what the strategy promises that who loads is judged by, too, if the case names them.
+PROMISES = {"memory": memory.decide, "traffic": traffic.decide}
 
 
 def who_loads(case: Case) -> Case:
@@ -70,6 +74,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         assert isinstance(loaded.evidence, Continued)
         what_was_loaded(evidence, loaded.evidence, rows)
         _what_follows(evidence, loaded.evidence, rows)
+        _is_as_promised(loaded.evidence)
         _is_saved_again(evidence.beside.get("again"), loaded.evidence, rows)
     except Differs as failure:
         rows.append(ComparisonRow(problem=str(failure)))
@@ -153,8 +158,17 @@ def _is_saved_again(again: Beside | None, loaded: Continued, rows: list[Comparis
         assert isinstance(again.evidence, Continued)
         what_was_loaded(loaded, again.evidence, rows)
         _what_follows(loaded, again.evidence, rows)
+        _is_as_promised(again.evidence)
     except Differs as failure:
         raise Differs(f"of what was saved after a load, {failure}") from None
+
+
+def _is_as_promised(loaded: Continued) -> None:
+    """What is held and sent in the steps that follow, where the case judges that."""
+    for name in loaded.case.checks if loaded.steps else ():
+        outcome = PROMISES[name](loaded)
+        if outcome.status == "fail":
+            raise Differs(f"after the load, {name}: {outcome.message}")
 
 
 def _has_other_numbers(case: Case, other: Continued) -> bool:
