@@ -86,7 +86,10 @@ def _load(evidence: Evidence, launcher: Launcher, cache: Path) -> list[RankOutco
     promised = tuple(name for name in case.checks if name in PROMISES)
     # The log of the program tells when a fault is due.
     ledgers = fault is not None or (case.ledgers and bool(promised))
-    loads = replace(loads, loads_from=root, checks=promised, fault=fault, ledgers=ledgers)
+    # A formula of the scenario is that of who saves.
+    expect = case.expect if is_same(case, loads) else {}
+    loads = replace(loads, loads_from=root, checks=promised, expect=expect)
+    loads = replace(loads, fault=fault, ledgers=ledgers)
     assert loads.checkpoint is not None
     saves_again = loads.checkpoint.again_at and case.fault is None
     if saves_again:

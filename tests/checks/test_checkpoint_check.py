@@ -58,7 +58,7 @@ def case(
             traits=more.pop("traits", ()),
         ),
         "optimizer": ADAMW,
-        "checks": ("equivalence", "checkpoint"),
+        "checks": ("equivalence", "traffic", "memory", "checkpoint"),
         "steps": 3,
         "options": options,
         "checkpoint": plan,
@@ -89,6 +89,13 @@ SOUND = [
     case("reference/zero1", 2, CheckpointPlan(1, again_at=2), "full"),
     case("reference/zero3", 2, CheckpointPlan(1, again_at=1), "asynchronous"),
     case("reference/zero2", 2, ALONE, traits=("unused",)),
+    # The formula of who saves is not asked of who loads.
+    case(
+        "reference/zero1",
+        2,
+        into(implementation="reference/zero3"),
+        expect={"traffic": "zero1.payload_bytes"},
+    ),
     case("reference/ddp", 2, backend="gloo", traits=("dropout_stateful", "tied")),
     case("odd_checkpoints:SavesLate", 2, OFTEN, "asynchronous", mesh={"shard": 2}),
     case(
