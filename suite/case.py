@@ -126,12 +126,14 @@ class CheckpointPlan(Stored):
     ``into``: the ``implementation``, ``options``, ``mesh`` and ``precision`` of who loads; what is
     missing is as in the case.  ``again_at``: who loads saves, too, when so many steps are done
     (``save_at``: right after the load, elsewhere), and fresh ranks of its kind load that (0: none).
+    ``trained``: steps that who loads has made before, from other values (0: it is fresh).
     """
 
     save_at: int
     saves: int = 1
     into: Mapping[str, Any] = field(default_factory=dict)
     again_at: int = 0
+    trained: int = 0
 
     @property
     def saved_at(self) -> range:

@@ -202,6 +202,9 @@ class _Rank:
     def _load(self, record: RankRecord) -> list[StepRecord]:
         """Go on from a checkpoint; in the place of the last step before it, what was loaded."""
         assert self.implementation is not None and self.saving is not None
+        assert self.case.checkpoint is not None
+        for step in range(self.case.checkpoint.trained):
+            self._step(step)  # nothing of it may stay
         loaded = record.loaded = self.saving.load(self.implementation)
         steps = [StepRecord(n, None, None, None, present=False) for n in range(loaded.step)]
         steps[-1].observed = {"after_update": self._holds(LOADED)}

@@ -69,8 +69,12 @@ class Saving:
             if self._awaits_fault:
                 with self._unseen("committed"):
                     self._wait()
+            extra = self._plan.extra(done)
             with self._between("save"):
-                saved = answers.saved(system, system.save(self._into, self._plan.extra(done)))
+                saved = answers.saved(system, system.save(self._into, extra))
+            # Training goes on with its own, and what is saved is what was given.
+            extra["data"]["step"] += 1
+            extra["odd"].clear()
             self._under_way.append(saved)
 
     def wait(self) -> None:

@@ -35,7 +35,7 @@ def checkpoint(plan: schema.CheckpointPlan) -> CheckpointPlan:
     if plan.into is not None and plan.into.precision is not None:
         policy = plan.into.precision.model_dump(exclude={"label"}, exclude_none=True)
         given["precision"] = policy
-    return CheckpointPlan(plan.save_at, plan.saves, given, plan.again_at or 0)
+    return CheckpointPlan(plan.save_at, plan.saves, given, plan.again_at or 0, plan.trained)
 
 
 def problems(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
@@ -94,6 +94,11 @@ def _checkpoints(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem
         if plan.again_at is not None and scenario.faults:
             what = f"checkpoint plan {plan.label}: beside faults who loads does not save in turn"
             yield file.problem([*at, "again_at"], what, "leave it out", str(plan.again_at))
+        if plan.trained > plan.save_at:
+            # Steps after the load have numbers of their own.
+            what = f"checkpoint plan {plan.label}: who loads has made more steps than who saved"
+            remedy = f"valid: 0 to {plan.save_at}"
+            yield file.problem([*at, "trained"], what, remedy, str(plan.trained))
         if plan.saves > plan.save_at:
             what = f"checkpoint plan {plan.label}: more saves than steps before them"
             remedy = f"valid: 1 to {plan.save_at}"

@@ -323,6 +323,12 @@ class CheckpointPlan(Model):
         description="steps that are done when who loads saves in turn; those of save_at: right "
         "after the load, into another folder; null: it does not",
     )
+    trained: int = Field(
+        0,
+        ge=0,
+        description="steps that who loads has made before the load, from other values: a run that "
+        "goes back to a checkpoint; 0: it is fresh",
+    )
 
 
 class Change(Model):

@@ -92,8 +92,10 @@ def numbered_case(number: int, seed: int) -> Case:
     save_at = source.randint(1, base.steps - 1)
     saves = source.randint(1, save_at)
     into, shape = _into(source, base)
+    trained = source.choice((0, 0, save_at))
     system, _, *rest = base.id.split("::")[2:]
     written = f"{chosen['format']}-{saves}-at-{save_at}-keep-{chosen['keep']}"
+    written += f"-trained-{trained}" if trained else ""
     start = f"{SCENARIO}-{seed}::{number:04d}"
     name = "::".join([start, system, base.backend, *rest, written, shape])
     return dataclasses.replace(
@@ -101,7 +103,7 @@ def numbered_case(number: int, seed: int) -> Case:
         id=name,
         scenario=SCENARIO,
         checks=CHECKS,
-        checkpoint=CheckpointPlan(save_at, saves, into),
+        checkpoint=CheckpointPlan(save_at, saves, into, trained=trained),
     )
 
 

@@ -87,6 +87,8 @@ SOUND = [
     ),
     case("reference/ddp", 2, OFTEN, "asynchronous", lane="bitwise", dtype="float32"),
     case("reference/zero1", 2, CheckpointPlan(1, again_at=2), "full"),
+    case("reference/ddp", 3, CheckpointPlan(2, trained=1), "asynchronous"),
+    case("reference/fsdp", 2, CheckpointPlan(2, into={"mesh": {"shard": 3}}, trained=2)),
     case("reference/zero3", 2, CheckpointPlan(1, again_at=1), "asynchronous"),
     case("reference/zero2", 2, ALONE, traits=("unused",)),
     # The formula of who saves is not asked of who loads.
@@ -390,6 +392,7 @@ FAULT = "faults:\n  - {kind: kill, rank: 0, step: 0, phase: PHASE, expect: {verd
         ("save_at: 2", "save_at: 1, again_at: 3", 13, "after the end (3) - valid: 1 to 2"),
         ("save_at: 2", "save_at: 2, again_at: 1", 13, "before the load or after the end (1) - v"),
         ("save_at: 2", "save_at: 3, again_at: 3", 13, "(3) - give the scenario more steps"),
+        ("saves: 2", "trained: 3", 13, "has made more steps than who saved (3) - valid: 0 to 2"),
         ("saves: 2", "saves: 3", 13, "more saves than steps before them (3) - valid: 1 to 2"),
         ("label: same, ", "", 13, "missing key checkpoints[0].label"),
         (", checkpoint]", "]", 10, "checkpoint plans and the check `checkpoint` belong together"),

@@ -362,6 +362,41 @@ class ThePartOfAnotherRank(Checkpoint):
 
 
 @mutant(
+    "loads_into_a_count_of_its_own",
+    says="the loss scale was not loaded: it is 32 at step 4, 16 without a load",
+    checkpoint=CheckpointPlan(save_at=3, trained=2),
+    optimizer=OptimizerSpec("adamw", lr=0.003, scaler=ScalerSpec(initial=8.0, interval=3)),
+    steps=5,
+)
+class CountOfItsOwn(ReferenceDDP):
+    """A run that goes back counts on the steps that it has made since its loss scale grew."""
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        assert self.scaler is not None
+        own, extra = self.scaler.good, super().load(path)
+        self.scaler.good = max(own, self.scaler.good)
+        return extra
+
+
+@mutant(
+    "loads_residuals_beside_its_own",
+    says="after the load|what was saved was loaded",
+    checkpoint=CheckpointPlan(save_at=2, trained=2),
+    options={"compress": {"method": "topk", "density": 0.25}},
+)
+class ResidualsBesideItsOwn(ReferenceDDP):
+    """What compression keeps is added to what a run has that goes back."""
+
+    def load(self, path: Path) -> Mapping[str, Any]:
+        own = {piece.name: piece.tensor.clone() for piece in self.reducer.pieces()}
+        extra = super().load(path)
+        for piece in self.reducer.pieces():
+            if piece.name in own:
+                piece.tensor.add_(own[piece.name])
+        return extra
+
+
+@mutant(
     "loads_slots_onto_the_device",
     says="after the load, memory: .* optimizer_state: 61,344 bytes held, 0 promised",
     parent=ReferenceZero1,

@@ -195,8 +195,10 @@ class WrappedModel(ShardedModel, Listener):
                     self.start_reduction(unit)
                 else:
                     # It computes nothing with it, but the others cannot gather without its shard.
-                    unit.gather(self.chunks if kind == GATHER_CHUNKS else None)
-                    unit.free(self.chunks)
+                    # As theirs, its chunk stays from forward to backward.
+                    chunks = self.chunks if kind == GATHER_CHUNKS else None
+                    unit.gather(chunks)
+                    unit.free(None if chunks else self.chunks)
             self.free_all()
 
     def finish(self) -> None:
