@@ -617,8 +617,9 @@ class Implementation(ABC):
         """Save into ``path``, a root folder that all ranks share; a collective call, between steps.
 
         The root may hold several checkpoints of one run, a folder each, and need not exist.
-        ``extra`` is the caller's, the same on all ranks, of what JSON holds.  Saving changes
-        nothing in the run.
+        ``extra`` is the caller's, the same on all ranks, of what JSON holds; it may change when
+        this has returned.  Saving changes nothing in the run.  What the model draws from is saved,
+        too: torch's default generator, where ranks are processes, and generators in its modules.
 
         What is returned has a method ``wait``, collective as well: on return the checkpoint is
         committed, on all ranks, and what went wrong on any is raised on all.  Until then training

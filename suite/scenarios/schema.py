@@ -9,6 +9,7 @@ A single value may stand for a list of one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     Tag,
+    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
@@ -157,6 +159,15 @@ class Group(Model):
     pattern: str
     lr_scale: float = Field(1.0, ge=0, le=_LARGEST)
     weight_decay: float | None = Field(None, ge=0, le=_LARGEST)
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"no regular expression of Python's: {error}") from None
+        return pattern
 
 
 class Scaler(Model):

@@ -90,9 +90,10 @@ def _load(base: Evidence, other: Continued, kind: Kind) -> causes.Load:
     saved, held = (run.observed(step, "after_update", kind) for run in (base, other))
     before = other.initial(kind).first() if kind != "optimizer" else {}
     moments = causes.moments_of(base, kind, other.first_step)
+    # What other ranks hold is dead where each step begins with rank 0's.
+    if kind == "buffers" and not (buffers_go_on(base, other) and _keeps_own(other)):
+        saved, held = of_rank_0(saved), of_rank_0(held)
     if not is_same(base.case, other.case):
-        if kind == "buffers" and not buffers_go_on(base, other):
-            saved, held = of_rank_0(saved), of_rank_0(held)
         saved = _between_precisions(base, step, kind, saved, held)
         if kind == "optimizer":
             saved = replace(saved, tensors={**saved.tensors, **_begun_anew(other)})
@@ -112,6 +113,11 @@ def buffers_go_on(base: Evidence, other: Evidence) -> bool:
     """Whether every data coordinate has its own buffers, or rank 0's, again."""
     rules = {run.declaration.buffers for run in (base, other)}
     return base.case.data_coordinates == other.case.data_coordinates and len(rules) == 1
+
+
+def _keeps_own(run: Evidence) -> bool:
+    """Whether what a rank holds of buffers means anything to the next step."""
+    return run.declaration.buffers != "rank0"
 
 
 def _between_precisions(
