@@ -19,7 +19,7 @@ from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.process_control import cores
-from shardproof.table import number
+from shardproof.table import number, some
 
 if TYPE_CHECKING:
     from shardproof.cases.on_ray.cluster import RayCluster
@@ -208,6 +208,7 @@ def run_and_exit(
     from shardproof.commands.supervision import open_folder
     from shardproof.launch.nodes.nodes import Nodes, facts_here
     from shardproof.registry import preflight
+    from shardproof.runs import code
     from shardproof.runs.durations import Durations
     from shardproof.runs.shard import Cut
     from shardproof.scenarios import node_faults
@@ -252,6 +253,11 @@ def run_and_exit(
             folder.cut(cut, shard, whole)
         if cluster is not None:
             folder.tell_cluster(cluster.facts)
+        digests = code.of(sources)
+        if digests and (stale := folder.tell_code(digests, kept)):
+            names = some(sorted({result.case.implementation for result in stale}), 3)
+            what = f"{number(len(stale), 'verdict')} kept of other code: {names} changed since"
+            echo(f"{what}; without --resume and --rerun-failed all is judged anew", err=True)
         judge = None if cluster is None else cluster.judge
         how = budget, durations, kept, junit, fail_fast, is_kept, nodes, judge
         raise typer.Exit(execute(folder, planned, workers, *how))

@@ -77,10 +77,11 @@ def verify(path: Path) -> Verified:
     except DAMAGE as error:
         where = f"{path / 'cases.jsonl'}"
         problems.append(f"{where}: not what this suite writes: {type(error).__name__} {error}")
+    judged = [kill for kill in run.kills if not kill.left_out]
     return Verified(
         len(results),
-        len(run.kills),
-        len(run.left_out),
+        len(judged),
+        len(run.left_out) + len(run.kills) - len(judged),
         problems,
         benches=len(run.benches),
         scalings=len(run.scalings),

@@ -48,9 +48,10 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
 
 
 def show_kills(lines: Sequence[Kill], write: Print) -> None:
+    """What became of the faults that were planted; of the others nothing is known."""
     from rich.text import Text
 
-    write(kills.table(lines).titled(""))
-    for kill in lines:
-        if not kill.killed:
-            write(Text(printable(f"SURVIVES {kill.name}: {kill.why_not}"), style="red"))
+    if judged := kills.judged(lines):
+        write(kills.table(judged).titled(""))
+    for kill in kills.survivors(lines):
+        write(Text(printable(f"SURVIVES {kill.name}: {kill.why_not}"), style="red"))

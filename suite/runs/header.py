@@ -136,6 +136,8 @@ class Invocation(_Part):
     part: PartOf | None = None
     run: str | None = None
     reproduces: str | None = None
+    #: Of classes of the user's own the digest of the file that has it.
+    code: dict[str, str] = {}
 
     @property
     def caps(self) -> dict[str, float] | None:

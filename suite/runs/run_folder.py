@@ -44,7 +44,7 @@ from shardproof.files import (
     require_types,
     write_whole,
 )
-from shardproof.runs import shard
+from shardproof.runs import code, shard
 from shardproof.runs.header import (
     FORMAT,
     NAME,
@@ -225,6 +225,12 @@ class RunFolder:
         """Note in ``run.json`` which machines judge."""
         self._invocation.cluster = told
         self._write_header()
+
+    def tell_code(self, told: dict[str, str], kept: Sequence[CaseResult]) -> list[CaseResult]:
+        """Note in ``run.json`` which code is judged; what of ``kept`` other code may have given."""
+        self._invocation.code = told
+        self._write_header()
+        return code.older(kept, told, self._header.invocations[:-1])
 
     def _require_of_part(self, names: Iterable[str]) -> None:
         """:raises SelectionError: the run is a part, and one of ``names`` is not in it."""

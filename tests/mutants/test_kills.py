@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,13 @@ def test_at_depth_family_any_failing_check_kills_and_a_share_may_survive(
     out = capsys.readouterr().out
     assert "3 faults judged (2 killed, 1 survive)" in out
     assert "33.3% survive at depth family, at most 15%" in out
-    assert {kill.depth for kill in read(tmp_path / "run").kills} == {"family"}
+    kills = read(tmp_path / "run").kills
+    assert {kill.depth for kill in kills} == {"family"}
     assert verify(tmp_path / "run").problems == []
+    with RunFolder(tmp_path / "late", ["test"]) as folder:
+        folder.add(replace(kills[0], killed=False, verdict="left out"), "kill")
+    told = verify(tmp_path / "late").sentence()
+    assert told == "verified: 0 cases judged again, 1 left out"
 
 
 def test_a_kill_is_judged_again_by_its_line_alone() -> None:
@@ -244,7 +250,7 @@ def test_memory_is_weighed_only_where_a_kill_may_need_it() -> None:
         needs = {"memory", "schedule", "relations", "undecidable", "judge error"}.intersection(
             killers[name]
         )
-        assert bool(needs) == (name in weighed), name
+        assert (bool(needs) or both.mutant.weighed) == (name in weighed), name
 
 
 def test_mutants_of_one_trigger_share_their_parents_case() -> None:

@@ -434,9 +434,11 @@ def test_terminal_tables_name_survivors(tmp_path: Path) -> None:
     run = read(fill(tmp_path / "run"))
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     report.show(run.cases, console.print)
-    report.show_kills(run.kills, console.print)
+    late = replace(run.kills[0], name="late", killed=False, verdict="left out")
+    report.show_kills([*run.kills, late], console.print)
     text = console.export_text()
     assert "SURVIVES other: survives equivalence" in text
+    assert "late" not in text
     assert "13 / 12 (x1.08)" in text
 
 

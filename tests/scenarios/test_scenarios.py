@@ -610,6 +610,7 @@ OTHERS = (
     *("samplers", "stopping"),
     "compression",
     *("local", "async", "elastic"),
+    *("parameter-groups", "own-buffers"),
     *("no-layer-norm", "nested-units", "recurrence", "gradient-penalty", "rotating-shares"),
 )
 

@@ -1,0 +1,38 @@
+"""A run tells of a user's own class which code was judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.commands import here
+
+CLASS = """\
+from shardproof.contract import Refused
+from shardproof.impls.reference.ddp import ReferenceDDP
+
+
+class Mine(ReferenceDDP):
+    def step(self, batch, observe):
+        if "WORD" == self.spec.name:
+            raise RuntimeError("wrong")
+        return super().step(batch, observe)
+"""
+CASES = ("ddp-gpt", "--tier", "full", "--impl", "owncode:Mine", "--world", "1", "-j", "1")
+
+
+def test_verdicts_of_other_code_are_told(tmp_path: Path) -> None:
+    chosen = ("-k", "in_memory and fp64 and noclip", "--results", "r")
+    again = ("run", "--rerun-failed", "--results", "r", "-j", "1")
+    file = tmp_path / "owncode.py"
+    outputs = []
+    for word, arguments in (("adamw", ("run", *CASES, *chosen)), ("adamw", again), ("sgd", again)):
+        file.write_text(CLASS.replace("WORD", word))
+        done = here(*arguments, cwd=tmp_path, paths=[tmp_path])
+        outputs.append(done.stdout + done.stderr)
+    assert "1 fail" in outputs[0] or "1 crash" in outputs[0], outputs[0]
+    assert "of other code" not in outputs[1]
+    assert "1 verdict kept of other code: owncode:Mine changed since" in outputs[2]
+    invocations = json.loads((tmp_path / "r" / "run.json").read_text())["invocations"]
+    digests = [one["code"]["owncode:Mine"] for one in invocations]
+    assert digests[0] == digests[1] != digests[2]
