@@ -182,7 +182,7 @@ Comparison = tuple[str, int, str, str, int, int, int]
 
 def _resident(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
     """(what, step, place, class, held, least, most) at every observation point."""
-    rank, updated, unjudged = record.rank, evidence.steps.start - 1, cost_model.unjudged()
+    rank, updated, unjudged = record.rank, evidence.updated_before, cost_model.unjudged()
     marks = _bytes_at(record, "mark")
     for step in evidence.steps:
         for point in record.steps[step].observed:
@@ -237,7 +237,7 @@ def _on_gpu(record: RankRecord) -> bool:
 
 def _moved(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
     """Bytes copied between device and host in every step; they are no network traffic."""
-    updated, moved = evidence.steps.start - 1, Counter[tuple[int, str]]()
+    updated, moved = evidence.updated_before, Counter[tuple[int, str]]()
     for row in record.memory:
         if row.moment == "moved" and row.where in PHASES:
             moved[row.step, row.kind] += row.bytes
@@ -317,7 +317,7 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
         }
         allocator |= _allocator(record, last, peaks[rank])
         trained = (s for s in evidence.steps if not record.steps[s].skipped)
-        updated = max(trained, default=evidence.steps.start - 1)
+        updated = max(trained, default=evidence.updated_before)
         promised_bytes[rank] = {
             space: {kind: n for kind, n in classes.items() if n and kind not in unjudged}
             for space, classes in _promised(

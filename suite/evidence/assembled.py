@@ -206,6 +206,11 @@ class Figures(ABC):
         """Numbers of the steps that were run."""
         return range(self.case.steps)
 
+    @property
+    def updated_before(self) -> int:
+        """The last step before these that made an update; -1: none did."""
+        return -1
+
     @cached_property
     def members(self) -> list[StepMembers]:
         """Who took part in each step, and in which batch."""
@@ -432,6 +437,13 @@ class Continued(Evidence):
     def steps(self) -> range:
         """Numbers of the steps that were run after the load."""
         return range(self.first_step, self.case.steps)
+
+    @property
+    def updated_before(self) -> int:
+        """Of those who saved."""
+        trained = self.base.records[0].steps
+        before = [s for s in self.base.steps if s < self.first_step and not trained[s].skipped]
+        return max(before, default=self.base.updated_before)
 
     def _assemble(self, step: int, point: str, kind: str) -> Assembled:
         if 0 <= step < self.first_step - 1:

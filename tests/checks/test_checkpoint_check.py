@@ -25,7 +25,7 @@ from shardproof.cases.runner import run_cases
 from shardproof.checks import causes, checkpoint
 from shardproof.checks.results import CaseResult
 from shardproof.commands.verify import verify
-from shardproof.contract import OptimizerSpec
+from shardproof.contract import OptimizerSpec, ScalerSpec
 from shardproof.evidence.assembled import Assembled
 from shardproof.evidence.records import ComparisonRow
 from shardproof.runs.run_folder import RunFolder
@@ -91,6 +91,17 @@ SOUND = [
     case("reference/fsdp", 2, CheckpointPlan(2, into={"mesh": {"shard": 3}}, trained=2)),
     case("reference/zero3", 2, CheckpointPlan(1, again_at=1), "asynchronous"),
     case("reference/zero2", 2, ALONE, traits=("unused",)),
+    # Before the save no step made an update: there is no optimizer state to load.
+    case(
+        "reference/zero1",
+        2,
+        CheckpointPlan(1),
+        lane="working_precision",
+        dtype="float32",
+        precision={"parameters": "float16"},
+        options={"precision": {"parameters": "float16"}},
+        optimizer=dataclasses.replace(ADAMW, scaler=ScalerSpec(initial=2.0**60, interval=9)),
+    ),
     # The formula of who saves is not asked of who loads.
     case(
         "reference/zero1",
