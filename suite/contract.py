@@ -603,7 +603,9 @@ class Implementation(ABC):
         raise Refused(f"{type(self).__name__} has no load_pieces")
 
     def full_state(self, kind: Kind) -> dict[str, Tensor]:
-        """All of ``kind``, gathered by the implementation itself; a thing under test."""
+        """All of ``kind``, gathered by the implementation itself; of parameters a thing under test,
+        after the last step.
+        """
         raise Refused(f"{type(self).__name__} has no full_state")
 
     def evaluate(self, batch: Batch) -> Tensor | None:

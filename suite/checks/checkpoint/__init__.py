@@ -3,9 +3,9 @@
 The scenario's ``checkpoints`` say when a case saves and who loads.  Two runs are made beside it
 (``cases/checkpoint_runs.py``).  One saves nothing: the case must have its bits after every step, in
 tensors, losses, metrics and generators, also where a save goes on behind training's back.  In the
-other fresh ranks, set up from other values, load the newest checkpoint and go on from the step that
-the returned ``extra`` names.  Right after the load they hold what was held at the save: names,
-dtypes, elements, step counters, masters, tied tensors, generators.  In the same shape the steps
+other fresh ranks, set up from other values, from which they have trained if the plan says
+``trained``, load the newest checkpoint and go on from the step that the returned ``extra`` names.
+Right after the load they hold what was held at the save: names, dtypes, elements, step counters, masters, tied tensors, generators.  In the same shape the steps
 that follow have the bits of the run that was never interrupted; in another world, mesh, strategy or
 precision each is judged against the oracle by the bounds of ``equivalence``, with the loss scale
 and the samples of the run that saved.  Who loads holds and sends in these steps what its own
