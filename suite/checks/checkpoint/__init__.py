@@ -5,8 +5,8 @@ The scenario's ``checkpoints`` say when a case saves and who loads.  Two runs ar
 tensors, losses, metrics and generators, also where a save goes on behind training's back.  In the
 other fresh ranks, set up from other values, from which they have trained if the plan says
 ``trained``, load the newest checkpoint and go on from the step that the returned ``extra`` names.
-Right after the load they hold what was held at the save: names, dtypes, elements, step counters, masters, tied tensors, generators.  In the same shape the steps
-that follow have the bits of the run that was never interrupted; in another world, mesh, strategy or
+Right after the load they hold what was held at the save: names, dtypes, elements, step counters,
+masters, tied tensors, generators.  In the same shape the steps that follow have the bits of the run that was never interrupted; in another world, mesh, strategy or
 precision each is judged against the oracle by the bounds of ``equivalence``, with the loss scale
 and the samples of the run that saved.  Who loads holds and sends in these steps what its own
 strategy promises, where the case has the checks ``memory`` and ``traffic``.  Of several saves the
