@@ -6,12 +6,13 @@ tensors, losses, metrics and generators, also where a save goes on behind traini
 other fresh ranks, set up from other values, from which they have trained if the plan says
 ``trained``, load the newest checkpoint and go on from the step that the returned ``extra`` names.
 Right after the load they hold what was held at the save: names, dtypes, elements, step counters,
-masters, tied tensors, generators.  In the same shape the steps that follow have the bits of the run that was never interrupted; in another world, mesh, strategy or
-precision each is judged against the oracle by the bounds of ``equivalence``, with the loss scale
-and the samples of the run that saved.  Who loads holds and sends in these steps what its own
-strategy promises, where the case has the checks ``memory`` and ``traffic``.  Of several saves the
-newest ``keep`` are left.  With ``again_at`` who loaded saves, too, and what it saved is loaded in
-the same way.  Where a planned fault ended the case, one of its checkpoints is loaded, whole.
+masters, tied tensors, generators.  In the same shape the steps that follow have the bits of the run
+that was never interrupted; in another world, mesh, strategy or precision each is judged against the
+oracle by the bounds of ``equivalence``, with the loss scale and the samples of the run that saved.
+Who loads holds and sends in these steps what its own strategy promises, where the case has the
+checks ``memory`` and ``traffic``.  Of several saves the newest ``keep`` are left.  With
+``again_at`` who loaded saves, too, and what it saved is loaded in the same way.  Where a planned
+fault ended the case, one of its checkpoints is loaded, whole.
 
 Sees state that is not saved, not loaded, or loaded into the wrong place, rank or order; live
 tensors that a writer saves late; progress, loss scale or generators that start again; ties that a
