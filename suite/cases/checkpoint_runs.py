@@ -104,6 +104,8 @@ def _load(evidence: Evidence, launcher: Launcher, cache: Path) -> list[RankOutco
             truth = apart.trained(loads, partial(training.load_or_train, loads, rule, cache))
         facts = facts_of(loads, workload)
         found = Continued(evidence, loads, records, truth, evidence.workload, facts)
+        if is_same(case, loads):
+            found.own_costs = evidence.own_costs
         if found.declaration.trains_alone:
             found.meeting = answers.Meets(registry.load(loads.implementation), loads.options)
         return found
@@ -125,7 +127,9 @@ def _load_again(loaded: Evidence, launcher: Launcher) -> Beside:
     again = replace(again, loads_from=again.saves_into, saves_into="")
 
     def collect(again: Case, workload: Workload, records: list[RankRecord]) -> Evidence:
-        return Continued(loaded, again, records, Truth(), loaded.workload, loaded.facts)
+        found = Continued(loaded, again, records, Truth(), loaded.workload, loaded.facts)
+        found.own_costs = loaded.own_costs
+        return found
 
     return launcher.beside(
         again, "again", "the run that loads what was saved after a load", collect

@@ -327,10 +327,6 @@ def _check_names(
 ) -> None:
     if state.problems:
         raise Lacking(f"step {step}, {phase}: " + "; ".join(state.problems[:3]))
-    for name, tensor in expected.items() if isinstance(expected, Mapping) else ():
-        # Nobody need hold what has no element.
-        if isinstance(tensor, Tensor) and not tensor.numel():
-            state.tensors.setdefault(name, {0: tensor})
     missing = [name for name in expected if name not in state.tensors]
     extra = [name for name in state.tensors if name not in expected]
     if missing or extra:

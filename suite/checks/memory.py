@@ -67,7 +67,7 @@ def decide(evidence: Figures) -> Outcome:
     for record in evidence.records:
         for what, step, place, kind, held, low, high in (
             *_resident(evidence, cost_model, record),
-            *_peaks(cost_model, record),
+            *_peaks(evidence, cost_model, record),
             *_moved(evidence, cost_model, record),
             *_by_layout(cost_model, record, figures),
         ):
@@ -267,8 +267,10 @@ def _by_layout(
         yield "held", last, "after_update", f"{layout} parameters", own, size, size
 
 
-def _peaks(cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
+def _peaks(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iterator[Comparison]:
     for (step, phase), spaces in _bytes_at(record, "peak").items():
+        if step not in evidence.steps:
+            continue  # made before a load
         for kind, bound in cost_model.peaks(record.rank, phase, step).items():
             held = spaces.get("device", {}).get(kind, 0)
             yield "at the peak", step, phase, kind, held, bound.low, bound.high

@@ -1,7 +1,8 @@
-"""Which code of a user's own was judged: a digest of the file that has the class.
+"""Which code of a user's own was judged: a digest of the file that a name leads to.
 
-The suite's own code is told by its commit.  Of a class of the user's own a run notes the file's
-digest, so that verdicts of two states of it are not taken for those of one.
+The suite's own code is told by its commit.  Of ``package.module:Class`` and ``file.py:Class`` a run
+notes the digest of that one file, so that verdicts of two states of it are not taken for those of
+one.  What the file imports is not looked at.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from shardproof import by_path
 from shardproof.checks.results import CaseResult
 from shardproof.runs.header import Invocation
 
@@ -19,7 +21,7 @@ _DIGITS = 16
 
 
 def of(implementations: Iterable[str]) -> dict[str, str]:
-    """Name -> digest of its file, of those that are ``package.module:Class``; none is imported."""
+    """Name -> digest of its file, of those that have one by their name; none is imported."""
     found = {name: _file(name.partition(":")[0]) for name in implementations if ":" in name}
     return {
         name: hashlib.sha256(file.read_bytes()).hexdigest()[:_DIGITS]
@@ -31,22 +33,33 @@ def of(implementations: Iterable[str]) -> dict[str, str]:
 def older(
     kept: Sequence[CaseResult], now: Mapping[str, str], before: Sequence[Invocation]
 ) -> list[CaseResult]:
-    """The results of ``kept`` that an invocation ``before`` may have had from other code."""
-    changed = {
-        name
-        for name, digest in now.items()
-        if any(one.code.get(name, digest) != digest for one in before)
-    }
-    return [result for result in kept if result.case.implementation in changed]
+    """The results of ``kept`` that are of other code: that of the last to plan each."""
+    judged_by = {name: one for one in before for name in one.planned}
+
+    def digest(result: CaseResult) -> str | None:
+        one = judged_by.get(result.id)
+        return None if one is None else one.code.get(result.case.implementation)
+
+    known = ((result, digest(result)) for result in kept)
+    return [
+        result
+        for result, found in known
+        if found is not None and found != now.get(result.case.implementation, found)
+    ]
 
 
 def _file(module: str) -> Path | None:
+    if by_path.is_file(module):
+        return found if (found := Path(module)).is_file() else None
     package, *rest = module.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a program by its name: ``__main__``
+        spec = None
+    if spec is None:
         return None
-    path = Path(spec.origin)
-    if rest:
-        path = path.parent.joinpath(*rest)
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return path if path.is_file() else None
+    places = [Path(place, *rest) for place in spec.submodule_search_locations or ()]
+    files = [f for p in places for f in (p.with_suffix(".py"), p / "__init__.py")]
+    if not rest and spec.origin is not None:
+        files.insert(0, Path(spec.origin))
+    return next((file for file in files if file.is_file()), None)

@@ -136,7 +136,7 @@ class Invocation(_Part):
     part: PartOf | None = None
     run: str | None = None
     reproduces: str | None = None
-    #: Of classes of the user's own the digest of the file that has it.
+    #: Of classes of the user's own the digest of the file that the name leads to.
     code: dict[str, str] = {}
 
     @property

@@ -94,6 +94,9 @@ def _checkpoints(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem
         if plan.again_at is not None and scenario.faults:
             what = f"checkpoint plan {plan.label}: beside faults who loads does not save in turn"
             yield file.problem([*at, "again_at"], what, "leave it out", str(plan.again_at))
+        if plan.trained and scenario.faults:
+            what = f"checkpoint plan {plan.label}: beside faults who loads has not trained"
+            yield file.problem([*at, "trained"], what, "leave it out", str(plan.trained))
         if plan.trained > plan.save_at:
             # Steps after the load have numbers of their own.
             what = f"checkpoint plan {plan.label}: who loads has made more steps than who saved"

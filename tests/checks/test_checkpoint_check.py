@@ -223,6 +223,10 @@ def test_sound_systems_pass(run: Any, case: Case) -> None:
     assert result.verdict.startswith("pass"), result.reason
     judged = result.check("checkpoint")
     assert judged.status == "pass" and judged.figures["compared"] >= 8
+    # No memory is promised of DiLoCo, and none of processes is judged.
+    is_weighed = case.backend == "in_memory" and case.checkpoint is not ALONE
+    kept = ["memory", "traffic"] if is_weighed else ["traffic"]
+    assert judged.figures["promises"] == [f"after the load, {name}" for name in kept]
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.mutant.name)
@@ -450,6 +454,20 @@ def test_a_fault_of_a_save_needs_a_plan_of_saves(tmp_path: Path) -> None:
     told = done.stdout + done.stderr
     assert done.returncode == 2 and f"{file}:13: " in told, told
     assert "fault plan kill: nothing is saved or loaded (save) - plan checkpoints" in told
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [("again_at", "does not save in turn"), ("trained", "has not trained")]
+)
+def test_beside_faults_who_loads_does_no_more_than_that(
+    tmp_path: Path, key: str, says: str
+) -> None:
+    plan = PLAN.replace("saves: 2", f"{key}: 2").replace(", checkpoint]", ", checkpoint, faults]")
+    (file := tmp_path / "mine.yaml").write_text(plan + FAULT.replace("PHASE", "load"))
+    done = here("run", str(file), "--dry-run")
+    told = done.stdout + done.stderr
+    assert done.returncode == 2 and f"{file}:13: " in told, told
+    assert f"checkpoint plan same: beside faults who loads {says} (2) - leave it out" in told
 
 
 def test_plans_are_in_ids_rules_match_them_and_other_systems_leave_loads_by_name_out() -> None:

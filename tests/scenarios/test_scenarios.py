@@ -284,6 +284,12 @@ FAULTS: dict[str, tuple[str, str, int, str]] = {
         13,
         "groups[0].lr_scale: should be greater than or equal to 0",
     ),
+    "pattern of a group": (
+        "[sgd, adamw]",
+        "{name: sgd, groups: [{pattern: '('}]}",
+        13,
+        "groups[0].pattern: no regular expression of Python's: missing )",
+    ),
     "check twice": ("traffic]", "equivalence]", 1, "named twice"),
     "cell twice": ("- plain", "- plain\n    - plain", 7, "cell given twice"),
     "bad name": ("name: small", "name: Small One", 1, "name: should match pattern"),

@@ -23,7 +23,9 @@ in no piece and in no step that follows; what who loaded saves next, without ``a
 generators of a GPU; on another mesh, generators, and the steps that follow where these are drawn
 from; if the batch is cut otherwise, buffers of other ranks than 0, those of the steps that follow,
 and these steps as a whole where gradients depend on how it is cut; the steps of a strategy that
-loses something, or trains alone for a while, after a load in another shape.
+loses something, or trains alone for a while, after a load in another shape; temporaries at their
+largest after a load, bytes of processes, and those that a cost model of the system's own would
+promise after a load in another shape.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from shardproof.evidence.records import ComparisonRow
 
 #: Checks of what the strategy promises that who loads is judged by, too, if the case names them.
 PROMISES = {"memory": memory.decide, "traffic": traffic.decide}
+#: What they compare.
+_PROMISED = "all that is promised"
 
 
 def who_loads(case: Case) -> Case:
@@ -75,7 +79,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         assert isinstance(loaded.evidence, Continued)
         what_was_loaded(evidence, loaded.evidence, rows)
         _what_follows(evidence, loaded.evidence, rows)
-        _is_as_promised(loaded.evidence)
+        _is_as_promised(loaded.evidence, rows)
         _is_saved_again(evidence.beside.get("again"), loaded.evidence, rows)
     except Differs as failure:
         rows.append(ComparisonRow(problem=str(failure)))
@@ -159,17 +163,20 @@ def _is_saved_again(again: Beside | None, loaded: Continued, rows: list[Comparis
         assert isinstance(again.evidence, Continued)
         what_was_loaded(loaded, again.evidence, rows)
         _what_follows(loaded, again.evidence, rows)
-        _is_as_promised(again.evidence)
+        _is_as_promised(again.evidence, rows)
     except Differs as failure:
         raise Differs(f"of what was saved after a load, {failure}") from None
 
 
-def _is_as_promised(loaded: Continued) -> None:
+def _is_as_promised(loaded: Continued, rows: list[ComparisonRow]) -> None:
     """What is held and sent in the steps that follow, where the case judges that."""
     for name in loaded.case.checks if loaded.steps else ():
         outcome = PROMISES[name](loaded)
         if outcome.status == "fail":
             raise Differs(f"after the load, {name}: {outcome.message}")
+        if outcome.status == "pass":
+            place = (loaded.first_step, f"after the load, {name}", _PROMISED, "all ranks")
+            rows.append(ComparisonRow(*place, error=0.0, bound=0.0))
 
 
 def _has_other_numbers(case: Case, other: Continued) -> bool:
@@ -221,6 +228,7 @@ def decide(figures: Figures) -> Outcome:
         "compared": tally.compared,
         "saved_at": [] if plan is None else list(plan.saved_at),
         "not_tested": sorted(tally.not_tested),
+        "promises": sorted({row.phase for row in rows if row.name == _PROMISED}),
     }
     if tally.problem or tally.failed:
         message = tally.problem or f"differs: {tally.failed}"
