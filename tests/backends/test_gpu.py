@@ -269,7 +269,7 @@ def test_one_factor_comes_down_to_gradients_in_host_memory_beside_a_gpu_only() -
             StepRecord(step, 0, 1.0, None, metrics={"skipped": float(step == 1)})
             for step in range(3)
         ]
-    evidence: Any = SimpleNamespace(steps=range(3))
+    evidence: Any = SimpleNamespace(steps=range(3), updated_before=-1)
 
     def more(cost_model: CostModel | None, record: RankRecord) -> dict[tuple[int, str], int]:
         """Bytes that are promised beside those of ``host_traffic``."""

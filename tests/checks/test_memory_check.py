@@ -97,6 +97,7 @@ class MadeFigures(SimpleNamespace):
     """What checks ask, made by hand; how deep is told as of any figures."""
 
     own_costs = None
+    updated_before = -1
     depth, cost_model, family = Figures.depth, Figures.cost_model, Figures.family
 
 
