@@ -4,6 +4,7 @@ import multiprocessing
 import sys
 import tempfile
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +15,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 WORLD = 2
 
 
-def work(rank: int, store: str, trained: bool):
-    """Take a step, or none, and set the optimizer state that was got; ends with 0 if that went."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, WORLD),
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=20),
-    )
+def work(rank: int, store: str, trained: bool, went: Any):
+    """Take a step, or none, and set the optimizer state that was got; counts if that went."""
+    place, limit = dist.FileStore(store, WORLD), timedelta(seconds=20)
+    dist.init_process_group("gloo", store=place, rank=rank, world_size=WORLD, timeout=limit)
     # Its flat parameter is cut inside of the first weight: rank 0 has no element of the second.
     layers = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False))
     model = FullyShardedDataParallel(layers, use_orig_params=True, device_id=torch.device("cpu"))
@@ -34,21 +30,24 @@ def work(rank: int, store: str, trained: bool):
     options = states.StateDictOptions(flatten_optimizer_state_dict=True)
     state = states.get_optimizer_state_dict(model, optimizer, options=options)
     states.set_optimizer_state_dict(model, optimizer, state, options=options)
+    with went.get_lock():
+        went.value += 1
     dist.barrier()
 
 
 def all_went(trained: bool) -> bool:
-    """Whether all ranks ended well, within a minute."""
-    new = multiprocessing.get_context("spawn").Process
+    """Whether it went on all ranks, within a minute."""
+    new = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [new(target=work, args=(n, f"{folder}/store", trained)) for n in range(WORLD)]
+        given = (f"{folder}/store", trained, went := new.Value("i", 0))
+        ranks = [new.Process(target=work, args=(n, *given)) for n in range(WORLD)]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join(60)
             process.kill()
             process.join()
-    return all(process.exitcode == 0 for process in ranks)
+    return went.value == WORLD
 
 
 if __name__ == "__main__":
