@@ -11,7 +11,6 @@ from shardproof.runs import code
 from tests.support.commands import here
 
 CLASS = """\
-from shardproof.contract import Refused
 from shardproof.impls.reference.ddp import ReferenceDDP
 
 
