@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from shardproof import VERSION, verdicts
+from shardproof import VERSION, verdicts, wings
 from shardproof.commands import (
     bench,
     checkpoint,
@@ -33,13 +33,43 @@ from shardproof.commands import (
     run,
     scenario_files,
     study,
-    watch,
 )
 from shardproof.commands.console import echo
 from shardproof.errors import InputError, Problem
 from shardproof.files import UNWRITABLE
 
 #: Help texts are laid out here, so click must not fill their lines again (``\b``).
+_HELP = """Does splitting the training over many ranks change nothing but the cost?
+
+Judges implementations of distributed training: same numbers as one process, promised bytes,
+and planted faults that the checks must catch.
+
+\b
+shardproof run                                             the quick conformance matrix
+shardproof run -k "reference/ddp and gloo and replicate3"  a part of it
+shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
+shardproof init mine:MyDDP                                 a test, gate and workflow for it
+shardproof run --resume --results results/RUN              go on with that run
+shardproof list cases                                      what there is to run
+shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
+shardproof mutants                                         prove that the checks can fail
+shardproof bench reference/ddp pytorch/ddp --size 20m      compare speed on this machine
+shardproof reproduce RUN                                   the same cases again, here
+shardproof compare RUN RUN                                 what differs between runs
+shardproof gate RUN --against BASELINE                     fail CI on regressions
+shardproof checkpoint verify PATH                          is a checkpoint whole?
+shardproof cluster run ddp-gpt --nodes 2                   on containers as nodes
+shardproof study NAME                                      measure the suite itself
+{examples}
+
+\b
+Exit codes: 0 all held
+            1 a fail, unexpected pass, hang or crash; a planted fault that survives
+            2 bad input, a selection that matches nothing, or a full disk
+            3 undecided, or nothing was judged
+          130 Ctrl-C, SIGTERM or SIGHUP
+"""
+
 app = typer.Typer(
     name="shardproof",
     no_args_is_help=True,
@@ -47,36 +77,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="""Does splitting the training over many ranks change nothing but the cost?
-
-    Judges implementations of distributed training: same numbers as one process, promised bytes,
-    and planted faults that the checks must catch.
-
-    \b
-    shardproof run                                             the quick conformance matrix
-    shardproof run -k "reference/ddp and gloo and replicate3"  a part of it
-    shardproof run ddp-gpt --impl mine:MyDDP                   judge your own class
-    shardproof init mine:MyDDP                                 a test, gate and workflow for it
-    shardproof run --resume --results results/RUN              go on with that run
-    shardproof list cases                                      what there is to run
-    shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
-    shardproof mutants                                         prove that the checks can fail
-    shardproof bench reference/ddp pytorch/ddp --size 20m      compare speed on this machine
-    shardproof reproduce RUN                                   the same cases again, here
-    shardproof compare RUN RUN                                 what differs between runs
-    shardproof gate RUN --against BASELINE                     fail CI on regressions
-    shardproof watch train.py --nproc 4                        watch a training script
-    shardproof checkpoint verify PATH                          is a checkpoint whole?
-    shardproof cluster run ddp-gpt --nodes 2                   on containers as nodes
-    shardproof study NAME                                      measure the suite itself
-
-    \b
-    Exit codes: 0 all held
-                1 a fail, unexpected pass, hang or crash; a planted fault that survives
-                2 bad input, a selection that matches nothing, or a full disk
-                3 undecided, or nothing was judged
-              130 Ctrl-C, SIGTERM or SIGHUP
-    """,
+    help=_HELP.format(examples="\n".join(line for wing in wings.wings() for line in wing.examples)),
 )
 
 app.command()(run.run)
@@ -97,9 +98,6 @@ app.command(short_help="Run a run's cases again here, and say what comes out the
 app.command(short_help="Say what differs between runs.")(compare.compare)
 app.command(short_help="Judge a run beside a baseline, by a policy.")(compare.gate)
 app.command(short_help="Time pairs of implementations, or what more ranks gain.")(bench.bench)
-app.command(cls=watch.ForAScript, short_help="Run a training script and say where its ranks part.")(
-    watch.watch
-)
 app.add_typer(
     checkpoint.checkpoints,
     name="checkpoint",
@@ -110,6 +108,8 @@ app.add_typer(
 )
 app.add_typer(study.studies, name="study", short_help="Measure the suite itself.")
 app.command("calibrate", hidden=True)(study.calibrate_by_its_old_name)
+for wing in wings.wings():
+    wing.add_commands(app)
 
 
 def _version(wanted: bool) -> None:

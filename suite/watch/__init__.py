@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import os
 
-if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+from shardproof import wings
+
+if not wings.is_loading and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
     from shardproof.watch.joined import watch_this_rank
 
     watch_this_rank()

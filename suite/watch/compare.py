@@ -18,7 +18,8 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -27,15 +28,16 @@ from shardproof.table import some
 from shardproof.watch import snapshot
 from shardproof.watch.checksum import folded, of_text
 from shardproof.watch.exchange import BrokenExchange, Exchange, Pending
-from shardproof.watch.found import Found, Held, find, is_sparse, local
+from shardproof.watch.found import Found, Held, Tracked, find, is_sparse, local
 from shardproof.watch.record import Finding, Kind, RankRecord, Watched
-from shardproof.watch.wording import NAMED, described, differing, odd
 
 #: Of the time of a step.  A tenth is allowed; the calls that are noted cost as well, and of the CPU
 #: seconds of a step, which also waits, a comparison takes up to twice this share.
 SHARE = 0.025
 #: Steps that are always compared.
 FIRST = 3
+#: Names in one sentence.
+NAMED = 3
 #: Most replica sets of one optimizer.
 CLASSES = 4
 
@@ -523,3 +525,42 @@ class Compared:
         self.record.findings.append(
             Finding(kind, sentence, broken, step, equal, self.number, assumed, name)
         )
+
+
+def described(one: Tracked) -> str:
+    """Name and shape of a parameter."""
+    shape = "x".join(map(str, one.shape)) or "scalar"
+    return f"{one.name} [{shape}]"
+
+
+def odd(values: Mapping[int, Any]) -> str:
+    """Which ranks differ from the largest set of equal ranks, in words."""
+    sets: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        sets.setdefault(value, []).append(rank)
+    ordered = sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks))
+    if len(ordered) == len(values):
+        return (
+            f"no two of {name_ranks(sorted(values))} are equal"
+            if len(values) > 2
+            else (f"{name_ranks(ordered[0])} and {name_ranks(ordered[1])}")
+        )
+    return f"{'; '.join(map(name_ranks, ordered[1:]))} from {name_ranks(ordered[0])}"
+
+
+def differing(texts: Mapping[int, list[dict[str, str]]]) -> str:
+    """The first hyperparameters that differ over ranks, with their values."""
+    counts = {rank: len(groups) for rank, groups in texts.items()}
+    if len({*counts.values()}) > 1:
+        return f"numbers of parameter groups: {odd(counts)}"
+    told = []
+    for number in range(min(counts.values())):
+        for name in sorted({name for groups in texts.values() for name in groups[number]}):
+            values = {rank: groups[number].get(name, "none") for rank, groups in texts.items()}
+            if len({*values.values()}) > 1:
+                by_value: dict[str, list[int]] = {}
+                for rank, value in values.items():
+                    by_value.setdefault(value, []).append(rank)
+                said = ", ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items())
+                told.append(f"{name} of group {number} is {said}")
+    return "; ".join(told[:NAMED])

@@ -34,7 +34,7 @@ GRACE_SECONDS = 10.0
 #: What a rank runs: the suite is the one of this process, behind the script's own packages.
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); "
-    "from shardproof.watch.script import main; main(sys.argv[1:])"
+    "from shardproof.watch.__main__ import main; main(sys.argv[1:])"
 )
 _PACKAGES = str(Path(__file__).parents[2])
 #: Seconds over which processes that ranks have started are looked at, and the share of a core

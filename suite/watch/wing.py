@@ -1,0 +1,26 @@
+"""What this wing adds to the core: the command ``shardproof watch``."""
+
+from __future__ import annotations
+
+import typer
+
+from shardproof.wings import Wing
+
+
+class Watch(Wing):
+    """A training script under observation."""
+
+    examples = (
+        "shardproof watch train.py --nproc 4                        watch a training script",
+    )
+
+    def add_commands(self, app: typer.Typer) -> None:
+        """Add ``watch``."""
+        from shardproof.watch import command
+
+        app.command(
+            cls=command.ForAScript, short_help="Run a training script and say where its ranks part."
+        )(command.watch)
+
+
+WING = Watch()
