@@ -72,7 +72,7 @@ conformance: setup ## all of conformance and of checkpoints, all tiers
 
 coverage: setup ## lines and branches of impls/reference that no quick case executes; pairs that no case has
 	@$(BIN)/shardproof list coverage >/dev/null
-	@$(BIN)/shardproof study lines
+	@$(BIN)/python -m tools.studies lines
 
 mutants: setup ## every planted fault against the checks that must catch it
 	@$(BIN)/shardproof mutants -j $(JOBS)
@@ -104,7 +104,7 @@ report: setup ## regenerate the tables of results/README.md from the newest run
 
 docs: setup ## regenerate docs/bug-zoo.md and scenarios/conformance/quick.md
 	@$(BIN)/python docs/make_bug_zoo.py
-	@$(BIN)/python scenarios/shrink.py --page
+	@$(BIN)/python -m tools.shrink --page
 
 lint: setup ## style and types
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

@@ -21,8 +21,8 @@ PAGE = (ROOT / "docs/architecture.md").read_text()
 
 #: What an implementation may import of the suite.
 FOR_IMPLEMENTATIONS = ("contract", "comm", "schedules", "by_path")
-#: Rooms that may name implementations: one finds them, one measures them.
-LOADERS = {"registry", "studies"}
+#: The room that may name implementations: it finds them.
+LOADERS = {"registry"}
 #: Strategies that combine others.
 COMPOSERS = {"hybrid"}
 #: What strategies share; none of these is a strategy.

@@ -38,7 +38,7 @@ Numbers: those of one process that is told the same members, fp64 to 1e-12; equa
 of a history to the next.
 Processes.  torchrun tells running workers nothing: it starts all anew, and they go on from the last
 checkpoint.  Then the rename of its manifest is the commit, and what is a rank's own goes by rank: a
-rank that there was not before begins as the first (``shardproof study elastic``).
+rank that there was not before begins as the first (``python -m tools.studies elastic``).
 Left out: errors that native backends raise in place of PeerGone; overlap of sums with backward;
 loss scales; factors of PowerSGD over a change of members, which begin anew; masks of dropout that
 differ between a joiner and the member that it has its generators of; draws from torch's own

@@ -67,6 +67,8 @@ def rerun(case: Case, command: str = "shardproof run", folder: Path | None = Non
         planted = case.implementation.removeprefix(MUTANTS)
         unweighed = "" if "memory" in case.checks else " --tier quick"
         return f"shardproof mutants --impl {planted}{unweighed}{_depth(case)}"
+    if not case.source and case.scenario != "prove":  # drawn by a campaign: no file has it
+        return f"{command} --case '{case.id}'{_depth(case)}"
     return f"{command} {_argument(case, folder)} -k '{case.id}'{_depth(case)}"
 
 

@@ -46,16 +46,14 @@ def backends() -> Entries:
 def scenarios() -> Entries:
     """Scenarios of the default folder and why each exists; others as folder/name."""
     from shardproof.scenarios import source
-    from shardproof.scenarios.load import default_folder, find, timed_files, trained_files
+    from shardproof.scenarios.load import default_folder, find, timed_files
 
     folder = default_folder()
     files = find([str(folder)])
     judged = [(file.name, " ".join(file.scenario.about.split())) for file in files]
-    others = dict.fromkeys(timed_files(folder), "timed by `shardproof bench`")
-    others |= dict.fromkeys(trained_files(folder), "trained by `shardproof study convergence`")
-    for path, by in others.items():
+    for path in timed_files(folder):
         about = " ".join(str(source.read(path).plain().get("about", "")).split())
-        judged.append((f"{path.parent.name}/{path.stem}", f"{by}: {about}"))
+        judged.append((f"{path.parent.name}/{path.stem}", f"timed by `shardproof bench`: {about}"))
     return judged
 
 
@@ -207,8 +205,8 @@ def _print_coverage(coverage: Coverage, lacks: str, sentence: str) -> None:
 
 def _list_campaign(count: int, seed: int, patterns: Sequence[str]) -> None:
     """Print which pairs of the table ``count`` random cases meet, and how many: on stderr."""
+    from shardproof import campaign
     from shardproof.coverage import pairs
-    from shardproof.studies import campaign
 
     cases = [replace(case, tier="full") for case in campaign.first_cases(count, seed, patterns)]
     others = campaign.varied_cases(patterns)

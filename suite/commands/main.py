@@ -32,7 +32,6 @@ from shardproof.commands import (
     reproduce,
     run,
     scenario_files,
-    study,
 )
 from shardproof.commands.console import echo
 from shardproof.errors import InputError, Problem
@@ -59,7 +58,7 @@ shardproof compare RUN RUN                                 what differs between 
 shardproof gate RUN --against BASELINE                     fail CI on regressions
 shardproof checkpoint verify PATH                          is a checkpoint whole?
 shardproof cluster run ddp-gpt --nodes 2                   on containers as nodes
-shardproof study NAME                                      measure the suite itself
+python -m tools.studies NAME                                      measure the suite itself
 {examples}
 
 \b
@@ -106,8 +105,6 @@ app.add_typer(
 app.add_typer(
     cluster.clusters, name="cluster", short_help="Run on containers of this machine as nodes."
 )
-app.add_typer(study.studies, name="study", short_help="Measure the suite itself.")
-app.command("calibrate", hidden=True)(study.calibrate_by_its_old_name)
 for wing in wings.wings():
     wing.add_commands(app)
 
@@ -128,8 +125,10 @@ def _top(
     """Options before the command."""
 
 
-def main() -> None:
-    """Run the command line; faults of input become one line each and exit code 2."""
+def main(command: typer.Typer = app) -> None:
+    """Run ``command`` with this process's arguments; faults of input become one line each and exit
+    code 2.
+    """
     _open_streams()
     if sys.argv[1:2] == ["list"]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `list cases | head` is no failure
@@ -140,7 +139,7 @@ def main() -> None:
     # of this process's time.
     gc.set_threshold(100_000)
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(command(standalone_mode=False))
     except options.NOT_UNDERSTOOD as error:
         message = io.StringIO()
         error.show(message)  # it repeats words that may hold control characters

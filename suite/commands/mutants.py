@@ -201,11 +201,11 @@ def execute_random(
 
     ``budget`` is in minutes.  Returns the exit code.
     """
+    from shardproof.campaign.kills import plant
     from shardproof.cases.runner import Session
     from shardproof.commands.console import make_console, print_line
     from shardproof.commands.supervision import supervised
     from shardproof.runs import random_kills
-    from shardproof.studies.campaign.kills import plant
 
     console = make_console()
     end = None if budget is None else time.monotonic() + budget * 60

@@ -54,6 +54,9 @@ def run(
             "--campaign", metavar="N", min=1, max=100_000, help="N random clean cases from --seed"
         ),
     ] = None,
+    drawn: Annotated[
+        str | None, typer.Option("--case", metavar="ID", help="one random case, by its whole id")
+    ] = None,
     depth: Annotated[
         Literal["family", "layout"] | None,
         typer.Option(
@@ -126,7 +129,7 @@ def run(
         if (Path(name) / "run.json").is_file():
             remedy = f"name a run by --results {name}, with --resume or --rerun-failed"
             raise SelectionError(Problem("a run is not a scenario", remedy, name))
-    if campaign is not None:
+    if campaign is not None or drawn is not None:
         given = {
             "SCENARIO": scenarios,
             "--backend": backend,
@@ -138,22 +141,14 @@ def run(
         }
         clash = next((name for name, value in given.items() if value), "")
         if clash:
-            what = "--campaign draws its own cases"
-            raise SelectionError(Problem(what, f"leave out {clash}", str(campaign)))
-        from shardproof.studies.campaign import first_cases
+            what = "--campaign and --case draw their own cases"
+            raise SelectionError(Problem(what, f"leave out {clash}"))
+    if campaign is not None:
+        from shardproof.campaign import first_cases
 
         cases = first_cases(campaign, seed or 0, impl or ())
-    elif scenarios in (["campaign"], ["histories"]) and not (resume or rerun_failed):
-        from shardproof.studies import campaign as clean
-        from shardproof.studies import checkpoints as histories
-
-        study = clean if scenarios == ["campaign"] else histories
-        drawn = study.by_id((expression or "").strip())
-        if drawn is None:
-            remedy = "give the whole id of one of its cases after -k"
-            what = f"not a case of {'a campaign' if study is clean else 'the study checkpoints'}"
-            raise SelectionError(Problem(what, remedy, expression or ""))
-        cases = [drawn]
+    elif drawn is not None:
+        cases = [_case_of(drawn)]
     else:
         selection = options.selection(scenarios, impl, backend, world, expression, tier, seed, like)
         if resume or rerun_failed:
@@ -180,6 +175,21 @@ def run(
     how = budget, jobs, results, kept, junit, dry_run, fit, fail_fast
     with options.cluster(None if dry_run else on, jobs) as cluster:
         run_and_exit(cases, *how, shard=part, cluster=cluster)
+
+
+def _case_of(name: str) -> Case:
+    """The random case with the id ``name``.
+
+    :raises SelectionError: no campaign draws it.
+    """
+    from shardproof import campaign
+    from shardproof.campaign import histories
+
+    case = campaign.by_id(name) or histories.by_id(name)
+    if case is None:
+        remedy = "give the whole id that a campaign printed; -k ID selects a case of a scenario"
+        raise SelectionError(Problem("--case: not the id of a random case", remedy, name))
+    return case
 
 
 def run_and_exit(

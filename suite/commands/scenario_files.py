@@ -30,7 +30,7 @@ def check_scenario(
     shardproof check-scenario scenarios/conformance/*.yaml
     shardproof check-scenario scenarios/scaling/strong.yaml
     """
-    from shardproof.scenarios.load import load, load_all, timed, trained
+    from shardproof.scenarios.load import load, load_all, timed
     from shardproof.scenarios.matrix import expand
     from shardproof.scenarios.vocabulary import installed
 
@@ -41,9 +41,6 @@ def check_scenario(
         try:
             if kind := timed(path):
                 echo(_timed(path, kind))
-                continue
-            if trained(path):
-                echo(_trained(path))
                 continue
             file = load(path)
             cases = expand(file, installed())
@@ -96,15 +93,6 @@ def _require_taken(cases: Sequence[Case]) -> None:
         raise SelectionError(problems)
 
 
-def _trained(path: Path) -> str:
-    """What a convergence scenario without faults holds."""
-    from shardproof.studies.convergence import plan
-
-    (study,) = plan.read([path])
-    count, seeds = number(len(study.methods), "method"), number(len(study.dense.runs), "seed")
-    return f"{path}: {study.name}, {count} trained to a target, {seeds}"
-
-
 def _timed(path: Path, kind: str) -> str:
     """What a timed scenario without faults holds."""
     if kind == "speed":
@@ -119,10 +107,10 @@ def _timed(path: Path, kind: str) -> str:
 
 def schema(
     shape: Annotated[
-        Literal["scenario", "speed", "scaling", "convergence"],
+        Literal["scenario", "speed", "scaling"],
         typer.Argument(
             metavar="SHAPE",
-            help="scenario, one for `bench` (speed, scaling), or for `study convergence`",
+            help="scenario, or one for `bench` (speed, scaling)",
         ),
     ] = "scenario",
 ) -> None:
@@ -143,8 +131,4 @@ def schema(
         from shardproof.bench.scaling.matrix import ScalingScenario
 
         model = ScalingScenario
-    elif shape == "convergence":
-        from shardproof.studies.convergence.plan import ConvergenceScenario
-
-        model = ConvergenceScenario
     echo(json.dumps(json_schema(model, shape), indent=2))

@@ -29,8 +29,6 @@ _RENAMED: dict[str, old_words.Kind] = {"lane": "lane", "checks": "check"}
 Shape = typing.TypeVar("Shape", bound=BaseModel)
 #: Keys that only files for ``shardproof bench`` have: of pairs, and of scaling.
 _TIMED = re.compile(r"^(?:(pairs)|mode|worlds|implementations)[ \t]*:", re.MULTILINE)
-#: The key that only files for ``shardproof study convergence`` have.
-_TRAINED = re.compile(r"^methods[ \t]*:", re.MULTILINE)
 #: Keys that only policies of ``shardproof gate`` have.
 _POLICY = re.compile(r"^(?:verdicts|figures|times|xfails)[ \t]*:", re.MULTILINE)
 #: The key that only scenarios have.
@@ -57,12 +55,10 @@ def load(path: Path) -> ScenarioFile:
     """Read one file.
 
     :raises ScenarioError: all faults of the first faulty stage (text, then shape); or the file is
-        timed (:func:`timed`), or trained to a target.
+        timed (:func:`timed`).
     """
     if kind := timed(path):
         raise ScenarioError([_not_judged(path, f"a {kind} scenario")])
-    if trained(path):
-        raise ScenarioError(_not_judged_but_trained(path, "a convergence scenario"))
     if _head(path, _POLICY):
         remedy = "`shardproof gate RUN --against BASELINE --policy FILE` reads it"
         raise ScenarioError(Problem("a policy, not a scenario", remedy, file=_shown(path)))
@@ -81,11 +77,6 @@ def timed(path: Path) -> str:
     return "speed" if match[1] else "scaling"
 
 
-def trained(path: Path) -> bool:
-    """Whether ``shardproof study convergence`` reads the file: it has ``methods:``."""
-    return _head(path, _TRAINED) is not None
-
-
 def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
     """The first of ``keys`` in a file other than a scenario; ``None`` for an unreadable file."""
     if not path.is_file():
@@ -102,20 +93,9 @@ def timed_files(folder: Path) -> list[Path]:
     return [path for path in _yaml_below(folder) if timed(path)]
 
 
-def trained_files(folder: Path) -> list[Path]:
-    """The convergence scenarios below ``folder``."""
-    return [path for path in _yaml_below(folder) if trained(path)]
-
-
 def _not_judged(path: Path, what: str) -> Problem:
     shown = _shown(path)
     return Problem(f"{what}: it is timed, not judged", f"run `shardproof bench {shown}`", shown)
-
-
-def _not_judged_but_trained(path: Path, what: str) -> Problem:
-    shown = _shown(path)
-    remedy = f"run `shardproof study convergence {'' if path.is_dir() else shown}".rstrip() + "`"
-    return Problem(f"{what}: it is trained to a target, not judged step by step", remedy, shown)
 
 
 def load_text(text: str, file: str = "<text>") -> ScenarioFile:
@@ -202,9 +182,6 @@ def _paths(argument: str, root: Path) -> list[Path]:
     for candidate in timed_files(root):
         if argument in (candidate.stem, f"{candidate.parent.name}/{candidate.stem}"):
             raise SelectionError(_not_judged(candidate, f"a {timed(candidate)} scenario"))
-    for candidate in trained_files(root):
-        if argument in (candidate.stem, f"{candidate.parent.name}/{candidate.stem}"):
-            raise SelectionError(_not_judged_but_trained(candidate, "a convergence scenario"))
     if path.parent != Path():
         return [path]
     # The name inside a file may differ from the file name.
@@ -226,14 +203,12 @@ def _judged_in(folder: Path) -> list[Path]:
     files = _files_below(folder)
     if not files and timed_files(folder):
         raise SelectionError(_not_judged(folder, "a folder of timed scenarios"))
-    if not files and trained_files(folder):
-        raise SelectionError(_not_judged_but_trained(folder, "a folder of convergence scenarios"))
     return files
 
 
 def _files_below(folder: Path) -> list[Path]:
     """The scenarios that are judged."""
-    return [path for path in _yaml_below(folder) if not timed(path) and not trained(path)]
+    return [path for path in _yaml_below(folder) if not timed(path)]
 
 
 def _yaml_below(folder: Path) -> list[Path]:

@@ -35,7 +35,7 @@ from shardproof.costs import cost_model_of
 from shardproof.errors import InputError
 from shardproof.files import from_plain, to_plain
 from shardproof.ledgers import traffic
-from shardproof.studies import model_check
+from tools.studies import model_check
 
 pytestmark = pytest.mark.usefixtures("brief_sessions")
 

@@ -27,8 +27,8 @@ from shardproof.scenarios import node_faults
 from shardproof.scenarios.load import SHIPPED, find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
-from shardproof.studies import autopsies
 from tests.support.commands import assert_refused, here
+from tools.studies import autopsies
 
 PLAN = """\
 name: planned
@@ -201,7 +201,7 @@ def test_earlier_results_of_a_run_are_kept_and_verify_agrees(tmp_path: Path) -> 
 @pytest.mark.launches
 @pytest.mark.timeout(600)
 def test_autopsies_of_random_plans_are_right() -> None:
-    """On every backend that is here, with ranks that are not let run; more: `study autopsies`."""
+    """On every backend of this machine; more: `python -m tools.studies autopsies`."""
     cases = autopsies.planned(8, seed=1)
     wanted = {"in_memory", "gloo", *(["mpi"] if mpi.available() is None else [])}
     assert {case.backend for case in cases} == wanted

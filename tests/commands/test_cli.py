@@ -102,8 +102,6 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
         (("compare", "a", "b", "--into", "docs"), "--into: Is a directory (docs)"),
         (("gate", "a", "--against", "b", "--summary", "docs"), "--summary: Is a directory (docs)"),
         (("gate", "a", "--against", "b", "--junit", "docs"), "--junit: Is a directory (docs)"),
-        (("study", "model-check", "--out", "docs"), "--out: Is a directory (docs)"),
-        (("study", "model-check", "--records", "docs"), "--records: Is a directory (docs)"),
     ],
 )
 def test_bad_selections_end_with_code_2_and_one_line(arguments: tuple[str, ...], says: str) -> None:

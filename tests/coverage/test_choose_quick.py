@@ -9,10 +9,10 @@ from pathlib import Path
 from test_pairs import case
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.scenarios.files import choose_quick
 from shardproof.scenarios.load import find, load_text
 from shardproof.scenarios.matrix import cells, expand
 from shardproof.scenarios.vocabulary import installed
+from tools import choose_quick
 
 ROOT = Path(__file__).parents[2]
 #: CPU seconds of the quick tier of conformance before cases were chosen by what they meet; whoever
@@ -115,5 +115,5 @@ def test_the_tier_keeps_its_allowance() -> None:
     files = find([str(ROOT / "scenarios/conformance")])
     quick = [c for file in files for c in expand(file, installed()) if c.tier == "quick"]
     lacking = [c.id for c in quick if choose_quick.name_of(c) not in measured]
-    assert not lacking, f"measure: `python scenarios/choose_quick.py --measure`: {lacking}"
+    assert not lacking, f"measure: `python -m tools.choose_quick --measure`: {lacking}"
     assert sum(measured[choose_quick.name_of(case)] for case in quick) <= ALLOWANCE

@@ -140,7 +140,7 @@ def test_no_pair_of_the_scenarios_is_open_and_no_rule_is_stale() -> None:
     left = [f"{trigger} with {feature}" for trigger, feature in table.open]
     assert not left, (
         f"{len(left)} pairs have no case and no reason: {', '.join(left[:20])}; run "
-        "`python scenarios/cover.py`, or give the reason in suite/coverage/reasons.yaml"
+        "`python -m tools.cover`, or give the reason in suite/coverage/reasons.yaml"
     )
     assert not pairs.stale_rules(table)
 

@@ -53,7 +53,7 @@ def test_what_only_other_cases_have_is_possible_and_not_met() -> None:
 def test_most_triples_of_the_scenarios_are_met() -> None:
     found = triples.table(shipped())
     share = len(found.met) / (len(found.met) + len(found.open))
-    assert share >= 0.94, f"{found.sentence()}: run `python scenarios/cover.py --triples`"
+    assert share >= 0.94, f"{found.sentence()}: run `python -m tools.cover --triples`"
 
 
 def test_list_coverage_gives_a_line_a_triple() -> None:

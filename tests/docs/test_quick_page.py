@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def shrink() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("shrink", ROOT / "scenarios/shrink.py")
+    spec = importlib.util.spec_from_file_location("shrink", ROOT / "tools/shrink.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

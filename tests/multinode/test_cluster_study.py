@@ -15,9 +15,9 @@ from real_engine import left_of, real_engine
 from shardproof.commands import cluster as cluster_command
 from shardproof.commands import main as command_line
 from shardproof.launch.nodes import nodes as launched
-from shardproof.studies.convergence import plan
-from shardproof.studies.convergence import study as studies
 from shardproof.verdicts import BAD_INPUT, HELD
+from tools.studies.convergence import plan
+from tools.studies.convergence import study as studies
 
 SMALL = """
 name: small

@@ -21,9 +21,9 @@ from shardproof.impls.reference.elastic import Progress, ReferenceElastic
 from shardproof.impls.reference.engine.state import named_state
 from shardproof.impls.reference.parts.compressors.owed import Owed
 from shardproof.oracle.members import StepMembers
-from shardproof.studies.elastic.history import History, of_worlds
-from shardproof.studies.elastic.judge import truth_of
 from shardproof.workloads import Workload, make
+from tools.studies.elastic.history import History, of_worlds
+from tools.studies.elastic.judge import truth_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,9 +9,9 @@ from made_case import made_case
 
 from shardproof.backends import mpi
 from shardproof.case import Case, WorkloadSpec
-from shardproof.studies import backends as study
-from shardproof.studies.backends import Cell, Run
-from tests.support.commands import here
+from tests.support.commands import study as run_study
+from tools.studies import backends as study
+from tools.studies.backends import Cell, Run
 
 SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16}, micro_batches=1)
 
@@ -135,12 +135,12 @@ def test_cells_of_the_full_tier_are_taken_where_asked(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(study, "run", run)
     for tier in ("quick", "full"):
-        done = here("study", "backends", "ddp-gpt", "--backend", "in_memory", "--tier", tier)
+        done = run_study("backends", "ddp-gpt", "--backend", "in_memory", "--tier", tier)
         assert done.returncode == 0, done.stderr
     assert 0 < taken[0] < taken[1]
 
 
 def test_a_choice_without_such_cells_is_bad_input() -> None:
-    done = here("study", "backends", "samplers", "--backend", "in_memory", "--backend", "gloo")
+    done = run_study("backends", "samplers", "--backend", "in_memory", "--backend", "gloo")
     assert done.returncode == 2
     assert "no cell that trains a model and is expected to hold on in_memory, gloo" in done.stderr

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardproof.checks.numbers import WORKING_PRECISION_FACTOR_DATA_PARALLEL
-from shardproof.studies.calibrate import (
+from tools.studies.calibrate import (
     POLICY,
     RANKS,
     RECORD,

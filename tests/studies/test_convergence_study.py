@@ -1,4 +1,4 @@
-"""``shardproof study convergence``: trainings to a target, the verdict by hand, and bad input."""
+"""The study `convergence`: trainings to a target, the verdict by hand, and bad input."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from shardproof.cases.runner import run_cases
 from shardproof.errors import ScenarioError, SelectionError
 from shardproof.report.drawings import bands
 from shardproof.runs.run_folder import RunFolder
-from shardproof.scenarios import load
-from shardproof.studies.convergence import page as pages
-from shardproof.studies.convergence import plan
-from shardproof.studies.convergence import study as convergence
-from shardproof.studies.convergence import training as trainings
-from shardproof.studies.convergence.judge import judge, soonest
-from shardproof.studies.convergence.training import RankEnd, RankTraining, Run, Trained, together
+from tools.studies.convergence import page as pages
+from tools.studies.convergence import plan
+from tools.studies.convergence import study as convergence
+from tools.studies.convergence import training as trainings
+from tools.studies.convergence.judge import judge, soonest
+from tools.studies.convergence.training import RankEnd, RankTraining, Run, Trained, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -423,17 +422,6 @@ def test_names_and_records_that_there_are_not(tmp_path: Path) -> None:
         plan.read([written(tmp_path)], backend="gloop")
     (study,) = plan.read([written(tmp_path)], backend="gloo")
     assert {run.backend for method in study.every for run in method.runs} == {"gloo"}
-
-
-def test_it_is_no_scenario_that_is_judged(command: Any, tmp_path: Path) -> None:
-    path = written(tmp_path)
-    with pytest.raises(ScenarioError, match="shardproof study convergence"):
-        load.load(path)
-    for argument in ("digits", "convergence/digits", "convergence", "scenarios/convergence"):
-        with pytest.raises(SelectionError, match="shardproof study convergence"):
-            load.find([argument])
-    code, out, _ = command("check-scenario", str(path))
-    assert code == 0 and "small, 3 methods trained to a target, 2 seeds" in out
 
 
 def test_what_is_planted_passes_every_check_of_equality() -> None:

@@ -1,4 +1,4 @@
-"""``shardproof study elastic``: its scripts, its judge, and two runs of real agents."""
+"""``python -m tools.studies elastic``: its scripts, its judge, and two runs of real agents."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from shardproof import tensor_bytes, verdicts
-from shardproof.commands.study import studies
 from shardproof.errors import SelectionError
-from shardproof.studies import elastic
-from shardproof.studies.elastic import records
-from shardproof.studies.elastic.agents import Agents
-from shardproof.studies.elastic.history import HISTORIES, JOINS, SPLITS, Event, History
-from shardproof.studies.elastic.judge import (
+from tools.studies import elastic
+from tools.studies.__main__ import studies
+from tools.studies.elastic import records
+from tools.studies.elastic.agents import Agents
+from tools.studies.elastic.history import HISTORIES, JOINS, SPLITS, Event, History
+from tools.studies.elastic.judge import (
     Judged,
     committers,
     differs_in,

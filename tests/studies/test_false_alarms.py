@@ -18,7 +18,7 @@ from shardproof.bench.subjects import Pair, Side
 from shardproof.commands.verify import verify
 from shardproof.errors import InputError
 from shardproof.runs import run_folder
-from shardproof.studies import false_alarms
+from tools.studies import false_alarms
 
 
 def _line(kind: str, low: float, high: float, aa: tuple[float, float], verdict: str) -> PairLine:

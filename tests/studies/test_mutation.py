@@ -22,8 +22,8 @@ from shardproof.errors import SelectionError
 from shardproof.scenarios.load import find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
-from shardproof.studies.mutation import earlier, lines, operators, planted, reached, study
-from shardproof.studies.mutation.operators import Fault
+from tools.studies.mutation import earlier, operators, planted, reached, study, untaken
+from tools.studies.mutation.operators import Fault
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,9 +77,7 @@ def test_a_call_of_super_can_be_dropped() -> None:
     """Without it the function would have no cell of its class, and could not get the code."""
     fault = named("ddp.py", "drop", "super().after_step()")
     assert fault.after == "pass"
-    program = (
-        f"from shardproof.studies.mutation import planted as p; p._plant('ddp.py', {fault.number})"
-    )
+    program = f"from tools.studies.mutation import planted as p; p._plant('ddp.py', {fault.number})"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
@@ -149,7 +147,7 @@ def test_a_fault_that_no_case_need_reach_is_told_with_its_reason() -> None:
     (guarded, *_) = [
         fault
         for fault in operators.of_file(operators.ROOT / "parts/consensus.py")
-        if lines.why_unreached(fault.file, fault.line) == lines.GUARD
+        if untaken.why_unreached(fault.file, fault.line) == untaken.GUARD
     ]
     for fault, state in ((command, "explained"), (guarded, "explained"), (plain, "unreached")):
         one = study.Planted(fault, [])
@@ -301,7 +299,7 @@ def test_a_generator_goes_on_where_it_has_yielded_and_is_not_kept(tmp_path: Path
     source = "def twice(*held):\n    yield 1\n    yield 2\n\n\ndef once():\n    return 3\n"
     file = str(operators.ROOT / "made.py")
     program = (
-        "from shardproof.studies.mutation import reached\n"
+        "from tools.studies.mutation import reached\n"
         f"made = {{}}; exec(compile({source!r}, {file!r}, 'exec'), made)\n"
         "reached.note(7)\n"
         "turns = zip(made['twice'](), made['twice']()); made['once'](); list(turns)\n"
@@ -314,34 +312,9 @@ def test_a_generator_goes_on_where_it_has_yielded_and_is_not_kept(tmp_path: Path
     assert noted == {(-1, 2), (2, 3), (3, -1), (-6, 7), (7, -6)}
 
 
-def test_branches_are_those_of_the_source_and_taken_ones_are_told() -> None:
-    arcs = study.arcs_of(quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:1], 1, print)
-    measured = {file.name: file for file in lines.measured(arcs)}
-    assert measured["naive_ddp.py"].taken
-    assert measured["zero3.py"].taken == 0
-    assert measured["zero3.py"].missing
-    assert not lines.suffices(list(measured.values()))
-    assert "zero3.py" in lines.page(list(measured.values()))
-    whole = lines.File("a.py", 4, 4, 2, 2, [])
-    assert lines.suffices([whole])
-    assert "a.py" not in lines.page([whole])
-
-
-def test_a_branch_is_missing_unless_it_ends_in_an_error_or_a_rule_explains_it() -> None:
-    none = {file.name: file for file in lines.measured({"parts/turns.py": {(-1, 1)}})}
-    turns, lock = none["parts/turns.py"], none["checkpoint/lock.py"]
-    assert turns.taken == 0 and len(turns.missing) == turns.branches > 0
-    assert turns.explained == {lines.GUARD: 2}
-    assert not lock.branches and sum(lock.explained.values()) > 10
-    page = lines.page([turns, lock])
-    assert lines.GUARD in page and "a second job" in page
-    assert lines.why("checkpoint/lock.py", "if owner is None:")
-    assert not lines.why("ddp.py", "if parameter.grad is not None:")
-
-
 def test_every_rule_of_untaken_branches_names_a_file_and_a_line_that_there_are() -> None:
     sources = {str(p.relative_to(operators.ROOT)): p for p in operators.ROOT.rglob("*.py")}
-    for files, places, reason in lines.rules():
+    for files, places, reason in untaken.rules():
         for glob in files:
             text = [sources[name].read_text() for name in fnmatch.filter(sources, glob)]
             assert text, (glob, reason)

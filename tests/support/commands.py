@@ -42,6 +42,16 @@ def here(
     return _here(main.main, ["shardproof", *arguments], [cwd, *paths])
 
 
+def study(
+    *arguments: str, cwd: Path = ROOT, paths: Sequence[Path] = ()
+) -> subprocess.CompletedProcess[str]:
+    """What ``python -m tools.studies`` did, in this process."""
+    from tools.studies.__main__ import studies
+
+    run = functools.partial(main.main, studies)
+    return _here(run, ["tools.studies", *arguments], [cwd, *paths])
+
+
 def assert_refused(file: Path, text: str, line: int, says: str) -> None:
     """A scenario file of ``text`` is bad input, told in one sentence with its line."""
     file.write_text(text)

@@ -298,7 +298,6 @@ OPTIONS = {
     "verify": (),
     "schema": (),
     "check-scenario": (),
-    "study": ("--help", "--seed"),
     "nothing": ("--version", "-h"),
 }  # fmt: skip
 ARGUMENTS = (

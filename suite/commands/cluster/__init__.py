@@ -243,7 +243,7 @@ def bench(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
 @clusters.command("study", context_settings=_PASSING_ON)
 @shape.of(shape.OfOneRun, ranks_per_node=1)
 def study(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
-    """Train to a target with ranks in containers: `shardproof study convergence`, with its options.
+    """Train to a target with ranks in containers.
 
     \b
     shardproof cluster study cluster --bandwidth 100mbit        dense, top-k and PowerSGD
@@ -252,10 +252,10 @@ def study(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
 
     As `cluster bench` in all else. The page tells steps, bytes and seconds to the target, and which
     method is there first; it is convergence.md in the run folder, with its drawings and with
-    convergence.json, which `study convergence --from` judges again.
+    convergence.json, which `python -m tools.studies convergence --from` judges again.
     """
-    from shardproof.commands.study import convergence as in_head
-    from shardproof.studies.convergence import plan
+    from tools.studies.__main__ import convergence as in_head
+    from tools.studies.convergence import plan
 
     there = wanted.there
     limits, slowed = wanted.limits(), wanted.slowed()

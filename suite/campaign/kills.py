@@ -1,0 +1,104 @@
+"""Planted faults in random clean cases of the systems that they patch: how many die, by N?
+
+The kill matrix plants a fault in the case that its author thought of.  Here each is planted in the
+cases that a campaign draws of its parent, in their order, until one is red that the parent passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardproof import campaign, registry, verdicts
+from shardproof.case import Case
+from shardproof.cases.kills import failing
+from shardproof.checks.results import CaseResult
+from shardproof.runs.random_kills import RandomKill, RandomKills
+
+#: Judges cases; those that time did not allow are missing from what it gives.
+Judge = Callable[[Sequence[Case]], Mapping[str, CaseResult]]
+#: Faults that are planted beside each other.  One that a budget cuts counts for nothing: those of
+#: its faults that died in time would count, and those that take long would not.
+GROUP = 8
+
+
+def plant(
+    mutants: Sequence[Any],
+    most: int,
+    seed: int,
+    judge: Judge,
+    tell: Callable[[str], None] = lambda text: None,
+) -> RandomKills:
+    """Plant ``mutants``, in an order of ``seed``, each in at most ``most`` cases of its parent."""
+    drawn = [mutant for mutant in mutants if mutant.parent in campaign.names()]
+    others = tuple(mutant.name for mutant in mutants if mutant not in drawn)
+    random.Random(f"{seed} faults").shuffle(drawn)
+    clean = Clean(judge, cases_of({mutant.parent for mutant in drawn}, most, seed))
+    found: list[RandomKill] = []
+    for start in range(0, len(drawn), GROUP):
+        group = clean.planted(drawn[start : start + GROUP])
+        if group is None:
+            break
+        found += group
+        killed = sum(one.killed for one in found)
+        tell(f"  {len(found)} of {len(drawn)} faults, {killed} killed")
+    left_out = tuple(mutant.name for mutant in drawn[len(found) :])
+    return RandomKills(seed, most, tuple(found), left_out, others, tuple(clean.alarms))
+
+
+def cases_of(systems: set[str], most: int, seed: int) -> dict[str, list[Case]]:
+    """The first ``most`` cases of each system, drawn at once."""
+    cases: dict[str, list[Case]] = {name: [] for name in systems}
+    for number in itertools.count():
+        if all(len(own) == most for own in cases.values()):
+            return cases
+        case = campaign.numbered_case(number, seed, variations=campaign.shipped())
+        own = cases.get(case.implementation)
+        if own is not None and len(own) < most:
+            own.append(case)
+    raise AssertionError
+
+
+class Clean:
+    """Cases of parents, each judged once however many faults are planted in it."""
+
+    def __init__(self, judge: Judge, cases: Mapping[str, Sequence[Case]]) -> None:
+        self._judge, self._cases = judge, cases
+        self._passes: dict[str, bool] = {}
+        #: Those that a parent did not pass.
+        self.alarms: list[str] = []
+
+    def planted(self, mutants: Sequence[Any]) -> list[RandomKill] | None:
+        """What became of each; ``None``: time ran out before that was known."""
+        found: dict[str, RandomKill] = {}
+        most = max(len(self._cases[mutant.parent]) for mutant in mutants)
+        for index in range(most):
+            live = [mutant for mutant in mutants if mutant.name not in found]
+            own = {
+                m.name: campaign.planted(
+                    self._cases[m.parent][index], f"{registry.MUTANTS}{m.name}"
+                )
+                for m in live
+            }
+            parents = [self._cases[mutant.parent][index] for mutant in live]
+            new = {case.id: case for case in parents if case.id not in self._passes}
+            asked = [*new.values(), *own.values()]
+            results = self._judge(asked) if asked else {}
+            if any(case.id not in results for case in asked):
+                return None
+            for name in new:
+                self._note(results[name])
+            for mutant, parent in zip(live, parents, strict=True):
+                result = results[own[mutant.name].id]
+                if self._passes[parent.id] and (checks := failing(result)):
+                    told = parent.id, result.verdict, checks
+                    found[mutant.name] = RandomKill(mutant.name, mutant.parent, index + 1, *told)
+        return [found.get(m.name, RandomKill(m.name, m.parent, most)) for m in mutants]
+
+    def _note(self, result: CaseResult) -> None:
+        kind = verdicts.kind(result.verdict)
+        self._passes[result.id] = kind in verdicts.GREEN
+        if kind in verdicts.RED:
+            self.alarms.append(result.id)

@@ -1,0 +1,245 @@
+"""Convergence scenarios (``scenarios/convergence/*.yaml``): what trains to which target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from shardproof import registry
+from shardproof.backends import BACKENDS
+from shardproof.bench import sides
+from shardproof.bench.scaling.matrix import SystemModel
+from shardproof.case import WorkloadSpec
+from shardproof.contract import OptimizerSpec, Refused
+from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.launch.nodes.nodes import Nodes
+from shardproof.registry.declaration import Declaration
+from shardproof.scenarios import load
+from shardproof.scenarios.schema import Model
+from tools.studies.convergence.training import Run
+
+#: Fewer seeds decide little, and an interval needs two.
+FEWEST_SEEDS = 2
+Expected = Literal["non-inferior", "not non-inferior", "inferior"]
+
+
+class MethodModel(SystemModel):
+    """A system that trains beside the dense one, and what must come of it."""
+
+    expect: Expected = Field("non-inferior", description="what must come of it")
+    reason: str = Field("", description="why non-inferior is not expected")
+
+    @model_validator(mode="after")
+    def _has_reason(self) -> MethodModel:
+        if (self.expect == "non-inferior") == bool(self.reason):
+            raise ValueError(
+                "`expect: inferior` (or `not non-inferior`) and a reason belong together"
+            )
+        return self
+
+
+class SGD(Model):
+    """Plain SGD, or with momentum: the one optimizer that is the same for all methods."""
+
+    lr: float = Field(gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+
+
+class ConvergenceScenario(Model):
+    """A file of methods that train one workload to one target, beside a dense one."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,59}$", description="unique, lower case")
+    about: str = Field(min_length=3, description="why these methods")
+    workload: sides.BatchModel = Field(description="model, data and batch shape")
+    optimizer: SGD = Field(description="of all methods")
+    world: int = Field(3, ge=1, le=64, description="number of ranks")
+    backend: str = Field(
+        "in_memory",
+        description="communication backend; in_memory: ranks are threads, and no seconds are told",
+    )
+    target: float = Field(gt=0, description="loss of the fixed batch")
+    steps: int = Field(ge=1, le=100_000, description="who needs more misses the target")
+    every: int = Field(4, ge=1, description="steps between two evaluations")
+    judged_on: int = Field(192, ge=1, le=4096, description="samples of the fixed batch")
+    seeds: int = Field(8, ge=FEWEST_SEEDS, le=1000, description="trainings of each method")
+    margin: float = Field(1.25, gt=1, description="steps to the target, at most so many times")
+    dense: Annotated[
+        SystemModel, BeforeValidator(sides.named, json_schema_input_type=str | SystemModel)
+    ] = Field(description="what all methods are compared with")
+    methods: list[MethodModel] = Field(min_length=1, description="systems")
+
+    @model_validator(mode="after")
+    def _fits(self) -> ConvergenceScenario:
+        if self.steps < 2 * self.every:
+            raise ValueError(f"steps: two evaluations at least, so {2 * self.every} or more")
+        return self
+
+
+#: The convergence scenarios of this checkout.
+SCENARIOS = Path(__file__).with_name("scenarios")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One system under a name, with its trainings by seed."""
+
+    name: str
+    runs: Sequence[Run]
+    expect: Expected = "non-inferior"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a scenario asks for; ``dense`` and ``methods`` have the same seeds."""
+
+    name: str
+    about: str
+    margin: float
+    dense: Method
+    methods: Sequence[Method]
+
+    @property
+    def every(self) -> list[Method]:
+        """The dense system, then the methods."""
+        return [self.dense, *self.methods]
+
+    @property
+    def first(self) -> Run:
+        """A run of the dense system: what all have in common."""
+        return self.dense.runs[0]
+
+    def only(self, names: Sequence[str]) -> Study:
+        """Some of the methods (none: all).
+
+        :raises SelectionError: a method that there is not.
+        """
+        known = [method.name for method in self.methods]
+        for name in names:
+            if name not in known:
+                remedy = nearest(name, known, f"methods of {self.name}")
+                raise SelectionError(Problem("unknown method", remedy, name))
+        methods = [method for method in self.methods if not names or method.name in names]
+        return replace(self, methods=methods)
+
+
+def read(paths: Iterable[Path], seeds: int | None = None, backend: str = "") -> list[Study]:
+    """The studies that files describe; ``seeds`` and ``backend``: instead of theirs.
+
+    :raises InputError: faulty files, each fault with its line; or a backend that cannot be used.
+    """
+    if backend:
+        _require_backend(backend)
+    studies: list[Study] = []
+    faults = sides.Faults()
+    for path in paths:
+        model, node = load.read_as(path, ConvergenceScenario)
+        base = None
+        with faults.at(path, node, "workload"):
+            base = model.workload.spec(model.workload.global_batch)
+        if base is None:
+            continue
+        with faults.at(path, node, "backend"):
+            _require_backend(model.backend)
+        model = model.model_copy(update={"backend": backend or model.backend})
+        count, methods = seeds or model.seeds, list[Method]()
+        names = [_name(model.dense)]
+        with faults.at(path, node, "dense"):
+            _require_taken(model.dense, model)
+        for index, item in enumerate(model.methods):
+            with faults.at(path, node, "methods", index):
+                _require_taken(item, model)
+                name = _name(item)
+                if name in names:
+                    what = "two methods of one name (the dense system is one)"
+                    raise SelectionError(Problem(what, "give a label", name))
+                names.append(name)
+                runs = _runs(model, item, base, count)
+                methods.append(Method(name, runs, item.expect, item.reason))
+        dense = Method(_name(model.dense), _runs(model, model.dense, base, count))
+        studies.append(Study(model.name, model.about.strip(), model.margin, dense, methods))
+    faults.end()
+    return studies
+
+
+def require_room(studies: Iterable[Study], nodes: Nodes) -> None:
+    """:raises SelectionError: ranks are threads, or more than there is room for on ``nodes``."""
+    for run, name in ((study.first, study.name) for study in studies):
+        if not run.timed:
+            what = f"{name}: ranks of {run.backend} are threads, which cannot be on nodes"
+            raise SelectionError(Problem(what, "choose another --backend, such as gloo"))
+        if not nodes.has_room(run.backend, run.world):
+            what = f"{name}: {run.world} ranks do not fit {nodes}"
+            raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
+
+
+def _require_backend(name: str) -> None:
+    """:raises SelectionError: there is no such backend, or its ranks compute elsewhere."""
+    sides.check_backend(name)
+    if BACKENDS[name].device != "cpu":
+        remedy = "choose in_memory, gloo or mpi"
+        raise SelectionError(Problem("trainings to a target are on CPUs", remedy, name))
+
+
+def _require_taken(item: SystemModel, model: ConvergenceScenario) -> None:
+    """:raises SelectionError: there is no such system, it refuses its options, or cannot run so.
+
+    A user's own is asked where it trains: it is not imported here.
+    """
+    registry.check(item.implementation)
+    if ":" in item.implementation:
+        return
+    try:
+        declared = Declaration.of(registry.load(item.implementation), item.options)
+    except Refused as refusal:
+        raise SelectionError(Problem(str(refusal), "correct the option", _name(item))) from None
+    if model.backend in BACKENDS and model.backend not in declared.backends:
+        what = f"{_name(item)} runs on {', '.join(declared.backends)} only"
+        raise SelectionError(Problem(what, "choose one of these", model.backend))
+
+
+def _name(item: SystemModel) -> str:
+    return item.implementation + (f"+{item.label}" if item.label else "")
+
+
+def _runs(
+    model: ConvergenceScenario, item: SystemModel, base: WorkloadSpec, seeds: int
+) -> list[Run]:
+    return [
+        Run(
+            system=item.implementation,
+            options=item.options,
+            workload=replace(base, seed=base.seed + seed),
+            optimizer=OptimizerSpec(
+                "sgd", lr=model.optimizer.lr, momentum=model.optimizer.momentum
+            ),
+            world=model.world,
+            target=model.target,
+            steps=model.steps,
+            every=model.every,
+            judged_on=model.judged_on,
+            backend=model.backend,
+        )
+        for seed in range(seeds)
+    ]
+
+
+def files(names: Sequence[str]) -> list[Path]:
+    """The convergence scenarios that ``names`` name: files, or names; none: all.
+
+    :raises SelectionError: a name that no file has.
+    """
+    known = {path.stem: path for path in sorted(SCENARIOS.glob("*.yaml"))}
+    if not names:
+        return [*known.values()]
+    paths = []
+    for name in names:
+        if Path(name).suffix not in (".yaml", ".yml") and name not in known:
+            remedy = nearest(name, known, "convergence scenarios")
+            raise SelectionError(Problem("unknown convergence scenario", remedy, name))
+        paths.append(known.get(name, Path(name)))
+    return paths

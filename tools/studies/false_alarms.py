@@ -1,0 +1,229 @@
+"""How often ``shardproof bench`` errs here: ``python -m tools.studies false-alarms``.
+
+Two rates, from sessions of the default procedure, each with fresh ranks:
+
+false alarms   an implementation beside itself; its interval excludes "the same"
+detection      the same implementation made 10 % slower; the verdict is ``slower``
+
+A session has two sets of blocks, A/B and A/A.  Where B is A once more, both are comparisons of
+alike code; where A is the slowed one, the A/A blocks are.  Sessions of both kinds take turns, so
+that both meet the same machine.  They are lines of a run folder: `verify` judges them again, and
+a second invocation with the same ``--results`` goes on where the first one ended.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scipy import stats as distributions
+
+from shardproof import registry, verdicts
+from shardproof.bench import lines as stored
+from shardproof.bench import sides
+from shardproof.bench.evidence import keep
+from shardproof.bench.lines import Interval, PairLine
+from shardproof.bench.session import Session
+from shardproof.bench.stats import SMALLEST_MARGIN
+from shardproof.bench.subjects import BLOCKS, Pair, Side
+from shardproof.contract import Batch, Observe, StepResult
+from shardproof.errors import Problem, SelectionError
+from shardproof.runs import run_folder
+
+PARENT = "reference/ddp"
+SIZE = "1m"
+SLOWED = "tools.studies.false_alarms:Slowed"
+#: What is added to each step of the slowed side, as a share of its own time.
+SLOWDOWN = 0.10
+#: The aims: a 95 % interval may err in 5 of 100; 10 or more would be a chance of 3 %.
+ALIKE, MOST_ALARMS = 100, 9
+LEAST_DETECTED = 0.90
+
+
+class Slowed(registry.load(PARENT)):  # type: ignore[misc]
+    """The parent, whose every step computes on for a tenth of its own time."""
+
+    def step(self, batch: Batch, observe: Observe) -> StepResult:
+        began = time.perf_counter()
+        result: StepResult = super().step(batch, observe)
+        until = time.perf_counter() + SLOWDOWN * (time.perf_counter() - began)
+        while time.perf_counter() < until:
+            pass
+        return result
+
+
+def sessions(alike: int, slowed: int) -> list[Pair]:
+    """Pairs to time: ``slowed`` with a slower A, and as many with B = A as ``alike`` needs.
+
+    Every session gives an A/A comparison and one with B = A gives two.
+    """
+    twins = max(0, -(-(alike - slowed) // 2))
+    places = [(number / max(1, twins), "twin", number) for number in range(twins)]
+    places += [(number / max(1, slowed), "slowed", number) for number in range(slowed)]
+    return [_pair(kind, number) for _, kind, number in sorted(places)]
+
+
+def _pair(kind: str, number: int) -> Pair:
+    return Pair(
+        name=f"{kind}-{number:03d}",
+        a=Side(SLOWED if kind == "slowed" else PARENT),
+        b=Side(PARENT),
+        backend="gloo",
+        world=2,
+        workload=sides.spec_of("charnames_gpt", SIZE, {}, 16, 1, 0),
+        optimizer=sides.default_optimizer("adamw"),
+        size=SIZE,
+    )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Alarms and detections, with the figures behind them; intervals are 95 %, of a share."""
+
+    comparisons: int
+    alarms: int
+    alarms_interval: tuple[float, float] | None
+    half_width_median: float | None
+    half_width_most: float | None
+    #: Half-widths within what the default number of blocks aims at.
+    half_width_within: int
+    slowed: int
+    detected: int
+    detected_interval: tuple[float, float] | None
+    verdicts: dict[str, int]
+    ratio_median: float | None
+
+
+def count(lines: Sequence[PairLine]) -> Counts:
+    alike: list[Interval] = []
+    slowed: list[PairLine] = []
+    ratios = []
+    for line in lines:
+        if line.problem is not None or line.figures is None or line.figures.aa is None:
+            continue
+        alike.append(line.figures.aa)
+        if line.pair.a.implementation == SLOWED:
+            slowed.append(line)
+            ratios.append(line.figures.ratio)
+        elif line.pair.a == line.pair.b:
+            alike.append(line.figures)
+    alarms = sum(each.low > 1 or each.high < 1 for each in alike)
+    words = Counter(line.verdict for line in slowed)
+    half_widths = [each.half_width for each in alike]
+    return Counts(
+        comparisons=len(alike),
+        alarms=alarms,
+        alarms_interval=_share_interval(alarms, len(alike)),
+        half_width_median=_median(half_widths),
+        half_width_most=max(half_widths, default=None),
+        half_width_within=sum(value <= SMALLEST_MARGIN for value in half_widths),
+        slowed=len(slowed),
+        detected=words["slower"],
+        detected_interval=_share_interval(words["slower"], len(slowed)),
+        verdicts=dict(sorted(words.items())),
+        ratio_median=_median(ratios),
+    )
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _share_interval(hits: int, of: int) -> tuple[float, float] | None:
+    """95 % interval of a share (Clopper and Pearson, Biometrika 26, 1934)."""
+    if not of:
+        return None
+    interval = distributions.binomtest(hits, of).proportion_ci(0.95)
+    return float(interval.low), float(interval.high)
+
+
+def sentences(counts: Counts) -> list[str]:
+    lines = []
+    if counts.alarms_interval is not None:
+        low, high = counts.alarms_interval
+        lines += [
+            f"A/A: {counts.alarms} false alarms in {counts.comparisons} comparisons "
+            f"(share {low:.1%} to {high:.1%}; aim: at most {MOST_ALARMS} in {ALIKE})",
+            f"A/A half-width: median {counts.half_width_median:.2%}, most "
+            f"{counts.half_width_most:.2%}; within {SMALLEST_MARGIN:.0%} in "
+            f"{counts.half_width_within} of {counts.comparisons}",
+        ]
+    if counts.detected_interval is not None:
+        low, high = counts.detected_interval
+        words = ", ".join(f"{n} {verdict}" for verdict, n in counts.verdicts.items())
+        lines.append(
+            f"{SLOWDOWN:.0%} slower: seen in {counts.detected} of {counts.slowed} "
+            f"(share {low:.1%} to {high:.1%}; aim: at least {LEAST_DETECTED:.0%}): {words}; "
+            f"median ratio {counts.ratio_median:.3f}"
+        )
+    return lines or ["no session has figures yet"]
+
+
+def held(counts: Counts) -> bool:
+    """Whether both aims are met (too few comparisons: not yet)."""
+    enough = counts.comparisons >= ALIKE and counts.slowed > 0
+    quiet = counts.alarms <= MOST_ALARMS * counts.comparisons / ALIKE
+    return enough and quiet and counts.detected >= LEAST_DETECTED * counts.slowed
+
+
+def _measure(folder: run_folder.RunFolder, pairs: Sequence[Pair], minutes: float | None) -> None:
+    began, longest = time.monotonic(), 0.0
+    done = {line["id"] for line in run_folder.read(folder.path).benches}
+    todo = [pair for pair in pairs if pair.id not in done]
+    folder.plan_benches([pair.id for pair in todo])
+    with Session() as session:
+        for number, pair in enumerate(todo):
+            start = time.monotonic()
+            spent = start - began
+            if minutes is not None and spent + longest > 60 * minutes:
+                for late in todo[number:]:
+                    why = f"no room in a budget of {minutes:g} minutes"
+                    folder.leave_out_bench(late.to_dict(), why)
+                print(f"left out by the budget: {len(todo) - number} sessions", flush=True)
+                break
+            (measured,) = session.examine([pair])
+            session.time(measured, lambda blocks: None)
+            line = keep(folder, measured)
+            longest = max(longest, time.monotonic() - start)
+            figures = line.figures if isinstance(line, PairLine) else None
+            ratio = line.reason if figures is None else f"{figures.ratio:.3f}"
+            print(f"{pair.name}: {line.verdict} {ratio}, {spent:.0f} s", flush=True)
+
+
+def run(
+    results: Path,
+    alike: int = ALIKE,
+    slowed: int = 30,
+    minutes: float | None = None,
+    also: Sequence[Path] = (),
+) -> int:
+    """Time sessions into the run folder ``results`` until it has ``alike`` A/A comparisons and
+    ``slowed`` repetitions of the slowdown; stop before the session that would pass ``minutes``.
+    A/A blocks of the runs ``also`` count, too.
+
+    Exit code: 0 both aims met, 1 one missed, 3 too few comparisons so far, 130 Ctrl-C.
+
+    :raises InputError: a run that cannot be read, or no time at all.
+    :raises OSError: ``results`` cannot be written.
+    """
+    if minutes is not None and minutes <= 0:
+        raise SelectionError(Problem("no time to measure", "more than 0 minutes", f"{minutes:g}"))
+    others = [line for path in also for line in stored.pairs(run_folder.read(path))]
+    run_folder.require_run_or_new(results)
+    with run_folder.RunFolder(results, ["shardproof", "study", "false-alarms"]) as folder:
+        try:
+            _measure(folder, sessions(alike, slowed), minutes)
+        except KeyboardInterrupt:
+            folder.close(verdicts.INTERRUPTED)
+            print("stopped: the sessions that had ended are kept", file=sys.stderr)
+            return verdicts.INTERRUPTED
+    lines = stored.pairs(run_folder.read(results))
+    counts = count([*lines, *(line for line in others if line.blocks == BLOCKS)])
+    print("\n".join(sentences(counts)))
+    if counts.comparisons < alike or counts.slowed < slowed:
+        return verdicts.NOT_DECIDED
+    return verdicts.HELD if held(counts) else verdicts.BROKEN

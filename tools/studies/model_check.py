@@ -1,0 +1,216 @@
+"""Does the alpha-beta model hold on this machine?  ``python -m tools.studies model-check``.
+
+Models of three sizes train side by side on the same ranks.  None of their messages has a size at
+which alpha and beta are probed (else the study refuses), and no step of theirs is used in a fit.
+Rounds and figures: suite/bench/model/measurement.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from shardproof import registry, verdicts
+from shardproof.bench import sides
+from shardproof.bench.launches import SideRun
+from shardproof.bench.leader_tasks import LaunchFailed
+from shardproof.bench.model import alpha_beta, measurement, step_time
+from shardproof.bench.model.records import Rounds
+from shardproof.bench.session import Session
+from shardproof.bench.subjects import Side
+from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.files import to_plain, write_whole
+from shardproof.table import Table
+
+#: What is trained: parameters of charnames_gpt by size, none of them a preset's.
+SIZES: dict[str, dict[str, int]] = {
+    "1.3m": {"width": 160, "heads": 5, "layers": 4, "seq": 32},
+    "5.1m": {"width": 288, "heads": 9, "layers": 5, "seq": 32},
+    "16m": {"width": 512, "heads": 8, "layers": 5, "seq": 32},
+}
+#: Samples of a step, few: communication has a share of it that shows.
+BATCH = 4
+#: Payload bytes of the probes.
+LADDER = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
+ROUNDS = 10
+#: Relative disagreement that the measure allows.
+LIMIT = 0.15
+#: Seconds of a launch, at most.
+DEADLINE = 900.0
+
+INTRODUCTION = """\
+# Does the alpha-beta prediction hold?
+
+Written by `python -m tools.studies model-check`; method: [docs/model.md](../../docs/model.md).
+Models of three sizes train side by side. None of their messages has a probed size, and none of
+their steps is in the fit. Limit: 15 % for the whole interval. `open`: the machine was too noisy
+to decide.
+"""
+PREDICTED_HEADINGS = (
+    *("model", "calls, bytes per step", "compute ms", "communication ms (alpha + beta)"),
+    *("predicted ms (bounds)", "measured ms", "measured / predicted - 1 [95 %]", "within 15 %"),
+)
+CARD_HEADINGS = (
+    *("model", "achieved / predicted", "exposed communication", "achieved / probed rates"),
+)
+FIT_HEADINGS = (
+    *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "busy cores per rank"),
+    "us at each payload (bytes)",
+)
+
+
+def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
+    """A run for each size.
+
+    :raises InputError: an unknown implementation, or one that has no data axis.
+    """
+    registry.check(implementation)
+    axes = sides.natural_mesh(registry.load(implementation).capabilities({}).axes, world)
+    return [
+        SideRun(
+            name=name,
+            side=Side(implementation),
+            axes=axes,
+            backend=backend,
+            world=world,
+            workload=sides.spec_of("charnames_gpt", "", params, BATCH, 1, 0),
+            optimizer=sides.default_optimizer("adamw"),
+            dtype="float32",
+            deadline=DEADLINE,
+        )
+        for name, params in SIZES.items()
+    ]
+
+
+def judge(
+    runs: Sequence[SideRun], rounds: Rounds
+) -> tuple[list[measurement.Score], alpha_beta.Machine]:
+    """As :func:`shardproof.bench.model.measurement.judge`.
+
+    :raises ValueError: a model sends a message of a size that alpha and beta come from.
+    """
+    scores, machine = measurement.judge(runs, rounds)
+    for run, score in zip(runs, scores, strict=True):
+        for operation, payloads in step_time.sizes(score.calls).items():
+            if shared := set(payloads) & set(machine.times.get(operation, ())):
+                raise ValueError(f"{run.name}: probed at its own sizes {sorted(shared)}")
+    return scores, machine
+
+
+def verdict(score: measurement.Score) -> str:
+    """`yes`: the whole interval is within the limit; `NO`: the whole of it is not; else `open`."""
+    if score.low >= -LIMIT and score.high <= LIMIT:
+        return "yes"
+    return "NO" if score.low > LIMIT or score.high < -LIMIT else "open"
+
+
+def tables(
+    runs: Sequence[SideRun], scores: Sequence[measurement.Score], machine: alpha_beta.Machine
+) -> list[Table]:
+    names = [run.name for run in runs]
+    predicted, cards = [], []
+    for name, score in zip(names, scores, strict=True):
+        made, card = score.prediction, score.card
+        calls = sum(call.count for call in score.calls)
+        payload = sum(call.bytes * call.count for call in score.calls)
+        predicted.append(
+            (
+                name,
+                f"{calls:.0f}, {payload:,.0f}",
+                f"{1e3 * made.compute_seconds:.1f}",
+                f"{1e3 * made.communication_seconds:.1f} "
+                f"({1e3 * made.alpha_seconds:.2f} + {1e3 * made.beta_seconds:.1f})",
+                f"{1e3 * made.step_seconds:.1f} "
+                f"({1e3 * made.low_seconds:.1f} to {1e3 * made.high_seconds:.1f})",
+                f"{1e3 * score.measured_seconds:.1f}",
+                f"{score.error:+.1%} [{score.low:+.1%}, {score.high:+.1%}]",
+                verdict(score),
+            )
+        )
+        rate = "-" if card.achieved_over_probed is None else f"{card.achieved_over_probed:.2f}"
+        cards.append(
+            (name, f"{card.achieved_over_predicted:.3f}", f"{card.exposed_share:.1%}", rate)
+        )
+    fits = [
+        (
+            *(operation, f"{1e6 * fit.alpha:.1f}", f"{1e9 * fit.beta:.3f}"),
+            *(f"{fit.residual:.1%}", f"{fit.worst:+.1%}", f"{fit.busy:.2f}"),
+            ", ".join(f"{n}: {1e6 * t:.0f}" for n, t in machine.times[operation].items()),
+        )
+        for operation, fit in machine.fits.items()
+    ]
+    return [
+        Table("", PREDICTED_HEADINGS, predicted),
+        Table("", CARD_HEADINGS, cards),
+        Table("", FIT_HEADINGS, fits),
+    ]
+
+
+def markdown(
+    runs: Sequence[SideRun],
+    scores: Sequence[measurement.Score],
+    machine: alpha_beta.Machine,
+    about: str = "",
+) -> str:
+    rate = "-" if machine.flop_rate is None else f"{machine.flop_rate / 1e9:.1f} GFLOP/s"
+    closing = f"Rates of a rank, all at once: {rate}, {machine.byte_rate / 1e9:.1f} GB/s.\n"
+    parts = [INTRODUCTION, *([f"{about}\n"] if about else [])]
+    return "\n".join([*parts, *(t.markdown() for t in tables(runs, scores, machine)), closing])
+
+
+def run(
+    implementation: str = "reference/ddp",
+    backend: str = "gloo",
+    world: int = 2,
+    rounds: int = ROUNDS,
+    out: Path | None = None,
+    records: Path | None = None,
+) -> int:
+    """Measure, print the page, write it to ``out`` and what ranks returned to ``records`` (JSON).
+
+    Exit code: 0 every size is predicted within the limit, 1 one is not, or the ranks broke, 3 the
+    machine was too noisy to decide.
+
+    :raises InputError: an unknown implementation or backend, fewer than 2 ranks or rounds, or a
+        message that was probed at its own size.
+    """
+    if world < 2 or rounds < 2:
+        remedy = "at least 2 of each"
+        raise SelectionError(Problem("too few ranks or rounds", remedy, f"{world}, {rounds}"))
+    if backend not in alpha_beta.ALGORITHMS:
+        remedy = nearest(backend, alpha_beta.ALGORITHMS, "backends")
+        raise SelectionError(Problem("no cost formulas for this backend", remedy, backend))
+    runs = runs_of(implementation, backend, world)
+    began, load = time.monotonic(), os.getloadavg()[0]
+    ladder = dict.fromkeys(alpha_beta.ALGORITHMS[backend], LADDER)
+    try:
+        with Session() as session:
+            measured = session.measure_rounds(runs, rounds, ladder)
+    except LaunchFailed as failed:
+        print(f"the ranks broke: {failed.reason}", file=sys.stderr)
+        return verdicts.BROKEN
+    if records is not None:
+        write_whole(records, json.dumps(to_plain(measured)))
+    try:
+        scores, machine = judge(runs, measured)
+    except ValueError as error:  # a message of a probed size, or a call without a formula
+        raise SelectionError(Problem("no prediction to hold", str(error))) from None
+    about = (
+        f"{implementation} on {world} {backend} ranks, adamw, {BATCH} samples of 32 tokens, "
+        f"{rounds} rounds, {time.monotonic() - began:.0f} s; torch {version('torch')}, "
+        f"{platform.machine()}, {os.cpu_count()} cores, load average before {load:.1f}."
+    )
+    text = markdown(runs, scores, machine, about)
+    print(text, end="")
+    if out is not None:
+        write_whole(out, text)
+    words = {verdict(score) for score in scores}
+    if "NO" in words:
+        return verdicts.BROKEN
+    return verdicts.NOT_DECIDED if "open" in words else verdicts.HELD

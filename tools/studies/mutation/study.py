@@ -1,0 +1,438 @@
+"""Which systematic faults survive: ``python -m tools.studies mutation``.
+
+1. Every case of reference strategies runs once with notes of the lines that it executes, and twice
+   without.  One that does not pass says nothing about faults; in what these differ, neither does
+   it: lengths of paths in messages, the numbers of events.
+2. A sample of faults by seed.  Each is planted in the cases that execute its line until one is red:
+   then it is killed.  First come those that have the most pairs of the coverage table for their
+   seconds which no case before them has: cheap ones, each with triggers of its own.
+3. A fault that no case executes is *unreached*, and *explained* where ``untaken.yaml`` tells why
+   none need come there, or an error ends its block.  One that changed nothing that a case measures,
+   in any case that it was planted in (the bits of every tensor, calls, bytes), is *without effect*.
+   One that was only ended by its budget of CPU seconds is *endless*.  All others are survivors,
+   once more clean runs of the cases in which they changed something have that alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardproof import verdicts
+from shardproof.case import Case
+from shardproof.cases.runner import Session
+from shardproof.checks.results import CaseResult
+from shardproof.coverage import pairs
+from shardproof.table import number
+from tools.studies.mutation import operators, planted, reached, untaken
+from tools.studies.mutation.earlier import Earlier
+from tools.studies.mutation.operators import Fault
+
+FAMILY = "reference/"
+#: CPU seconds of a rank with a fault: clean ranks of quick cases take two.
+DEADLINE = 10.0
+#: Cases that a fault is planted in at most.
+MOST_CASES = 24
+#: Faults that are planted together, each in a case at a time.
+TOGETHER = 64
+_SAY_SECONDS = 10.0
+#: Cases that an endless fault is planted in: each takes the whole budget.
+_MOST_ENDLESS = 2
+#: More clean runs of cases in which a survivor changed something.
+_CLEAN_RUNS = 6
+#: Places of an effect that a line tells.
+_MOST_PLACES = 4
+#: What a case measured, by place: ``records[].traffic[].bytes`` -> values in their order.
+Figures = Mapping[str, Sequence[str]]
+#: What any two runs of one program differ in.
+_OF_THE_MACHINE = ("timings", "seconds", "peak", "began", "ended", "cpu", "released")
+#: What the judge makes of what ranks did, and what it compares that with.
+_OF_THE_JUDGE = ("compared", "oracle")
+#: What messages about checkpoints are long: they tell names and times of a run.
+_TOLD = (".payload_bytes", ".logical_bytes")
+#: What counts for no share.
+_ASIDE = ("not planted", "without effect", "explained")
+#: After which the state in other cases stands.
+_SAYS_NOTHING = ("unreached", "explained", "without effect")
+Say = Callable[[str], None]
+
+
+@dataclass
+class Home:
+    """A clean case: how long it took, what was measured, and the arcs that it executes by file.
+
+    ``unsteady``: places whose values two clean runs do not have alike.
+    """
+
+    case: Case
+    seconds: float
+    figures: Figures
+    arcs: Mapping[str, set[reached.Arc]]
+    unsteady: frozenset[str] = frozenset()
+
+    def changed(self, figures: Figures) -> frozenset[str]:
+        """Where a run measured something else, though clean runs measure the same."""
+        return unlike(self.figures, figures) - self.unsteady
+
+    @functools.cached_property
+    def lines(self) -> Mapping[str, set[int]]:
+        """Those that it executes, by file."""
+        return {file: reached.lines(arcs) for file, arcs in self.arcs.items()}
+
+    @functools.cached_property
+    def pairs(self) -> frozenset[tuple[str, ...]]:
+        """Pairs of a trigger and a feature."""
+        return pairs.of(self.case)
+
+    def executes(self, fault: Fault) -> bool:
+        """Whether it comes to the line of ``fault``."""
+        return fault.line in self.lines.get(fault.file, ())
+
+
+@dataclass
+class Planted:
+    """A fault, where it can be planted, what came of it, and its state in ``earlier`` cases."""
+
+    fault: Fault
+    homes: list[Home]
+    tried: int = 0
+    earlier: str = ""
+    killed_by: str = ""
+    endless: int = 0  # cases that its budget of CPU seconds ended
+    is_planted: bool = True
+    #: The cases that measured something else, and where.
+    effects: list[tuple[Home, frozenset[str]]] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another case could kill it."""
+        is_endless = self.endless >= _MOST_ENDLESS
+        return not (self.killed_by or is_endless) and self.tried < len(self.homes)
+
+    @property
+    def effect(self) -> tuple[str, frozenset[str]] | None:
+        """The first case that measured something else, and where."""
+        steady = ((home.case.id, places - home.unsteady) for home, places in self.effects)
+        return next((one for one in steady if one[1]), None)
+
+    @property
+    def reason(self) -> str:
+        """Why no case need execute it; empty: some need."""
+        return untaken.why_unreached(self.fault.file, self.fault.line)
+
+    @property
+    def state(self) -> str:
+        """What it is in all cases, the earlier ones included."""
+        own = self._state_here()
+        if own == "without effect" and self.earlier in ("unreached", "explained"):
+            return own
+        return self.earlier if self.earlier and own in _SAYS_NOTHING else own
+
+    def _state_here(self) -> str:
+        if self.killed_by:
+            return "killed"
+        if not self.homes:
+            return "explained" if self.reason else "unreached"
+        if not self.is_planted:
+            return "not planted"
+        if self.endless:
+            return "endless"
+        return "without effect" if self.effect is None else "survived"
+
+    def text(self) -> str:
+        """Its state, the change, and what a case measured that no check minds."""
+        told = f"{self.state}: {self.fault.diff()}"
+        if self.state == "explained":
+            return f"{told}\nno case: {self.reason}"
+        if self.state != "survived" or self.effect is None:
+            return told
+        case, places = self.effect
+        some = sorted(places)[:_MOST_PLACES]
+        more = f" and {len(places) - len(some)} more" if len(places) > len(some) else ""
+        return f"{told}\nchanged in {case}: {', '.join(some)}{more}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Faults that were planted in some ``cases``; ``before``: of their sample, those killed before
+    by other cases.
+    """
+
+    seed: int
+    cases: int
+    planted: Sequence[Planted]
+    left_out: int = 0
+    before: int = 0
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(one.state for one in self.planted)
+
+    def sentence(self) -> str:
+        counts = self.counts
+        told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        if able := len(self.planted) - sum(counts[state] for state in _ASIDE) + self.before:
+            share = (counts["killed"] + self.before) / able
+            earlier = f", with {self.before} killed before" if self.before else ""
+            told += f"; {share:.1%} killed{earlier}, those without effect or explained aside"
+        if self.left_out:
+            told += f"; {self.left_out} left out"
+        return f"{number(len(self.planted), 'fault')} in {number(self.cases, 'case')}: {told}"
+
+    def left(self) -> list[Planted]:
+        """Those that were not killed, survivors first."""
+        states = ("survived", "unreached", "endless", *_ASIDE)
+        left = (one for one in self.planted if one.state != "killed")
+        return sorted(left, key=lambda one: states.index(one.state))
+
+    def document(self) -> dict[str, Any]:
+        """For evidence: every fault that was not killed, with its change."""
+        return {
+            "seed": self.seed,
+            "cases": self.cases,
+            "faults": len(self.planted),
+            "left_out": self.left_out,
+            "before": self.before,
+            "counts": dict(self.counts),
+            "left": [
+                {
+                    "fault": one.fault.name,
+                    "line": one.fault.line,
+                    "operator": one.fault.operator,
+                    "state": one.state,
+                    "diff": one.fault.diff(),
+                    "case": "" if one.effect is None else one.effect[0],
+                    "changed": [] if one.effect is None else sorted(one.effect[1]),
+                }
+                for one in self.left()
+            ],
+        }
+
+
+def judged_cases(cases: Iterable[Case], refused: bool = False) -> list[Case]:
+    """Those of reference strategies that must pass; ``refused``: or must be refused."""
+    return [
+        case
+        for case in cases
+        if case.implementation.startswith(FAMILY)
+        and case.skip is None
+        and case.xfail is None
+        and (refused or "refuses" not in case.expect)
+    ]
+
+
+def run(
+    cases: Sequence[Case],
+    count: int,
+    seed: int,
+    jobs: int,
+    say: Say,
+    only_reached: bool = False,
+    budget: float | None = None,
+    most: int = MOST_CASES,
+    left: Earlier | None = None,
+) -> Study:
+    """Plant ``count`` faults in ``cases``, or as many of them as ``budget`` seconds allow.
+
+    ``only_reached``: faults are drawn from the lines that the cases execute.  ``most``: of the
+    cases, each is planted in so many.  ``left``: what is left of that study is planted instead of a
+    sample.
+    """
+    homes = find_homes(cases, jobs, say)
+    if left is not None:
+        faults, states = left.faults(), left.states()
+        found = plant_all(homes, faults[:count], left.seed, jobs, say, budget, most, left)
+        planted = {one.fault for one in found.planted}
+        others = [Planted(f, [], earlier=states[f.name]) for f in faults if f not in planted]
+        return replace(found, planted=[*found.planted, *others], left_out=left.left_out)
+    every = operators.faults()
+    if only_reached:
+        every = [fault for fault in every if any(home.executes(fault) for home in homes)]
+    chosen = random.Random(seed).sample(every, min(count, len(every)))
+    return plant_all(homes, chosen, seed, jobs, say, budget, most)
+
+
+def plant_all(
+    homes: Sequence[Home],
+    chosen: Sequence[Fault],
+    seed: int,
+    jobs: int,
+    say: Say,
+    budget: float | None = None,
+    most: int = MOST_CASES,
+    left: Earlier | None = None,
+) -> Study:
+    """Each of ``chosen`` in ``homes``, some together, in their order; it goes on from ``left``."""
+    began, done = time.monotonic(), list[Planted]()
+    states, before = (left.states(), left.killed) if left else ({}, 0)
+    with Session(jobs) as session:
+        for first in range(0, len(chosen), TOGETHER):
+            faults = chosen[first : first + TOGETHER]
+            planted = [
+                Planted(fault, _homes_of(fault, homes, most), earlier=states.get(fault.name, ""))
+                for fault in faults
+            ]
+            while alive := [one for one in planted if one.is_open]:
+                if budget is not None and time.monotonic() - began > budget:
+                    break
+                _plant(session, alive)
+                told = [one for one in planted if not one.is_open]
+                open_ = len(chosen) - len(done) - len(told)
+                so_far = Study(seed, len(homes), [*done, *told], before=before)
+                say(f"{so_far.sentence()}; {open_} to go")
+            done += [one for one in planted if not one.is_open]
+        _confirm(session, [one for one in done if one.state == "survived"], say)
+    return Study(seed, len(homes), done, len(chosen) - len(done), before)
+
+
+def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -> list[Home]:
+    """The cases that pass, with what they execute and measure, and what of that is unsteady.
+
+    ``again``: run twice more; without it nothing is known to be unsteady.
+    """
+    noting = [
+        replace(case, id=f"{index}", implementation=planted.of_case(_strategy(case), index))
+        for index, case in enumerate(cases)
+    ]
+    passed: dict[int, list[tuple[float, Figures]]] = defaultdict(list)
+
+    def keep(result: CaseResult, account: dict[str, Any]) -> None:
+        if result.verdict.startswith("pass"):
+            passed[int(result.id)].append((result.seconds, measured(account)))
+        else:
+            say(f"left out: {cases[int(result.id)].id}: {result.verdict}: {result.reason[:200]}")
+
+    with tempfile.TemporaryDirectory(prefix="shardproof-lines-") as folder:
+        os.environ[reached.VARIABLE] = folder  # the leaders inherit it
+        try:
+            with Session(jobs) as session:
+                session.run(noting, _counted(len(cases), "cases", say), on_account=keep)
+        finally:
+            del os.environ[reached.VARIABLE]
+        noted = reached.arcs(Path(folder))
+    for turn in ("again", "once more") if again else ():
+        plain = [replace(cases[index], id=f"{index}") for index in sorted(passed)]
+        with Session(jobs) as session:
+            session.run(plain, _counted(len(plain), f"cases {turn}", say), on_account=keep)
+    homes = []
+    for index, runs in sorted(passed.items()):
+        if len(runs) == (3 if again else 1):
+            seconds, figures = runs[-1]
+            unsteady = frozenset[str]().union(*(unlike(other, figures) for _, other in runs))
+            if cases[index].checkpoint is not None:
+                unsteady |= {place for place in figures if place.endswith(_TOLD)}
+            homes.append(Home(cases[index], seconds, figures, noted.get(index, {}), unsteady))
+    return homes
+
+
+def _homes_of(fault: Fault, homes: Sequence[Home], most: int = MOST_CASES) -> list[Home]:
+    """Where it can be planted: first what has the most that those before it have not."""
+    able = [home for home in homes if home.executes(fault)]
+    order, met = list[Home](), set[tuple[str, ...]]()
+    while able and len(order) < most:
+        best = max(able, key=lambda home: (len(home.pairs - met) / home.seconds, -home.seconds))
+        able.remove(best)
+        order.append(best)
+        met |= best.pairs
+    return order
+
+
+def _plant(session: Session, faults: Sequence[Planted]) -> None:
+    """Each of ``faults`` in its next case."""
+    by_name: dict[str, tuple[Planted, Home]] = {}
+    runs = []
+    for one in faults:
+        home = one.homes[one.tried]
+        name = f"{one.fault.name}::{home.case.id}"
+        by_name[name] = one, home
+        strategy = planted.of_fault(_strategy(home.case), one.fault)
+        runs.append(replace(home.case, id=name, implementation=strategy, deadline=DEADLINE))
+
+    def keep(result: CaseResult, account: dict[str, Any]) -> None:
+        one, home = by_name[result.id]
+        one.tried += 1
+        kind = verdicts.kind(result.verdict)
+        if planted.NOT_PLANTED in result.reason:
+            one.is_planted, one.tried = False, len(one.homes)
+        elif kind in verdicts.RED:
+            failing = [outcome.check for outcome in result.checks if outcome.status == "fail"]
+            one.killed_by = f"{', '.join(failing) or kind} in {home.case.id}"
+        elif kind == verdicts.OVER_BUDGET:
+            one.endless += 1
+        elif places := home.changed(measured(account)):
+            one.effects.append((home, places))
+
+    session.run(runs, lambda _: None, on_account=keep)
+
+
+def _confirm(session: Session, survivors: Sequence[Planted], say: Say) -> None:
+    """Run the cases in which something changed again without a fault: that may be unsteady, too,
+    though three runs had it alike.  The order of a message and of what the rank computes beside it
+    is.
+    """
+    homes = {home.case.id: home for one in survivors for home, _ in one.effects}
+    runs = [
+        replace(home.case, id=f"{turn}::{name}")
+        for name, home in homes.items()
+        for turn in range(_CLEAN_RUNS)
+    ]
+
+    def keep(result: CaseResult, account: dict[str, Any]) -> None:
+        home = homes[result.id.partition("::")[2]]
+        home.unsteady |= unlike(home.figures, measured(account))
+
+    session.run(runs, _counted(len(runs), "clean runs of what changed", say), on_account=keep)
+
+
+def _counted(total: int, what: str, say: Say) -> Callable[[CaseResult], None]:
+    """Says how many have ended, every ten seconds."""
+    done, last = itertools.count(1), time.monotonic()
+
+    def count(_: CaseResult) -> None:
+        nonlocal last
+        number = next(done)
+        if number == total or time.monotonic() - last > _SAY_SECONDS:
+            last = time.monotonic()
+            say(f"{number}/{total} {what}")
+
+    return count
+
+
+def _strategy(case: Case) -> str:
+    return case.implementation.removeprefix(FAMILY)
+
+
+def measured(account: Mapping[str, Any]) -> Figures:
+    """What a case measured: equal where every bit, call and byte is."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for place, value in _values(account.get("figures"), ""):
+        found[place].append(value)
+    return found
+
+
+def _values(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Every number and text in ``value``, with its place."""
+    if isinstance(value, Mapping):
+        for name, inner in sorted(value.items()):
+            of_the_judge = not place and name in _OF_THE_JUDGE
+            if not (of_the_judge or any(word in name for word in _OF_THE_MACHINE)):
+                yield from _values(inner, f"{place}.{name}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _values(inner, f"{place}[]")
+    else:
+        yield place, repr(value)
+
+
+def unlike(one: Figures, other: Figures) -> frozenset[str]:
+    """The places at which they are not the same."""
+    return frozenset(place for place in {*one, *other} if one.get(place) != other.get(place))

@@ -1,0 +1,84 @@
+"""Why no case needs to execute a line of ``impls/reference``, by the rules of ``untaken.yaml``.
+
+A branch that ends in an error is a *guard*: tests and cases that must be refused cover it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.studies.mutation.operators import ROOT
+
+RULES = Path(__file__).with_name("untaken.yaml")
+GUARD = "ends in an error: a guard, asked by tests and by cases that must be refused"
+
+
+@functools.cache
+def rules() -> Sequence[tuple[Sequence[str], Sequence[str], str]]:
+    """Globs on files and on lines, and the reason.
+
+    :raises ValueError: a rule of ``untaken.yaml`` has other keys.
+    """
+    return [_rule(given) for given in yaml.safe_load(RULES.read_text(encoding="utf-8"))]
+
+
+def _rule(given: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str], str]:
+    if {*given} != {"file", "at", "reason"}:
+        raise ValueError(f"{RULES.name}: a rule has a file, at and a reason: {given}")
+    globs = [given[key] for key in ("file", "at")]
+    files, places = ([glob] if isinstance(glob, str) else glob for glob in globs)
+    return files, places, str(given["reason"])
+
+
+def why(file: str, line: str) -> str:
+    """Why a branch at ``line`` of ``file`` may be taken by nobody; empty: no rule says."""
+    for files, places, reason in rules():
+        named = any(fnmatchcase(file, glob) for glob in files)
+        if named and any(fnmatchcase(line.strip(), glob) for glob in places):
+            return reason
+    return ""
+
+
+def why_unreached(file: str, line: int) -> str:
+    """Why no case need come to ``line`` of ``file``: a branch before or around it says.
+
+    Empty: none does, so that a case is lacking.
+    """
+    return _reasons(file).get(line, "")
+
+
+@functools.cache
+def _reasons(file: str) -> Mapping[int, str]:
+    source = (ROOT / file).read_text(encoding="utf-8")
+    lines, reasons = source.splitlines(), dict[int, str]()
+
+    def visit(node: ast.AST, reason: str) -> None:
+        line = getattr(node, "lineno", None)
+        if line is not None:
+            reason = reason or why(file, lines[line - 1])
+            reasons[line] = reasons.get(line) or reason
+        for _, value in ast.iter_fields(node):
+            within = reason
+            if isinstance(value, list) and value and isinstance(value[-1], ast.Raise):
+                within = reason or ("" if isinstance(node, _WHOLE) else GUARD)
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    visit(child, within)
+                if isinstance(child, ast.If) and isinstance(child.body[-1], _LEAVES):
+                    within = within or why(file, lines[child.lineno - 1])
+
+    visit(ast.parse(source), "")
+    return reasons
+
+
+#: Their bodies are no branches.
+_WHOLE = (ast.Module, ast.ClassDef, ast.FunctionDef)
+#: What ends a branch, so that the lines after it are the other one.
+_LEAVES = (ast.Return, ast.Continue, ast.Break)
