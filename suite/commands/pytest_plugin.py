@@ -57,10 +57,10 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     named = any(str(file_path) == str(Path(arg).resolve()) for arg in parent.config.args)
     if not named and "scenarios" not in file_path.parts:
         return None
-    from shardproof.scenarios.load import timed, trained
+    from shardproof.scenarios.load import timed
 
-    if not named and (timed(file_path) or trained(file_path)):
-        return None  # no tests: other commands run them, as is said where one is named
+    if not named and timed(file_path):
+        return None  # another command runs it
     return ScenarioFile.from_parent(parent, path=file_path)
 
 

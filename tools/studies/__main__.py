@@ -216,7 +216,7 @@ def autopsies(
 def convergence(
     scenario: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SCENARIO]...", help="files or names [scenarios/convergence]"),
+        typer.Argument(metavar="[SCENARIO]...", help="files or names [tools/studies/convergence/plans]"),
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option("--method", metavar="M", help="only this one; repeatable")

@@ -13,9 +13,9 @@ from tools.studies.convergence.training import Trained
 INTRODUCTION = """\
 # Convergence
 
-Written by `python -m tools.studies convergence`. Every method trains to a target loss with the
-same seeds as dense synchronous training (equal initial values, batches and order); the loss is
-that of one fixed batch of training data. Ranks stop together, by a vote. *Ratio*: steps to the target over
+Written by `python -m tools.studies convergence`. Every method trains to a target loss with the same
+seeds as dense synchronous training (equal initial values, batches and order); the loss is that of
+one fixed batch of training data. Ranks stop together, by a vote. *Ratio*: steps to the target over
 dense training's, the geometric mean over seeds with the 95 % interval of a paired t on logarithms.
 *Non-inferior*: its upper end is below the margin; *inferior*: its lower end is above; *not shown*:
 neither. A method that misses the target with some seed is never non-inferior; that seed counts with

@@ -1,4 +1,4 @@
-"""Convergence scenarios (``scenarios/convergence/*.yaml``): what trains to which target."""
+"""Convergence scenarios (``tools/studies/convergence/plans/*.yaml``): what trains to which target."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ConvergenceScenario(Model):
 
 
 #: The convergence scenarios of this checkout.
-SCENARIOS = Path(__file__).with_name("scenarios")
+SCENARIOS = Path(__file__).with_name("plans")
 
 
 @dataclass(frozen=True)
