@@ -216,7 +216,7 @@ def autopsies(
 def convergence(
     scenario: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SCENARIO]...", help="files or names [tools/studies/convergence/plans]"),
+        typer.Argument(metavar="[SCENARIO]...", help="files or names [plans of the study]"),
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option("--method", metavar="M", help="only this one; repeatable")

@@ -1,4 +1,4 @@
-"""Convergence scenarios (``tools/studies/convergence/plans/*.yaml``): what trains to which target."""
+"""Convergence scenarios (``plans/*.yaml``): what trains to which target."""
 
 from __future__ import annotations
 
