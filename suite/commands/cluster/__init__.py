@@ -203,8 +203,8 @@ def bench(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
     folder. As `cluster run` in all else. Each rank keeps to cores of its own, where there are
     enough. In `collectives` the algorithm `hierarchical` is that of these nodes.
     """
-    from shardproof.commands import bench as in_head
-    from shardproof.commands.bench import choice, collectives
+    from shardproof.bench import command as in_head
+    from shardproof.bench.command import choice, collectives
 
     there, asked = wanted.there, [wanted.bits_per_second or 0]
     wanted.limits()  # refused at once
