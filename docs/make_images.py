@@ -23,10 +23,10 @@ from html import escape
 from pathlib import Path
 
 from shardproof.bench import lines
+from shardproof.bench.drawings import by_bandwidth
 from shardproof.report import capability_matrix
 from shardproof.report.badges import COLOURS
 from shardproof.report.capability_matrix import STATES, State
-from shardproof.report.drawings import by_bandwidth
 from shardproof.runs.run_folder import find_run, read
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,8 +18,8 @@ from typing import Annotated
 import typer
 
 from shardproof import VERSION, verdicts, wings
+from shardproof.bench import command as bench
 from shardproof.commands import (
-    bench,
     checkpoint,
     cluster,
     compare,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -19,9 +22,73 @@ if TYPE_CHECKING:
     from shardproof.runs.shard import Shard
     from shardproof.scenarios.selection import Selection
 
+R = TypeVar("R")
 
 #: A command line that click does not understand; typer names only an heir of that error.
 NOT_UNDERSTOOD: Any = typer.BadParameter.__base__
+
+
+def grouped(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Turn dataclasses among the parameters of a command into options.
+
+    A group of options is a frozen dataclass whose fields are annotated like parameters of a
+    command.  A command with a parameter of that class is shown to typer with one parameter for each
+    field in its place, and is called with an instance::
+
+        @dataclass(frozen=True, kw_only=True)
+        class Blocks:
+            blocks: Annotated[int, typer.Option("--blocks", min=2)] = 24
+
+        @options.grouped()
+        def bench(names: Names = None, *, how: Blocks) -> None: ...
+
+    ``defaults``: other defaults than those of the fields, by name.
+    """
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        groups: dict[str, Any] = {}
+        shown: list[Parameter] = []
+        for name, parameter in signature(command, eval_str=True).parameters.items():
+            if is_dataclass(parameter.annotation):
+                groups[name] = parameter.annotation
+                shown += _parameters(parameter.annotation, defaults)
+            else:
+                shown.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+
+        @wraps(command)
+        def called(**given: Any) -> R:
+            for name, group in groups.items():
+                given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
+            return command(**given)
+
+        called.__signature__ = Signature(shown)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in shown}
+        return called
+
+    return decorate
+
+
+def _parameters(group: Any, defaults: dict[str, Any]) -> Iterator[Parameter]:
+    types = get_type_hints(group, include_extras=True)
+    for one in fields(group):
+        default = defaults.get(one.name, one.default)
+        yield Parameter(
+            one.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if default is MISSING else default,
+            annotation=types[one.name],
+        )
+
+
+def given(context: typer.Context) -> dict[str, Any]:
+    """The options and arguments that were typed, by flag (``--bytes``) or name of the parameter."""
+    typed = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name != "DEFAULT":
+            typed[parameter.opts[0]] = context.params[parameter.name or ""]
+    return typed
+
 
 TierName = Literal["quick", "full"]
 Scenarios = Annotated[

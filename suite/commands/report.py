@@ -50,10 +50,10 @@ def report(
 def _report(run: Run, form: Format, into: Path | None) -> None:
     from shardproof import report as reports
     from shardproof.bench import collective_times, lines, peers, tables
+    from shardproof.bench.command import bench_run
+    from shardproof.bench.drawings import bandwidth
     from shardproof.bench.scaling import tables as scaling_tables
-    from shardproof.commands import bench_run
     from shardproof.commands.console import make_console, print_line
-    from shardproof.report.drawings import bandwidth
 
     if into is not None:
         if form == "html":

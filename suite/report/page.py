@@ -18,20 +18,13 @@ from markupsafe import Markup
 from shardproof import verdicts
 from shardproof.bench import collective_times, lines
 from shardproof.bench import tables as times
+from shardproof.bench.drawings import bandwidth, by_bandwidth, curves, forest
 from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, nodes, summary, tables
 from shardproof.report.coverage import coverage_map, seen_table
-from shardproof.report.drawings import (
-    bandwidth,
-    bars,
-    by_bandwidth,
-    curves,
-    forest,
-    heat,
-    timelines,
-)
+from shardproof.report.drawings import bars, heat, timelines
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
 from shardproof.report.looks import head, look

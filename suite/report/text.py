@@ -9,12 +9,12 @@ from pathlib import Path
 from shardproof.bench import collective_times
 from shardproof.bench import lines as stored
 from shardproof.bench import tables as times
+from shardproof.bench.drawings import bandwidth, curves
 from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import write_whole
 from shardproof.report import bubbles, capability_matrix, kills, memory, nodes, summary, tables
 from shardproof.report.coverage import seen_table
-from shardproof.report.drawings import bandwidth, curves
 from shardproof.report.environment import environment
 from shardproof.report.limits import NOT_RUN, limits
 from shardproof.runs.run_folder import Run

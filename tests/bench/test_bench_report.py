@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 
 from shardproof import registry
 from shardproof.bench import evidence, peers, session, sides, stats, tables, time_budget
+from shardproof.bench.command import bench_run
 from shardproof.bench.launches import RankTimes
 from shardproof.bench.lines import MeasuredPair, NoFigures, PairLine
 from shardproof.bench.subjects import BLOCKS, Subject
 from shardproof.bench.time_budget import Passes
 from shardproof.checks.results import CaseResult
-from shardproof.commands import bench_run
 from shardproof.commands.main import app
 from shardproof.commands.verify import verify
 from shardproof.compare import snapshot

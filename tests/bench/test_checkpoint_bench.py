@@ -14,11 +14,11 @@ from shardproof.bench import lines as stored
 from shardproof.bench import sides, tables
 from shardproof.bench.checkpoint.counted import SMALLEST, counted
 from shardproof.bench.checkpoint.timed_saves import Saves
+from shardproof.bench.command.checkpoint import parse_parameters, sized
 from shardproof.bench.evidence import conclude
 from shardproof.bench.launches import RankCounts, RankTimes
 from shardproof.bench.lines import MeasuredPair, PairLine
 from shardproof.bench.subjects import Action
-from shardproof.commands.bench.checkpoint import parse_parameters, sized
 from shardproof.contract import Piece
 from shardproof.runs.run_folder import read
 

@@ -10,10 +10,10 @@ import pytest
 from shardproof import report
 from shardproof.bench.collective_times import BACKEND, Timed, by_size, over_backend, summary
 from shardproof.bench.collectives import OPERATIONS, SIZES, Request
-from shardproof.commands.bench.collectives import parse_sizes
+from shardproof.bench.command.collectives import parse_sizes
+from shardproof.bench.drawings import bandwidth
 from shardproof.errors import SelectionError
 from shardproof.registry import collectives as own
-from shardproof.report.drawings import bandwidth
 from shardproof.runs.run_folder import read
 
 

@@ -256,7 +256,7 @@ def test_an_open_interval_says_how_many_blocks_it_takes() -> None:
 
 
 def test_exit_codes() -> None:
-    from shardproof.commands.bench_run import exit_code
+    from shardproof.bench.command.bench_run import exit_code
     from shardproof.commands.options import FailOn
 
     def told(*words: str) -> list[CellLine]:
@@ -405,8 +405,8 @@ def test_every_option_of_bench_counts_for_scaling_or_is_refused() -> None:
 
     from typer.testing import CliRunner
 
-    from shardproof.commands import bench
-    from shardproof.commands.bench.collectives import OWN
+    from shardproof.bench import command as bench
+    from shardproof.bench.command.collectives import OWN
     from shardproof.commands.main import app
 
     known = set(inspect.signature(bench.bench).parameters) - {"context"}

@@ -14,6 +14,7 @@ import typer
 from made_engine import assert_refused_at_once
 
 from shardproof.bench import leader_tasks, sides
+from shardproof.bench.drawings import by_bandwidth
 from shardproof.bench.launches import side_run
 from shardproof.bench.lines import Efficiency, Estimate
 from shardproof.bench.scaling import matrix
@@ -23,7 +24,6 @@ from shardproof.commands import main as command_line
 from shardproof.launch.nodes import nodes as launched
 from shardproof.launch.nodes.nodes import Nodes
 from shardproof.launch.outcome import RankOutcome
-from shardproof.report.drawings import by_bandwidth
 from shardproof.verdicts import BAD_INPUT, HELD, NOT_DECIDED
 
 PAIR = ("reference/ddp", "pytorch/ddp")

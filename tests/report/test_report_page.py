@@ -18,10 +18,11 @@ from test_report import case, fill, result
 
 from shardproof import report
 from shardproof.bench import lines
+from shardproof.bench.drawings import curves, forest
 from shardproof.bench.lines import InReport
 from shardproof.bench.scaling import tables as scaling_tables
 from shardproof.report import limits, looks, summary, tables
-from shardproof.report.drawings import bars, curves, forest, heat, svg, timelines
+from shardproof.report.drawings import bars, heat, svg, timelines
 from shardproof.report.page import TEMPLATES, parts
 from shardproof.runs import records
 from shardproof.runs.header import Header

@@ -43,7 +43,7 @@ _FLAGS = {"again": "from"}
 
 
 @clusters.command("run", context_settings=_PASSING_ON)
-@shape.of(shape.OfOneRun)
+@options.grouped()
 def run(
     context: typer.Context,
     words: shape.Words = None,
@@ -189,7 +189,7 @@ def _run_on(
 
 
 @clusters.command("bench", context_settings=_PASSING_ON)
-@shape.of(shape.OfOneRun, ranks_per_node=1)
+@options.grouped(ranks_per_node=1)
 def bench(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
     """Time ranks in containers: `shardproof bench`, with its options.
 
@@ -203,8 +203,8 @@ def bench(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
     folder. As `cluster run` in all else. Each rank keeps to cores of its own, where there are
     enough. In `collectives` the algorithm `hierarchical` is that of these nodes.
     """
-    from shardproof.commands import bench as in_head
-    from shardproof.commands.bench import choice, collectives
+    from shardproof.bench import command as in_head
+    from shardproof.bench.command import choice, collectives
 
     there, asked = wanted.there, [wanted.bits_per_second or 0]
     wanted.limits()  # refused at once
@@ -241,7 +241,7 @@ def bench(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
 
 
 @clusters.command("study", context_settings=_PASSING_ON)
-@shape.of(shape.OfOneRun, ranks_per_node=1)
+@options.grouped(ranks_per_node=1)
 def study(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
     """Train to a target with ranks in containers.
 
@@ -350,7 +350,7 @@ def in_containers(
 
 
 @clusters.command("up")
-@shape.of(shape.Shape)
+@options.grouped()
 def up(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="by which `run --on` and `down` find it")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import wraps
-from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -184,36 +181,3 @@ class OfOneRun(Shape):
 
     results: options.Results = None
     keep: Keep = False
-
-
-def of(kind: type[Shape], **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command that takes the options of ``kind`` in place of its parameter ``wanted``; with these
-    ``defaults``, where they are others.
-    """
-    types = get_type_hints(kind, include_extras=True)
-    added = [
-        Parameter(
-            one.name,
-            Parameter.KEYWORD_ONLY,
-            default=defaults.get(one.name, one.default),
-            annotation=types[one.name],
-        )
-        for one in fields(kind)
-    ]
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        taken: list[Parameter] = []
-        for one in signature(command, eval_str=True).parameters.values():
-            own = one.replace(kind=Parameter.KEYWORD_ONLY)
-            taken += added if one.name == "wanted" else [own]
-
-        @wraps(command)
-        def called(**given: Any) -> None:
-            shape = {one.name: given.pop(one.name) for one in fields(kind)}
-            command(**given, wanted=kind(**shape))
-
-        called.__signature__ = Signature(taken)  # type: ignore[attr-defined]
-        called.__annotations__ = {one.name: one.annotation for one in taken}
-        return called
-
-    return decorate

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from shardproof.bench.command import collectives
 from shardproof.commands import options
-from shardproof.commands.bench import collectives
 from shardproof.commands.console import echo
 from shardproof.commands.options import FailOn
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.table import number
 
 if TYPE_CHECKING:
+    from shardproof.bench.command.bench_run import Request
     from shardproof.bench.subjects import Cell, Pair, Subject
-    from shardproof.commands.bench_run import Request
     from shardproof.launch.nodes.nodes import Nodes
 
 S = TypeVar("S", "Pair", "Cell")
@@ -58,8 +58,8 @@ def chosen(context: typer.Context, nodes: Nodes | None) -> tuple[list[Subject], 
 
 
 def _request(given: Any) -> Request:
+    from shardproof.bench.command.bench_run import Request
     from shardproof.bench.time_budget import Passes
-    from shardproof.commands.bench_run import Request
 
     return Request(
         given.budget,
@@ -177,7 +177,7 @@ def _typed(context: typer.Context, given: Any, names: Sequence[str]) -> list[Pai
 def _read(context: typer.Context, given: Any, names: Sequence[str]) -> list[Pair]:
     """The pairs of speed scenarios."""
     from shardproof.bench import sides
-    from shardproof.commands.bench import checkpoint
+    from shardproof.bench.command import checkpoint
 
     remedy = "write it into the speed scenario, or name two implementations"
     _refuse(context, _OF_PAIR, remedy)

@@ -13,8 +13,8 @@ from shardproof.commands import options
 from shardproof.commands.options import FailOn
 
 if TYPE_CHECKING:
+    from shardproof.bench.command.bench_run import Request
     from shardproof.bench.subjects import Subject
-    from shardproof.commands.bench_run import Request
 
 
 def bench(
@@ -166,7 +166,7 @@ def bench(
     nothing timed. What an option cannot change is refused: --fail-on slower where efficiencies are
     measured, --fail-on goal where no pair has a goal, -k beside A and B.
     """
-    from shardproof.commands.bench import choice, collectives
+    from shardproof.bench.command import choice, collectives
     from shardproof.launch.nodes.nodes import Nodes
 
     nodes = Nodes.here()
@@ -184,9 +184,9 @@ def _measure(
     dry_run: bool,
 ) -> int:
     """Measure ``subjects``, or print what would be measured; the exit code."""
+    from shardproof.bench.command import bench_run
     from shardproof.bench.session import Session
     from shardproof.checks.results import LeftOut
-    from shardproof.commands import bench_run
     from shardproof.commands.run import wait_for
     from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.durations import Durations

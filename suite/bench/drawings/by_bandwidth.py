@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
+from shardproof.bench.drawings.bandwidth import LOOKS
 from shardproof.bench.lines import CellLine
 from shardproof.launch.nodes.rates import bits_per_second
 from shardproof.report.drawings import svg
-from shardproof.report.drawings.bandwidth import LOOKS
 
 _MARKS = ("circle", "square", "diamond")
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT, _ROW = 330.0, 42.0, 12.0, 14.0, 190.0, 15.0

@@ -1,0 +1,1 @@
+"""Times as inline SVG: ratios, efficiencies and bandwidths."""
