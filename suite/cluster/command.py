@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardproof import verdicts
+from shardproof.cluster import shape
 from shardproof.commands import options
-from shardproof.commands.cluster import shape
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
     from shardproof.case import Case
-    from shardproof.launch.nodes.nodes import Nodes
-    from shardproof.multinode.caps import Caps
-    from shardproof.multinode.needs import Needs
+    from shardproof.cluster.containers.caps import Caps
+    from shardproof.cluster.containers.needs import Needs
+    from shardproof.cluster.nodes.nodes import Nodes
 
 clusters = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -134,13 +134,13 @@ def _planned(
 
     :raises SelectionError: ``plan`` cannot be done.
     """
-    from shardproof.scenarios import node_faults
+    from shardproof.cluster import fault_plans
 
     if plan and cut_by:
         what = f"{cut_by} may leave out the case that is to be struck"
         raise SelectionError(Problem(what, "choose cases by -k instead", f"--fault with {cut_by}"))
     if not goes_on:
-        return node_faults.for_head(cases, nodes.count, nodes.ranks_per_node, plan)
+        return fault_plans.for_head(cases, nodes.count, nodes.ranks_per_node, plan)
     if plan:
         what = "a run that goes on has its cases already"
         raise SelectionError(Problem(what, "leave one of the two out", "--fault with --resume"))
@@ -174,8 +174,8 @@ def _require_nothing_of_clusters(context: typer.Context) -> None:
 def _run_on(
     name: str, command: Sequence[str], results: Path | None, own: Sequence[Path], needs: Needs
 ) -> int:
+    from shardproof.cluster.containers import standing
     from shardproof.commands.supervision import RESULTS
-    from shardproof.multinode import standing
 
     full = standing.full_name(name)
     with _engine() as client:
@@ -275,14 +275,14 @@ def study(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
 
 def _needs(names: Iterable[str] | None, backends: Any, wanted: shape.Shape) -> Needs:
     """What the words of a command ask for; ``backends``: one, or several, or none."""
-    from shardproof.multinode.needs import Needs
+    from shardproof.cluster.containers.needs import Needs
 
     asked = [backends] if isinstance(backends, str) else list(backends or ())
     return Needs.of(names or (), asked, wanted.ranks_per_node)
 
 
 def _with_all_packages(needs: Needs, wanted: bool) -> Needs:
-    from shardproof.multinode.image_inputs import EVERYTHING
+    from shardproof.cluster.containers.image_inputs import EVERYTHING
 
     return replace(needs, targets=EVERYTHING) if wanted else needs
 
@@ -319,10 +319,10 @@ def in_containers(
     :raises typer.Exit: containers cannot be had here, or are not as declared; told.
     :raises SelectionError: the run folder cannot be written.
     """
-    from shardproof.multinode import cluster, engine, gpus
-    from shardproof.multinode.caps import Caps
-    from shardproof.multinode.guardian import guarded
-    from shardproof.multinode.needs import Needs
+    from shardproof.cluster.containers import cluster, engine, gpus
+    from shardproof.cluster.containers.caps import Caps
+    from shardproof.cluster.containers.guardian import guarded
+    from shardproof.cluster.containers.needs import Needs
 
     needs = needs or Needs()
     with _engine() as client:
@@ -369,8 +369,8 @@ def up(
     now and before each run. Change the suite, and it has to be made anew. It has no GPUs, and
     DeepSpeed and MPI only with --all-packages.
     """
+    from shardproof.cluster.containers import cluster, engine, image_inputs, standing
     from shardproof.commands.supervision import RESULTS
-    from shardproof.multinode import cluster, engine, image_inputs, standing
 
     full = standing.full_name(name)
     limits, slowed = wanted.limits(), wanted.slowed()
@@ -409,7 +409,7 @@ def build(
     BASE_IMAGE   the image to build on
     TORCH        another torch than the locked one, such as torch==2.14.0
     """
-    from shardproof.multinode import engine, image_inputs
+    from shardproof.cluster.containers import engine, image_inputs
 
     with _engine() as client:
         for targets in (image_inputs.LEAN, image_inputs.EVERYTHING)[: 2 if everything else 1]:
@@ -422,7 +422,7 @@ def build(
 @clusters.command("ps")
 def ps() -> None:
     """List what clusters there are: containers and networks."""
-    from shardproof.multinode import cluster, standing
+    from shardproof.cluster.containers import cluster, standing
 
     with _engine() as client:
         there = cluster.parts(client)
@@ -445,7 +445,7 @@ def down(
     name: Annotated[str, typer.Argument(metavar="NAME", help="as `ps` lists it")],
 ) -> None:
     """End one cluster, whatever it does."""
-    from shardproof.multinode import cluster, standing
+    from shardproof.cluster.containers import cluster, standing
 
     if not cluster.is_of_one_run(name):
         name = standing.full_name(name)
@@ -470,7 +470,7 @@ def clean(
     everything: Annotated[bool, typer.Option("--all", help="also end runs that go on")] = False,
 ) -> None:
     """Remove what a killed run left behind, or --keep."""
-    from shardproof.multinode import cluster
+    from shardproof.cluster.containers import cluster
 
     with _engine() as client:
         gone = cluster.clean(client, _say, everything)
@@ -485,7 +485,7 @@ def _say(text: str) -> None:
 @contextlib.contextmanager
 def _engine() -> Iterator[Any]:
     """A client of the container engine; what that cannot do ends the command with exit code 3."""
-    from shardproof.multinode import cluster, engine
+    from shardproof.cluster.containers import cluster, engine
 
     try:
         client = engine.client()
@@ -568,7 +568,7 @@ def readable(paths: Iterable[Path]) -> list[Path]:
 
     :raises SelectionError: one of root's is for root only, as whom nothing runs in a container.
     """
-    from shardproof.multinode.cluster import OWN_USER
+    from shardproof.cluster.containers.cluster import OWN_USER
 
     found = sorted(paths)
     for path in found:

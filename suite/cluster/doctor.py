@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardproof.cluster.containers import engine, image_inputs
 from shardproof.commands.doctor.finding import Finding
-from shardproof.multinode import engine, image_inputs
 
 #: Bytes that both images and the layers that make them take.
 IMAGES_BYTES = 8 << 30

@@ -1,6 +1,6 @@
-"""Judge what ranks left: ``python -m shardproof.commands.judge RECORDS [--results FOLDER]``.
+"""Judge what ranks left: ``python -m shardproof.cluster.judge RECORDS [--results FOLDER]``.
 
-RECORDS is a folder of the rank program (``shardproof.multinode.torchrun``), which starts this where
+RECORDS is a folder of the rank program (``shardproof.cluster.torchrun``), which starts this where
 it judges itself.  A run folder like that of ``shardproof run``.
 """
 
@@ -20,12 +20,12 @@ import torch
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
+from shardproof.cluster.launchers import foreign_records, roll_call
+from shardproof.cluster.launchers.foreign_records import Comparison, read_plan
 from shardproof.commands.console import make_console
 from shardproof.commands.supervision import Interrupts, open_folder, supervised
 from shardproof.errors import InputError
 from shardproof.launch.fork_server import REPRODUCIBLE
-from shardproof.multinode import foreign_records, roll_call
-from shardproof.multinode.foreign_records import Comparison, read_plan
 from shardproof.runs import junit
 from shardproof.runs.run_folder import read
 
@@ -137,7 +137,7 @@ def _line(result: CaseResult) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m shardproof.commands.judge", description=(__doc__ or "").split("\n\n")[1]
+        prog="python -m shardproof.cluster.judge", description=(__doc__ or "").split("\n\n")[1]
     )
     parser.add_argument("records", type=Path, metavar="RECORDS")
     where = "run folder of the verdicts (default: a new one beside RECORDS)"
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     words = sys.argv[1:] if arguments is None else [*arguments]
     given = parser.parse_args(words)
-    command = ["python", "-m", "shardproof.commands.judge", *words]
+    command = ["python", "-m", "shardproof.cluster.judge", *words]
     try:
         return judge(given.records, given.results, given.against, given.prune, command)
     except InputError as error:

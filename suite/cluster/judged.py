@@ -1,7 +1,7 @@
-"""Ranks, then verdicts: ``python -m shardproof.multinode.judged --results FOLDER -- COMMAND...``.
+"""Ranks, then verdicts: ``python -m shardproof.cluster.judged --results FOLDER -- COMMAND...``.
 
 COMMAND starts the ranks of this node, or of all nodes, and ends with the words of the rank program
-(``shardproof.multinode.torchrun``).  A rank that hangs or dies takes rank 0 along, so rank 0 cannot
+(``shardproof.cluster.torchrun``).  A rank that hangs or dies takes rank 0 along, so rank 0 cannot
 judge that; this process can, whatever COMMAND ended with.
 
 With ``--node N`` node 0 judges.  The others end with 0 once there is something to judge: where a
@@ -17,13 +17,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardproof.multinode import foreign_records, torchrun
+from shardproof.cluster import torchrun
+from shardproof.cluster.launchers import foreign_records
 from shardproof.verdicts import BROKEN, HELD
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m shardproof.multinode.judged", description=(__doc__ or "").split("\n\n")[1]
+        prog="python -m shardproof.cluster.judged", description=(__doc__ or "").split("\n\n")[1]
     )
     parser.add_argument("--node", type=int, default=0, help="number of this node, from 0")
     where = "run folder of the verdicts (default: a new one beside RECORDS)"

@@ -16,8 +16,8 @@ from shardproof.commands import options
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
-    from shardproof.launch.nodes.nodes import Nodes
-    from shardproof.multinode.caps import Caps
+    from shardproof.cluster.containers.caps import Caps
+    from shardproof.cluster.nodes.nodes import Nodes
 
 #: More would be ranks that wait for cores.
 MOST_NODES, MOST_RANKS = 16, 32
@@ -50,7 +50,7 @@ def cores(text: str) -> float:
 
 def bandwidth(text: str) -> int:
     """Bits per second of ``100mbit`` or ``1gbit``; 0 of ``unlimited``."""
-    from shardproof.launch.nodes.rates import bits_per_second
+    from shardproof.launch.rates import bits_per_second
 
     try:
         return bits_per_second(text)
@@ -60,7 +60,7 @@ def bandwidth(text: str) -> int:
 
 def slow_node(text: str) -> tuple[int, Caps]:
     """The node and what it has, of ``1:cpus=0.5`` or ``1:bandwidth=10mbit``."""
-    from shardproof.multinode.caps import Caps
+    from shardproof.cluster.containers.caps import Caps
 
     found = re.fullmatch(r"(\d{1,2}):(cpus|bandwidth)=(\S+)", text)
     if found is None:
@@ -149,13 +149,13 @@ class Shape:
     @property
     def there(self) -> Nodes:
         """Its nodes."""
-        from shardproof.launch.nodes import nodes
+        from shardproof.cluster.nodes import nodes
 
         return nodes.Nodes(nodes.FOLDER, self.nodes, self.ranks_per_node)
 
     def limits(self) -> Caps:
         """:raises SelectionError: a network between nodes, where there is one node."""
-        from shardproof.multinode.caps import Caps
+        from shardproof.cluster.containers.caps import Caps
 
         for flag, value in (("--bandwidth", self.bits_per_second), ("--delay", self.delay_ms)):
             if value is not None and self.nodes == 1:

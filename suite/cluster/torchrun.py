@@ -1,4 +1,4 @@
-"""The rank program under torchrun: ``torchrun ... -m shardproof.multinode.torchrun SCENARIO``.
+"""The rank program under torchrun: ``torchrun ... -m shardproof.cluster.torchrun SCENARIO``.
 
 Also under ``mpirun`` and ``srun``, and with every rank by hand; ``--backend mpi`` needs an
 ``mpirun`` and no address.  Every rank of the job runs the same cases one after the other, each in a
@@ -10,7 +10,7 @@ fresh process group on one store, and leaves what it saw in a folder that all ra
                     rank<k>.end     how it ended: outcome, and a digest per tensor
                     rank<k>.stacks  where it stood when its time was up
 
-Then rank 0, or whoever starts ``--judge RECORDS``, judges (``shardproof.commands.judge``).  A
+Then rank 0, or whoever starts ``--judge RECORDS``, judges (``shardproof.cluster.judge``).  A
 rank that raises spoils its case only; one that hangs or computes too long ends the job
 (:class:`_Guard`).
 
@@ -44,6 +44,8 @@ from shardproof import backends, tensor_bytes, workloads
 from shardproof.backends import mpi
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
+from shardproof.cluster.launchers import foreign_records, meeting, roll_call
+from shardproof.cluster.launchers.place import MEETING_SECONDS, Place, interface_to
 from shardproof.errors import InputError
 from shardproof.launch import heartbeat
 from shardproof.launch.diagnosis import RankProcess
@@ -52,14 +54,12 @@ from shardproof.launch.fork_server_main import import_lazy_modules
 from shardproof.launch.outcome import RankOutcome, of_exception
 from shardproof.launch.ranks import LAST_RESORT
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
-from shardproof.multinode import foreign_records, meeting, roll_call
-from shardproof.multinode.place import MEETING_SECONDS, Place, interface_to
 from shardproof.scenarios import vocabulary
 from shardproof.scenarios.selection import Selection
 from shardproof.verdicts import BAD_INPUT, BROKEN, HELD
 
 #: The program that judges, which a rank does not import.
-JUDGE = ("-m", "shardproof.commands.judge")
+JUDGE = ("-m", "shardproof.cluster.judge")
 #: Seconds that rank 0 has to judge, while the others of an MPI job wait.
 JUDGING_SECONDS = 7200.0
 #: Seconds that a rank at a standstill waits until the others have written their stacks as well.
@@ -223,7 +223,7 @@ def _without_fault(case: Case) -> Case:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m shardproof.multinode.torchrun", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m shardproof.cluster.torchrun", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("scenario", nargs="*", help="file, folder or name (default: as of run)")
     parser.add_argument("--records", type=Path, default=Path("results/records"), metavar="FOLDER")
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return BAD_INPUT
     except (TimeoutError, dist.DistError) as error:
-        print(f"shardproof.multinode.torchrun: {error}", file=sys.stderr)
+        print(f"shardproof.cluster.torchrun: {error}", file=sys.stderr)
         return BROKEN
 
 

@@ -21,7 +21,6 @@ from shardproof import VERSION, verdicts, wings
 from shardproof.commands import (
     bench,
     checkpoint,
-    cluster,
     compare,
     evidence,
     init,
@@ -58,7 +57,6 @@ shardproof reproduce RUN                                   the same cases again,
 shardproof compare RUN RUN                                 what differs between runs
 shardproof gate RUN --against BASELINE                     fail CI on regressions
 shardproof checkpoint verify PATH                          is a checkpoint whole?
-shardproof cluster run ddp-gpt --nodes 2                   on containers as nodes
 shardproof study NAME                                      measure the suite itself
 {examples}
 
@@ -102,9 +100,6 @@ app.add_typer(
     checkpoint.checkpoints,
     name="checkpoint",
     short_help="Inspect, verify, diff, convert checkpoints.",
-)
-app.add_typer(
-    cluster.clusters, name="cluster", short_help="Run on containers of this machine as nodes."
 )
 app.add_typer(study.studies, name="study", short_help="Measure the suite itself.")
 app.command("calibrate", hidden=True)(study.calibrate_by_its_old_name)

@@ -15,9 +15,9 @@ import docker
 import pytest
 from made_engine import MadeEngine, made_cluster
 
-from shardproof.multinode import caps, cluster, node_caps
-from shardproof.multinode.caps import Caps
-from shardproof.multinode.engine import NoCluster
+from shardproof.cluster.containers import caps, cluster, node_caps
+from shardproof.cluster.containers.caps import Caps
+from shardproof.cluster.containers.engine import NoCluster
 
 MBIT = 10**6
 

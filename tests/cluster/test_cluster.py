@@ -25,15 +25,17 @@ from made_case import made_case
 from made_engine import MadeEngine, assert_refused_at_once, made_cluster
 from real_engine import compose, left_of, real_engine
 
+from shardproof.cluster import torchrun
+from shardproof.cluster.containers import caps, cluster
+from shardproof.cluster.containers import engine as engine_room
+from shardproof.cluster.containers.caps import Caps
+from shardproof.cluster.containers.engine import NoCluster
+from shardproof.cluster.launchers import foreign_records
+from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.commands import cluster as cluster_command
 from shardproof.contract import Piece
 from shardproof.errors import SelectionError
 from shardproof.evidence.records import RankRecord
-from shardproof.launch.nodes.nodes import Nodes
-from shardproof.multinode import caps, cluster, foreign_records, torchrun
-from shardproof.multinode import engine as engine_room
-from shardproof.multinode.caps import Caps
-from shardproof.multinode.engine import NoCluster
 from shardproof.registry.declaration import Declaration
 from shardproof.runs import machine
 from shardproof.verdicts import BAD_INPUT, INTERRUPTED
@@ -221,7 +223,7 @@ def test_rank_without_an_account_is_hung_or_killed(tmp_path: Path) -> None:
 
 def _torchrun(world: int, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(world), "-m", "shardproof.multinode.torchrun", *arguments]
+    command += ["--nproc-per-node", str(world), "-m", "shardproof.cluster.torchrun", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{cwd}:{ROOT}"}
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=150, check=False
@@ -284,7 +286,7 @@ def test_a_rank_that_does_not_end_is_seen_by_all(
     )
     records = tmp_path / "records"
     _torchrun(2, "s.yaml", "--records", str(records), "--no-judge", cwd=tmp_path)
-    judge = ["-m", "shardproof.multinode.torchrun", "--judge", str(records)]
+    judge = ["-m", "shardproof.cluster.torchrun", "--judge", str(records)]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run(
         [sys.executable, *judge], cwd=tmp_path, env=environment, capture_output=True, text=True

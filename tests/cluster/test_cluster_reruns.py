@@ -11,7 +11,7 @@ import pytest
 from made_case import made_case
 
 from shardproof.cases.verdict import decide_case
-from shardproof.commands.cluster import shape
+from shardproof.cluster import shape
 from shardproof.evidence.account import Account
 from shardproof.runs.header import Invocation
 from shardproof.runs.run_folder import RunFolder

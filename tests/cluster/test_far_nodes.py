@@ -23,14 +23,14 @@ from real_engine import left_of, real_engine
 from shardproof.backends import Disturbances, logged
 from shardproof.backends.disturbances import FarNodes
 from shardproof.backends.request import Request
-from shardproof.commands.cluster import shape
+from shardproof.cluster import shape
+from shardproof.cluster.containers import caps, cluster, node_caps
+from shardproof.cluster.containers.caps import Caps
+from shardproof.cluster.containers.engine import NoCluster
+from shardproof.cluster.nodes import nodes as launched
+from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.commands.run import with_room
-from shardproof.launch.nodes import nodes as launched
-from shardproof.launch.nodes.nodes import Nodes
 from shardproof.launch.rank_process import RankLaunch
-from shardproof.multinode import caps, cluster, node_caps
-from shardproof.multinode.caps import Caps
-from shardproof.multinode.engine import NoCluster
 
 FAR = FarNodes(0.25, ranks_per_node=2)
 TWO_NODES, ONE_NODE = (0, 1, 2, 3), (2, 3)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from made_case import made_case
 
+from shardproof.cluster.launchers import foreign_records
+from shardproof.cluster.launchers.foreign_records import RankEnd, case_folder, write_end, write_plan
 from shardproof.launch.outcome import RankOutcome
-from shardproof.multinode import foreign_records
-from shardproof.multinode.foreign_records import RankEnd, case_folder, write_end, write_plan
 
 CASES = [
     made_case("reference/naive_ddp", {"replicate": 2}, backend="gloo", id=name)

@@ -15,12 +15,12 @@ from made_case import made_case
 from made_engine import MadeEngine, made_cluster
 from real_engine import compose
 
+from shardproof.cluster.containers import cluster, gpus
+from shardproof.cluster.containers import engine as engine_room
+from shardproof.cluster.containers.engine import NoCluster
+from shardproof.cluster.containers.gpus import Gpus
+from shardproof.cluster.containers.needs import Needs
 from shardproof.commands import main as command_line
-from shardproof.multinode import cluster, gpus
-from shardproof.multinode import engine as engine_room
-from shardproof.multinode.engine import NoCluster
-from shardproof.multinode.gpus import Gpus
-from shardproof.multinode.needs import Needs
 from shardproof.verdicts import NOT_DECIDED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,11 +21,11 @@ from commands import here, shardproof
 from made_case import made_case
 from real_engine import real_engine
 
+from shardproof.cluster.containers import cluster, image_inputs
+from shardproof.cluster.containers import engine as engine_room
+from shardproof.cluster.containers.image_inputs import EVERYTHING, LEAN
+from shardproof.cluster.containers.needs import Needs
 from shardproof.errors import SelectionError
-from shardproof.multinode import cluster, image_inputs
-from shardproof.multinode import engine as engine_room
-from shardproof.multinode.image_inputs import EVERYTHING, LEAN
-from shardproof.multinode.needs import Needs
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = {name: ROOT / "deploy" / "locks" / f"{name}.txt" for name in ("rank", "judge", "all")}
@@ -330,7 +330,7 @@ def test_images_are_slim_and_without_rights(engine: Any) -> None:
     for target, most in sizes.items():
         assert engine.images.get(engine_room.image_name(target)).attrs["Size"] <= most
     probe = (
-        "import os, importlib.util as u, shardproof.multinode.torchrun\n"
+        "import os, importlib.util as u, shardproof.cluster.torchrun\n"
         "from shardproof.workloads import data\n"
         "print(os.getuid(), len(data.digits()[0]), *[n for n in\n"
         "      ('typer', 'sklearn', 'scipy', 'pandas', 'deepspeed', 'mpi4py') if u.find_spec(n)])"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from real_engine import real_engine
 
-from shardproof.multinode import cluster
-from shardproof.multinode import engine as engine_room
+from shardproof.cluster.containers import cluster
+from shardproof.cluster.containers import engine as engine_room
 
 SECRET = "not-for-containers"
 #: Tries to connect; prints how that ended.

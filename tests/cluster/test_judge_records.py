@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 from made_case import made_case
 
-from shardproof.commands.judge.__main__ import judge, main
+from shardproof.cluster.judge import judge, main
+from shardproof.cluster.launchers import foreign_records
+from shardproof.cluster.launchers.foreign_records import (
+    Host,
+    RankEnd,
+    case_folder,
+    write_end,
+    write_plan,
+)
 from shardproof.errors import SelectionError
 from shardproof.launch.outcome import RankOutcome
-from shardproof.multinode import foreign_records
-from shardproof.multinode.foreign_records import Host, RankEnd, case_folder, write_end, write_plan
 from shardproof.runs import machine
 from shardproof.runs.bundle.packing import pack
 from shardproof.runs.records import Manifest
@@ -70,7 +76,7 @@ def test_a_run_like_any_other(
     nodes = [{"name": "alpha", "ranks": [0]}, {"name": "beta", "ranks": [1]}]
     assert last.cluster == {"nodes": nodes, "image": told} and last.commit == "c0ffee"
     assert last.hardware.endswith(" cores, as 2 nodes")
-    assert last.command == ["python", "-m", "shardproof.commands.judge", *command]
+    assert last.command == ["python", "-m", "shardproof.cluster.judge", *command]
     reports = {"report.html", "report.md", "junit.xml", "digests.json"}
     sealed = {file for file, _ in Manifest(results).read()}
     assert reports <= sealed and all((results / file).exists() for file in reports)

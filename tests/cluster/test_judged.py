@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from made_case import made_case
 
-from shardproof.multinode import judged
-from shardproof.multinode.foreign_records import case_folder, write_plan
+from shardproof.cluster import judged
+from shardproof.cluster.launchers.foreign_records import case_folder, write_plan
 from shardproof.verdicts import BROKEN, HELD
 
 

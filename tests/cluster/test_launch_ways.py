@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from shardproof.backends import mpi, mpi_found
-from shardproof.multinode.place import LAUNCHERS
+from shardproof.cluster.launchers.place import LAUNCHERS
 from shardproof.verdicts import BAD_INPUT
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = [sys.executable, "-m", "shardproof.multinode.torchrun"]
+PROGRAM = [sys.executable, "-m", "shardproof.cluster.torchrun"]
 CASE = ["ddp-gpt", "--tier", "full", "-k", "naive and bitwise and sgd"]
 
 pytestmark = pytest.mark.launches

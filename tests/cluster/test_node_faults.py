@@ -18,14 +18,14 @@ from made_engine import assert_refused_at_once
 from real_engine import left_of, real_engine
 
 from shardproof.case import Case, Fault
+from shardproof.cluster import fault_plans
+from shardproof.cluster.containers import caps
+from shardproof.cluster.containers.caps import Caps
+from shardproof.cluster.containers.node_faults import NodeFaults
+from shardproof.cluster.fault_plans import Plan
+from shardproof.cluster.nodes import asking
 from shardproof.errors import SelectionError
-from shardproof.launch.nodes import asking
 from shardproof.launch.rank_keeper import ended_for_memory
-from shardproof.multinode import caps
-from shardproof.multinode.caps import Caps
-from shardproof.multinode.node_faults import NodeFaults
-from shardproof.scenarios import node_faults
-from shardproof.scenarios.node_faults import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,7 +88,7 @@ def test_without_nodes_such_cases_are_skipped() -> None:
     planned = Fault("kill_node", 2, 1, "forward", ("crash",))
     cases = [case("other", 4), case("planned", 4, backend="gloo", fault=planned)]
     here, there = (
-        {c.id: c.skip for c in node_faults.with_planned(cases, f)} for f in (None, FACTS)
+        {c.id: c.skip for c in fault_plans.with_planned(cases, f)} for f in (None, FACTS)
     )
     assert here["other"] is None and "fault kill_node: ranks are on no nodes here" in str(here)
     assert there == {"other": None, "planned": None}

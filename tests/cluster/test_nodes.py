@@ -21,8 +21,8 @@ from made_case import made_case
 from shardproof.backends import mpi
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import Session
-from shardproof.launch.nodes.condition import CUT_OFF, QUESTION, WELL, Inquiry, Lost
-from shardproof.launch.nodes.nodes import Nodes, door
+from shardproof.cluster.nodes.condition import CUT_OFF, QUESTION, WELL, Inquiry, Lost
+from shardproof.cluster.nodes.nodes import Nodes, door
 from shardproof.launch.workspace import Workspace
 
 HERE = str(Path(__file__).parents[1] / "support")
@@ -48,7 +48,7 @@ def agents() -> Iterator[tuple[Nodes, list[int]]]:
     """Two nodes of two ranks, and the pids of their agents."""
     # Open MPI takes the addresses of this machine's network for those of two.
     environment = {**os.environ, "PYTHONPATH": HERE, "OMPI_MCA_btl_tcp_if_include": "lo"}
-    command = [sys.executable, "-m", "shardproof.launch.nodes.agent"]
+    command = [sys.executable, "-m", "shardproof.cluster.nodes.agent"]
     with Workspace() as folder:
         processes = [
             subprocess.Popen([*as_host(node), *command, str(folder), str(node)], env=environment)

@@ -19,7 +19,7 @@ from commands import ROOT, here
 from made_case import made_case
 
 from shardproof.case import Case
-from shardproof.cases.on_ray import address, address_of_environment, cluster, task
+from shardproof.cluster.on_ray import address, address_of_environment, cluster, task
 from shardproof.errors import SelectionError
 from shardproof.files import fast_json, read_fast_json
 from shardproof.launch.workspace import PREFIX, workspace_base
@@ -258,7 +258,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 PROGRAM = """
 import sys
 from shardproof.case import Case
-from shardproof.cases.on_ray.cluster import joined
+from shardproof.cluster.on_ray.cluster import joined
 from shardproof.errors import SelectionError
 from shardproof.files import read_fast_json
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardproof.cluster.launchers import place
+from shardproof.cluster.launchers.place import Place, interface_to
 from shardproof.errors import LaunchError
-from shardproof.multinode import place
-from shardproof.multinode.place import Place, interface_to
 
 
 @pytest.mark.parametrize(

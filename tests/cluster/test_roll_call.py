@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from shardproof.cluster.launchers import meeting, place, roll_call
+from shardproof.cluster.launchers.place import Place
+from shardproof.cluster.launchers.roll_call import Entry, mistake, spans
 from shardproof.errors import LaunchError
-from shardproof.multinode import meeting, place, roll_call
-from shardproof.multinode.place import Place
-from shardproof.multinode.roll_call import Entry, mistake, spans
 
 
 def entry(rank: int, host: str = "a", world: int = 8, **more: object) -> Entry:

@@ -17,10 +17,10 @@ import pytest
 from made_engine import MadeEngine
 from real_engine import real_engine
 
+from shardproof.cluster.containers import cluster, guardian, standing
+from shardproof.cluster.containers import engine as engine_room
+from shardproof.cluster.containers.engine import NoCluster
 from shardproof.commands import main as command_line
-from shardproof.multinode import cluster, guardian, standing
-from shardproof.multinode import engine as engine_room
-from shardproof.multinode.engine import NoCluster
 
 IMAGES = {"rank": "sha256:1", "judge": "sha256:2"}
 

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardproof.launch.nodes.rates import cap_in_words
-from shardproof.multinode.engine import NoCluster, said
-from shardproof.multinode.node_caps import NO_NETEM, burst
+from shardproof.cluster.containers.engine import NoCluster, said
+from shardproof.cluster.containers.node_caps import NO_NETEM, burst
+from shardproof.launch.rates import cap_in_words
 
 #: How far what is measured may be from what was declared.
 TOLERANCE = 0.2
 #: Tries of a probe: another program that wakes up for a moment spoils one.
 _TRIES = 3
-_PROGRAM = ("python3", "-m", "shardproof.multinode.node_caps")
-_ROUND_TRIP = ("python3", "-m", "shardproof.multinode.round_trip")
+_PROGRAM = ("python3", "-m", "shardproof.cluster.containers.node_caps")
+_ROUND_TRIP = ("python3", "-m", "shardproof.cluster.containers.round_trip")
 #: What to do where a busy machine does not give what is declared.
 _BUSY = {
     "": "free the machine, or declare less",

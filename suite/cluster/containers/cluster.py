@@ -1,7 +1,7 @@
 """Containers of this machine as nodes: started, followed, and removed on every path.
 
 A cluster is a private network without a way out, a *head*, in which ``shardproof run`` judges, and
-nodes, in each of which an agent forks ranks (``launch/nodes/``).  The nodes share the head's
+nodes, in each of which an agent forks ranks (``cluster/nodes/``).  The nodes share the head's
 process table and its ``/dev/shm``; each has its own network, CPU and memory.  All carry the label
 ``shardproof=<name>``.
 """
@@ -20,15 +20,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.launch import interrupts, process_control
-from shardproof.launch.nodes.nodes import ENVIRONMENT, FOLDER, NODE, door
-from shardproof.multinode import caps
-from shardproof.multinode.caps import Caps
-from shardproof.multinode.engine import NoCluster, failures
-from shardproof.multinode.gpus import Gpus
-from shardproof.multinode.head_command import HeadCommand
-from shardproof.multinode.node_caps import INTERFACE
-from shardproof.multinode.node_faults import NodeFaults
+from shardproof.cluster.containers import caps, interrupts
+from shardproof.cluster.containers.caps import Caps
+from shardproof.cluster.containers.engine import NoCluster, failures
+from shardproof.cluster.containers.gpus import Gpus
+from shardproof.cluster.containers.head_command import HeadCommand
+from shardproof.cluster.containers.node_caps import INTERFACE
+from shardproof.cluster.containers.node_faults import NodeFaults
+from shardproof.cluster.nodes.nodes import ENVIRONMENT, FOLDER, NODE, door
+from shardproof.launch import process_control
 from shardproof.runs.machine import KERNEL_VARIABLES, commit
 from shardproof.verdicts import BAD_INPUT, BROKEN, HELD, INTERRUPTED, NOT_DECIDED
 
@@ -101,7 +101,7 @@ class Cluster:
 
     @property
     def environment(self) -> str:
-        """What its head knows of it (``launch.nodes.nodes.facts_here``)."""
+        """What its head knows of it (``cluster.nodes.nodes.facts_here``)."""
         typed: dict[str, Any] = {
             "command": list(self.command),
             "commit": commit(),
@@ -239,7 +239,7 @@ def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[An
     )
     nodes = []
     for node, own in enumerate(cluster.node_caps):
-        agent = ["python3", "-m", "shardproof.launch.nodes.agent", str(FOLDER), str(node)]
+        agent = ["python3", "-m", "shardproof.cluster.nodes.agent", str(FOLDER), str(node)]
         started = engine.containers.run(
             cluster.images["rank"],
             [*agent, *_MODULES],

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardproof.multinode import image_inputs
-from shardproof.multinode.image_inputs import LEAN, ROOT
+from shardproof.cluster.containers import image_inputs
+from shardproof.cluster.containers.image_inputs import LEAN, ROOT
 from shardproof.runs.machine import commit
 
 OWN_BASE = "shardproof-base"

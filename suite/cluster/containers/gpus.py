@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Self
 
-from shardproof.multinode import image_inputs
-from shardproof.multinode.engine import NoCluster
+from shardproof.cluster.containers import image_inputs
+from shardproof.cluster.containers.engine import NoCluster
 
 RUNTIME = "nvidia"
 

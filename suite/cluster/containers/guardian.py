@@ -32,7 +32,7 @@ def guarded(name: str, results: Path, held: Sequence[int] = ()) -> Iterator[None
     ``results`` belong to another user meanwhile, who is the owner again once the cluster is gone.
     ``held``: descriptors that the guardian holds open, too: what keeps another command from it.
     """
-    command = [sys.executable, "-m", "shardproof.multinode.guardian", name, str(results)]
+    command = [sys.executable, "-m", "shardproof.cluster.containers.guardian", name, str(results)]
     guardian = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -58,7 +58,7 @@ def main(name: str, results: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == _DONE:
         return
-    from shardproof.multinode import cluster  # it takes seconds: not before it is needed
+    from shardproof.cluster import cluster  # it takes seconds: not before it is needed
 
     deadline, looks = time.monotonic() + _ENGINE_SECONDS, 0
     while looks < _LOOKS and time.monotonic() < deadline:
@@ -69,7 +69,7 @@ def main(name: str, results: str) -> None:
 
 def _is_gone(name: str) -> bool:
     """Remove what there is of cluster ``name``; whether there was nothing."""
-    from shardproof.multinode import cluster, engine
+    from shardproof.cluster.containers import cluster, engine
 
     with (
         contextlib.suppress(engine.NoCluster, *engine.failures()),

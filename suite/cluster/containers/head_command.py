@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardproof.launch import interrupts
-from shardproof.multinode.engine import NoCluster, Output, failures, said
-from shardproof.multinode.head_processes import RUN
+from shardproof.cluster.containers import interrupts
+from shardproof.cluster.containers.engine import NoCluster, Output, failures, said
+from shardproof.cluster.containers.head_processes import RUN
 from shardproof.verdicts import INTERRUPTED
 
-_PROGRAM = ("python3", "-m", "shardproof.multinode.head_processes")
+_PROGRAM = ("python3", "-m", "shardproof.cluster.containers.head_processes")
 #: Seconds that a command has to end in order after an interrupt.
 _END_SECONDS = 30
 #: Seconds within which the engine tells the end of what has ended.

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardproof.errors import Problem, SelectionError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: Targets of the Dockerfile: what a node is made of, and what the head is made of.
 LEAN = ("rank", "judge")
 EVERYTHING = ("rank-all", "judge-all")

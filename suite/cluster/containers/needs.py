@@ -8,8 +8,8 @@ from typing import Self
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.multinode.gpus import Gpus
-from shardproof.multinode.image_inputs import EVERYTHING, LEAN
+from shardproof.cluster.containers.gpus import Gpus
+from shardproof.cluster.containers.image_inputs import EVERYTHING, LEAN
 
 
 @dataclass(frozen=True)

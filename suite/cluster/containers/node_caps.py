@@ -2,8 +2,8 @@
 
 So that it starts at once.
 
-``python -m shardproof.multinode.node_caps WORD [ARGUMENT...]``; each function below is a word, and
-its result is printed.
+``python -m shardproof.cluster.containers.node_caps WORD [ARGUMENT...]``; each function below is a
+word, and its result is printed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shardproof.launch.nodes.doors import START_SECONDS, awaited
+from shardproof.cluster.nodes.doors import START_SECONDS, awaited
 
 #: The interface that the engine gives a container.
 INTERFACE = "eth0"

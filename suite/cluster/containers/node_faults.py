@@ -1,7 +1,7 @@
 """Faults of nodes, from outside: what a fault plan names is done by the engine's client.
 
 The rank that comes to the place of its plan asks for the fault and waits
-(``launch/nodes/asking.py``), so that it strikes there, and not by the clock.  What a plan expects
+(``cluster/nodes/asking.py``), so that it strikes there, and not by the clock.  What a plan expects
 something of is undone when its case has ended; a plan of ``--fault`` leaves the node as it is.
 """
 
@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from shardproof.launch.nodes.asking import FOLDER, HEAL, PIPE
-from shardproof.launch.nodes.nodes import door
-from shardproof.multinode import caps
-from shardproof.multinode.caps import Caps
-from shardproof.multinode.engine import NoCluster, failures
+from shardproof.cluster.containers import caps
+from shardproof.cluster.containers.caps import Caps
+from shardproof.cluster.containers.engine import NoCluster, failures
+from shardproof.cluster.nodes.asking import FOLDER, HEAL, PIPE
+from shardproof.cluster.nodes.nodes import door
 
 #: Of a core, in microseconds of each 100,000: what a throttled node has.
 _SLOW_QUOTA, _PERIOD = 10_000, 100_000

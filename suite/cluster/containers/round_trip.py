@@ -1,7 +1,7 @@
 """How long a message to another node and the answer take, asked in a cluster's head before a run.
 
-``python -m shardproof.multinode.round_trip`` prints seconds, one figure a node: the median round
-trip of a number from its first rank to that of the next node.
+``python -m shardproof.cluster.containers.round_trip`` prints seconds, one figure a node: the median
+round trip of a number from its first rank to that of the next node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof import tensor_bytes
-from shardproof.launch.nodes.nodes import NodeGone, Nodes
+from shardproof.cluster.nodes.nodes import NodeGone, Nodes
 from shardproof.launch.ranks import root_cause, run_ranks
 from shardproof.launch.workspace import Workspace
 
@@ -75,6 +75,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from shardproof.multinode import round_trip  # by its name: what ranks run travels to them
+    from shardproof.cluster import round_trip  # by its name: what ranks run travels to them
 
     round_trip.main()

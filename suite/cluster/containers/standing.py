@@ -16,16 +16,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardproof.cluster.containers import caps, cluster, head_command, interrupts
+from shardproof.cluster.containers import engine as images
+from shardproof.cluster.containers.caps import Caps
+from shardproof.cluster.containers.cluster import LABEL, ROLE, Cluster
+from shardproof.cluster.containers.engine import NoCluster
+from shardproof.cluster.containers.guardian import guarded
+from shardproof.cluster.containers.image_inputs import EVERYTHING
+from shardproof.cluster.containers.needs import Needs
 from shardproof.errors import Problem, SelectionError
-from shardproof.launch import interrupts
-from shardproof.multinode import caps, cluster, head_command
-from shardproof.multinode import engine as images
-from shardproof.multinode.caps import Caps
-from shardproof.multinode.cluster import LABEL, ROLE, Cluster
-from shardproof.multinode.engine import NoCluster
-from shardproof.multinode.guardian import guarded
-from shardproof.multinode.image_inputs import EVERYTHING
-from shardproof.multinode.needs import Needs
 from shardproof.runs.header import NAME as RUN_FILE
 
 #: The label of a head that stays: what was started, as JSON.

@@ -1,1 +1,1 @@
-"""A run of what ranks left in a folder, wherever they ran."""
+"""Ranks that other launchers start: who they are, how they meet, and what they leave."""

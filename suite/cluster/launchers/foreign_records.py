@@ -1,7 +1,7 @@
 """Records that ranks left in a folder, from wherever they ran: verdicts and comparisons.
 
-``multinode.torchrun`` writes the folder; here it becomes results, by the judge that judges local
-runs; ``commands.judge`` makes a run folder of them.  Digests of two folders of the same cases show,
+``cluster.torchrun`` writes the folder; here it becomes results, by the judge that judges local
+runs; ``cluster.judge`` makes a run folder of them.  Digests of two folders of the same cases show,
 tensor by tensor, whether containers or machines compute the same bits as processes on one machine.
 """
 
@@ -99,7 +99,7 @@ def read_plan(records: Path) -> Plan:
     try:
         return Plan.from_dict(json.loads((records / "plan.json").read_text()))
     except (OSError, *DAMAGE) as error:
-        remedy = "name a folder that shardproof.multinode.torchrun wrote"
+        remedy = "name a folder that shardproof.cluster.torchrun wrote"
         raise SelectionError(Problem(f"no records: {error}", remedy, str(records))) from None
 
 

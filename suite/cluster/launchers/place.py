@@ -2,7 +2,7 @@
 
 Launchers write it into the environment, each under names of its own; MPI is asked.  What cannot be
 is said at once (:class:`~shardproof.errors.LaunchError`); what one rank cannot see for itself is
-found by ``multinode.roll_call``.
+found by ``cluster.launchers.roll_call``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Place:
             if names.rank in environment and names.world in environment:
                 return cls._of(names, environment)
         known = ", ".join(LAUNCHERS)
-        example = "torchrun --nproc-per-node 4 -m shardproof.multinode.torchrun"
+        example = "torchrun --nproc-per-node 4 -m shardproof.cluster.torchrun"
         remedy = f"start it with one of {known}, e.g. {example}"
         raise LaunchError(Problem("no launcher: the rank is unknown", remedy))
 

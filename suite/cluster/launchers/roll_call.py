@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
+from shardproof.cluster.launchers import meeting
+from shardproof.cluster.launchers.foreign_records import Host
+from shardproof.cluster.launchers.place import Place, is_loopback, telling
 from shardproof.errors import Problem
-from shardproof.multinode import meeting
-from shardproof.multinode.foreign_records import Host
-from shardproof.multinode.place import Place, is_loopback, telling
 
 #: Seconds without a newcomer after which one rank a node is a mistake, not a slow start.
 SETTLED_SECONDS = 20.0

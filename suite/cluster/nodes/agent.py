@@ -1,6 +1,6 @@
 """The agent of a node: forks the ranks that leaders order.
 
-``python -m shardproof.launch.nodes.agent FOLDER NODE [MODULE...]`` imports the modules once in a
+``python -m shardproof.cluster.nodes.agent FOLDER NODE [MODULE...]`` imports the modules once in a
 fork server and opens its door, a socket in ``FOLDER``.  An order starts a keeper of ranks
 (``launch/rank_keeper.py``) or a daemon of MPI (``daemon.py``), and ends with the connection on
 which it came.  There, too, the agent answers how its node is (``condition.py``).
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardproof.cluster.nodes.condition import CUT_OFF, QUESTION, WELL, routes
+from shardproof.cluster.nodes.nodes import door
 from shardproof.launch import process_control
 from shardproof.launch.fork_server import ForkServer
-from shardproof.launch.nodes.condition import CUT_OFF, QUESTION, WELL, routes
-from shardproof.launch.nodes.nodes import door
 from shardproof.launch.rank_keeper import KeeperTask, keep
 
 #: Leaders that may come at once.

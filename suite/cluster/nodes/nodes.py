@@ -15,19 +15,19 @@ from typing import Any, Self
 from shardproof.backends import BACKENDS, Disturbances
 from shardproof.backends.disturbances import FarNodes
 from shardproof.case import OF_NODES, Fault
+from shardproof.cluster.nodes import asking
+from shardproof.cluster.nodes.asking import FOLDER as FOLDER
+from shardproof.cluster.nodes.asking import NODE as NODE
+from shardproof.cluster.nodes.condition import Inquiry, Lost
+from shardproof.cluster.nodes.doors import START_SECONDS, awaited
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.lease import Lease
 from shardproof.launch.mpi.mpirun import Spread
-from shardproof.launch.nodes import asking
-from shardproof.launch.nodes.asking import FOLDER as FOLDER
-from shardproof.launch.nodes.asking import NODE as NODE
-from shardproof.launch.nodes.condition import Inquiry, Lost
-from shardproof.launch.nodes.doors import START_SECONDS, awaited
 from shardproof.launch.rank_keeper import KeeperTask
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import RanksGone
 
-#: The variable in which a head finds what it is the head of, as JSON (``multinode/cluster.py``).
+#: The variable in which a head finds what it is the head of, as JSON (``containers/cluster.py``).
 ENVIRONMENT = "SHARDPROOF_CLUSTER"
 #: Seconds that an agent has to go as well where a keeper has gone, and where a rank was killed.
 _TELL_SECONDS, _DYING_SECONDS = 10.0, 1.0

@@ -17,9 +17,9 @@ from typing import Any
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.cases.on_ray import LOCAL, address_of_environment, task
 from shardproof.cases.runner import Judged, broken
 from shardproof.checks.results import CaseResult
+from shardproof.cluster.on_ray import LOCAL, address_of_environment, task
 from shardproof.errors import Problem, SelectionError, shorten
 from shardproof.evidence.account import LeaderEnd
 from shardproof.files import fast_json, read_fast_json

@@ -1,6 +1,6 @@
 """The case server: judges the cases that it reads, one after the other, until its input ends.
 
-Run as ``python -m shardproof.cases.on_ray.server`` by ``cases/on_ray/task.py``.  A line in is a
+Run as ``python -m shardproof.cluster.on_ray.server`` by ``cluster/on_ray/task.py``.  A line in is a
 case as JSON; a line out is its result and its account.  Its input ends when the process of Ray
 does, however that ends: then what runs is ended, and the work folder is removed.
 """

@@ -1,7 +1,7 @@
 """The Ray task: judges one case on the machine on which Ray put it.
 
 A process of Ray has threads and may be killed at any time.  So it neither imports torch nor forks:
-it keeps a *case server* (``cases/on_ray/server.py``), which does both, for all cases that it gets.
+it keeps a *case server* (``cluster/on_ray/server.py``), which does both, for all its cases.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Server:
     def __init__(self) -> None:
         path = os.pathsep.join(str(Path(p).resolve()) for p in sys.path)
         started = subprocess.Popen(
-            [sys.executable, "-m", "shardproof.cases.on_ray.server"],
+            [sys.executable, "-m", "shardproof.cluster.on_ray.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},

@@ -166,8 +166,8 @@ def bench(
     nothing timed. What an option cannot change is refused: --fail-on slower where efficiencies are
     measured, --fail-on goal where no pair has a goal, -k beside A and B.
     """
+    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.commands.bench import choice, collectives
-    from shardproof.launch.nodes.nodes import Nodes
 
     nodes = Nodes.here()
     if names == [collectives.NAME]:
@@ -186,9 +186,9 @@ def _measure(
     """Measure ``subjects``, or print what would be measured; the exit code."""
     from shardproof.bench.session import Session
     from shardproof.checks.results import LeftOut
+    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.commands import bench_run
     from shardproof.commands.run import wait_for
-    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.shard import Cut
 

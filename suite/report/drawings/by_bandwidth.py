@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from markupsafe import Markup
 
 from shardproof.bench.lines import CellLine
-from shardproof.launch.nodes.rates import bits_per_second
+from shardproof.launch.rates import bits_per_second
 from shardproof.report.drawings import svg
 from shardproof.report.drawings.bandwidth import LOOKS
 
