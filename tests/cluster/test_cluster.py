@@ -25,6 +25,7 @@ from made_case import made_case
 from made_engine import MadeEngine, assert_refused_at_once, made_cluster
 from real_engine import compose, left_of, real_engine
 
+from shardproof.cluster import command as cluster_command
 from shardproof.cluster import torchrun
 from shardproof.cluster.containers import caps, cluster
 from shardproof.cluster.containers import engine as engine_room
@@ -32,7 +33,6 @@ from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
 from shardproof.cluster.launchers import foreign_records
 from shardproof.cluster.nodes.nodes import Nodes
-from shardproof.commands import cluster as cluster_command
 from shardproof.contract import Piece
 from shardproof.errors import SelectionError
 from shardproof.evidence.records import RankRecord

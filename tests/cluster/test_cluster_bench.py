@@ -18,9 +18,9 @@ from shardproof.bench.launches import side_run
 from shardproof.bench.lines import Efficiency, Estimate
 from shardproof.bench.scaling import matrix
 from shardproof.bench.subjects import Cell, Room
+from shardproof.cluster import command as cluster_command
 from shardproof.cluster.nodes import nodes as launched
 from shardproof.cluster.nodes.nodes import Nodes
-from shardproof.commands import cluster as cluster_command
 from shardproof.commands import main as command_line
 from shardproof.launch.outcome import RankOutcome
 from shardproof.report.drawings import by_bandwidth

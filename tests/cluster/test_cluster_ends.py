@@ -20,11 +20,11 @@ import requests
 from made_engine import HEAD_PROCESSES, MadeEngine, made_cluster
 from real_engine import left_of, missing
 
+from shardproof.cluster import command as cluster_command
 from shardproof.cluster.containers import cluster, head_command, head_processes, interrupts
 from shardproof.cluster.containers import engine as engine_room
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
-from shardproof.commands import cluster as cluster_command
 from shardproof.commands import main as command_line
 from shardproof.verdicts import INTERRUPTED
 

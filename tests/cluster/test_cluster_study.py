@@ -12,8 +12,8 @@ from commands import shardproof
 from made_engine import assert_refused_at_once
 from real_engine import left_of, real_engine
 
+from shardproof.cluster import command as cluster_command
 from shardproof.cluster.nodes import nodes as launched
-from shardproof.commands import cluster as cluster_command
 from shardproof.commands import main as command_line
 from shardproof.studies.convergence import plan
 from shardproof.studies.convergence import study as studies

@@ -58,7 +58,7 @@ def main(name: str, results: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == _DONE:
         return
-    from shardproof.cluster import cluster  # it takes seconds: not before it is needed
+    from shardproof.cluster.containers import cluster  # it takes seconds: not before it is needed
 
     deadline, looks = time.monotonic() + _ENGINE_SECONDS, 0
     while looks < _LOOKS and time.monotonic() < deadline:

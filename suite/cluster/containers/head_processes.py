@@ -1,7 +1,8 @@
 """The processes of commands in a head, found and ended inside it; of the standard library alone.
 
 ``python -m shardproof.cluster.containers.head_processes WORD [ARGUMENT...]``; each public function
-below is a word, and its result is printed.  All processes of one command have its name in their environment.
+below is a word, and its result is printed.  All processes of one command have its name in their
+environment.
 """
 
 from __future__ import annotations

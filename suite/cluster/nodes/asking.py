@@ -1,8 +1,9 @@
 """Faults of nodes, from within: ranks and leaders ask for them, and who started the nodes answers.
 
 A request is a line of JSON in a pipe that the engine's client reads
-(``cluster/containers/node_faults.py``); its answer is a file, empty where what was asked for is done.  Who asks goes on once it is there, so
-that a fault strikes between two calls of a rank, however long the engine takes.
+(``cluster/containers/node_faults.py``); its answer is a file, empty where what was asked for is
+done.  Who asks goes on once it is there, so that a fault strikes between two calls of a rank,
+however long the engine takes.
 """
 
 from __future__ import annotations
