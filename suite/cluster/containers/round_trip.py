@@ -75,6 +75,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from shardproof.cluster import round_trip  # by its name: what ranks run travels to them
+    from shardproof.cluster.containers import round_trip  # by its name: what ranks run travels to them
 
     round_trip.main()
