@@ -86,7 +86,7 @@ FROM runtime AS rank
 LABEL shardproof.image=rank
 COPY --from=suite /opt/shardproof ./
 USER shardproof
-CMD ["python", "-m", "shardproof.multinode.torchrun", "--help"]
+CMD ["python", "-m", "shardproof.cluster.torchrun", "--help"]
 
 FROM runtime AS judge-runtime
 COPY --from=judge-packages /added /opt/venv
@@ -112,7 +112,7 @@ LABEL shardproof.image=rank-all
 COPY --from=all-packages /added /opt/venv
 COPY --from=suite /opt/shardproof ./
 USER shardproof
-CMD ["python", "-m", "shardproof.multinode.torchrun", "--help"]
+CMD ["python", "-m", "shardproof.cluster.torchrun", "--help"]
 
 FROM judge-runtime AS judge-all
 LABEL shardproof.image=judge-all

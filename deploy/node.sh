@@ -17,7 +17,7 @@ worker() {  # worker RECORDS TORCHRUN_OPTION...
     records=$1; shift
     began=$(date +%s)
     timeout -k 5 "$DEADLINE" torchrun --nproc-per-node "$per_node" --max-restarts 0 "$@" \
-        -m shardproof.multinode.torchrun $SCENARIO --backend "$BACKEND" \
+        -m shardproof.cluster.torchrun $SCENARIO --backend "$BACKEND" \
         --tier "$TIER" -k "$EXPRESSION" --records "$records" --no-judge $more
     code=$?
     # What the clock ends is left out, not judged.
@@ -61,7 +61,7 @@ elif [ "$more" ]; then
     echo "the local job came to no case: nothing to compare digests with"
     undecided=yes
 fi
-python -m shardproof.commands.judge "$run/cluster" "$@" --prune
+python -m shardproof.cluster.judge "$run/cluster" "$@" --prune
 code=$?
 [ "$code" -ne 0 ] || [ -z "$undecided" ] || code=3
 echo "$results is ./results beside compose.yaml, on the host"

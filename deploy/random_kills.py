@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from shardproof.multinode import cluster, engine
+from shardproof.cluster.containers import cluster, engine
 
 SCENARIO = ("ddp-gpt", "--backend", "gloo", "--world", "4")
 AT_STEPS = ("kill", "kill_node", "stop_head", "stop_client")

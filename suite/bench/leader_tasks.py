@@ -169,7 +169,7 @@ def on_ranks(
     :raises LaunchFailed: a rank broke, hung, or refused.
     """
     from shardproof import tensor_bytes
-    from shardproof.launch.nodes.nodes import Nodes
+    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.launch.ranks import root_cause, run_ranks
 
     workdir.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from shardproof.cases.verdict import decide_case, measure_case, problem_of
 from shardproof.checks import relations
 from shardproof.checks.results import CaseResult
 from shardproof.checks.schedule import announced
+from shardproof.cluster.nodes.nodes import NodeGone, Nodes
 from shardproof.contract import Implementation, Refused
 from shardproof.costs import own, tensor
 from shardproof.costs.expression import CaseFacts, facts_of
@@ -35,7 +36,6 @@ from shardproof.evidence.assembled import Beside, Evidence
 from shardproof.evidence.records import RankRecord
 from shardproof.launch import kept_ranks, process_control
 from shardproof.launch.lease import Lease
-from shardproof.launch.nodes.nodes import NodeGone, Nodes
 from shardproof.launch.rank_keeper import KeeperTask
 from shardproof.launch.ranks import Kept, root_cause, run_ranks
 from shardproof.oracle import apart, members, replay, training, trajectories

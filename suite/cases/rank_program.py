@@ -23,6 +23,7 @@ from shardproof.case import Case
 from shardproof.cases import answers
 from shardproof.cases.membership import Membership
 from shardproof.cases.saving import Saving
+from shardproof.cluster.nodes.nodes import node_here
 from shardproof.comm import Mesh
 from shardproof.contract import (
     KINDS,
@@ -47,7 +48,6 @@ from shardproof.evidence.records import (
     TensorDigest,
     WorkloadFacts,
 )
-from shardproof.launch.nodes.nodes import node_here
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary

@@ -21,10 +21,10 @@ from shardproof.case import Case
 from shardproof.cases.leader import CaseTask, run_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult
+from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.contract import Options
 from shardproof.evidence.account import Account, LeaderEnd
 from shardproof.launch.mpi.kept_worlds import KeptWorlds
-from shardproof.launch.nodes.nodes import Nodes
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.launch.ranks import LAST_RESORT
 from shardproof.registry import declaration, preflight

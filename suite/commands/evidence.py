@@ -246,8 +246,9 @@ def doctor(
     """
     from itertools import chain
 
+    from shardproof.cluster import doctor as cluster
     from shardproof.commands import supervision
-    from shardproof.commands.doctor import cluster, examine
+    from shardproof.commands.doctor import examine
 
     ready, more = True, cluster.examine() if of_cluster else ()
     for finding in chain(examine(supervision.RESULTS, with_engine=not of_cluster), more):

@@ -21,7 +21,6 @@ from shardproof import VERSION, verdicts, wings
 from shardproof.bench import command as bench
 from shardproof.commands import (
     checkpoint,
-    cluster,
     compare,
     evidence,
     init,
@@ -57,8 +56,6 @@ shardproof reproduce RUN                                   the same cases again,
 shardproof compare RUN RUN                                 what differs between runs
 shardproof gate RUN --against BASELINE                     fail CI on regressions
 shardproof checkpoint verify PATH                          is a checkpoint whole?
-shardproof cluster run ddp-gpt --nodes 2                   on containers as nodes
-python -m tools.studies NAME                                      measure the suite itself
 {examples}
 
 \b
@@ -101,9 +98,6 @@ app.add_typer(
     checkpoint.checkpoints,
     name="checkpoint",
     short_help="Inspect, verify, diff, convert checkpoints.",
-)
-app.add_typer(
-    cluster.clusters, name="cluster", short_help="Run on containers of this machine as nodes."
 )
 for wing in wings.wings():
     wing.add_commands(app)

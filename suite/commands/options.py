@@ -18,7 +18,7 @@ from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import why_not_writable, write_whole
 
 if TYPE_CHECKING:
-    from shardproof.cases.on_ray.cluster import RayCluster
+    from shardproof.cluster.on_ray.cluster import RayCluster
     from shardproof.runs.shard import Shard
     from shardproof.scenarios.selection import Selection
 
@@ -156,7 +156,7 @@ def ray_address(where: str | None) -> str | None:
 
     :raises SelectionError: it names none.
     """
-    from shardproof.cases.on_ray import address
+    from shardproof.cluster.on_ray import address
 
     return None if where is None else address(where)
 
@@ -181,7 +181,7 @@ def cluster(address: str | None, jobs: int | None) -> Iterator[RayCluster | None
     if address is None:
         yield None
         return
-    from shardproof.cases.on_ray.cluster import joined
+    from shardproof.cluster.on_ray.cluster import joined
 
     with joined(address, jobs) as there:
         echo(str(there), err=True)

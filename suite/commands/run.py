@@ -22,11 +22,11 @@ from shardproof.launch.process_control import cores
 from shardproof.table import number, some
 
 if TYPE_CHECKING:
-    from shardproof.cases.on_ray.cluster import RayCluster
     from shardproof.cases.runner import Judge
     from shardproof.checks.results import CaseResult
+    from shardproof.cluster.nodes.nodes import Nodes
+    from shardproof.cluster.on_ray.cluster import RayCluster
     from shardproof.commands.supervision import Interrupts
-    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.run_folder import RunFolder
     from shardproof.runs.shard import Shard
@@ -215,13 +215,13 @@ def run_and_exit(
     :raises typer.Exit: always, but for a dry run.
     """
     from shardproof.checks.results import LeftOut
+    from shardproof.cluster import fault_plans
+    from shardproof.cluster.nodes.nodes import Nodes, facts_here
     from shardproof.commands.supervision import open_folder
-    from shardproof.launch.nodes.nodes import Nodes, facts_here
     from shardproof.registry import preflight
     from shardproof.runs import code
     from shardproof.runs.durations import Durations
     from shardproof.runs.shard import Cut
-    from shardproof.scenarios import node_faults
     from shardproof.scenarios.budget import fit_cases
 
     sources = {case.implementation: case.source for case in cases}
@@ -234,7 +234,7 @@ def run_and_exit(
             echo(
                 f"{nodes}: {number(every - len(cases), 'case')} of more ranks left aside", err=True
             )
-    cases = preflight.with_found_traits(node_faults.with_planned(cases, facts_here()))
+    cases = preflight.with_found_traits(fault_plans.with_planned(cases, facts_here()))
     whole, cut = cases, None
     if shard is not None:
         lines = (LeftOut(case.id, case, None, "").line() for case in whole)
@@ -243,7 +243,7 @@ def run_and_exit(
         cases = [case for case in whole if case.id in own]
         what = f"part {shard.index} of {shard.of}"
         echo(f"{what}: {len(cases):,} of {number(len(whole), 'case')}", err=True)
-    if any(node_faults.strikes_nodes(case) and not case.skip for case in cases):
+    if any(fault_plans.strikes_nodes(case) and not case.skip for case in cases):
         jobs = 1  # a case beside it would meet its fault
     durations = Durations.of_user()
     workers = jobs or cores() if cluster is None else cluster.places
@@ -292,7 +292,7 @@ def wait_for(nodes: Nodes | None) -> None:
 
     :raises typer.Exit: one does not come; told.
     """
-    from shardproof.launch.nodes.nodes import NodeGone
+    from shardproof.cluster.nodes.nodes import NodeGone
 
     if nodes is not None:
         try:
@@ -308,8 +308,8 @@ def _require_mpi(cases: Sequence[Case], asked: Sequence[str]) -> None:
     :raises SelectionError: there is no MPI, or it cannot start as many ranks.
     """
     from shardproof.backends import BACKENDS
+    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.launch.mpi import mpirun
-    from shardproof.launch.nodes.nodes import Nodes
 
     for name in asked:
         worlds = {case.world for case in cases if case.backend == name and BACKENDS[name].mpirun}

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardproof.backends.errors import CollectiveMismatch
+from shardproof.cluster.nodes.condition import Lost
 from shardproof.launch import autopsy, heartbeat, process_control, stacks
 from shardproof.launch.autopsy import Standing
-from shardproof.launch.nodes.condition import Lost
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.rank_process import RankLaunch
 

@@ -14,9 +14,9 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardproof.cluster.nodes.condition import Lost
 from shardproof.launch import process_control
 from shardproof.launch.diagnosis import RankProcess
-from shardproof.launch.nodes.condition import Lost
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.rank_service import Done, serve
 from shardproof.launch.ranks import RanksGone

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardproof.cluster.nodes.condition import Lost
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.mpi.mpirun import START_SECONDS
-from shardproof.launch.nodes.condition import Lost
 from shardproof.launch.rank_keeper import KeeperTask
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import RanksGone

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardproof import backends
+from shardproof.cluster.nodes import asking
+from shardproof.cluster.nodes.condition import Lost
 from shardproof.launch import autopsy, heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
 from shardproof.launch.mpi.mpirun import Mpirun, unlink_segments
-from shardproof.launch.nodes import asking
-from shardproof.launch.nodes.condition import Lost
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.rank_process import Link, Program, RankLaunch, run_process
 from shardproof.launch.watchdog import DESYNC_LOOKS, TICK_SECONDS, WAITING_LOOKS, Watchdog

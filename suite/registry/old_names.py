@@ -28,7 +28,7 @@ NAMES = {
     "suite.comm": "shardproof.comm",
     "suite.schedules": "shardproof.schedules",
     "suite.pytest_plugin": "shardproof.commands.pytest_plugin",
-    "suite.worker": "shardproof.multinode.torchrun",
+    "suite.worker": "shardproof.cluster.torchrun",
     "suite.__main__": "shardproof.__main__",
 }
 

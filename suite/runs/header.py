@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue
 from shardproof import VERSION, old_words
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import read_input
-from shardproof.launch.nodes.rates import cap_in_words
+from shardproof.launch.rates import cap_in_words
 
 NAME = "run.json"
 #: The evidence format that is written (docs/evidence.md), and those whose lines can be read.

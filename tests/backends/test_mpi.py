@@ -239,7 +239,7 @@ class TestUnderOnesOwnMpirun:
         assert found is not None
         root = Path(__file__).parents[2]
         paths = os.pathsep.join([str(root), str(root / "tests" / "support")])
-        program = [sys.executable, "-m", "shardproof.multinode.torchrun", "--backend", "mpi"]
+        program = [sys.executable, "-m", "shardproof.cluster.torchrun", "--backend", "mpi"]
         return subprocess.run(
             [*found.command(2), *program, "--records", str(folder / "records"), *arguments],
             capture_output=True,

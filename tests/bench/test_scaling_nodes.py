@@ -25,7 +25,7 @@ from shardproof.bench.scaling.nodes import lies, not_probed
 from shardproof.bench.session import Measured, in_order
 from shardproof.bench.stats import TimedStep
 from shardproof.bench.subjects import ORDER, Cell, Room
-from shardproof.launch.nodes.nodes import Nodes
+from shardproof.cluster.nodes.nodes import Nodes
 
 MESH = {"replicate": 2, "shard": 2}
 

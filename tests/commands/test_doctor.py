@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from shardproof.backends import BACKENDS, gloo
+from shardproof.cluster import doctor as cluster
 from shardproof.commands import doctor
-from shardproof.commands.doctor import cluster, nccl
+from shardproof.commands.doctor import nccl
 from shardproof.commands.doctor.finding import Finding
 from shardproof.runs import machine
 from shardproof.runs.header import Gpu

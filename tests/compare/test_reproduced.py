@@ -14,12 +14,12 @@ from synthetic import case, case_line, check_line
 
 from shardproof.case import Case, Fault
 from shardproof.checks.results import CaseResult
+from shardproof.cluster.containers import engine
+from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.commands import reproduce
 from shardproof.commands.verify import verify
 from shardproof.compare import reproduced
 from shardproof.compare.reproduced import Reproduced
-from shardproof.launch.nodes.nodes import Nodes
-from shardproof.multinode import engine
 from shardproof.runs import records
 from shardproof.runs.header import read_header
 from shardproof.runs.run_folder import Run, RunFolder, read

@@ -13,19 +13,19 @@ from types import ModuleType
 import pytest
 import yaml
 
+from shardproof.cluster.launchers.place import Place
+from shardproof.cluster.launchers.roll_call import Entry, mistake
+from shardproof.cluster.torchrun import _parser
 from shardproof.errors import LaunchError
-from shardproof.multinode.place import Place
-from shardproof.multinode.roll_call import Entry, mistake
-from shardproof.multinode.torchrun import _parser
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOUDS = ROOT / "deploy" / "clouds"
-WRAPPER = "-m shardproof.multinode.judged "
+WRAPPER = "-m shardproof.cluster.judged "
 
 
 def ranks_of(command: str) -> list[str]:
     """The words of the rank program, of a command that judges what ranks leave."""
-    before, _, after = command.partition(" -m shardproof.multinode.torchrun ")
+    before, _, after = command.partition(" -m shardproof.cluster.torchrun ")
     wrapper, _, torchrun = before.partition(" -- ")
     assert WRAPPER in wrapper and "--results" in wrapper and "--node-rank" in torchrun
     return after.split()
@@ -176,7 +176,7 @@ def test_the_on_start_script_of_vast(tmp_path: Path, changed: dict[str, str], no
     # Without --results: each launch has a run folder of its own.
     wrapper = f"python {WRAPPER}--node {node} --records /workspace/results/records -- "
     assert said.startswith(wrapper + nodes)
-    options = _parser().parse_args(said.partition(" -m shardproof.multinode.torchrun ")[2].split())
+    options = _parser().parse_args(said.partition(" -m shardproof.cluster.torchrun ")[2].split())
     assert options.scenario == ["ddp-gpt"] and options.backend == "nccl"
 
 

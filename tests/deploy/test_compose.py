@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Without --results: each launch has a folder of its own.
-JUDGE = "shardproof.commands.judge"
+JUDGE = "shardproof.cluster.judge"
 
 
 def head(results: Path, torchrun: str, judge: str = "exit 0") -> tuple[int, str]:

@@ -11,7 +11,7 @@ import pytest
 from real_engine import real_engine
 from test_kubernetes import pod, variables
 
-from shardproof.multinode import engine
+from shardproof.cluster.containers import engine
 from shardproof.runs import machine
 from shardproof.runs.run_folder import read
 

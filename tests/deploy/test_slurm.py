@@ -100,7 +100,7 @@ def test_nobody_becomes_root_by_saying_so(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("slurm")
 def test_a_batch_script_without_srun_is_explained(tmp_path: Path) -> None:
     said = tmp_path / "said"
-    program = f"{sys.executable} -m shardproof.multinode.torchrun ddp-gpt"
+    program = f"{sys.executable} -m shardproof.cluster.torchrun ddp-gpt"
     job = ["sbatch", "--wait", "--ntasks=2", f"--output={said}", f"--wrap={program}"]
     assert on_slurm(tmp_path, *job).returncode == 2
     assert "put `srun` before the command" in said.read_text()

@@ -51,7 +51,7 @@ def test_other_names_are_refused_with_the_remedy(line: str) -> None:
 def test_old_programs_start() -> None:
     done = python("-m", "suite.worker", "--help")
     assert done.returncode == 0 and "--records" in done.stdout
-    assert "suite.worker is now shardproof.multinode.torchrun" in done.stderr
+    assert "suite.worker is now shardproof.cluster.torchrun" in done.stderr
 
 
 def test_a_users_class_may_use_old_names_and_is_told_the_new_one(

@@ -217,7 +217,7 @@ class CheckIsWrong(_BreaksACheck):
 
 
 class EndsItsNode(_Faulty):
-    """The agent is killed (``launch/nodes/agent.py``), and all its processes with it."""
+    """The agent is killed (``cluster/nodes/agent.py``), and all its processes with it."""
 
     def misbehave(self) -> None:
         _agent().kill()

@@ -10,11 +10,11 @@ import docker
 import pytest
 from commands import here
 
-from shardproof.multinode import cluster, engine
-from shardproof.multinode.caps import Caps
+from shardproof.cluster.containers import cluster, engine
+from shardproof.cluster.containers.caps import Caps
 from shardproof.verdicts import BAD_INPUT
 
-HEAD_PROCESSES = "shardproof.multinode.head_processes"
+HEAD_PROCESSES = "shardproof.cluster.containers.head_processes"
 
 
 class Part:
@@ -58,7 +58,7 @@ class MadeEngine:
 
     def _execute(self, container: str, words: list[str], **named: Any) -> dict[str, str]:
         self.executed.append(((container, words), named))
-        is_inside = words[2] in ("shardproof.multinode.node_caps", HEAD_PROCESSES)
+        is_inside = words[2] in ("shardproof.cluster.containers.node_caps", HEAD_PROCESSES)
         asked = words[-1].rpartition(".")[2] if "round_trip" in words[-1] else ""
         return {"Id": words[3] if is_inside else asked}
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from shardproof.multinode import cluster, engine
-from shardproof.multinode.engine import NoCluster
+from shardproof.cluster.containers import cluster, engine
+from shardproof.cluster.containers.engine import NoCluster
 
 
 def real_engine() -> Any:

@@ -17,7 +17,7 @@ from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.scaling.nodes import not_probed
 from shardproof.bench.subjects import Cell, grown
 from shardproof.case import DATA_AXES
-from shardproof.launch.nodes.nodes import Nodes
+from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.schedules import Schedule
 
 

@@ -288,7 +288,7 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _engine() -> Finding:
-    from shardproof.multinode.engine import engine_missing
+    from shardproof.cluster.containers.engine import engine_missing
 
     missing = engine_missing()
     if missing:

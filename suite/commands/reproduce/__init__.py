@@ -12,15 +12,15 @@ import typer
 
 from shardproof import verdicts
 from shardproof.case import Case
+from shardproof.cluster.shape import MOST_NODES, MOST_RANKS
 from shardproof.commands import options
-from shardproof.commands.cluster.shape import MOST_NODES, MOST_RANKS
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.process_control import cores
 
 if TYPE_CHECKING:
+    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.compare.reproduced import Reproduced
-    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.run_folder import Run
 
 #: In the folder of what was run again: a line for each result of the first run.
@@ -117,7 +117,7 @@ def reproduce(
 
 def _nodes(before: Run, count: int | None, ranks_per_node: int | None) -> Nodes:
     """As asked for, else as ``before`` had them."""
-    from shardproof.launch.nodes.nodes import FOLDER, Nodes
+    from shardproof.cluster.nodes.nodes import FOLDER, Nodes
 
     had: Any = before.header.last.cluster or {}
     was = (len(had["nodes"]), had["ranks_per_node"]) if "ranks_per_node" in had else (2, 2)
@@ -133,8 +133,8 @@ def _in_containers(
     results: Path | None,
 ) -> int:
     """The same command in the head of a cluster that sees ``run``, a folder or bundle."""
-    from shardproof.commands.cluster import in_containers, readable
-    from shardproof.multinode.needs import Needs
+    from shardproof.cluster.command import in_containers, readable
+    from shardproof.cluster.containers.needs import Needs
 
     cases = [result.case for result in before.cases if result.id in ids]
     names = {name for case in cases for name in (case.implementation, case.workload.name)}
@@ -149,10 +149,10 @@ def _in_containers(
 def _reproduce(
     before: Run, ids: frozenset[str], budget: float | None, jobs: int, results: Path | None
 ) -> int:
+    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.commands.run import execute, wait_for
     from shardproof.commands.supervision import open_folder
     from shardproof.compare import reproduced
-    from shardproof.launch.nodes.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.run_folder import read
     from shardproof.scenarios.budget import fit_cases

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Self
 
 from shardproof.backends import mpi_found
+from shardproof.cluster.nodes import daemon
 from shardproof.launch import process_control
 from shardproof.launch.mpi.stand_in import DESCRIPTOR
-from shardproof.launch.nodes import daemon
 from shardproof.launch.workspace import Workspace
 
 #: Seconds within which all stand-ins have to come.

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import verdicts
+from shardproof.cluster.containers.caps import in_words
+from shardproof.cluster.nodes.nodes import Nodes, facts_here
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import from_plain, read_input, to_plain, write_whole
-from shardproof.launch.nodes.nodes import Nodes, facts_here
 from shardproof.launch.pool import Pool
-from shardproof.multinode.caps import in_words
 from shardproof.report.drawings import bands
 from shardproof.runs.run_folder import RunFolder
 from tools.studies.convergence import page

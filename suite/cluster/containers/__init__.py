@@ -1,0 +1,1 @@
+"""Containers of this machine as nodes: engine, images, caps, faults, and the head."""

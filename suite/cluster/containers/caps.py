@@ -1,0 +1,289 @@
+"""Caps of nodes: set, measured before a run, and judged.
+
+The kernel may be told of a cap and not keep it, and a busy machine cannot give what was asked for.
+So every cap that is declared is measured in the nodes (``node_caps.py``), and a run whose machine
+is further off than ``TOLERANCE`` does not begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shardproof.cluster.containers.engine import NoCluster, said
+from shardproof.cluster.containers.node_caps import NO_NETEM, burst
+from shardproof.launch.rates import cap_in_words
+
+#: How far what is measured may be from what was declared.
+TOLERANCE = 0.2
+#: Tries of a probe: another program that wakes up for a moment spoils one.
+_TRIES = 3
+_PROGRAM = ("python3", "-m", "shardproof.cluster.containers.node_caps")
+_ROUND_TRIP = ("python3", "-m", "shardproof.cluster.containers.round_trip")
+#: What to do where a busy machine does not give what is declared.
+_BUSY = {
+    "": "free the machine, or declare less",
+    "delay_seconds": "free the machine, or declare more",
+}
+#: Bytes at least that bandwidth is measured by.
+_LEAST_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What each node may have; ``None``: all that there is."""
+
+    cpus: float | None = None
+    memory_bytes: int | None = None
+    bits_per_second: int | None = None
+    #: That a message to another node takes more.
+    delay_seconds: float | None = None
+
+    def but(self, other: Caps) -> Caps:
+        """These, and where ``other`` says something, that."""
+        return replace(self, **other.declared)
+
+    @property
+    def declared(self) -> dict[str, Any]:
+        """Those that were asked for."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Those that the engine sets as it starts a container."""
+        limits: dict[str, Any] = {}
+        if self.cpus is not None:
+            limits["nano_cpus"] = int(self.cpus * 1e9)
+        if self.memory_bytes is not None:
+            limits["mem_limit"] = limits["memswap_limit"] = self.memory_bytes
+        return limits
+
+
+def shape(
+    engine: Any, image: str, node: Any, bits_per_second: int, labels: Mapping[str, str]
+) -> None:
+    """Cap what ``node`` sends.
+
+    :raises NoCluster: it cannot be set; says why.
+    """
+    in_network(engine, image, node, labels, "shape", bits_per_second // 8)
+
+
+def in_network(
+    engine: Any, image: str, node: Any, labels: Mapping[str, str], *words: object
+) -> None:
+    """Do what a word of ``node_caps.py`` says in the network of ``node``.
+
+    By a container that ends at once: ranks and agents have no capabilities.
+
+    :raises NoCluster: it cannot be done; says why.
+    """
+    from docker.errors import ContainerError
+
+    try:
+        engine.containers.run(
+            image,
+            [*_PROGRAM, *map(str, words)],
+            name=f"{node.name}-caps",
+            labels=dict(labels),
+            network_mode=f"container:{node.id}",
+            user="0",
+            cap_drop=["ALL"],
+            cap_add=["NET_ADMIN"],
+            security_opt=["no-new-privileges:true"],
+            read_only=True,
+            stdout=False,
+            stderr=True,
+            remove=True,
+        )
+    except ContainerError as error:
+        said = error.stderr.decode("utf-8", "replace") if error.stderr else str(error)
+        raise NoCluster(f"{node.name}: {said.strip()}") from error
+
+
+def delay(
+    engine: Any, image: str, nodes: Sequence[Any], caps: Sequence[Caps], labels: Mapping[str, str]
+) -> bool:
+    """Have the kernel delay what ``nodes`` send, each as its ``caps`` say; whether it can.
+
+    :raises NoCluster: it does not take it; says why.
+    """
+    for node, own in zip(nodes, caps, strict=True):
+        try:
+            in_network(engine, image, node, labels, *delaying(own))
+        except NoCluster as error:
+            if getattr(error.__cause__, "exit_status", 0) == NO_NETEM:
+                return False
+            raise
+    return True
+
+
+def delaying(own: Caps) -> list[object]:
+    """Words of ``node_caps.py`` that have the kernel delay what a node sends."""
+    below = ["below"] if own.bits_per_second is not None else []
+    return ["delay", round(1e6 * (own.delay_seconds or 0)), *below]
+
+
+def measured(
+    engine: Any,
+    head: Any,
+    nodes: Sequence[Any],
+    doors: Sequence[str],
+    caps: Sequence[Caps],
+    told: Mapping[str, str],
+) -> dict[str, list[float | None]]:
+    """What the nodes have of what is declared; waits for their agents.
+
+    One figure a node, ``None`` where nothing is declared of it.  ``told``: the environment of what
+    runs in the head.
+
+    :raises NoCluster: a figure is too far off, or a probe broke.
+    """
+    declared = declared_of(caps)
+    if not declared:
+        return {}
+    wait(engine, head, doors)
+
+    def cpus(wanted: Sequence[float | None]) -> list[float | None]:
+        # All at once: that is how ranks compute.
+        begun = [
+            None
+            if cores is None
+            else _begin(engine, node, *_PROGRAM, "cores", str(math.ceil(cores)))
+            for node, cores in zip(nodes, wanted, strict=True)
+        ]
+        return [None if answer is None else float(answer()) for answer in begun]
+
+    def memory_bytes(wanted: Sequence[float | None]) -> list[float | None]:
+        return [
+            None if size is None else int(_ask(engine, node, "memory"))
+            for node, size in zip(nodes, wanted, strict=True)
+        ]
+
+    def bits_per_second(wanted: Sequence[float | None]) -> list[float | None]:
+        # In turn, from each to the next, so that each is a sender once.
+        pairs = zip(nodes, [*nodes[1:], nodes[0]], wanted, strict=True)
+        return [
+            None if rate is None else _bandwidth(engine, sender, receiver, int(rate))
+            for sender, receiver, rate in pairs
+        ]
+
+    def delay_seconds(wanted: Sequence[float | None]) -> list[float | None]:
+        answer = _begin(engine, head, *_ROUND_TRIP, environment=told)()
+        return [float(word) / 2 for word in answer.splitlines()[-1].split()]
+
+    probes = {
+        "cpus": cpus,
+        "memory_bytes": memory_bytes,
+        "bits_per_second": bits_per_second,
+        "delay_seconds": delay_seconds,
+    }
+    found = {name: _best(probes[name], wanted) for name, wanted in declared.items()}
+    if off := [*complaints(declared, found)]:
+        raise NoCluster("; ".join(off))
+    return found
+
+
+def declared_of(caps: Sequence[Caps]) -> dict[str, list[float | None]]:
+    """What is declared of any node, by name: one figure a node."""
+    names = dict.fromkeys(name for each in caps for name in each.declared)
+    return {name: [each.declared.get(name) for each in caps] for name in names}
+
+
+def wait(engine: Any, head: Any, doors: Sequence[str]) -> None:
+    """Return once the agents of all nodes are there.
+
+    :raises NoCluster: one does not come.
+    """
+    _ask(engine, head, "wait", *doors)
+
+
+def complaints(
+    declared: Mapping[str, Sequence[float | None]], found: Mapping[str, Sequence[float | None]]
+) -> Iterator[str]:
+    """What is too far off, each with both figures and a remedy."""
+    for name, wanted in declared.items():
+        for node, (asked, has) in enumerate(zip(wanted, found[name], strict=True)):
+            if asked is not None and has is not None and _off(asked, has) > TOLERANCE:
+                # Of memory and time more, of all else less is what a busy machine gives.
+                scarce = {"memory_bytes": False, "delay_seconds": has > asked}
+                less = scarce.get(name, has < asked)
+                why = _BUSY.get(name, _BUSY[""]) if less else "the kernel keeps no such cap"
+                figures = (
+                    f"declared {cap_in_words(name, asked)}, measured {cap_in_words(name, has)}"
+                )
+                yield f"node {node}: {figures}, more than {TOLERANCE:.0%} off: {why}"
+
+
+def _best(
+    probe: Callable[[Sequence[float | None]], list[float | None]], wanted: Sequence[float | None]
+) -> list[float | None]:
+    """The first figures that hold, or the nearest of all tries."""
+
+    def worst(found: Sequence[float | None]) -> float:
+        pairs = zip(wanted, found, strict=True)
+        return max(
+            _off(asked, has) for asked, has in pairs if asked is not None and has is not None
+        )
+
+    nearest = probe(wanted)
+    for _ in range(_TRIES - 1):
+        if worst(nearest) <= TOLERANCE:
+            break
+        nearest = min(nearest, probe(wanted), key=worst)
+    return nearest
+
+
+def _off(wanted: float, has: float) -> float:
+    return abs(has - wanted) / wanted
+
+
+def in_words(told: Mapping[str, Any]) -> str:
+    """What ``run.json`` tells of caps, to stand behind the nodes; empty: there are none."""
+    texts = []
+    for name, asked in told.get("declared", {}).items():
+        has = [
+            cap_in_words(name, one)
+            for one in told.get("measured", {}).get(name, ())
+            if one is not None
+        ]
+        measured = f", measured {' and '.join(has)}" if has else ""
+        texts.append(f"declared {cap_in_words(name, asked)}{measured}")
+    for node, own in told.get("slow_nodes", {}).items():
+        texts.append(f"{node} has {', '.join(cap_in_words(*item) for item in own.items())}")
+    return "".join(f"; {text}" for text in texts)
+
+
+def _bandwidth(engine: Any, sender: Any, receiver: Any, rate: int) -> float:
+    """Bits per second from one node to another, counted after what passes at once."""
+    skip = 2 * burst(rate // 8)
+    count = skip + max(_LEAST_BYTES, rate // 8)  # a second's
+    answer = _begin(engine, receiver, *_PROGRAM, "receive", str(skip))
+    _ask(engine, sender, "send", receiver.name, str(count))
+    return 8 * float(answer())
+
+
+def _ask(engine: Any, container: Any, *words: str) -> str:
+    return _begin(engine, container, *_PROGRAM, *words)()
+
+
+def _begin(
+    engine: Any, container: Any, *words: str, environment: Mapping[str, str] | None = None
+) -> Callable[[], str]:
+    """Start a command in a container; what waits for its answer.
+
+    :raises NoCluster: by what waits: it broke.
+    """
+    asked = engine.api.exec_create(container.id, [*words], environment=environment)["Id"]
+    all_said = said(engine, container, asked)
+
+    def answer() -> str:
+        text = all_said().strip()
+        if engine.api.exec_inspect(asked)["ExitCode"]:
+            what = words[3] if len(words) > 3 else words[-1].rpartition(".")[2]
+            raise NoCluster(f"{container.name}: {what} cannot be measured: {text}")
+        return text
+
+    return answer

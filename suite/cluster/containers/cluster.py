@@ -1,0 +1,457 @@
+"""Containers of this machine as nodes: started, followed, and removed on every path.
+
+A cluster is a private network without a way out, a *head*, in which ``shardproof run`` judges, and
+nodes, in each of which an agent forks ranks (``cluster/nodes/``).  The nodes share the head's
+process table and its ``/dev/shm``; each has its own network, CPU and memory.  All carry the label
+``shardproof=<name>``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardproof.cluster.containers import caps, interrupts
+from shardproof.cluster.containers.caps import Caps
+from shardproof.cluster.containers.engine import NoCluster, failures
+from shardproof.cluster.containers.gpus import Gpus
+from shardproof.cluster.containers.head_command import HeadCommand
+from shardproof.cluster.containers.node_caps import INTERFACE
+from shardproof.cluster.containers.node_faults import NodeFaults
+from shardproof.cluster.nodes.nodes import ENVIRONMENT, FOLDER, NODE, door
+from shardproof.launch import process_control
+from shardproof.runs.machine import KERNEL_VARIABLES, commit
+from shardproof.verdicts import BAD_INPUT, BROKEN, HELD, INTERRUPTED, NOT_DECIDED
+
+LABEL = "shardproof"
+#: The label that tells a head from nodes.
+ROLE = f"{LABEL}.role"
+#: The label that tells what process of which place has made it.
+MADE_BY = f"{LABEL}.by"
+LEFT_OVER = "left over"
+#: Who the processes in containers are where the user is root.
+OWN_USER = 10001
+_SHARED_MEMORY = "2g"
+#: This machine has no address in the network of nodes: they reach nothing that listens here.
+NO_HOST = {"com.docker.network.bridge.inhibit_ipv4": "true"}
+#: Tries to remove a cluster, and seconds after which there is no other.
+_REMOVE_TRIES, _REMOVE_SECONDS = 5, 60
+_MODULES = ("shardproof.cases.preloaded", "shardproof.cases.training_run")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What to start.  ``own``: folders of the user's, mounted read only where they are here.
+
+    ``slow``: of one node, what it has instead of ``caps``.  ``measured``: what nodes have of these,
+    by node, once they have started; ``far``: ranks delay messages, since the kernel cannot.
+    ``labels``: more of them for its head.
+    """
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    results: Path
+    folder: Path
+    images: Mapping[str, Any]
+    own: Sequence[Path] = ()
+    caps: Caps = field(default_factory=Caps)
+    gpus: Gpus = field(default_factory=Gpus)
+    measured: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    command: Sequence[str] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    #: What a head is told of faults of nodes: the plan of ``--fault``, or nothing; ``None``: that
+    #: there are none.
+    faults: Mapping[str, Any] | None = None
+    slow: Mapping[int, Caps] = field(default_factory=dict)
+    far: bool = False
+
+    @property
+    def node_caps(self) -> list[Caps]:
+        """What each node may have."""
+        return [self.caps.but(self.slow.get(node, Caps())) for node in range(self.nodes)]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What ``run.json`` tells of it."""
+        per_node = self.ranks_per_node
+        places = [list(range(n * per_node, (n + 1) * per_node)) for n in range(self.nodes)]
+        slow = {"slow_nodes": {f"node{n}": caps.declared for n, caps in self.slow.items()}}
+        delayed = {"delayed_by": "ranks" if self.far else "kernel"}
+        return {
+            **(slow if self.slow else {}),
+            **(delayed if self.caps.delay_seconds is not None else {}),
+            "name": self.name,
+            "nodes": [{"name": f"node{n}", "ranks": ranks} for n, ranks in enumerate(places)],
+            "ranks_per_node": per_node,
+            "gpus": [self.gpus.numbers(node) for node in range(self.nodes)],
+            "images": dict(self.images),
+            "declared": self.caps.declared,
+            "measured": {name: list(values) for name, values in self.measured.items()},
+        }
+
+    @property
+    def environment(self) -> str:
+        """What its head knows of it (``cluster.nodes.nodes.facts_here``)."""
+        typed: dict[str, Any] = {
+            "command": list(self.command),
+            "commit": commit(),
+            "told": self.facts,
+        }
+        if self.far:
+            typed["far_seconds"] = self.caps.delay_seconds
+        if self.faults is not None:
+            typed["faults"] = dict(self.faults)
+        return json.dumps({"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, **typed})
+
+
+def run(
+    engine: Any,
+    cluster: Cluster,
+    command: Sequence[str],
+    say: Callable[[str], None],
+    keep: bool = False,
+) -> int:
+    """Run ``shardproof`` with the words of ``command`` in a head; its exit code.
+
+    ``say`` gets its output as it comes.  Whatever happens, nothing of the cluster stays, unless
+    ``keep`` is set and it has run to its end.
+
+    :raises NoCluster: the engine cannot start it, or its nodes have not what was declared.
+    """
+    with removed_afterwards(engine, cluster.name) as leave:
+        code = run_in(engine, *start(engine, cluster), cluster, command, say)
+        if keep and code != INTERRUPTED:
+            leave()
+    return code
+
+
+def start(engine: Any, cluster: Cluster) -> tuple[Any, list[Any]]:
+    """Start its head and its nodes.
+
+    :raises NoCluster: the engine cannot.
+    """
+    with told_by_the_engine():
+        head = _head(engine, cluster, _user())
+        return head, _start_nodes(engine, cluster, _user(), head)
+
+
+def run_in(
+    engine: Any,
+    head: Any,
+    nodes: Sequence[Any],
+    cluster: Cluster,
+    command: Sequence[str],
+    say: Callable[[str], None],
+) -> int:
+    """As :func:`run`, in a cluster that is there, and that stays.
+
+    :raises NoCluster: its nodes have not what was declared, or the engine breaks.
+    """
+    with _lent(cluster.results, _user()), told_by_the_engine():
+        cluster = under_weather(engine, head, nodes, cluster, say)
+        with _faults(engine, cluster, head, nodes):
+            judge = HeadCommand(
+                engine, head, name_of_a_run(), command, {ENVIRONMENT: cluster.environment}
+            )
+            code = judge.result(say)
+    if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED):
+        say(f"the head ended with code {code}: it was stopped from outside, or died\n")
+        return BROKEN
+    return code
+
+
+def doors(cluster: Cluster) -> list[str]:
+    """Of the agents of its nodes, as the head sees them."""
+    return [str(door(FOLDER, node)) for node in range(cluster.nodes)]
+
+
+@contextlib.contextmanager
+def told_by_the_engine() -> Iterator[None]:
+    """:raises NoCluster: the engine says that it cannot, or answers no more."""
+    try:
+        yield
+    except failures() as error:
+        raise NoCluster(f"the engine cannot run the cluster: {error}") from None
+
+
+def _faults(
+    engine: Any, cluster: Cluster, head: Any, nodes: Sequence[Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Inside, faults of nodes are made, where any were planned."""
+    if cluster.faults is None:
+        return contextlib.nullcontext()
+    labels = {LABEL: cluster.name}
+    helper = functools.partial(caps.in_network, engine, cluster.images["rank"])
+    in_network = lambda node, *words: helper(node, labels, *words)  # noqa: E731
+    delays = cluster.caps.delay_seconds is not None and not cluster.far
+    return NodeFaults(engine, head, nodes, cluster.node_caps, in_network, delays).served()
+
+
+def under_weather(
+    engine: Any, head: Any, nodes: Sequence[Any], cluster: Cluster, say: Callable[[str], None]
+) -> Cluster:
+    """It, with messages delayed as declared, and what was measured of all that was.
+
+    :raises NoCluster: its nodes have not what was declared.
+    """
+    labels = {LABEL: cluster.name}
+    if cluster.caps.delay_seconds is not None and not caps.delay(
+        engine, cluster.images["rank"], nodes, cluster.node_caps, labels
+    ):
+        say("the kernel has no netem: ranks delay their messages to other nodes (gloo)\n")
+        cluster = replace(cluster, far=True)
+    told = {ENVIRONMENT: cluster.environment}
+    found = caps.measured(engine, head, nodes, doors(cluster), cluster.node_caps, told)
+    return replace(cluster, measured=found)
+
+
+def _head(engine: Any, cluster: Cluster, user: int) -> Any:
+    """Started first: the nodes share its process table and memory."""
+    return engine.containers.run(
+        cluster.images["judge"],
+        ["sleep", "infinity"],
+        name=f"{cluster.name}-head",
+        hostname="head",
+        labels={**_labels(cluster), ROLE: "head", **cluster.labels},
+        init=True,
+        network_mode="none",
+        ipc_mode="shareable",
+        shm_size=_SHARED_MEMORY,
+        **cluster.gpus.of_head(cluster.nodes),
+        **_common(cluster, user, {}, [_mount(cluster.results, read_only=False)]),
+    )
+
+
+def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[Any]:
+    labels = {**_labels(cluster), ROLE: "node"}
+    network = engine.networks.create(
+        cluster.name, internal=True, options=NO_HOST, labels=_labels(cluster)
+    )
+    nodes = []
+    for node, own in enumerate(cluster.node_caps):
+        agent = ["python3", "-m", "shardproof.cluster.nodes.agent", str(FOLDER), str(node)]
+        started = engine.containers.run(
+            cluster.images["rank"],
+            [*agent, *_MODULES],
+            name=f"{cluster.name}-node{node}",
+            hostname=f"node{node}",
+            labels=labels,
+            network=network.name,
+            pid_mode=f"container:{head.id}",
+            ipc_mode=f"container:{head.id}",
+            **own.limits,
+            **cluster.gpus.of_node(node),
+            **_common(cluster, user, {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}, []),
+        )
+        if (rate := own.bits_per_second) is not None:
+            caps.shape(engine, cluster.images["rank"], started, rate, {LABEL: cluster.name})
+        nodes.append(started)
+    return nodes
+
+
+def _labels(cluster: Cluster) -> dict[str, str]:
+    return {LABEL: cluster.name, MADE_BY: made_by(os.getpid())}
+
+
+def _common(
+    cluster: Cluster, user: int, environment: Mapping[str, str], mounts: Sequence[Any]
+) -> dict[str, Any]:
+    kernels = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
+    return {
+        "detach": True,
+        "user": f"{user}:{user if os.geteuid() == 0 else os.getegid()}",
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "tmpfs": {"/tmp": ""},
+        "mounts": [*(_mount(path, read_only=True) for path in cluster.own), *mounts],
+        "working_dir": str(cluster.folder),
+        "environment": {
+            "HOME": "/tmp",
+            "USER": "shardproof",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # The image's suite runs, not that of a checkout which is mounted, nor its random.py:
+            # the working folder is looked through last, once a class is asked for (``by_path``).
+            "PYTHONSAFEPATH": "1",
+            # Hides warnings of the systems under test, which every rank repeats for every case.
+            "PYTHONWARNINGS": "ignore",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **kernels,
+            **environment,
+        },
+    }
+
+
+def _mount(path: Path, read_only: bool) -> Any:
+    from docker.types import Mount
+
+    return Mount(str(path), str(path), type="bind", read_only=read_only)
+
+
+def _user() -> int:
+    return os.geteuid() or OWN_USER
+
+
+@contextlib.contextmanager
+def _lent(results: Path, user: int) -> Iterator[None]:
+    """Give the folder to ``user``, where that is another than the caller, and take it back."""
+    give(results, user)
+    try:
+        yield
+    finally:
+        give(results, os.geteuid())
+
+
+def give(results: Path, owner: int) -> None:
+    """Make ``owner`` the owner of the folder and of all in it, unless it is."""
+    if results.stat().st_uid != owner:
+        for path in (*results.rglob("*"), results):  # the folder last: it says that all is done
+            os.chown(path, owner, owner, follow_symlinks=False)
+
+
+# ------------------------------------------------------------------------------------- removal
+
+
+@contextlib.contextmanager
+def removed_afterwards(engine: Any, name: str) -> Iterator[Callable[[], None]]:
+    """Remove all of cluster ``name`` however the block ends; what it gets, called, leaves all."""
+    kept = threading.Event()
+    with interrupts.interruptible():
+        try:
+            yield kept.set
+        finally:
+            interrupts.ignore()
+            left = [] if kept.is_set() else remove(engine, name)
+            if left:
+                print(f"could not be removed: {', '.join(left)}; `shardproof cluster clean`")
+
+
+def parts(engine: Any, name: str = "") -> list[Any]:
+    """Containers, then networks, of cluster ``name`` ("": of all that commands have made)."""
+    filters = {"label": f"{LABEL}={name}" if name else LABEL}
+    containers = engine.containers.list(all=True, filters=filters, ignore_removed=True)
+    found = [*containers, *engine.networks.list(filters=filters)]
+    return found if name else [part for part in found if _is_of_a_command(label_of(part))]
+
+
+def _is_of_a_command(name: str) -> bool:
+    """Whoever gives containers of their own such a label ends them, too."""
+    return is_of_one_run(name) or stays(name)
+
+
+def label_of(part: Any, which: str = LABEL) -> str:
+    """The name of the cluster that a container or network belongs to, or another label."""
+    attributes = part.attrs
+    labels = attributes.get("Labels") or attributes.get("Config", {}).get("Labels") or {}
+    return str(labels.get(which, ""))
+
+
+def remove(engine: Any, name: str) -> list[str]:
+    """Remove cluster ``name``; the names of what is left, normally nothing.
+
+    Whatever the engine does: this ends those that break, too.  One that answers no more leaves all.
+    """
+    deadline = time.monotonic() + _REMOVE_SECONDS
+    left, empty = [name], 0
+    for attempt in range(_REMOVE_TRIES):
+        with contextlib.suppress(*failures()):
+            _remove_once(parts(engine, name))
+            left = [part.name for part in parts(engine, name)]
+            # Twice: what the engine was asked for right before an interrupt may come after a look.
+            empty = 0 if left else empty + 1
+        if empty == 2 or time.monotonic() > deadline:
+            break
+        time.sleep(0.2 * (attempt + 1))
+    return left
+
+
+def _remove_once(there: list[Any]) -> None:
+    # The head first: it would judge cases whose nodes go.
+    for part in sorted(there, key=lambda part: not part.name.endswith("-head")):
+        with contextlib.suppress(*failures()):  # it went by itself, or goes at the next try
+            if hasattr(part, "kill"):
+                part.remove(force=True, v=True)
+            else:
+                part.remove()
+
+
+def clean(engine: Any, say: Callable[[str], None], everything: bool = False) -> bool:
+    """Remove what runs left behind; those that go on only with ``everything``.  Whether it went."""
+    gone = True
+    for name, there in sorted(by_name(parts(engine)).items()):
+        does = what_it_does(name, there)
+        if not everything and does != LEFT_OVER:
+            say(f"left: {name}, which {does}; `cluster clean --all` ends it, too\n")
+        else:
+            gone = not remove(engine, name) and gone
+    return gone
+
+
+def by_name(there: Iterable[Any]) -> dict[str, list[Any]]:
+    """Parts by the name of their cluster."""
+    found: dict[str, list[Any]] = {}
+    for part in there:
+        found.setdefault(label_of(part), []).append(part)
+    return found
+
+
+def what_it_does(name: str, there: Sequence[Any]) -> str:
+    """Whether a cluster with these parts stays, goes on, or is left over, in words.
+
+    One engine may serve several machines and containers, whose processes are not seen here: what
+    they have started goes on as long as a container of it runs.
+    """
+    if stays(name):
+        return "stays"
+    made_by = next(filter(None, (label_of(part, MADE_BY) for part in there)), "")
+    if not made_by:
+        return "goes on" if goes_on(name) else LEFT_OVER
+    place, _, process = made_by.rpartition("/")
+    if place != this_place():
+        runs = any(getattr(part, "status", "") in ("running", "paused") for part in there)
+        return "goes on, started elsewhere" if runs else LEFT_OVER
+    pid, _, began = process.partition("-")
+    return "goes on" if str(process_control.began(int(pid))) == began else LEFT_OVER
+
+
+def made_by(pid: int) -> str:
+    """The label of what process ``pid`` of this place makes."""
+    return f"{this_place()}/{pid}-{process_control.began(pid)}"
+
+
+@functools.cache
+def this_place() -> str:
+    """Where numbers of processes mean the same: one start of a machine, and there one namespace."""
+    start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{start}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def stays(name: str) -> bool:
+    """Whether a cluster of this name is one that was made to stay (``standing.py``)."""
+    return bool(re.fullmatch(r"shardproof-[a-z][a-z0-9-]{0,30}", name))
+
+
+def name_of_a_run() -> str:
+    """The name of what this process runs now, and of its cluster."""
+    return f"{LABEL}-{os.getpid()}-{int(time.time())}"
+
+
+def is_of_one_run(name: str) -> bool:
+    """Whether a cluster of this name is one of a single run: ``shardproof-<pid>-<time>``."""
+    return bool(re.fullmatch(r"shardproof-\d+-\d+", name))
+
+
+def goes_on(name: str) -> bool:
+    """Whether there is a process of the number in the ``name`` of a run."""
+    pid = name.split("-")[1] if is_of_one_run(name) else ""
+    return bool(pid) and process_control.began(int(pid)) is not None

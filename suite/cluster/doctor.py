@@ -1,0 +1,137 @@
+"""What ``shardproof doctor --cluster`` adds: containers as nodes, their network, Slurm and Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardproof.cluster.containers import engine, image_inputs
+from shardproof.commands.doctor.finding import Finding
+
+#: Bytes that both images and the layers that make them take.
+IMAGES_BYTES = 8 << 30
+#: Seconds that a program has to answer.
+_SECONDS = 20.0
+#: Weather: what is asked of the kernel, and how ``tc`` is asked for it.
+_QDISCS = {
+    "tbf": ("rate", "100mbit", "burst", "64k", "latency", "50ms"),
+    "htb": ("default", "1"),
+    "netem": ("delay", "1ms"),
+}
+#: Gives the exit code and the output of a command.
+Ask = Callable[..., tuple[int, str]]
+
+
+def examine() -> Iterator[Finding]:
+    """All findings; nothing is changed."""
+    try:
+        client = engine.client()
+    except engine.NoCluster as error:
+        yield Finding("container engine", "bad", str(error), "start it, then ask again")
+    else:
+        with contextlib.closing(client):
+            yield from of_engine(client.info(), client.version())
+            yield from _images(client)
+    yield from weather(ask, os.geteuid() == 0)
+    yield slurm(ask)
+    yield _ray()
+
+
+def ask(*command: str) -> tuple[int, str]:
+    """Exit code and output; 127 where there is no such program, 124 where it does not answer."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        return 127, f"no program {command[0]}"
+    except subprocess.TimeoutExpired:
+        return 124, f"no answer within {_SECONDS:g} s"
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+def of_engine(info: Mapping[str, Any], version: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the engine says of itself: versions, cgroup, limits, space and GPUs."""
+    told = f"{version.get('Version')}, API {version.get('ApiVersion')}, {info.get('Driver')}"
+    yield Finding("container engine", "good", told)
+    cgroup = f"version {info.get('CgroupVersion')}, {info.get('CgroupDriver')}"
+    limits = {"--memory": "MemoryLimit", "--cpus": "CpuCfsQuota"}
+    lacking = [option for option, key in limits.items() if not info.get(key)]
+    if lacking:
+        remedy = "boot with these controllers, or leave the options out"
+        found = f"{cgroup}, without what {' and '.join(lacking)} need"
+        yield Finding("cgroup", "note", found, remedy)
+    else:
+        yield Finding("cgroup", "good", f"{cgroup}, limits of memory and of CPU time")
+    yield _space(Path(str(info.get("DockerRootDir", ""))))
+    if "nvidia" in info.get("Runtimes", {}):
+        yield Finding("GPUs in containers", "good", "runtime nvidia")
+    else:
+        remedy = "install the NVIDIA container toolkit, if nodes are to have GPUs"
+        yield Finding("GPUs in containers", "note", "no runtime nvidia", remedy)
+
+
+def _space(folder: Path) -> Finding:
+    if not folder.is_dir():
+        return Finding("space for images", "note", f"{folder} is not on this machine")
+    free = shutil.disk_usage(folder).free
+    text = f"{free / 2**30:.1f} GiB free in {folder}"
+    if free < IMAGES_BYTES:
+        return Finding("space for images", "bad", text, "make room, e.g. `docker system prune`")
+    return Finding("space for images", "good", text)
+
+
+def _images(client: Any) -> Iterator[Finding]:
+    for target in (*image_inputs.LEAN, *image_inputs.EVERYTHING):
+        name = engine.image_name(target)
+        found = client.images.list(name)
+        if found:
+            text = f"{found[0].attrs['Size'] / 1e9:.2f} GB"
+            yield Finding(f"image {name}", "good", text)
+        else:
+            yield Finding(f"image {name}", "note", "not built", "`shardproof cluster build`")
+
+
+def weather(ask: Ask, is_root: bool) -> Iterator[Finding]:
+    """Which queueing disciplines the kernel has, tried in a network of their own."""
+    if ask("tc", "-V")[0]:
+        yield Finding("tc", "note", "not installed", "install iproute2 to try what the kernel has")
+        return
+    if not is_root:
+        yield Finding("tc", "note", "not tried", "ask as root: it takes a network of its own")
+        return
+    for name, words in _QDISCS.items():
+        code, said = ask(
+            "unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", name, *words
+        )
+        if code == 0:
+            yield Finding(f"tc {name}", "good", "the kernel has it")
+        else:
+            remedy = f"load the kernel's module sch_{name}, if it has one"
+            reason = said.splitlines()[-1] if said else f"exit code {code}"
+            yield Finding(f"tc {name}", "note", reason, remedy)
+
+
+def slurm(ask: Ask) -> Finding:
+    """Whether there is a Slurm whose controller answers."""
+    code, said = ask("sinfo", "--noheader", "--format", "%D nodes %T")
+    if code == 127:
+        return Finding("Slurm", "note", "not installed", "needed by deploy/slurm only")
+    if code or not said:
+        remedy = "start slurmctld and slurmd, or run this on a login node; for deploy/slurm only"
+        return Finding("Slurm", "note", "no controller answers", remedy)
+    return Finding("Slurm", "good", ", ".join(said.splitlines()))
+
+
+def _ray() -> Finding:
+    try:
+        return Finding("Ray", "good", importlib.metadata.version("ray"))
+    except importlib.metadata.PackageNotFoundError:
+        remedy = "pip install 'shardproof[ray]', for `run --on ray`"
+        return Finding("Ray", "note", "not installed", remedy)

@@ -1,0 +1,160 @@
+"""Judge what ranks left: ``python -m shardproof.cluster.judge RECORDS [--results FOLDER]``.
+
+RECORDS is a folder of the rank program (``shardproof.cluster.torchrun``), which starts this where
+it judges itself.  A run folder like that of ``shardproof run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardproof import verdicts
+from shardproof.case import Case
+from shardproof.checks.results import CaseResult
+from shardproof.cluster.launchers import foreign_records, roll_call
+from shardproof.cluster.launchers.foreign_records import Comparison, read_plan
+from shardproof.commands.console import make_console
+from shardproof.commands.supervision import Interrupts, open_folder, supervised
+from shardproof.errors import InputError
+from shardproof.launch.fork_server import REPRODUCIBLE
+from shardproof.runs import junit
+from shardproof.runs.run_folder import read
+
+if TYPE_CHECKING:
+    from shardproof.runs.run_folder import RunFolder
+
+#: Digests of all ranks beside those of other records, by lane.
+DIGESTS = "digests.json"
+
+
+def judge(
+    records: Path,
+    results: Path | None = None,
+    against: Path | None = None,
+    prune: bool = False,
+    command: Sequence[str] = (),
+) -> int:
+    """Judge ``records`` into the run folder ``results`` and print it; returns the exit code.
+
+    Without ``results`` the folder is a new one beside ``records``.  With ``against``, digests that
+    differ in an exact lane count as broken, too.  ``prune`` removes the tensors of cases that held;
+    whole tensors are kept for failures only.
+
+    :raises SelectionError: no plan in ``records`` or ``against``, or ``results`` cannot be written.
+    """
+    plan = read_plan(records)
+    if against is not None:
+        read_plan(against)
+    torch.set_num_threads(1)
+    waiting = {case.id: case for case in plan.cases}
+
+    with open_folder(results, records.parent, command, may_hold_more=True) as run:
+        nodes = [node.to_dict() for node in plan.nodes]
+        run.tell_cluster({"nodes": nodes} | ({"image": plan.image} if plan.image else {}))
+        run.plan(plan.cases)
+
+        def body(interrupts: Interrupts) -> int:
+            for node in plan.nodes if len(plan.nodes) > 1 else ():
+                print(f"{node.name}: ranks {roll_call.spans(node.ranks)}", flush=True)
+            counted, left = _judge_all(records, run, interrupts, waiting, prune)
+            counts = verdicts.count(counted)
+            code = verdicts.exit_code(counts)
+            print(verdicts.summary(counts, left), flush=True)
+            if against is not None:
+                rows = foreign_records.compare(records, against)
+                left += sum(row.left for row in rows)
+                _tell(rows, run)
+                if any(row.unequal and row.lane in foreign_records.EXACT_LANES for row in rows):
+                    code = verdicts.BROKEN
+            return verdicts.NOT_DECIDED if left and code == verdicts.HELD else code
+
+        def interrupted() -> None:
+            for case in waiting.values():
+                run.leave_out(case, "the judging was ended")
+            print(f"stopped: {len(waiting)} cases are left out", flush=True)
+
+        def finish() -> None:
+            run.write("junit.xml", junit.document(read(run.path)))
+
+        return supervised(run, make_console(), body, interrupted, finish)
+
+
+def _judge_all(
+    records: Path, run: RunFolder, interrupts: Interrupts, waiting: dict[str, Case], prune: bool
+) -> tuple[list[CaseResult], int]:
+    """Results, and how many cases no rank came to; those that are done leave ``waiting``."""
+    counted, left = [], 0
+    with tempfile.TemporaryDirectory() as cache:
+        for case, judged in foreign_records.results_of(records, Path(cache)):
+            with interrupts.held():
+                del waiting[case.id]
+                if judged is None:
+                    left += 1
+                    run.leave_out(case, "the ranks ended before they came to it")
+                    print(f"{'left out':<10} {case.id}", flush=True)
+                    continue
+                account, result = judged
+                counted.append(result)
+                run.keep(result, json.loads(json.dumps(account.to_dict(), default=str)))
+                run.add(result)
+                print(_line(result), flush=True)
+                if prune and verdicts.kind(result.verdict) in verdicts.GREEN:
+                    _drop_tensors(records, case)
+    return counted, left
+
+
+def _tell(rows: Sequence[Comparison], run: RunFolder) -> None:
+    for row in rows:
+        print(f"digests against local processes, {row.sentence()}", flush=True)
+    lanes = [{"lane": r.lane, "equal": r.equal, "unequal": r.unequal} for r in rows]
+    run.write(DIGESTS, json.dumps(lanes, indent=1) + "\n")
+
+
+def _drop_tensors(records: Path, case: Case) -> None:
+    for number, planned in enumerate(read_plan(records).cases):
+        if planned.id == case.id:
+            for path in foreign_records.case_folder(records, number).glob("*.rec"):
+                path.unlink()
+
+
+def _line(result: CaseResult) -> str:
+    error, bound = result.worst_error, result.bound
+    figures = (
+        f"  error {error:.1e} of {bound:.1e}" if error is not None and bound is not None else ""
+    )
+    reason = f"  {result.reason}" if result.reason else ""
+    return f"{result.verdict:<10} {result.id}{figures}  {result.seconds:.2f} s{reason}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m shardproof.cluster.judge", description=(__doc__ or "").split("\n\n")[1]
+    )
+    parser.add_argument("records", type=Path, metavar="RECORDS")
+    where = "run folder of the verdicts (default: a new one beside RECORDS)"
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help=where)
+    parser.add_argument("--against", type=Path, metavar="RECORDS", help="compare digests")
+    parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
+    for name, value in REPRODUCIBLE.items():  # MKL asks at its first product
+        os.environ.setdefault(name, value)
+    words = sys.argv[1:] if arguments is None else [*arguments]
+    given = parser.parse_args(words)
+    command = ["python", "-m", "shardproof.cluster.judge", *words]
+    try:
+        return judge(given.records, given.results, given.against, given.prune, command)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return verdicts.BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""Records that ranks left in a folder, from wherever they ran: verdicts and comparisons.
+
+``cluster.torchrun`` writes the folder; here it becomes results, by the judge that judges local
+runs; ``cluster.judge`` makes a run folder of them.  Digests of two folders of the same cases show,
+tensor by tensor, whether containers or machines compute the same bits as processes on one machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from shardproof.case import Case
+from shardproof.checks.results import CaseResult
+from shardproof.errors import Problem, SelectionError
+from shardproof.evidence.account import Account
+from shardproof.evidence.records import Pieces, RankRecord
+from shardproof.files import DAMAGE, Stored, write_whole
+from shardproof.launch.outcome import RankOutcome, mark_consequences
+from shardproof.runs.machine import image
+from shardproof.tensor_bytes import digest, dtype_name
+
+#: Lanes that promise equal bits wherever the same ranks run on the same backend.
+EXACT_LANES = ("bitwise", "dyadic")
+#: What the stacks of a rank begin with that computed too much, or that stood still with all others.
+OVER_BUDGET, STANDSTILL = "over its budget", "standstill"
+#: Among the records: the clock ended the job.
+OUT_OF_TIME = "out_of_time"
+
+
+def case_folder(records: Path, number: int) -> Path:
+    """Where the ranks leave what belongs to the plan's case ``number``."""
+    return records / f"case{number:04d}"
+
+
+@dataclass(frozen=True)
+class Host(Stored):
+    """A machine or container by its host name, and the ranks on it."""
+
+    name: str
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class Plan(Stored):
+    """What was about to be run, where: all that is needed to judge it.  ``began`` is Unix time.
+
+    ``image``: what the image tells of itself that rank 0 runs in (``runs.machine.image``).
+    """
+
+    began: float
+    world: int
+    torch: str
+    capability: str
+    cases: list[Case]
+    nodes: list[Host] = field(default_factory=list)
+    image: dict[str, str] = field(default_factory=dict)
+
+
+def write_plan(
+    records: Path, cases: Sequence[Case], world: int, nodes: Sequence[Host] = ()
+) -> None:
+    """Begin a launch in ``records``: what an earlier one left there would pass for this one's.
+
+    Files go and folders stay: another node may hold a folder in its cache.
+    """
+    records.mkdir(parents=True, exist_ok=True)
+    for name in ("plan.json", OUT_OF_TIME):
+        (records / name).unlink(missing_ok=True)
+    for path in records.glob("case[0-9]*/rank[0-9]*.*"):
+        path.unlink()
+    capability = torch.backends.cpu.get_cpu_capability()
+    plan = Plan(
+        time.time(), world, torch.__version__, capability, list(cases), list(nodes), image()
+    )
+    write_whole(records / "plan.json", json.dumps(plan.to_dict()))
+
+
+def plan_digest(records: Path) -> str:
+    """Digest of the plan in ``records``; empty if there is none."""
+    try:
+        return hashlib.sha256((records / "plan.json").read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return ""
+
+
+def read_plan(records: Path) -> Plan:
+    """What :func:`write_plan` wrote.
+
+    :raises SelectionError: no plan there.
+    """
+    try:
+        return Plan.from_dict(json.loads((records / "plan.json").read_text()))
+    except (OSError, *DAMAGE) as error:
+        remedy = "name a folder that shardproof.cluster.torchrun wrote"
+        raise SelectionError(Problem(f"no records: {error}", remedy, str(records))) from None
+
+
+@dataclass(frozen=True)
+class RankEnd(Stored):
+    """How one rank ended a case, and a digest of each tensor that it observed."""
+
+    outcome: RankOutcome
+    digests: dict[str, str]
+
+
+def write_end(folder: Path, end: RankEnd) -> None:
+    text = json.dumps(end.to_dict(), default=str)
+    write_whole(folder / f"rank{end.outcome.rank}.end", text)
+
+
+# ----------------------------------------------------------------------------------- digests
+
+
+def digests(record: RankRecord) -> dict[str, str]:
+    """Dtype, shape and SHA-256 of the bytes of every tensor that a rank observed.
+
+    Keys are ``step<s>/<point>/<kind>/<name>``; what was there after ``setup`` is ``initial/...``;
+    of several pieces with one name the later ones get a number.
+    """
+    by_place: dict[str, str] = {}
+
+    def note(prefix: str, kinds: Pieces) -> None:
+        for kind, pieces in kinds.items():
+            for piece in pieces:
+                key, copy = f"{prefix}/{kind}/{piece.name}", 1
+                while key in by_place:
+                    copy += 1
+                    key = f"{prefix}/{kind}/{piece.name}#{copy}"
+                by_place[key] = _digest(piece.tensor)
+
+    note("initial", record.initial)
+    for step in record.steps:
+        for point, kinds in step.observed.items():
+            note(f"step{step.step}/{point}", kinds)
+        loss = torch.tensor(math.nan if step.loss is None else step.loss, dtype=torch.float64)
+        by_place[f"step{step.step}/loss"] = _digest(loss)
+    return by_place
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor)} {list(tensor.shape)} {digest(tensor)}"
+
+
+@dataclass
+class Comparison:
+    """How many digests two folders share; ``differing`` are places, at most a few per case.
+
+    ``left`` cases are not compared, since the clock ended one of the jobs before or in them.
+    """
+
+    lane: str
+    cases: int = 0
+    left: int = 0
+    equal: int = 0
+    differing: list[str] = field(default_factory=list)
+    unequal: int = 0
+
+    def sentence(self) -> str:
+        total = self.equal + self.unequal
+        left = f"; {self.left} left out, which the clock ended" if self.left else ""
+        if not self.unequal:
+            return f"{self.lane}: all {total} tensor digests of {self.cases} cases identical{left}"
+        shown = "; ".join(self.differing[:3])
+        return (
+            f"{self.lane}: {self.unequal} of {total} tensor digests of {self.cases} cases "
+            f"differ: {shown}{left}"
+        )
+
+
+def compare(records: Path, others: Path) -> list[Comparison]:
+    """Compare the digests of two folders case by case and rank by rank, a row per lane.
+
+    A tensor, rank or case that only one folder has counts as differing; skipped cases do not count,
+    nor do those that the clock ended.
+    """
+    numbers = {case.id: n for n, case in enumerate(read_plan(others).cases)}
+    world = read_plan(records).world
+    rows: dict[str, Comparison] = {}
+    for number, case in enumerate(read_plan(records).cases):
+        if case.skip:
+            continue
+        row = rows.setdefault(case.lane, Comparison(case.lane))
+        if case.id not in numbers:
+            row.cases += 1
+            row.unequal += 1
+            row.differing.append(f"{case.id} ran only once")
+            continue
+        if _out_of_time(records, number, world) or _out_of_time(others, numbers[case.id], world):
+            row.left += 1
+            continue
+        row.cases += 1
+        for rank in range(world):
+            here = _digests_of(case_folder(records, number), rank)
+            there = _digests_of(case_folder(others, numbers[case.id]), rank)
+            places = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+            row.equal += len({**here, **there}) - len(places)
+            row.unequal += len(places)
+            row.differing += [f"{case.id} rank {rank} {key}" for key in places[:2]]
+    return list(rows.values())
+
+
+# ---------------------------------------------------------------------------------- verdicts
+
+
+def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
+    """How the ranks of one case ended; ``None`` if none of them came to it."""
+    began = [rank for rank in range(world) if (folder / f"rank{rank}.began").exists()]
+    if not began:
+        return None
+    outcomes = []
+    for rank in range(world):
+        end = _end(folder, rank)
+        if end is not None:
+            path = folder / f"rank{rank}.rec"
+            record = path if end.outcome.status == "ok" and path.exists() else None
+            outcomes.append(replace(end.outcome, record=record))
+        else:
+            outcomes.append(_silent(folder, rank, rank in began))
+    return mark_consequences(outcomes)
+
+
+def _out_of_time(records: Path, number: int, world: int) -> bool:
+    """Whether the clock ended the job before or in that case: time is no evidence."""
+    if not (records / OUT_OF_TIME).exists():
+        return False
+    outcomes = outcomes_of(case_folder(records, number), world)
+    return outcomes is None or any(o.status == "killed" and not o.consequence for o in outcomes)
+
+
+def _silent(folder: Path, rank: int, began: bool) -> RankOutcome:
+    """The outcome of a rank that left no account: its alarm ended it, or something from outside."""
+    stacks = folder / f"rank{rank}.stacks"
+    text = stacks.read_text(errors="replace").strip() if stacks.exists() else ""
+    if text.startswith(OVER_BUDGET):
+        message = f"computes in {_top_frame(text)}: {text.splitlines()[0]}"
+        return RankOutcome(rank, "over budget", message=message, traceback=text)
+    if text:
+        message = f"still in {_top_frame(text)} when no rank computed, entered or left a call"
+        return RankOutcome(rank, "hung", message=message, traceback=text)
+    # Who left its stacks has ended the job, and so its peers.
+    peer = any(folder.glob("rank*.stacks"))
+    what = "its process exited without reporting" if began else "it was gone before this case"
+    return RankOutcome(rank, "killed", message=what, consequence=peer)
+
+
+def _top_frame(stacks: str) -> str:
+    """The innermost frame of the main thread, which faulthandler prints last."""
+    frames = [line.strip() for line in stacks.split("hread 0x")[-1].splitlines() if "File " in line]
+    return frames[0] if frames else "native code"
+
+
+def _end(folder: Path, rank: int) -> RankEnd | None:
+    try:
+        return RankEnd.from_dict(json.loads((folder / f"rank{rank}.end").read_text()))
+    except (OSError, *DAMAGE):
+        return None
+
+
+def _digests_of(folder: Path, rank: int) -> dict[str, str]:
+    end = _end(folder, rank)
+    return {} if end is None else end.digests
+
+
+def results_of(
+    records: Path, cache: Path
+) -> Iterator[tuple[Case, tuple[Account, CaseResult] | None]]:
+    """Judge every case of the plan; ``None`` for what no rank came to."""
+    from shardproof.cases.leader import judge_case
+
+    plan = read_plan(records)
+    for number, case in enumerate(plan.cases):
+        folder = case_folder(records, number)
+        outcomes = outcomes_of(folder, plan.world)
+        if _out_of_time(records, number, plan.world):
+            outcomes = None
+        if outcomes is None and not case.skip:
+            yield case, None
+            continue
+        account, result = judge_case(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
+        if outcomes:
+            result.seconds = max(outcome.ended for outcome in outcomes)
+        yield case, (account, result)

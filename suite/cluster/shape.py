@@ -1,0 +1,183 @@
+"""What a cluster is to be like, as it is typed: nodes, ranks, caps and a slow node."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardproof.commands import options
+from shardproof.errors import Problem, SelectionError
+
+if TYPE_CHECKING:
+    from shardproof.cluster.containers.caps import Caps
+    from shardproof.cluster.nodes.nodes import Nodes
+
+#: More would be ranks that wait for cores.
+MOST_NODES, MOST_RANKS = 16, 32
+_UNITS = {"k": 10, "m": 20, "g": 30}
+#: The least that a node with two ranks needs: each has torch in memory.
+_LEAST_MEMORY = 512 << 20
+_LEAST_CORES = 0.05
+
+
+def memory(text: str) -> int:
+    """Bytes of ``512m`` or ``2g``."""
+    found = re.fullmatch(r"(\d{1,15})([kmg]?)", text.lower())
+    size = int(found[1]) << _UNITS.get(found[2], 0) if found else 0
+    if size < _LEAST_MEMORY:
+        least = f"{_LEAST_MEMORY >> 20}m"
+        raise typer.BadParameter(f"{text!r} is no size of {least} or more, such as 2g")
+    if size > (has := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise typer.BadParameter(f"{text!r} is more than the {has >> 20}m of this machine")
+    return size
+
+
+def cores(text: str) -> float:
+    """Of ``2`` or ``0.5``."""
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,9})?", text) or float(text) < _LEAST_CORES:
+        raise typer.BadParameter(f"{text!r} is no number of {_LEAST_CORES} cores or more")
+    if float(text) > (has := os.cpu_count() or 1):
+        raise typer.BadParameter(f"{text!r} is more than the {has} cores of this machine")
+    return float(text)
+
+
+def bandwidth(text: str) -> int:
+    """Bits per second of ``100mbit`` or ``1gbit``; 0 of ``unlimited``."""
+    from shardproof.launch.rates import bits_per_second
+
+    try:
+        return bits_per_second(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def slow_node(text: str) -> tuple[int, Caps]:
+    """The node and what it has, of ``1:cpus=0.5`` or ``1:bandwidth=10mbit``."""
+    from shardproof.cluster.containers.caps import Caps
+
+    found = re.fullmatch(r"(\d{1,2}):(cpus|bandwidth)=(\S+)", text)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is none of N:cpus=C and N:bandwidth=RATE")
+    node, name, value = int(found[1]), found[2], found[3]
+    if name == "bandwidth":
+        if not (rate := bandwidth(value)):
+            raise typer.BadParameter(f"{value!r} does not slow it")
+        return node, Caps(bits_per_second=rate)
+    return node, Caps(cpus=cores(value))
+
+
+NodeCount = Annotated[
+    int, typer.Option("--nodes", metavar="K", min=1, max=MOST_NODES, help="nodes")
+]
+RanksPerNode = Annotated[
+    int,
+    typer.Option(
+        "--ranks-per-node",
+        metavar="R",
+        min=1,
+        max=MOST_RANKS,
+        help="consecutive ranks on one node; the last axes of a mesh lie inside nodes",
+    ),
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="WORD", help="what the same command takes on one machine"),
+]
+Cpus = Annotated[
+    float | None, typer.Option("--cpus", metavar="C", parser=cores, help="cores of each node")
+]
+Memory = Annotated[
+    int | None,
+    typer.Option("--memory", metavar="M", parser=memory, help="of each node, such as 2g"),
+]
+Bandwidth = Annotated[
+    int | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="RATE",
+        parser=bandwidth,
+        help="that each node sends with, such as 100mbit",
+    ),
+]
+Delay = Annotated[
+    float | None,
+    typer.Option(
+        "--delay",
+        metavar="MS",
+        min=1,
+        max=10_000,
+        help="milliseconds that a message to another node takes more",
+    ),
+]
+SlowNode = Annotated[
+    Any,
+    typer.Option(
+        "--slow-node",
+        metavar="N:CAP",
+        parser=slow_node,
+        help="what one node has instead: 1:cpus=0.5, or 1:bandwidth=10mbit",
+    ),
+]
+Keep = Annotated[
+    bool, typer.Option("--keep", help="leave the containers, to look into them (`down` ends them)")
+]
+AllPackages = Annotated[
+    bool, typer.Option("--all-packages", help="DeepSpeed and MPI, also if nothing names them")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is typed of a cluster: its nodes, what each has, and one that has less."""
+
+    nodes: NodeCount = 2
+    ranks_per_node: RanksPerNode = 2
+    cpus: Cpus = None
+    memory_bytes: Memory = None
+    bits_per_second: Bandwidth = None
+    delay_ms: Delay = None
+    slow: SlowNode = None
+    all_packages: AllPackages = False
+
+    @property
+    def there(self) -> Nodes:
+        """Its nodes."""
+        from shardproof.cluster.nodes import nodes
+
+        return nodes.Nodes(nodes.FOLDER, self.nodes, self.ranks_per_node)
+
+    def limits(self) -> Caps:
+        """:raises SelectionError: a network between nodes, where there is one node."""
+        from shardproof.cluster.containers.caps import Caps
+
+        for flag, value in (("--bandwidth", self.bits_per_second), ("--delay", self.delay_ms)):
+            if value is not None and self.nodes == 1:
+                what = "nothing is sent between nodes of a cluster of one"
+                raise SelectionError(Problem(what, "choose --nodes 2, or leave it out", flag))
+        delay = None if self.delay_ms is None else self.delay_ms / 1e3
+        return Caps(self.cpus, self.memory_bytes, self.bits_per_second or None, delay)
+
+    def slowed(self) -> dict[int, Caps]:
+        """:raises SelectionError: there is no such node, or no other."""
+        if self.slow is None:
+            return {}
+        node, caps = self.slow
+        if self.nodes == 1:
+            what = "one node is not slower than others"
+            raise SelectionError(Problem(what, "choose --nodes 2, or leave it out", "--slow-node"))
+        if node >= self.nodes:
+            what, remedy = f"there is no node {node}", f"nodes are 0 to {self.nodes - 1}"
+            raise SelectionError(Problem(what, remedy, "--slow-node"))
+        return {node: caps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfOneRun(Shape):
+    """That of a cluster which is made for one command and ends with it."""
+
+    results: options.Results = None
+    keep: Keep = False

@@ -1,1 +1,0 @@
-"""A run of what ranks left in a folder, wherever they ran."""

@@ -1,0 +1,221 @@
+"""Ranks on nodes: agents as processes of this machine, which containers only take further apart."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from made_case import made_case
+
+from shardproof.backends import mpi
+from shardproof.case import Case, WorkloadSpec
+from shardproof.cases.runner import Session
+from shardproof.cluster.nodes.condition import CUT_OFF, QUESTION, WELL, Inquiry, Lost
+from shardproof.cluster.nodes.nodes import Nodes, door
+from shardproof.launch.workspace import Workspace
+
+HERE = str(Path(__file__).parents[1] / "support")
+SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16})
+
+
+def test_consecutive_ranks_share_a_node() -> None:
+    nodes = Nodes(Path(), 3, 2)
+    assert nodes.places == 6
+    assert [nodes.ranks_of(node, 5) for node in range(3)] == [(0, 1), (2, 3), (4,)]
+    assert nodes.ranks_of(1, 2) == ()
+
+
+def as_host(node: int) -> list[str]:
+    """What gives a process a host's name of its own, by which Open MPI tells nodes apart."""
+    rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"node{node}"]
+    possible = shutil.which("unshare") and not subprocess.call([*rename, "true"], stderr=-3)
+    return rename if possible else []
+
+
+@pytest.fixture(scope="module")
+def agents() -> Iterator[tuple[Nodes, list[int]]]:
+    """Two nodes of two ranks, and the pids of their agents."""
+    # Open MPI takes the addresses of this machine's network for those of two.
+    environment = {**os.environ, "PYTHONPATH": HERE, "OMPI_MCA_btl_tcp_if_include": "lo"}
+    command = [sys.executable, "-m", "shardproof.cluster.nodes.agent"]
+    with Workspace() as folder:
+        processes = [
+            subprocess.Popen([*as_host(node), *command, str(folder), str(node)], env=environment)
+            for node in range(2)
+        ]
+        try:
+            deadline = time.monotonic() + 120
+            while not all(door(folder, node).exists() for node in range(2)):
+                assert time.monotonic() < deadline
+                assert {process.poll() for process in processes} == {None}
+                time.sleep(0.05)
+            yield Nodes(folder, 2, 2), [process.pid for process in processes]
+        finally:
+            for process in processes:
+                process.terminate()
+            assert {process.wait(30) for process in processes} <= {0, -signal.SIGKILL}
+
+
+def case(system: str, mesh: dict[str, int], **fields: Any) -> Case:
+    usual: dict[str, Any] = {
+        "id": system,
+        "backend": "gloo",
+        "checks": ("equivalence", "replicas", "traffic"),
+        "steps": 2,
+        "workload": SMALL,
+    }
+    return made_case(system, mesh, **(usual | fields))
+
+
+def faulty(name: str, **fields: Any) -> Case:
+    return case(f"faulty_ranks:{name}", {"replicate": 3}, id=name, **fields)
+
+
+CLEAN = [
+    case("reference/zero3", {"shard": 4}, lane="bitwise"),
+    case("pytorch/ddp", {"replicate": 3}, lane="bitwise"),
+    case("reference/tensor", {"tensor": 2}),
+    case("reference/ddp", {"replicate": 2}, id="threads", backend="in_memory"),
+]
+
+
+def run(cases: Sequence[Case], nodes: Nodes | None) -> dict[str, tuple[str, list[str]]]:
+    """Verdict and digests by case."""
+    found: dict[str, tuple[str, list[str]]] = {}
+
+    def note(result: Any, account: dict[str, Any]) -> None:
+        found[result.id] = f"{result.verdict} {result.reason}".strip(), digests(account["figures"])
+
+    with Session(1, nodes) as session:
+        session.run(cases, lambda _: None, on_account=note)
+    return found
+
+
+def digests(value: Any) -> list[str]:
+    """All digests of tensors anywhere in an account, in its order."""
+    if isinstance(value, dict):
+        own = [value["digest"]] if isinstance(value.get("digest"), str) else []
+        return own + [found for part in value.values() for found in digests(part)]
+    return [found for part in value for found in digests(part)] if isinstance(value, list) else []
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Those of an agent but for its fork server."""
+    return psutil.Process(pid).children(recursive=True)[1:]
+
+
+def nothing_stays(pids: Sequence[int]) -> None:
+    """What cases had is gone, at most a moment later."""
+    deadline = time.monotonic() + 30
+    while left := [process for pid in pids for process in descendants(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+@pytest.mark.launches
+class TestAgents:
+    def test_verdicts_and_bits_are_those_of_local_ranks_and_nothing_stays(
+        self, agents: tuple[Nodes, list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nodes, pids = agents
+        monkeypatch.syspath_prepend(HERE)
+        monkeypatch.setenv("PYTHONPATH", HERE)
+        broken = {
+            "Raises": ("crash", "rank 1 raised ValueError"),
+            "IsKilled": ("crash", "rank 1 killed"),
+            "CallsAnother": ("crash", "rank 1 calls broadcast"),
+            "AllocatesWithoutEnd": ("crash", "memory limit"),
+        }
+        odd = [faulty(name, memory_gib=0.75) for name in broken]
+        found = run([*odd, *CLEAN], nodes)
+        for name, (verdict, words) in broken.items():
+            told, _ = found.pop(name)
+            assert told.startswith(verdict) and words in told, told
+        assert {verdict for verdict, _ in found.values()} == {"pass"}, found
+        assert found == run(CLEAN, None) and all(digests for _, digests in found.values())
+        nothing_stays(pids)
+
+    @pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
+    @pytest.mark.skipif(not as_host(0), reason="needs hosts' names of its own")
+    def test_agents_start_the_daemons_of_an_mpirun(
+        self, agents: tuple[Nodes, list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nodes, pids = agents
+        monkeypatch.syspath_prepend(HERE)
+        cases = [
+            case("reference/zero3", {"shard": 4}, lane="bitwise", backend="mpi"),
+            case("faulty_ranks:IsKilled", {"replicate": 3}, backend="mpi"),
+        ]
+        found = run(cases, nodes)
+        assert "rank 1 killed" in found["faulty_ranks:IsKilled"][0]
+        memory = case("reference/zero3", {"shard": 4}, lane="bitwise", backend="in_memory")
+        assert found["reference/zero3"] == run([memory], None)["reference/zero3"]
+        nothing_stays(pids)
+
+    def test_a_paused_node_is_told_and_serves_again(
+        self, agents: tuple[Nodes, list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nodes, pids = agents
+        monkeypatch.syspath_prepend(HERE)
+        monkeypatch.setenv("PYTHONPATH", HERE)
+        pauses = faulty("PausesItsNode", deadline=3.0)
+        try:
+            found = run([pauses, CLEAN[2]], nodes)
+        finally:
+            agent = psutil.Process(pids[0])
+            for process in (agent, *agent.children(recursive=True)):
+                # The agent ends its ranks as soon as it runs again.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
+        told, _ = found["PausesItsNode"]
+        assert told.startswith("hang lost node: node0 (ranks 0-1) is paused; rank 2 waits in "), (
+            told
+        )
+        told, _ = found[CLEAN[2].id]
+        assert told == "judge error node0 (ranks 0-1) is paused, and this case needs it"
+        assert run([CLEAN[2]], nodes)[CLEAN[2].id][0] == "pass"
+
+    def test_a_node_that_ends_costs_its_cases_and_is_named(
+        self, agents: tuple[Nodes, list[int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nodes, pids = agents
+        monkeypatch.syspath_prepend(HERE)
+        monkeypatch.setenv("PYTHONPATH", HERE)
+        os.kill(pids[1], signal.SIGKILL)
+        found = run([CLEAN[0], CLEAN[2]], nodes)
+        assert found["reference/tensor"][0] == "pass", "it lies on the other node"
+        told, _ = found["reference/zero3"]
+        assert told == "judge error node1 (ranks 2-3) has ended, and this case needs it"
+        last = case("faulty_ranks:EndsItsNode", {"replicate": 2}, id="last")
+        told, _ = run([last], nodes)["last"]
+        assert told.startswith("crash rank 0 killed: node0 (ranks 0-1) has ended, and all its"), (
+            told
+        )
+
+
+def test_an_agent_that_lost_its_network_says_so() -> None:
+    ours, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, agent:
+        inquiry = Inquiry(ours)
+        told = []
+        for answer in (WELL, CUT_OFF, WELL):
+            inquiry.how()
+            assert agent.recv(64) == QUESTION
+            agent.send(answer)
+            told.append(inquiry.how())
+        assert told == [None, "cut off", None]
+        agent.close()
+        inquiry.how()
+        assert inquiry.how() == "ended"
+    assert str(Lost(1, (2,), "cut off")) == "node1 (rank 2) is cut off from the network"
