@@ -109,7 +109,6 @@ app.add_typer(
     cluster.clusters, name="cluster", short_help="Run on containers of this machine as nodes."
 )
 app.add_typer(study.studies, name="study", short_help="Measure the suite itself.")
-app.command("calibrate", hidden=True)(study.calibrate_by_its_old_name)
 
 
 def _version(wanted: bool) -> None:

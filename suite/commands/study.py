@@ -82,12 +82,6 @@ def calibrate(
     raise typer.Exit(verdicts.BROKEN if wrong else verdicts.HELD)
 
 
-def calibrate_by_its_old_name(seeds: int = 30, jobs: options.Jobs = None) -> None:
-    """Old name of `shardproof study calibrate`."""
-    echo("`shardproof calibrate` is now `shardproof study calibrate`", err=True)
-    calibrate(seeds, jobs)
-
-
 @studies.command()
 def overhead() -> None:
     """Measure the suite's own cost of a step, of a small all-reduce, and of making schedules."""
