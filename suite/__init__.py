@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-if __name__ == "suite":  # by its folder's name, in a checkout: only the old public names answer
-    from shardproof.registry import old_names
-
-    old_names.take_over()
-elif __name__ != "shardproof":  # one name for one module: it would be loaded a second time
+if __name__ != "shardproof":  # one name for one module: it would be loaded a second time
     raise ImportError("the package is called shardproof: write `import shardproof`")
 
 from typing import TYPE_CHECKING, Any

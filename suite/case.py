@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from shardproof import old_words
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.files import Stored
 
@@ -238,11 +237,6 @@ class Case(Stored):
     def data_coordinates(self) -> int:
         """Number of shares that the global batch is cut into."""
         return math.prod(n for axis, n in self.mesh.items() if axis in DATA_AXES)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Case:
-        """The case that :meth:`to_dict` described, in words of now or of before."""
-        return super().from_dict(old_words.stored_case({**data}))
 
     def oracle_key(self, buffers: str, batch: str = "global") -> str:
         """Digest of all that the oracle depends on; cases that share it share an oracle.

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
-from shardproof import old_words
 from shardproof.by_path import only_in_programs
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
@@ -167,8 +166,6 @@ def prove(
         things["optimizer"], data = optimizer, settings or "sgd"
     name, options = adapters.subject(implementation, things, options or {})
     registry.check(name)
-    current_lanes: list[Any] = [old_words.current("lane", lane) for lane in several(lanes)]
-    current_checks = [old_words.current("check", check) for check in several(checks)]
     choice = {"name": name, **({"options": options, "label": "given"} if options else {})}
 
     dtypes = {**({} if built is None else {"built": built}), **lowered}
@@ -185,7 +182,7 @@ def prove(
         by_id = {
             case.id: case
             for mesh, backend in places
-            for lane in current_lanes
+            for lane in several(lanes)
             for case in _cases_of(
                 {
                     "name": "prove",
@@ -202,7 +199,7 @@ def prove(
                         **_trained_by(data, lane, called is None),
                         **_variants(workload),
                     },
-                    "checks": current_checks,
+                    "checks": several(checks),
                     "steps": steps,
                     "deadline": deadline,
                 }
@@ -248,7 +245,7 @@ def prove(
         "dtype": built,
         "precision": lowered,
         "options": options,
-        "checks": tuple(current_checks),
+        "checks": tuple(several(checks)),
         "depth": depth,
         "steps": steps,
         "deadline": deadline,

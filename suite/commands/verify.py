@@ -22,7 +22,7 @@ from shardproof.files import DAMAGE
 from shardproof.runs import records
 from shardproof.runs.bundle.form import Listing
 from shardproof.runs.bundle.unpacking import unpacked
-from shardproof.runs.header import FORMAT, OtherFormat, other_format, read_header
+from shardproof.runs.header import OtherFormat
 from shardproof.runs.integrity import changed
 from shardproof.runs.records import LeadsOut, RecordError
 from shardproof.runs.run_folder import Line, Run, lines, read, standard
@@ -64,9 +64,6 @@ def verify(path: Path) -> Verified:
 
     :raises SelectionError: there is no run, or its evidence has another format.
     """
-    header = read_header(path)
-    if header is not None and header.format != FORMAT:
-        raise other_format(header, path)
     damaged: list[Problem] = []
     run = read(path, damaged=damaged)
     problems = [*changed(path), *map(str, damaged)]

@@ -14,8 +14,7 @@ from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof import old_words
-from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run, strategy_of
+from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import DAMAGE, read_input, require_types, write_whole
 from shardproof.runs import run_folder
@@ -163,8 +162,8 @@ def read(path: Path) -> Snapshot:
             machine=dict(document["machine"]),
             taken=str(document["taken"]),
             versions=versions,
-            cases={e.id: e for e in _entries(document, "cases", versions, path)},
-            timed={e.id: e for e in _entries(document, "timed", versions, path)},
+            cases=_entries(document, "cases", versions),
+            timed=_entries(document, "timed", versions),
             kills={str(name): bool(killed) for name, killed in document["kills"].items()},
             keys=[dict(key) for key in document["keys"]],
         )
@@ -176,11 +175,9 @@ def read(path: Path) -> Snapshot:
 
 
 def _entries(
-    document: Mapping[str, Any], part: str, versions: Sequence[Version], path: Path
-) -> Iterator[Entry]:
-    """The entries of ``part`` in the words of now; those of old words warn."""
-    for name, row in document[part].items():
-        yield _entry(old_words.current_name(name, str(path)), row, document, versions)
+    document: Mapping[str, Any], part: str, versions: Sequence[Version]
+) -> dict[str, Entry]:
+    return {name: _entry(name, row, document, versions) for name, row in document[part].items()}
 
 
 def _entry(
@@ -188,7 +185,7 @@ def _entry(
 ) -> Entry:
     version, cell, names = row["at"]
     implementation, strategy, backend, world = row["is"]
-    keys = [old_words.renamed_name(key) for key in document["figures"][names]]
+    keys = map(str, document["figures"][names])
     values = row.get("figures", [])
     for value in values:
         if isinstance(value, (list, dict)):
@@ -198,11 +195,10 @@ def _entry(
     return Entry(
         id=name,
         implementation=str(implementation),
-        # Older baselines call one implementation by the names of several formulas.
-        strategy=strategy_of(str(implementation).split(" v ")[0], str(strategy)),
+        strategy=str(strategy),
         backend=str(backend),
         world=int(world),
-        verdict=old_words.renamed("verdict", str(row["verdict"])),
+        verdict=str(row["verdict"]),
         version=versions[version],
         figures=dict(zip(keys, values, strict=True)),
         cell=dict(document["cells"][cell]),

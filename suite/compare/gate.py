@@ -12,9 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
-from shardproof import old_words, verdicts
+from shardproof import verdicts
 from shardproof.compare import exact_figures
 from shardproof.compare.compare import UNDECIDED, Change, RunComparison, Timing, verdict_on
 from shardproof.compare.policy import Allowed, AllowedTime, ExpectedFailure, Level, PolicyFile
@@ -373,7 +374,7 @@ class _Judge:
         """Entries of expected failures that have expired, or that nothing needs any more."""
         results = self.comparison.after.results
         for index, entry in enumerate(self.policy.xfails):
-            matched = [r for name, r in results.items() if old_words.glob(name, entry.cases)]
+            matched = [r for name, r in results.items() if fnmatchcase(name, entry.cases)]
             failing = sum(result.verdict in _FAILING for result in matched)
             passing = sum(result.verdict in _PASSING for result in matched)
             file, line = self.policy_file.file, self.policy_file.line(["xfails", index])
@@ -394,35 +395,35 @@ class _Judge:
         """Why an entry that matches no result of the run does nothing; ``""``: none is awaited."""
         when = f"expired on {entry.until}; " if expired else ""
         missing = sum(
-            old_words.glob(name, entry.cases) and self._in_scope(name)
+            fnmatchcase(name, entry.cases) and self._in_scope(name)
             for name in self.comparison.missing
         )
         if missing:
             what = f"matches only missing results ({missing}), which it does not excuse"
             return f"{when}{what}: say in cases.scope what a run has to have"
-        if any(old_words.glob(FAULTS + name, entry.cases) for name in self.comparison.after.kills):
+        if any(fnmatchcase(FAULTS + name, entry.cases) for name in self.comparison.after.kills):
             return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
         return ""
 
     def _in_scope(self, name: str) -> bool:
-        return any(old_words.glob(name, pattern) for pattern in self.policy.cases.scope)
+        return any(fnmatchcase(name, pattern) for pattern in self.policy.cases.scope)
 
     def _expected(self, name: str) -> ExpectedFailure | None:
         """The entry that expects `name` to break; of several the one that lasts longest."""
-        matching = [entry for entry in self.policy.xfails if old_words.glob(name, entry.cases)]
+        matching = [entry for entry in self.policy.xfails if fnmatchcase(name, entry.cases)]
         return max(matching, key=lambda entry: entry.until, default=None)
 
     def _allowed(self, change: Change) -> Allowed | None:
         matching = [
             entry
             for entry in self.policy.figures.allow
-            if old_words.glob(change.id, entry.cases)
-            and any(old_words.glob(change.figure, pattern) for pattern in entry.figures)
+            if fnmatchcase(change.id, entry.cases)
+            and any(fnmatchcase(change.figure, pattern) for pattern in entry.figures)
         ]
         return max(matching, key=lambda e: e.until or datetime.date.max, default=None)
 
     def _slowdown(self, time: Timing) -> AllowedTime | None:
-        matching = [e for e in self.policy.times.allow if old_words.glob(time.id, e.pairs)]
+        matching = [e for e in self.policy.times.allow if fnmatchcase(time.id, e.pairs)]
         lasting = [e for e in matching if e.until is None or e.until >= self.today]
         return max(lasting or matching, key=lambda e: e.slowdown, default=None)
 

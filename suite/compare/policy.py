@@ -10,12 +10,13 @@ import datetime
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from shardproof import old_words, verdicts
+from shardproof import verdicts
 from shardproof.compare.snapshot import Snapshot
 from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.scenarios import load
@@ -203,7 +204,7 @@ def check(policy_file: PolicyFile, before: Snapshot, after: Snapshot, today: dat
         if pattern == "*":  # everything, were it nothing
             continue
         known = names if "figures" in path[1:] else ids
-        if not any(old_words.glob(name, pattern) for name in known):
+        if not any(fnmatchcase(name, pattern) for name in known):
             noun = "figures" if known is names else "ids"
             what = f"{load.dotted(path)}: matches none of the {noun} of both runs"
             remedy = nearest(pattern, known, noun) if known is names else "correct or remove it"

@@ -93,8 +93,6 @@ class Account(Stored):
     def from_dict(cls, data: Mapping[str, Any]) -> Account:
         """The account that :meth:`to_dict` described."""
         fields = {**data}
-        if "claims" in fields:  # the name in older runs
-            fields["declaration"] = fields.pop("claims")
         figures = fields.pop("figures", None)
         account = super().from_dict(fields)
         if figures is not None:

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shardproof.by_path import CannotImport, at_path, import_module, is_module, no_module
 from shardproof.errors import Problem, SelectionError, nearest
-from shardproof.registry import old_names
 
 if TYPE_CHECKING:
     from shardproof.contract import Implementation
@@ -181,8 +180,6 @@ def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
 
 def _find(name: str, path: str) -> Any:
     """What ``path`` (``package.module:Class``) leads to."""
-    if not path.startswith("shardproof."):
-        old_names.install()
     try:
         return at_path(path)
     except CannotImport as error:

@@ -6,8 +6,6 @@ leader, never here, and what is wrong is told in one sentence instead of once fo
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -17,9 +15,8 @@ from typing import Any
 from shardproof import registry, workloads
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import Options, Refused
-from shardproof.errors import InputError, Problem, SelectionError, printable, shorten
+from shardproof.errors import InputError, Problem, SelectionError, shorten
 from shardproof.launch.pool import Pool, TaskEnd
-from shardproof.registry import old_names
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads.own import FOUND
 
@@ -50,39 +47,31 @@ def check(
         items = [(name, name, SECONDS) for name in own]
         ends = list(stack.enter_context(closing(leaders.run(try_to_load, items))))
     loaded: dict[str, Loaded]
-    loaded = {end.key: end.value or (_unfinished(end), [], []) for end in ends}
-    for text in dict.fromkeys(text for _, texts, _ in loaded.values() for text in texts):
-        print(printable(f"warning: {text}"), file=sys.stderr)
+    loaded = {end.key: end.value or (_unfinished(end), []) for end in ends}
     remedy = "nothing was run: correct the name or the module"
     problems = []
-    for name, (fault, _, _) in loaded.items():
+    for name, (fault, _) in loaded.items():
         file, _, line = (sources or {}).get(name, "").rpartition(":")
         if fault:
             problem = Problem(shorten(fault, _LONGEST), remedy)
             problems.append(replace(problem, file=file, line=int(line)) if line else problem)
     if problems:
         raise SelectionError(problems)
-    return {name: axes for name, (_, _, axes) in loaded.items()}
+    return {name: axes for name, (_, axes) in loaded.items()}
 
 
-#: The fault of an implementation (empty: none), warnings of old names, and its axes.
-Loaded = tuple[str, list[str], list[str]]
+#: The fault of an implementation (empty: none), and its axes.
+Loaded = tuple[str, list[str]]
 
 
 def try_to_load(name: str) -> Loaded:
     """Task of a leader."""
-    fault, axes = "", list[str]()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DeprecationWarning)
-        try:
-            axes = list(Declaration.of(registry.load(name), {}).axes)
-        except (Refused, BrokenContract):
-            axes = []  # it takes options: its cases will tell
-        except (InputError, registry.BrokenImplementation) as error:
-            fault = str(error)
-    of_old_names = (each for each in caught if str(each.message).endswith(old_names.ENDS))
-    texts = [f"{each.filename}:{each.lineno}: {each.message}" for each in of_old_names]
-    return fault, texts, axes
+    try:
+        return "", [*Declaration.of(registry.load(name), {}).axes]
+    except (Refused, BrokenContract):
+        return "", []  # it takes options: its cases will tell
+    except (InputError, registry.BrokenImplementation) as error:
+        return str(error), []
 
 
 def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:

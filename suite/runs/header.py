@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue
 
-from shardproof import VERSION, old_words
+from shardproof import VERSION
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import read_input
 from shardproof.launch.rates import cap_in_words
 
 NAME = "run.json"
-#: The evidence format that is written (docs/evidence.md), and those whose lines can be read.
-#: Records of others are judged by the suite that wrote them: messages of checks (1) and records of
-#: evaluations (2 and 6) differ, sentences on norms, replicas and crashes (3), places of pieces (4),
-#: and lines without loss factors or cases that save (5).
+#: The evidence format that is written and read (docs/evidence.md).
 FORMAT = 7
-READABLE = (1, 2, 3, 4, 5, 6, FORMAT)
 
 
 class _Part(BaseModel):
@@ -80,9 +75,6 @@ class PartOf(_Part):
         return f"part {self.index} of {self.of}"
 
 
-Name = Annotated[str, BeforeValidator(lambda name: old_words.renamed_name(str(name)))]
-
-
 #: By cap of a node: the option of ``cluster run`` that sets it.
 _CAP_OPTIONS = {
     "cpus": "--cpus",
@@ -126,7 +118,7 @@ class Invocation(_Part):
     python: str
     packages: dict[str, str | None]
     fingerprint: Fingerprint
-    planned: list[Name] = []
+    planned: list[str] = []
     kills: list[str] = []
     key: ComparisonKey | None = None
     benches: list[str] = []
@@ -258,14 +250,9 @@ def read_header(folder: Path) -> Header | None:
     if header is None or not header.invocations:
         remedy = "choose another folder, or a whole copy of it"
         raise SelectionError(Problem("is damaged", remedy, file=str(folder / NAME)))
-    if header.format not in READABLE:
-        raise other_format(header, folder)
+    if header.format != FORMAT:
+        commit = f" (commit {header.last.commit})" if header.last.commit else ""
+        what = f"evidence format {header.format!r}; this version ({VERSION}) reads format {FORMAT}"
+        remedy = f"run it again, or use the suite that wrote it: shardproof {header.last.suite}"
+        raise OtherFormat(Problem(what, f"{remedy}{commit}", file=str(folder / NAME)))
     return header
-
-
-def other_format(header: Header, folder: Path) -> OtherFormat:
-    """Why the run in ``folder`` cannot be used, and which suite can."""
-    commit = f" (commit {header.last.commit})" if header.last.commit else ""
-    what = f"evidence format {header.format!r}; this version ({VERSION}) reads {FORMAT}"
-    remedy = f"use the suite that wrote it: shardproof {header.last.suite}{commit}"
-    return OtherFormat(Problem(what, remedy, file=str(folder / NAME)))

@@ -17,7 +17,7 @@ from typing import Any
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import lines_of, read_input
 from shardproof.runs import run_folder
-from shardproof.runs.header import FORMAT, Invocation, PartOf, other_format, read_header
+from shardproof.runs.header import Invocation, PartOf, read_header
 from shardproof.runs.integrity import require_unedited
 from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import RunFolder
@@ -98,8 +98,6 @@ def read_part(name: str, path: Path) -> Part:
     header = read_header(path)
     if header is None:
         raise SelectionError(Problem("no run", "name a run that --shard made", name))
-    if header.format != FORMAT:
-        raise other_format(header, path)
     if (place := header.part) is None:
         what = "is no part of a selection" if header.merged is None else "is put together already"
         remedy = "name the runs that `run`, `mutants` or `bench` with --shard I/N left"

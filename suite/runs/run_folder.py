@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from shardproof import VERSION, old_words
+from shardproof import VERSION
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, Kill, LeftOut, rerun
 from shardproof.contract import Options
@@ -52,7 +52,6 @@ from shardproof.runs.header import (
     Header,
     Invocation,
     PartOf,
-    other_format,
     read_header,
 )
 from shardproof.runs.records import Manifest, append_line, require_inside, write
@@ -164,8 +163,6 @@ class RunFolder:
 
     def _begin(self, command: Sequence[str]) -> None:
         path, header = self.path, read_header(self.path)
-        if header is not None and header.format != FORMAT:
-            raise other_format(header, path)  # one run, one format
         from shardproof.runs import machine  # who only reads runs does without
 
         self._header = header or Header(format=FORMAT, id=path.name, invocations=[])
@@ -526,7 +523,7 @@ def _lines(path: Path, strict: bool = False) -> Iterator[tuple[int, Line]]:
                 raise SelectionError(problem) from None
             continue  # cut off by a kill
         if isinstance(line, dict) and isinstance(line.get("kind"), str):
-            yield number, old_words.stored_line(line)
+            yield number, line
 
 
 def _now() -> str:

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from shardproof import old_words
 from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 from shardproof.scenarios.schema import Matrix, Scenario
 from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read, value_text
@@ -24,8 +23,6 @@ SHIPPED = (Path(__file__).parent / "files").resolve()
 
 #: What is run where nothing is named.
 USUAL = ("conformance", "checkpoint")
-#: Keys of files whose values had other names before 1.0.
-_RENAMED: dict[str, old_words.Kind] = {"lane": "lane", "checks": "check"}
 Shape = typing.TypeVar("Shape", bound=BaseModel)
 #: Keys that only files for ``shardproof bench`` have: of pairs, and of scaling.
 _TIMED = re.compile(r"^(?:(pairs)|mode|worlds|implementations)[ \t]*:", re.MULTILINE)
@@ -240,32 +237,11 @@ def _validate(node: Node, file: str) -> ScenarioFile:
 
 
 def _as(kind: type[Shape], node: Node, file: str) -> Shape:
-    _rename(node, file)
     try:
         return kind.model_validate(node.plain())
     except ValidationError as error:
         details = error.errors(include_url=False)
         raise ScenarioError([_problem(detail, node, file, kind) for detail in details]) from None
-
-
-def _rename(node: Node, file: str) -> None:
-    """Replace old names of lanes, checks and verdicts under ``node``, with a warning."""
-    if isinstance(node.value, list):
-        for item in node.value:
-            _rename(item, file)
-    elif isinstance(node.value, dict):
-        for key, child in node.value.items():
-            for word in child.value if isinstance(child.value, list) else [child]:
-                if key in _RENAMED and isinstance(word.value, str):
-                    word.value = old_words.current(_RENAMED[key], word.value, file, word.line)
-            _rename(child, file)
-        if (verdicts := node.value.get("verdicts")) and isinstance(verdicts.value, dict):
-            for old in list(verdicts.value):
-                new = old_words.current("verdict", old, file, verdicts.keys[old].line)
-                if new in verdicts.value:
-                    continue  # with both names given, the old one is an unknown key
-                verdicts.value[new] = verdicts.value.pop(old)
-                verdicts.keys[new] = verdicts.keys.pop(old)
 
 
 def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseModel]) -> Problem:

@@ -1,7 +1,7 @@
 """``-k EXPR``: pytest's grammar on case ids.
 
 ``and``, ``or``, ``not`` and parentheses combine words.  A word matches if the id contains it, in
-upper or lower case; ids also match by their old words.  A whole case id selects only that case.
+upper or lower case.  A whole case id selects only that case.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ast
 import re
 from collections.abc import Callable
 
-from shardproof import old_words
 from shardproof.errors import Problem, SelectionError
 
 Predicate = Callable[[str], bool]
@@ -46,9 +45,8 @@ def compile_expression(text: str) -> Predicate:
                 inner = predicate(operand, depth + 1)
                 return lambda name: not inner(name)
             case ast.Name(stand_in):
-                token = text[at : at + len(stand_in)]
-                word = token.lower()
-                return lambda name: old_words.matches(name, lambda id: word in id.lower(), token)
+                word = text[at : at + len(stand_in)].lower()
+                return lambda name: word in name.lower()
         raise refused(at + 1, "expected a word or an operator")
 
     # Python parses what is left when names of as many letters stand in for words.

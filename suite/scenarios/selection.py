@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from shardproof import old_words
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.errors import Problem, SelectionError, nearest
@@ -67,7 +66,7 @@ class Selection:
 
         :raises SelectionError: a value outside of the plan; the error names planned values.
         """
-        expression = _expression(self.expression)
+        expression = self.expression.strip()
         cases = self._of_scenarios(planned)
         seeds = () if self.seed is None else (self.seed,)
         filters: tuple[tuple[str, Sequence[str | int], Names], ...] = (
@@ -102,7 +101,7 @@ class Selection:
         return [case for case in planned if case.id in kept or not self.scenarios]
 
     def _filtered(self, pool: list[Case], vocabulary: Vocabulary) -> list[Case]:
-        expression = _expression(self.expression)
+        expression = self.expression.strip()
         matches = compile_expression(expression)
         if _is_id(expression):
             return [resolve(expression, pool)]
@@ -210,15 +209,10 @@ def _is_id(text: str) -> bool:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Case ids, in current words, and names of scenarios, files or folders."""
-    ids = [old_words.current_name(name) for name in arguments if _is_id(name)]
-    return ids, [name for name in arguments if not _is_id(name)]
-
-
-def _expression(text: str) -> str:
-    """``-k`` without surrounding spaces; a whole case id in current words."""
-    text = text.strip()
-    return old_words.current_name(text) if _is_id(text) else text
+    """Case ids, and names of scenarios, files or folders."""
+    return [name for name in arguments if _is_id(name)], [
+        name for name in arguments if not _is_id(name)
+    ]
 
 
 def _scenario_of(name: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ROOT, python
 
 from shardproof.errors import SelectionError
 from shardproof.registry import preflight
@@ -106,3 +107,31 @@ checks: [equivalence]
     code, _, err = command("check-scenario", str(modules / "own.yaml"))
     assert code == 2 and "own.yaml:11: workload charnames_gpt has no form for lane dyadic" in err
     assert "workloads that have one: dyadic_mlp" in err
+
+
+def test_a_checkouts_folder_is_no_import_name() -> None:
+    done = python("-c", "import suite", cwd=ROOT)
+    assert done.returncode == 1 and "write `import shardproof`" in done.stderr
+
+
+def test_no_module_is_loaded_twice() -> None:
+    code = (
+        "import importlib, os, pkgutil, sys, shardproof\n"
+        "def failed(name): ...\n"
+        "for module in pkgutil.walk_packages(shardproof.__path__, 'shardproof.', failed):\n"
+        "    try:\n"
+        "        importlib.import_module(module.name)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        assert error.name.partition('.')[0] == 'deepspeed', error\n"
+        "files = {}\n"
+        "for name, module in list(sys.modules.items()):\n"
+        "    file = getattr(module, '__file__', None)\n"
+        "    if file and name != '__main__':\n"
+        "        files.setdefault(os.path.realpath(file), set()).add(id(module))\n"
+        "twice = [file for file, modules in files.items() if len(modules) > 1]\n"
+        f"own = ({str(ROOT / 'suite')!r}, {str(ROOT / 'impls')!r})\n"
+        "assert not [file for file in twice if file.startswith(own)], twice\n"
+        "assert sum(name.startswith('shardproof.') for name in sys.modules) > 250\n"
+    )
+    done = python("-c", code, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]

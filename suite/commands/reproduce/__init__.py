@@ -83,7 +83,6 @@ def reproduce(
     """
     from shardproof.commands.supervision import RESULTS
     from shardproof.runs.bundle.unpacking import open_run
-    from shardproof.runs.header import FORMAT, other_format
     from shardproof.runs.integrity import damage_is_bad_input, require_unedited
     from shardproof.runs.run_folder import read
     from shardproof.scenarios.select import compile_expression
@@ -95,8 +94,6 @@ def reproduce(
     matches = compile_expression(expression)
     with open_run(run, RESULTS) as path, damage_is_bad_input(path):
         before = read(path, strict=True)
-        if before.header.format != FORMAT:
-            raise other_format(before.header, path)
         require_unedited(path)
         faults = {f"mutants/{kill.name}" for kill in before.kills}
         cases_of_faults = {result.id for result in before.mutant_cases}
