@@ -15,16 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from shardproof import axes
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.files import Stored
 
 Lane = Literal["bitwise", "dyadic", "fp64", "working_precision"]
-
-#: The axes of a mesh, outermost first.
-Axis = Literal["pipe", "replicate", "shard", "tensor"]
-AXES: tuple[Axis, ...] = get_args(Axis)
-#: Data axes: their product is the number of data coordinates (shares of the global batch).
-DATA_AXES = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
@@ -236,7 +231,7 @@ class Case(Stored):
     @property
     def data_coordinates(self) -> int:
         """Number of shares that the global batch is cut into."""
-        return math.prod(n for axis, n in self.mesh.items() if axis in DATA_AXES)
+        return axes.size(self.mesh, axes.sharing(self.mesh))
 
     def oracle_key(self, buffers: str, batch: str = "global") -> str:
         """Digest of all that the oracle depends on; cases that share it share an oracle.
@@ -265,12 +260,13 @@ def data_shares(
     """Which share of the global batch each worker gets: rank -> index, over ``max + 1`` shares.
 
     ``ranks`` fill the grid ``mesh`` in order, the last axis innermost.  Ranks that differ only on
-    axes that are no data axes share one; shares are numbered in the order of the data axes, over
-    those that have a worker.
+    axes that do not share out the batch have the same one; shares are numbered in the order of the
+    axes that do, over those that have a worker.
     """
+    sharing = axes.sharing(mesh)
     spots = itertools.product(*(range(n) for n in mesh.values()))
     keys = {
-        rank: tuple(c for axis, c in zip(mesh, spot, strict=True) if axis in DATA_AXES)
+        rank: tuple(c for axis, c in zip(mesh, spot, strict=True) if axis in sharing)
         for rank, spot in zip(ranks, spots, strict=True)
         if rank in workers
     }

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from shardproof.axes import cutting
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -421,7 +423,7 @@ class Capabilities:
     the installed packages have not that these options need, in words; the same becomes of cases.
     """
 
-    axes: tuple[str, ...] = ("replicate",)
+    axes: tuple[str, ...] = (cutting("samples"),)
     max_world: int | None = None
     dtypes: tuple[str, ...] = ("float64", "float32")
     backends: tuple[str, ...] = ("in_memory", "gloo", "gloo_cuda", "nccl", "mpi")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardproof.axes import summing
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import (
     Batch,
@@ -182,7 +183,7 @@ class Adapter(Saves):
 
 def data_comm(mesh: Mesh) -> Comm:
     """All ranks with a copy or a shard of the same model."""
-    return mesh.comm(*(axis for axis in ("replicate", "shard") if axis in mesh.axes))
+    return mesh.comm(*summing(mesh.axes))
 
 
 def unit_features(silent: bool, precision: Precision) -> set[str]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardproof.axes import names
 from shardproof.contract import Capabilities, Refused, SamplerSpec, Sampling
 from shardproof.contract import Options as Given
 from shardproof.impls.reference.engine.options import own_function_of, parse_options
@@ -61,8 +62,7 @@ class TorchSampler(Sampling):
             declines["resume"] = f"no {' and '.join(STATE)}: an epoch begins anew"
         elif chosen.resume == "same_world":
             declines["other_world"] = "it counts the samples of one rank"
-        axes = ("pipe", "replicate", "shard", "tensor")
-        return Capabilities(axes=axes, backends=("in_memory", "gloo", "mpi"), declines=declines)
+        return Capabilities(axes=names(), backends=("in_memory", "gloo", "mpi"), declines=declines)
 
     def start(self, spec: SamplerSpec, options: Given) -> None:
         self.chosen = parse_options(Options, options)

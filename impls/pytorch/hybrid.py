@@ -41,6 +41,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from shardproof.axes import summing
 from shardproof.comm import Mesh
 from shardproof.contract import (
     Batch,
@@ -75,8 +76,6 @@ from shardproof.impls.reference.engine.state import broadcast_tensors, load_stat
 from shardproof.impls.reference.pipeline.stages import cut
 from shardproof.impls.reference.units.plan import Wrap
 
-#: Along which the batch is cut.
-DATA_AXES = ("replicate", "shard")
 #: Schedules whose I and W are two actions.
 SPLIT = ("interleaved_zb", "zb_v", "dualpipe_v")
 
@@ -118,7 +117,7 @@ class Hybrid(Pipelining):
         chosen = parse_options(Options, options)
         own = ("stages", "tensor", "sharded_parameters", "sharded_gradients", "sharded_optimizer")
         return Capabilities(
-            axes=("pipe", *DATA_AXES, "tensor"),
+            axes=("pipe", "replicate", "shard", "tensor"),
             buffers="per_rank",
             features=USUAL | set(own),
             declines={
@@ -151,7 +150,7 @@ class Hybrid(Pipelining):
 
     def begin(self, whole: nn.Module, state: Mapping[str, Tensor] | None, mesh: Mesh) -> None:
         """Rank 0's values everywhere."""
-        self.data = tuple(axis for axis in DATA_AXES if axis in mesh.axes)
+        self.data = summing(mesh.axes)
         if self.data == ("replicate",):
             raise Refused(
                 "fully_shard replicates beside shards: add the axis 'shard' (of one rank, say)"

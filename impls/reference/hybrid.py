@@ -45,6 +45,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shardproof.axes import summing
 from shardproof.comm import Mesh
 from shardproof.contract import (
     Batch,
@@ -64,7 +65,6 @@ from shardproof.impls.reference.engine.options import FORMATS, Training, declare
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import gather_over, put
-from shardproof.impls.reference.engine.summing import DATA_AXES
 from shardproof.impls.reference.fsdp.schedule import Options as FSDPOptions
 from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.pipeline import Options as PipelineOptions
@@ -183,7 +183,7 @@ class ReferenceHybrid(ReferencePipeline):
         exact = declared(
             "stages",
             "tensor",
-            axes=("pipe", *DATA_AXES, "tensor"),
+            axes=("pipe", "replicate", "shard", "tensor"),
             buffers="rank0" if from_rank0 else "per_rank",
             declines={**layers.declines, **wrap_declines, **turns},
             checkpoints=FORMATS,
@@ -223,7 +223,7 @@ class ReferenceHybrid(ReferencePipeline):
     def check(self, mesh: Mesh) -> None:
         """Whether the strategy of the data axes takes those that the mesh has."""
         data, inner = self.options.data, self.options.strategy_options
-        has_data = any(axis in mesh.axes for axis in DATA_AXES)
+        has_data = bool(summing(mesh.axes))
         for name, none in () if has_data else (("precision", Precision()), ("offload", "none")):
             if getattr(self.options, name) != none:
                 raise Refused(
@@ -250,7 +250,7 @@ class ReferenceHybrid(ReferencePipeline):
             )
         if data == "fsdp" and has_data:
             wanted, strategy = fsdp.AXES[inner.sharding_strategy], inner.sharding_strategy
-            unused = [a for a in DATA_AXES if a not in wanted and mesh.size(a) > 1]
+            unused = [a for a in summing(mesh.axes) if a not in wanted and mesh.size(a) > 1]
             missing = [a for a in wanted if a not in mesh.axes]
             if unused or missing:
                 raise Refused(
@@ -286,7 +286,7 @@ class ReferenceHybrid(ReferencePipeline):
 
     def wrap(self, module: nn.Module) -> Handle:
         """``module``, a stage or a tied tensor or all, on the data axes."""
-        axes = [axis for axis in DATA_AXES if axis in self.mesh.axes]
+        axes = summing(self.mesh.axes)
         if not axes:
             return Local(module)
         chosen = DATA[self.options.data]
@@ -302,7 +302,7 @@ class ReferenceHybrid(ReferencePipeline):
 
         :raises Refused: the data coordinates have different numbers of micro-batches, and may not.
         """
-        if self.is_cut and self.options.rounds_take_turns and {*DATA_AXES} & {*self.mesh.axes}:
+        if self.is_cut and self.options.rounds_take_turns and summing(self.mesh.axes):
             own, handles = len(batch.micro_batches), self.handle.handles()  # type: ignore[attr-defined]
             if own < (most := max(h.rounds for h, _ in handles if isinstance(h, zero2.Zero2))):
                 raise Refused(

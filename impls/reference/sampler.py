@@ -48,6 +48,7 @@ from typing import Any
 
 import torch
 
+from shardproof.axes import names
 from shardproof.contract import Capabilities, Options, Refused, SamplerSpec, Sampling
 
 
@@ -60,9 +61,7 @@ class Sampler(Sampling):
     def capabilities(cls, options: Options) -> Capabilities:
         if options:
             raise Refused(f"option {next(iter(options))!r}: there are no options")
-        return Capabilities(
-            axes=("pipe", "replicate", "shard", "tensor"), backends=("in_memory", "gloo", "mpi")
-        )
+        return Capabilities(axes=names(), backends=("in_memory", "gloo", "mpi"))
 
     def start(self, spec: SamplerSpec, options: Options) -> None:
         self.spec = spec

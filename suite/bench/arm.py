@@ -9,9 +9,10 @@ from typing import Self
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof import backends, registry, workloads
+from shardproof.axes import joint_groups, replicas
 from shardproof.bench.clock import Clock, finish
 from shardproof.bench.launches import SideRun
-from shardproof.case import DATA_AXES, data_shares
+from shardproof.case import data_shares
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Batch, MicroBatch, Observe, StepResult
 from shardproof.ledgers import program_order, traffic
@@ -23,13 +24,13 @@ BATCHES = 8
 
 def mesh_of(axes: Mapping[str, int], device: str, ranks: Sequence[int] | None = None) -> Mesh:
     """The mesh of an arm; every rank makes it, those that are not on it too."""
-    joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
-    return Mesh(axes, joint=joint, device=device, ranks=ranks)
+    return Mesh(axes, joint=joint_groups(axes), device=device, ranks=ranks)
 
 
 def everybody(backend: str, world: int) -> Comm:
     """A group of all ranks, for barriers and votes."""
-    return mesh_of({"replicate": world}, backends.BACKENDS[backend].device).comm("replicate")
+    axes = replicas(world)
+    return mesh_of(axes, backends.BACKENDS[backend].device).comm(*axes)
 
 
 def comms_along(axes: Mapping[str, int], backend: str, wanted: Iterable[str]) -> dict[str, Comm]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof.axes import replicas
 from shardproof.backends import BACKENDS
 from shardproof.bench.clock import Clock, finish
 from shardproof.bench.collective_times import Timed
@@ -119,9 +120,8 @@ def measure(request: Request, rank: int) -> Seconds:
 
     torch.set_num_threads(1)
     pinning.pin(rank, request.world, BACKENDS[request.backend].threads)
-    comm = Mesh({"replicate": request.world}, device=BACKENDS[request.backend].device).comm(
-        "replicate"
-    )
+    axes = replicas(request.world)
+    comm = Mesh(axes, device=BACKENDS[request.backend].device).comm(*axes)
     systems = request.systems
     found: Seconds = [[[] for _ in request.sizes] for _ in systems]
     most = max(request.sizes) // 4 + comm.size

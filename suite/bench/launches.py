@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardproof.axes import replicas
 from shardproof.bench.model import alpha_beta
 from shardproof.bench.model.records import AloneSteps, ProbeRecord
 from shardproof.bench.subjects import (
@@ -129,7 +130,7 @@ def cell_launch(
     ranks = side_run(cell, "ranks", grown(mesh, cell.world))
     alone = dict.fromkeys(mesh, 1)
     wrapped = replace(ranks, axes=alone, workload=cell.base, first_rank_only=True)
-    plain = replace(wrapped, axes={"replicate": 1}, side=Side(PLAIN))
+    plain = replace(wrapped, axes=replicas(1), side=Side(PLAIN))
     sides = {"plain": plain, "wrapped": wrapped} | ({"ranks": ranks} if together else {})
     probed: dict[int, SideRun] = {}
     if number == 0 and cell.backend in alpha_beta.ALGORITHMS:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardproof.axes import growing
 from shardproof.backends import BACKENDS
 from shardproof.bench import launches, leader_tasks
 from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
@@ -30,7 +31,7 @@ from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
 from shardproof.bench.stats import TimedStep
 from shardproof.bench.subjects import LETTERS, ORDERS, SIDES, Cell, Pair, Room, Side, Subject, grown
 from shardproof.bench.telemetry import nvml, sampling
-from shardproof.case import DATA_AXES, split
+from shardproof.case import split
 from shardproof.cases.runner import JUDGING_SECONDS
 from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.errors import Problem, SelectionError
@@ -363,7 +364,8 @@ def _growing(cell: Cell, declared: Declaration) -> list[str]:
     """The axes that may take the ranks which the axes of the cell leave."""
     if cell.grows:
         return [cell.grows]
-    return [axis for axis in declared.axes if axis in DATA_AXES and axis not in cell.system.mesh]
+    able = growing(declared.axes)
+    return [axis for axis in declared.axes if axis in able and axis not in cell.system.mesh]
 
 
 def _missing_for_cell(cell: Cell, growing: Sequence[str], declared: Declaration, room: Room) -> str:

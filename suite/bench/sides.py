@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from shardproof import registry, workloads
+from shardproof.axes import growing, names
 from shardproof.backends import BACKENDS
 from shardproof.bench.subjects import LOSS_TOLERANCE, Action, Pair, Side, Subject
-from shardproof.case import AXES, Axis, WorkloadSpec
+from shardproof.case import WorkloadSpec
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError, nearest
 from shardproof.scenarios import load
-from shardproof.scenarios.schema import Label, Model, Size
+from shardproof.scenarios.schema import AxisName, Label, Model, Size
 from shardproof.scenarios.source import Node
 
 #: A segment (one letter of A B B A) is at least this long and has at least this many steps.
@@ -35,8 +36,6 @@ WARM_LEAST = 4
 #: Name of a pair that was given on the command line.
 ON_COMMAND_LINE = "pair"
 DTYPES = tuple(LOSS_TOLERANCE)
-#: Tried in this order where a side's mesh is not given.
-_AXES: tuple[Axis, ...] = ("shard", "replicate")
 
 
 def default_optimizer(name: str) -> OptimizerSpec:
@@ -49,9 +48,8 @@ def natural_mesh(axes: Sequence[str], world: int) -> dict[str, int]:
 
     :raises SelectionError: it has several, and no data axis.
     """
-    for axis in (*_AXES, *(axes if len(axes) == 1 else ())):
-        if axis in axes:
-            return {axis: world}
+    if able := growing(axes) or (axes if len(axes) == 1 else ()):
+        return {able[0]: world}
     remedy = "give its mesh, e.g. --mesh-b pipe=2"
     raise SelectionError(Problem("no data axis to put the world on", remedy, ", ".join(axes)))
 
@@ -154,8 +152,8 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
-        if axis not in AXES or not _NUMBER.match(size):
-            remedy = f"axes are {', '.join(AXES)}; write e.g. replicate=2,shard=2"
+        if axis not in names() or not _NUMBER.match(size):
+            remedy = f"axes are {', '.join(names())}; write e.g. replicate=2,shard=2"
             raise SelectionError(Problem(f"{option} takes axis=size", remedy, part))
         axes[axis] = int(size)
     return axes
@@ -170,7 +168,9 @@ class SideModel(Model):
 
     implementation: str = Field(min_length=1, description="family/name, or package.module:Class")
     options: Options = Field(default_factory=dict, description="handed to setup()")
-    mesh: dict[Axis, Size] = Field(default_factory=dict, description="axes; default: one, whole")
+    mesh: dict[AxisName, Size] = Field(
+        default_factory=dict, description="axes; default: one, whole"
+    )
 
 
 SideField = Annotated[SideModel, BeforeValidator(named, json_schema_input_type=str | SideModel)]

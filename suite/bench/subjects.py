@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from shardproof.case import DATA_AXES, WorkloadSpec
+from shardproof.axes import sharing, size
+from shardproof.case import WorkloadSpec
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.files import Stored
 from shardproof.launch.process_control import physical_cores
@@ -189,8 +190,8 @@ class Cell(Timed):
 
     def data_coordinates(self, world: int) -> int:
         """Among how many ``world`` ranks share the batch of a step."""
-        stays = math.prod(n for axis, n in self.system.mesh.items() if axis in DATA_AXES)
-        return stays * (world // self.inner if self.grows in ("", *DATA_AXES) else 1)
+        stays = size(self.system.mesh, sharing(self.system.mesh))
+        return stays * (world // self.inner if not self.grows or sharing([self.grows]) else 1)
 
     def samples(self, world: int) -> int:
         """Samples of the rank that has most, in a step of ``world`` ranks."""

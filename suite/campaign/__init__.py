@@ -20,7 +20,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from shardproof import registry, workloads
+from shardproof import axes, registry, workloads
+from shardproof.axes import cutting
 from shardproof.backends import BACKENDS as KNOWN_BACKENDS
 from shardproof.campaign.systems import (
     DYADIC,
@@ -202,7 +203,7 @@ def _carried(workload: str) -> tuple[str, ...]:
 def has_schedule(name: str, options: Options, mesh: Mapping[str, int], micro_batches: int) -> bool:
     """Whether ``name`` does not refuse windows of so many micro-batches."""
     try:
-        registry.load(name).schedule(options, mesh.get("pipe", 1), micro_batches)
+        registry.load(name).schedule(options, axes.parts(mesh, "layers"), micro_batches)
     except Refused:
         return False
     return True
@@ -221,18 +222,18 @@ def own_system(name: str) -> System:
     except Refused as error:
         raise SelectionError(Problem(f"--impl: {error}", "give options defaults", name)) from error
     most, several = declared.max_world or LARGEST_WORLD, len(declared.axes) > 1
-    sizes = range(1, 3 if several or "tensor" in declared.axes else LARGEST_WORLD + 1)
+    sizes = range(1, 3 if several or cutting("widths") in declared.axes else LARGEST_WORLD + 1)
     meshes = [
         dict(zip(declared.axes, shape, strict=True))
         for shape in itertools.product(sizes, repeat=len(declared.axes))
         if math.prod(shape) <= min(most, LARGEST_GRID)
     ]
     exact = {"float32", "float64"} & {*declared.dtypes}
-    chosen = LAYERED if "tensor" in declared.axes else System.workloads
+    chosen = LAYERED if cutting("widths") in declared.axes else System.workloads
     return System(
         name,
         meshes,
-        stages=lambda setup: setup.size("pipe") if "pipe" in setup.mesh else 0,
+        stages=lambda setup: setup.parts("layers") if cutting("layers") in setup.mesh else 0,
         workloads=tuple(workload for workload in chosen if exact or workload != DYADIC),
         lanes=NO_BITWISE if "float64" in declared.dtypes else ("working_precision",),
     )

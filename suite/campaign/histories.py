@@ -165,9 +165,9 @@ def _fits(system: System, setup: Setup, case: Case) -> bool:
 def _can_share(setup: Setup, case: Case) -> bool:
     """Whether tensor ranks and stages can share the model, as the campaign draws it for them."""
     knobs = case.workload.params
-    if setup.size("pipe") > 1 and "layers" not in knobs:
+    if setup.parts("layers") > 1 and "layers" not in knobs:
         return False
-    ranks = setup.size("tensor")
+    ranks = setup.parts("widths")
     if ranks == 1:
         return True
     if case.workload.name == campaign.DYADIC:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardproof import workloads
-from shardproof.case import AXES, DATA_AXES, Lane, WorkloadSpec, split
+from shardproof import axes, workloads
+from shardproof.axes import Cut, cutting
+from shardproof.case import Lane, WorkloadSpec, split
 from shardproof.contract import Options
 
 LARGEST_WORLD = 5
@@ -43,13 +44,14 @@ class Setup:
     mesh: Mapping[str, int]
     workload: str
 
-    def size(self, axis: str) -> int:
-        return self.mesh.get(axis, 1)
+    def parts(self, what: Cut) -> int:
+        """Number of ranks over which the mesh cuts ``what``."""
+        return axes.parts(self.mesh, what)
 
     @property
     def coordinates(self) -> int:
         """Those that have data: all but ranks that serve."""
-        return math.prod(self.size(axis) for axis in DATA_AXES) - self.servers
+        return axes.size(self.mesh, axes.sharing(self.mesh)) - self.servers
 
     @property
     def servers(self) -> int:
@@ -114,14 +116,14 @@ def communicates(setup: Setup) -> bool:
 def reshards(setup: Setup) -> bool:
     """Whether an integer ``reshard_after_forward`` divides the ranks that parameters lie on."""
     k = setup.options.get("reshard_after_forward")
-    return k is None or isinstance(k, bool) or setup.size("shard") % k == 0
+    return k is None or isinstance(k, bool) or setup.parts("state") % k == 0
 
 
 def whole_nodes(setup: Setup) -> bool:
     """Whether nodes of two ranks, where an algorithm asks for them, divide the replicas."""
     inner = setup.options.get("data_options", {})
     chosen = {**setup.options, **inner}.get("all_reduce")
-    return not isinstance(chosen, Mapping) or setup.size("replicate") % 2 == 0
+    return not isinstance(chosen, Mapping) or setup.parts("samples") % 2 == 0
 
 
 def somebody_works(setup: Setup) -> bool:
@@ -147,11 +149,12 @@ def as_fsdp1(setup: Setup, policy: Policy) -> bool:
 
 
 def own_stages(setup: Setup) -> int:
-    return setup.size("pipe") * (2 if setup.options["schedule"] in ("zb_v", "interleaved") else 1)
+    chunks = 2 if setup.options["schedule"] in ("zb_v", "interleaved") else 1
+    return setup.parts("layers") * chunks
 
 
 def upstream_stages(setup: Setup) -> int:
-    return setup.mesh["pipe"] * (1 if setup.options["schedule"] in SINGLE else 2)
+    return setup.parts("layers") * (1 if setup.options["schedule"] in SINGLE else 2)
 
 
 def in_equal_parts(setup: Setup, spec: WorkloadSpec) -> bool:
@@ -181,7 +184,7 @@ def recomputes(setup: Setup) -> bool:
 
 def goes_together(setup: Setup) -> bool:
     """As pipelines; nothing but Transformers and the like can be split into layers."""
-    layered = setup.workload in LAYERED or setup.size("tensor") == 1
+    layered = setup.workload in LAYERED or setup.parts("widths") == 1
     return recomputes(setup) and layered and whole_nodes(setup)
 
 
@@ -189,7 +192,7 @@ def reduces_each(setup: Setup) -> bool:
     """Hybrids without stages whose data axes reduce every micro-batch."""
     inner = setup.options.get("data_options", {})
     each = not inner.get("accumulate_without_communication")
-    return setup.size("pipe") == 1 and setup.options["data"] != "ddp" and each
+    return setup.parts("layers") == 1 and setup.options["data"] != "ddp" and each
 
 
 def upstream_splits(setup: Setup) -> bool:
@@ -201,7 +204,7 @@ def upstream_splits(setup: Setup) -> bool:
         return False
     if setup.workload != DYADIC:
         return True
-    return not options["loss_parallel"] and setup.size("tensor") in (1, 2, 4)
+    return not options["loss_parallel"] and setup.parts("widths") in (1, 2, 4)
 
 
 def clean_shapes(setup: Setup) -> bool:
@@ -221,7 +224,7 @@ def shared_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
         return {}
     if setup.workload == DYADIC:
         return {"width": 60}
-    ranks = setup.size("tensor")
+    ranks = setup.parts("widths")
     heads = ranks * source.choice((2, 4))
     kv = [n for n in range(1, heads + 1) if heads % n == 0 and (n % ranks == 0 or ranks % n == 0)]
     sizes: dict[str, int | float] = {
@@ -232,7 +235,7 @@ def shared_sizes(source: random.Random, setup: Setup) -> dict[str, int | float]:
         "seq": source.choice((11, 16)),
         "label_smoothing": source.choice((0.0, 0.1)),
     }
-    if max(setup.size("shard"), setup.size("replicate")) > 2:
+    if max(setup.parts("state"), setup.parts("samples")) > 2:
         sizes["vocab"] -= sizes["vocab"] % ranks
     return sizes
 
@@ -241,7 +244,7 @@ def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float
     """As torch wants it: KV heads and, where they are cut, positions that divide by the ranks."""
     if setup.workload == DYADIC:
         return {"width": 60, "seq": 12}
-    ranks, sizes = setup.size("tensor"), shared_sizes(source, setup)
+    ranks, sizes = setup.parts("widths"), shared_sizes(source, setup)
     if sizes["kv_heads"] % ranks:
         sizes["kv_heads"] = ranks
     if setup.options["sequence_parallel"]:
@@ -251,39 +254,46 @@ def upstream_sizes(source: random.Random, setup: Setup) -> dict[str, int | float
     return sizes
 
 
-def _line(axis: str, most: int = LARGEST_WORLD) -> Meshes:
-    return [{axis: size} for size in range(1, most + 1)]
+def _line(what: Cut, most: int = LARGEST_WORLD) -> Meshes:
+    return [{cutting(what): size} for size in range(1, most + 1)]
 
 
-_HYBRID = tuple({"replicate": r, "shard": f} for r, f in ((2, 2), (2, 3), (1, 3), (3, 1), (3, 2)))
+_HYBRID = tuple(
+    {cutting("samples"): replicas, cutting("state"): shards}
+    for replicas, shards in ((2, 2), (2, 3), (1, 3), (3, 1), (3, 2))
+)
 #: FSDP1 refuses hybrids without sharding.
-_SHARDED_HYBRID = tuple(mesh for mesh in _HYBRID if mesh["shard"] > 1)
-_REPLICAS, _SHARDS, _PIPES = _line("replicate"), _line("shard"), _line("pipe", 6)
-#: All meshes of four axes that have few enough ranks.
+_SHARDED_HYBRID = tuple(mesh for mesh in _HYBRID if axes.parts(mesh, "state") > 1)
+_REPLICAS, _SHARDS, _PIPES = _line("samples"), _line("state"), _line("layers", 6)
+#: What grids cut.
+_CUTS: tuple[Cut, ...] = ("layers", "samples", "state", "widths")
+#: All meshes of these axes that have few enough ranks.
 _GRIDS: Meshes = [
-    dict(zip(AXES, sizes, strict=True))
-    for sizes in itertools.product((1, 2, 3), repeat=4)
+    dict(zip(map(cutting, _CUTS), sizes, strict=True))
+    for sizes in itertools.product((1, 2, 3), repeat=len(_CUTS))
     if math.prod(sizes) <= LARGEST_GRID
 ]
 
 
-def _without_ones(meshes: Meshes, kept: str = "") -> Meshes:
-    """``meshes`` of few ranks that name only the axes of several, and the one that is ``kept``."""
+def _without_ones(meshes: Meshes, kept: Cut | None = None) -> Meshes:
+    """``meshes`` of few ranks without the axes of one rank, but for the one that cuts ``kept``."""
     small = (mesh for mesh in meshes if 1 < math.prod(mesh.values()) <= MOST_PROCESSES)
-    return [{axis: n for axis, n in mesh.items() if n > 1 or axis == kept} for mesh in small]
+    stays = cutting(kept) if kept else ""
+    return [{axis: n for axis, n in mesh.items() if n > 1 or axis == stays} for mesh in small]
 
 
 #: Without replicas.
-_ONE_REPLICA = [mesh for mesh in _GRIDS if mesh["replicate"] == 1]
-_SHARDED_GRIDS = [*_ONE_REPLICA, *_without_ones(_ONE_REPLICA, kept="shard")]
+_ONE_REPLICA = [mesh for mesh in _GRIDS if axes.parts(mesh, "samples") == 1]
+_SHARDED_GRIDS = [*_ONE_REPLICA, *_without_ones(_ONE_REPLICA, kept="state")]
+_PAIRS: Sequence[tuple[Cut, Cut]] = (("layers", "widths"), ("layers", "state"))
 #: Of torch, whose copies want shards: of one rank, if need be.  Many ranks take it long.
 _UPSTREAM_GRIDS: Meshes = [
     *(mesh for mesh in _GRIDS if math.prod(mesh.values()) <= MOST_PROCESSES),
     *(
-        {axis: mesh[axis] for axis in ("pipe", kept)}
-        for kept, ones in (("tensor", DATA_AXES), ("shard", ("replicate", "tensor")))
+        {axis: mesh[axis] for axis in map(cutting, kept)}
+        for kept in _PAIRS
         for mesh in _GRIDS
-        if all(mesh[axis] == 1 for axis in ones)
+        if all(axes.parts(mesh, what) == 1 for what in _CUTS if what not in kept)
     ),
 ]
 
@@ -363,7 +373,7 @@ def _fsdp(strategy: str, meshes: Meshes, options: Choices) -> System:
         meshes,
         {"sharding_strategy": (strategy,), **_FSDP, **options},
         mixed=True,
-        sums_ranks_first=communicates if "shard" in meshes[0] else never,
+        sums_ranks_first=communicates if cutting("state") in meshes[0] else never,
         flattens=always,
         only=of_fsdp,
     )
@@ -406,7 +416,7 @@ _REPLICATED = {"sharding_strategy": "HYBRID_SHARD"}
 #: What a campaign draws from.  Systems with several entries, and those that take long, have smaller
 #: chances, so that none takes up most of a campaign.
 SYSTEMS: Sequence[System] = (
-    System("plain", [{"replicate": 1}]),
+    System("plain", [axes.replicas(1)]),
     System(
         "reference/ddp",
         _REPLICAS,
@@ -464,7 +474,7 @@ SYSTEMS: Sequence[System] = (
     ),
     System(
         "reference/elastic",
-        _line("replicate", 4)[1:],
+        _line("samples", 4)[1:],
         _ELASTIC,
         workloads=_LOSSLESS,
         lanes=("fp64",),
@@ -525,7 +535,7 @@ SYSTEMS: Sequence[System] = (
     ),
     System(
         "reference/tensor",
-        _line("tensor"),
+        _line("widths"),
         {**_SPLIT_LAYERS, "sum_each_backward": (False, False, True), "recompute_every": (0, 0, 1)},
         sizes=shared_sizes,
         workloads=LAYERED,
@@ -566,7 +576,7 @@ SYSTEMS: Sequence[System] = (
     ),
     System(
         "pytorch/tensor_parallel",
-        _line("tensor"),
+        _line("widths"),
         _UPSTREAM_SPLIT,
         only=upstream_splits,
         sizes=upstream_sizes,
@@ -589,9 +599,9 @@ SYSTEMS: Sequence[System] = (
     ),
     System(
         "deepspeed/pipeline",
-        _line("pipe"),
+        _line("layers"),
         {"dynamic_shape": (False, True)},
-        stages=lambda setup: setup.mesh["pipe"],
+        stages=lambda setup: setup.parts("layers"),
         cuts=in_one_window,
         most_micro_batches=8,
         lanes=("working_precision",),

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardproof import registry, workloads
+from shardproof import axes, registry, workloads
 from shardproof.backends import BACKENDS
 from shardproof.campaign.systems import LARGEST_GRID, MOST_PROCESSES, NORMED
-from shardproof.case import DATA_AXES, Case
+from shardproof.case import Case
 from shardproof.contract import Options, Refused, ScalerSpec
 from shardproof.coverage import features, pairs, triggers
 from shardproof.registry.declaration import Declaration
@@ -112,11 +112,10 @@ def _mesh(source: random.Random, case: Case) -> Mapping[str, int]:
     counts_ranks = isinstance(nodes, Mapping) or not isinstance(chunks, bool | None)
     if counts_ranks or not BY_RANK.isdisjoint(asked):
         return case.mesh
+    able = axes.growing(case.mesh)
     if len(case.mesh) == 1:
-        return {n: source.randint(1, 5) if n in DATA_AXES else k for n, k in case.mesh.items()}
-    return {
-        n: source.randint(1, 4) if n in DATA_AXES and k > 1 else k for n, k in case.mesh.items()
-    }
+        return {n: source.randint(1, 5) if n in able else k for n, k in case.mesh.items()}
+    return {n: source.randint(1, 4) if n in able and k > 1 else k for n, k in case.mesh.items()}
 
 
 def _takes_images(case: Case) -> bool:
@@ -124,7 +123,7 @@ def _takes_images(case: Case) -> bool:
     plain = case.lane == "fp64" and not case.precision
     asked = _options(case)
     by_unit = asked.get("wrap") or asked.get("recompute_every")
-    return plain and not by_unit and {*case.mesh} <= {*DATA_AXES}
+    return plain and not by_unit and not axes.exchanging(case.mesh)
 
 
 def _is_ruled_out(case: Case, base: Case) -> bool:
@@ -144,7 +143,7 @@ def _can_be(case: Case, declared: Declaration) -> bool:
             system.role(rank, case.world, case.options)
         for share in case.workload.cut(case.data_coordinates):
             for window in share:
-                system.schedule(case.options, case.mesh.get("pipe", 1), len(window))
+                system.schedule(case.options, axes.parts(case.mesh, "layers"), len(window))
     except (workloads.WorkloadError, Refused):
         return False
     return _has_room(case) and not declared.excludes_case(case, "")

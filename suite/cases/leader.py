@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof import backends, registry, workloads
+from shardproof import backends, costs, registry, workloads
+from shardproof.axes import cutting, parts
 from shardproof.case import Case
 from shardproof.cases import answers, called, checkpoint_runs
 from shardproof.cases.rank_program import workload_facts
@@ -27,7 +28,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.checks.schedule import announced
 from shardproof.cluster.nodes.nodes import NodeGone, Nodes
 from shardproof.contract import Implementation, Refused
-from shardproof.costs import own, tensor
+from shardproof.costs import own
 from shardproof.costs.expression import CaseFacts, facts_of
 from shardproof.costs.model import CostModel, NoCostModel
 from shardproof.costs.own import OwnCosts
@@ -267,12 +268,13 @@ def _own_costs(implementation: type[Implementation], evidence: Evidence) -> OwnC
 
 def _announced_schedules(case: Case, implementation: type[Implementation]) -> dict[int, Schedule]:
     """The schedule that is announced for each size of window; empty: none."""
-    if "pipe" not in case.mesh:
+    if cutting("layers") not in case.mesh:
         return {}
+    ranks = parts(case.mesh, "layers")
     cut = case.workload.cut(case.data_coordinates)
     schedules = {}
     for size in sorted({len(window) for share in cut for window in share}):
-        claimed = announced.claimed(implementation, case.options, case.mesh["pipe"], size)
+        claimed = announced.claimed(implementation, case.options, ranks, size)
         if claimed is not None:
             schedules[size] = claimed
     return schedules
@@ -286,7 +288,7 @@ def _why_not_in_this_lane(case: Case, declaration: Declaration) -> str:
     if declaration.oracle != "emulated" or case.lane == "fp64":
         return ""
     in_order = backends.BACKENDS[case.backend].adds_like_one(case.world)
-    exact = declaration.exactness == "bitwise" and in_order and "pipe" not in case.mesh
+    exact = declaration.exactness == "bitwise" and in_order and cutting("layers") not in case.mesh
     if case.lane == "bitwise" and (exact or case.world == 1):
         return ""
     return (
@@ -297,25 +299,26 @@ def _why_not_in_this_lane(case: Case, declaration: Declaration) -> str:
 
 def _why_it_has_no_stages(case: Case, workload: Workload) -> str:
     """Why a pipeline cannot cut a user's own model; empty: it can."""
-    reason = workload.family.unstaged(workload.params) if "pipe" in case.mesh else ""
-    return f"axis 'pipe' of {case.mesh['pipe']} ranks: {reason}" if reason else ""
+    axis = cutting("layers")
+    reason = workload.family.unstaged(workload.params) if axis in case.mesh else ""
+    return f"axis {axis!r} of {case.mesh[axis]} ranks: {reason}" if reason else ""
 
 
 def _why_it_cannot_fit(
     case: Case, schedules: Mapping[int, Schedule], facts: CaseFacts, workload: Workload
 ) -> str:
     """Why the axes cannot share the stages or the layers of a model; empty: they can."""
-    if case.mesh.get("tensor", 1) > 1 and (odd := tensor.cannot_fit(facts.model_facts)):
+    if odd := costs.cannot_fit(facts.model_facts):
         return odd
     claimed = next(iter(schedules.values()), None)
-    stages, units = case.mesh.get("pipe", 1), len(workload.units)
-    stages = claimed.stages if claimed else stages
-    if "pipe" not in case.mesh or stages <= units:
+    axis, units = cutting("layers"), len(workload.units)
+    stages = claimed.stages if claimed else case.mesh.get(axis, 0)
+    if stages <= units:
         return ""
-    axis = f"axis 'pipe' of {case.mesh['pipe']} ranks"
     return (
-        f"{axis} asks for {stages} stages, but {case.workload.name} has {units} units (layers): "
-        f"a stage needs one at least; valid: up to {units} stages"
+        f"axis {axis!r} of {case.mesh[axis]} ranks asks for {stages} stages, but "
+        f"{case.workload.name} has {units} units (layers): a stage needs one at "
+        f"least; valid: up to {units} stages"
     )
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from shardproof import backends
+from shardproof.axes import joint_groups
 from shardproof.backends import faults
-from shardproof.case import DATA_AXES, Case, Death, data_shares
+from shardproof.case import Case, Death, data_shares
 from shardproof.cases import answers
 from shardproof.comm import Mesh, PeerGone
 from shardproof.contract import BatchRule, Implementation
@@ -148,6 +149,5 @@ class Membership:
             if len(axes) != 1:
                 raise ValueError(f"members can change on a mesh of one axis only, not {axes}")
             axes = dict.fromkeys(axes, len(ranks))
-        joint = (DATA_AXES,) if all(axis in axes for axis in DATA_AXES) else ()
         device = backends.BACKENDS[self._case.backend].device
-        return Mesh(axes, joint=joint, device=device, ranks=ranks)
+        return Mesh(axes, joint=joint_groups(axes), device=device, ranks=ranks)

@@ -12,9 +12,9 @@ import re
 import traceback
 from collections.abc import Mapping, Sequence
 
-from shardproof import checks
+from shardproof import axes, checks
 from shardproof.backends.errors import CollectiveMismatch, name_ranks
-from shardproof.case import AXES, Case
+from shardproof.case import Case
 from shardproof.cases.audit import audited
 from shardproof.checks import Outcome, faults
 from shardproof.checks.refusals import judge_errors
@@ -36,7 +36,7 @@ from shardproof.verdicts import JUDGE_ERROR, OVER_BUDGET, REPLICAS_ONLY, WORKING
 CONTRACT_ERRORS = ("Refused", "BrokenContract")
 #: The options that a refusal names, by their outermost names, and the axes of the mesh.
 _OPTION = re.compile(r"\boption '(\w+)")
-_AXIS = re.compile(rf"\baxis '({'|'.join(AXES)})'")
+_AXIS = re.compile(rf"\baxis '({'|'.join(axes.names())})'")
 
 
 def measure_case(evidence: Evidence) -> None:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import torch
 
+from shardproof import axes
 from shardproof.checks import Outcome, first_problem
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import axis_of, is_compressed, step_calls
@@ -169,12 +170,12 @@ def _silent_accumulation(evidence: Figures) -> str:
     if "accumulation_without_communication" not in features or evidence.case.world == 1:
         return ""
 
-    compressed, mesh = is_compressed(evidence), evidence.case.mesh
+    compressed = is_compressed(evidence)
 
     def reduces(call: Call) -> bool:
         # Shards are gathered by such calls as well: those are not told apart.
         other = call.operation in ("all_gather", "all_to_all")
-        by_other = compressed and other and "shard" not in axis_of(call.group, mesh).split("+")
+        by_other = compressed and other and not _along_shards(call, evidence)
         return call.operation in REDUCTIONS or by_other or _sums_by_sending(evidence, call)
 
     def wrong(record: RankRecord, step: int) -> str:
@@ -203,7 +204,13 @@ def _sums_by_sending(evidence: Figures, call: Call) -> bool:
     if call.operation != "send" or facts is None or not _over_send_recv(evidence):
         return False
     gathers = collectives.over_send_recv(facts, "all_gather")
-    return not (gathers and "shard" in axis_of(call.group, evidence.case.mesh).split("+"))
+    return not (gathers and _along_shards(call, evidence))
+
+
+def _along_shards(call: Call, evidence: Figures) -> bool:
+    """Whether ranks of the group of ``call`` hold different shards."""
+    mesh = evidence.case.mesh
+    return not {*axes.sharded(mesh)}.isdisjoint(axis_of(call.group, mesh).split("+"))
 
 
 def _recomputation(evidence: Figures) -> str:

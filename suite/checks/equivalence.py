@@ -27,6 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardproof import axes
 from shardproof.backends import BACKENDS
 from shardproof.case import Lane
 from shardproof.checks import Outcome, between_steps, causes, replayed_buffers, working_precision
@@ -274,11 +275,11 @@ def promises_bits(evidence: Figures) -> bool:
         return True
     if case.optimizer.clip_norm is not None or exactness not in ("bitwise", "reordered-sum"):
         return False
-    if case.mesh.get("tensor", 1) > 1:
+    if axes.size(case.mesh, axes.combining(case.mesh)) > 1:
         return False  # a product that is split by rows adds its terms in another order
     if not _adds_up_first(evidence):
         return False  # (a + c) + (b + d), where one process adds (a + b) + (c + d)
-    adding = case.world // case.mesh.get("pipe", 1)  # stages add nothing up between them
+    adding = case.world // axes.parts(case.mesh, "layers")  # stages add nothing up between them
     if adding == case.world == 2 or (adding == 1 and exactness == "bitwise"):
         return True
     return exactness == "bitwise" and backend.in_rank_order
@@ -315,7 +316,7 @@ def _ascends(evidence: Figures) -> bool:
 def _tied_over_stages(evidence: Figures) -> bool:
     """Whether stages of a pipeline share a parameter; one rank may have several of them."""
     facts = evidence.model_facts
-    if facts is None or "pipe" not in facts.axes:
+    if facts is None or axes.cutting("layers") not in facts.axes:
         return False
     stages = stages_of(facts)
     shared = (tensor for tensor in facts.trainable if len(tensor.units) > 1)

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from shardproof import axes
 from shardproof.checks import Outcome, Worst, unattributed
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
@@ -329,10 +330,11 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
         }
     whole = whole_bytes(cost_model)
     promised = None if unjudged else cost_model.total()
-    shards = cost_model.facts.size("shard")
+    mesh = cost_model.facts.axes
+    shards = axes.size(mesh, axes.sharded(mesh))
     limit = accounting.ratio(type(cost_model), None) if shards > 1 else Fraction(1)
     # Stages and split layers are no equal shares of the model.
-    whole_layers = all(cost_model.facts.size(axis) == 1 for axis in ("pipe", "tensor"))
+    whole_layers = axes.size(mesh, axes.dividing(mesh)) == 1
     theory = accounting.ratio(type(cost_model), shards) if whole_layers else None
     return MemoryFigures(
         strategy=cost_model.strategy,

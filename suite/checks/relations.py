@@ -40,7 +40,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardproof import workloads
+from shardproof import axes, workloads
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks import Outcome, causes
@@ -116,7 +116,7 @@ _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
     ),
     "permute": lambda case, run: replace(case, shares=tuple(reversed(range(_shares(run))))),
     "world1": lambda case, _: replace(
-        case, implementation="plain", options={}, mesh={"replicate": 1}
+        case, implementation="plain", options={}, mesh=axes.replicas(1)
     ),
     "scale": _scale,
     "recompute": _recompute,

@@ -25,7 +25,8 @@ from collections.abc import Mapping
 
 import torch
 
-from shardproof.case import DATA_AXES, Case
+from shardproof import axes
+from shardproof.case import Case
 from shardproof.checks.numbers import (
     WORKING_PRECISION_FACTOR_DATA_PARALLEL,
     WORKING_PRECISION_FACTORS,
@@ -51,7 +52,7 @@ Regions = Mapping[str, list[tuple[tuple[int, int], ...]]]
 def factor(evidence: Figures) -> float:
     """k: how many times the error of one device is allowed."""
     case = evidence.case
-    data_parallel = all(axis in DATA_AXES for axis, n in case.mesh.items() if n > 1)
+    data_parallel = axes.size(case.mesh, axes.exchanging(case.mesh)) == 1
     wide = case.precision.get("reduce") == "float32"
     wide = wide or "fp32_reduction" in evidence.declaration.features
     if case.lowest_dtype in ("bfloat16", "float16") and data_parallel and wide:

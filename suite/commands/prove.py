@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
+from shardproof.axes import cutting
 from shardproof.by_path import only_in_programs
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
@@ -151,7 +152,7 @@ def prove(
         workload = epochs.NAME
     called = None if workload is None else untrained.of(_spec(workload, ()))
     if called is not None:
-        axis = axis or "replicate"
+        axis = axis or cutting("samples")
         lanes = ("bitwise",) if lanes == ("fp64",) else lanes
         checks = (called.check,) if checks == GENERAL else checks
     data: str | OptimizerSpec
@@ -208,7 +209,7 @@ def prove(
         return list(by_id.values())
 
     # Once before a process starts, so that bad values are refused at once.
-    along = "replicate" if axis is None else axis
+    along = cutting("samples") if axis is None else axis
     on = [USUAL_BACKEND] if backends is None else several(backends)
     cases = expanded(along, on)
     if not cases:
@@ -261,7 +262,7 @@ def _only_axis(name: str, axes: Sequence[str]) -> str:
         remedy = f"give {one} for meshes along one, or all, e.g. meshes=[{{{mesh}}}]"
         raise SelectionError(Problem(what, remedy))
     # Who does not tell is broken or refuses the options: its case says how.
-    return axes[0] if axes else "replicate"
+    return axes[0] if axes else cutting("samples")
 
 
 def _clips(clip: Any, optimizer: str | OptimizerSpec) -> list[Any]:

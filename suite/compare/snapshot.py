@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from shardproof import verdicts
+from shardproof.axes import parts
 from shardproof.bench import lines as timed
 from shardproof.bench.lines import CellLine, Estimate, Memory, PairLine
 from shardproof.bench.model.step_time import Scorecard
@@ -167,7 +168,7 @@ def _version(invocation: Invocation, run: Run) -> Version:
 
 def _case(result: CaseResult, version: Version) -> Entry:
     case = result.case
-    figures, deep = exact_figures.of_checks(result.checks, case.mesh.get("pipe", 1))
+    figures, deep = exact_figures.of_checks(result.checks, parts(case.mesh, "layers"))
     if result.depth is not None:
         figures[exact_figures.DEPTH] = result.depth
     if result.loss_factor is not None:

@@ -26,9 +26,11 @@ answers), ``layout`` (buckets and units), ``stages`` and ``schedules`` (pipeline
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 
+from shardproof.axes import Cut, replicas
 from shardproof.costs.ddp import DDP, Elastic, NaiveDDP, Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.hybrid import Hybrid
@@ -40,7 +42,7 @@ from shardproof.costs.model import NoCostModel as NoCostModel
 from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.offload import offloaded
 from shardproof.costs.pipeline import Pipeline
-from shardproof.costs.tensor import TensorParallel
+from shardproof.costs.tensor import TensorParallel, cannot_share_layers
 from shardproof.costs.upstream import deepspeed
 from shardproof.costs.upstream.pipelines import DeepSpeedPipeline, TorchPipelining
 from shardproof.costs.upstream.torch_hybrid import TorchHybrid
@@ -62,6 +64,15 @@ COST_MODELS: dict[str, type[CostModel]] = {
     )
 }
 
+#: What an axis cuts -> why its ranks cannot share the model of a case (empty: they can).
+FITS: Mapping[Cut, Callable[[ModelFacts], str]] = {"widths": cannot_share_layers}
+
+
+def cannot_fit(facts: ModelFacts) -> str:
+    """Why the ranks of an axis cannot share the model; empty: all of them can."""
+    reasons = (why(facts) for what, why in FITS.items() if facts.parts(what) > 1)
+    return next(filter(None, reasons), "")
+
 
 def cost_model_of(strategy: str, facts: ModelFacts | None) -> CostModel | None:
     """The cost model of ``strategy`` for ``facts``; ``None`` where there is none."""
@@ -80,4 +91,4 @@ def memory_ratio(cost_model: CostModel) -> Fraction:
 
 def whole_bytes(cost_model: CostModel) -> int:
     """Bytes that each rank holds under full replication, with the same options."""
-    return DDP(replace(cost_model.facts, axes={"replicate": cost_model.facts.world})).total()
+    return DDP(replace(cost_model.facts, axes=replicas(cost_model.facts.world))).total()

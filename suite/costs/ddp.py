@@ -62,7 +62,7 @@ class NaiveDDP(Single):
     def flows(self) -> list[Flow]:
         """2 (N-1) G bytes: one all-reduce for each trained tensor (or what its algorithm sends)."""
         flats = [Flat((t,), 1) for t in self.facts.trainable]
-        return compression.flows(self.facts, "replicate", "all_reduce", flats)
+        return compression.flows(self.facts, self.facts.group(), "all_reduce", flats)
 
 
 class DDP(Single):
@@ -108,9 +108,9 @@ class DDP(Single):
     ) -> list[Flow]:
         """What each of ``flats`` takes: gradients may be compressed, buffers are not."""
         if operation == "all_reduce":
-            return compression.flows(self.facts, "replicate", operation, flats)
+            return compression.flows(self.facts, self.facts.group(), operation, flats)
         payloads = [flat.payload(flat.dtype) for flat in flats]
-        return collectives.flow(self.facts, "replicate", operation, payloads)
+        return collectives.flow(self.facts, self.facts.group(), operation, payloads)
 
     def agreements(self, rank: int) -> tuple[int, int] | None:
         """One on the order of buckets; another where rank 0 learns it later, because it had no

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from shardproof.case import AXES
+from shardproof import axes
 from shardproof.costs import COST_MODELS, CostModel, memory_ratio
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, model_facts_of
 from shardproof.errors import nearest, shorten
@@ -33,8 +33,8 @@ Term = Callable[[Facts], Fraction]
 #: The symbols of an expression.  Bytes are those of one copy of the model, tied tensors once.
 FACTS: dict[str, str] = {
     "world": "number of ranks",
-    **{axis: f"ranks along the {axis} axis (1 if absent)" for axis in AXES},
-    "data_coordinates": "shares of the global batch: replicate * shard",
+    **{axis: f"ranks along the {axis} axis (1 if absent)" for axis in axes.names()},
+    "data_coordinates": f"shares of the global batch: {' * '.join(axes.sharing(axes.names()))}",
     "steps": "optimizer steps",
     "micro_batches": "micro-batches per data coordinate and window",
     "windows": "schedule calls in one optimizer step",
@@ -211,7 +211,7 @@ def facts_of(case: Case, workload: Workload | None = None) -> CaseFacts:
     frozen_bytes = sum(t.nbytes for t in model_facts.parameters if not t.trainable)
     numbers: dict[str, Number] = {
         "world": case.world,
-        **{axis: case.mesh.get(axis, 1) for axis in AXES},
+        **{axis: case.mesh.get(axis, 1) for axis in axes.names()},
         "data_coordinates": case.data_coordinates,
         "steps": case.steps,
         "micro_batches": case.workload.micro_batches,

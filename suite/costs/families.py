@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from shardproof.axes import Cut, cutting, parts
 from shardproof.costs.model import Bound, NoCostModel
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
 from shardproof.costs.pipeline import Pipeline
@@ -55,7 +56,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Family:
-    """``cut``: kinds of state of which no rank along ``axis`` may hold all.
+    """``cut``: kinds of state of which no rank along the axis for ``cuts`` may hold all.
 
     ``whole``: kinds that every rank holds.  ``cut`` kinds are equal shares up to the declared
     balance where ``is_balanced``.  ``bytes`` gives the least that is sent in a step and what a
@@ -66,16 +67,16 @@ class Family:
     bytes: Callable[[ModelFacts], tuple[Fraction, Fraction]]
     cut: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
-    axis: str = "shard"
+    cuts: Cut = "state"
     is_balanced: bool = True
 
     def keeps_activations(self, axes: Mapping[str, int]) -> bool:
         """Whether the outputs of the last window may stay, as pipelines' do."""
-        return self.axis == "pipe"
+        return self.cuts == "layers"
 
-    def along(self, axes: Mapping[str, int]) -> str:
-        """The axis that is cut; where there is no ``shard``, ranks of ``replicate`` share."""
-        return "replicate" if self.axis == "shard" and "shard" not in axes else self.axis
+    def along(self, facts: ModelFacts) -> str:
+        """The axes that are cut; where none is there for state, those of copies share it."""
+        return (facts.sharded or facts.group()) if self.cuts == "state" else cutting(self.cuts)
 
     def sent(self, facts: ModelFacts, overhead: float, is_exact: bool = True) -> Bound:
         """Fewest and most bytes of a step, over all ranks; what loses precision may send fewer."""
@@ -87,7 +88,7 @@ class Family:
 
     def problem(self, facts: ModelFacts, shown: Mapping[int, Shown], balance: float) -> str:
         """What is wrong with the elements that each rank holds; ``""``: nothing."""
-        axis = self.along(facts.axes)
+        axis = self.along(facts)
         size = facts.size(axis)
         if size == 1:
             return ""
@@ -151,8 +152,8 @@ def _elements(tensors: Iterable[TensorFacts]) -> int:
 
 def _sizes(facts: ModelFacts) -> tuple[int, int, int, int]:
     """D, R (F-1) = D - R, G and P of the step in question."""
-    ranks = facts.size("replicate") * facts.size("shard")
-    cut = facts.size("shard") if "shard" in facts.axes else facts.size("replicate")
+    ranks = facts.size(facts.group())
+    cut = facts.shards if facts.sharded else ranks
     now = used(facts.parameters, facts.step)
     gradients = sum(t.numel * ITEMSIZE[facts.reduction(t.dtype)] for t in now)
     parameters = sum(t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in now)
@@ -188,7 +189,7 @@ def _zero3(facts: ModelFacts) -> tuple[Fraction, Fraction]:
 def _pipeline(facts: ModelFacts) -> tuple[Fraction, Fraction]:
     """Of stages that are cut anywhere: the smallest boundaries, or all of them."""
     hidden, item = facts.hidden, ITEMSIZE[facts.compute(facts.parameters[0].dtype)]
-    boundaries = facts.size("pipe") - 1
+    boundaries = facts.parts("layers") - 1
     least = most = 0
     for windows in facts.inputs[facts.step] if facts.inputs else ():
         for shape in (shape for window in windows for shape in window):
@@ -206,7 +207,7 @@ def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
         plain = TensorParallel(replace(facts, options={})).payload()
     except (NoCostModel, LookupError, StopIteration):  # a model without Megatron's layers
         plain = Fraction(0)
-    return Fraction(int(facts.size("tensor") > 1)), plain + 2 * facts.world * _whole_bytes(facts)
+    return Fraction(int(facts.parts("widths") > 1)), plain + 2 * facts.world * _whole_bytes(facts)
 
 
 # ------------------------------------------------------------------------------------ several axes
@@ -216,40 +217,42 @@ def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
 class HybridFamily(Family):
     """Each axis cuts what it is there for, on what the others leave.
 
-    ``pipe``: no stage has all parameters.  ``tensor``: some parameter is held in part.  ``shard``:
-    what the option ``data`` names, or the declared ``features``; nothing where neither does.
+    Layers: no stage has all parameters.  Widths: some parameter is held in part.  State: what the
+    option ``data`` names, or the declared ``features``; nothing where neither does.
     """
 
     features: frozenset[str] = frozenset()
 
     def keeps_activations(self, axes: Mapping[str, int]) -> bool:
-        return axes.get("pipe", 1) > 1
+        return parts(axes, "layers") > 1
 
     def problem(self, facts: ModelFacts, shown: Mapping[int, Shown], balance: float) -> str:
-        tensors, data = facts.size("tensor"), self.data(facts)
+        layers, widths, data = cutting("layers"), cutting("widths"), self.data(facts)
+        tensors = facts.size(widths)
         numels = {tensor.name: tensor.numel for tensor in facts.parameters}
         groups: dict[tuple[int, int], list[int]] = {}
         for rank in shown:
-            at = facts.coordinate(rank)
-            groups.setdefault((at.get("pipe", 0), at.get("tensor", 0)), []).append(rank)
+            groups.setdefault((facts.place(rank, layers), facts.place(rank, widths)), []).append(
+                rank
+            )
         stages: dict[int, set[str]] = {}
         local: dict[tuple[int, int], dict[str, int]] = {}
         for (pipe, tensor), ranks in groups.items():
             own = local[pipe, tensor] = _together(numels, [shown[rank] for rank in ranks])
             stages.setdefault(pipe, set()).update(own)
         whole = next((p for p, names in stages.items() if names == set(numels)), None)
-        if facts.size("pipe") > 1 and len(numels) > 1 and whole is not None:
+        if facts.size(layers) > 1 and len(numels) > 1 and whole is not None:
             return (
-                f"nothing is cut by stages: ranks with coordinate {whole} of the axis 'pipe' hold "
-                f"some of all {len(numels)} parameters, {self.name} gives a stage its own"
+                f"nothing is cut by stages: ranks with coordinate {whole} of the axis {layers!r} "
+                f"hold some of all {len(numels)} parameters, {self.name} gives a stage its own"
             )
         parts = ((n, count) for own in local.values() for n, count in own.items())
         if tensors > 1 and all(count >= numels[name] for name, count in parts):
             return (
-                f"nothing is cut along the axis 'tensor': each of its {tensors} ranks "
+                f"nothing is cut along the axis {widths!r}: each of its {tensors} ranks "
                 f"holds all elements of its parameters, {self.name} cuts some of them"
             )
-        axes = {axis: facts.size(axis) for axis in ("replicate", "shard") if axis in facts.axes}
+        axes = facts.data_axes
         if data is None or not axes:
             return ""
         for place, ranks in groups.items():
@@ -294,14 +297,12 @@ def _data_option(facts: ModelFacts) -> Family | None:
 
 def _hybrid(facts: ModelFacts) -> tuple[Fraction, Fraction]:
     """The sum over axes; each tensor rank may send all that is not cut."""
-    tensors, named = facts.size("tensor"), _data_option(facts)
+    tensors, named = facts.parts("widths"), _data_option(facts)
     data = [named] if named is not None else [_DDP, _ZERO1, _ZERO3]
     bounds = [family.bytes(facts) for family in data]
     least, plain = min(low for low, _ in bounds), tensors * max(high for _, high in bounds)
-    if facts.size("pipe") > 1:
-        ranks = facts.size("replicate") * facts.size("shard")
-        staged = replace(facts, axes={"pipe": facts.size("pipe"), "replicate": ranks})
-        low, high = _pipeline(staged)
+    if facts.parts("layers") > 1:
+        low, high = _pipeline(facts.without("widths"))
         # A split sequence is sent in parts; tied tensors are reduced at either end.
         least, plain = least + low, plain + tensors * high + plain
     if tensors > 1:
@@ -316,10 +317,10 @@ _DDP = Family("ddp", _ddp, whole=_ALL)
 _ZERO1 = Family("zero1", _zero1, cut=("optimizer",), whole=("parameters",))
 _ZERO2 = Family("zero2", _zero1, cut=("optimizer", "gradients"), whole=("parameters",))
 _ZERO3 = Family("zero3", _zero3, cut=_ALL)
-_PIPELINE = Family("pipeline", _pipeline, ("parameters",), axis="pipe", is_balanced=False)
-_TENSOR = Family("tensor", _tensor, ("parameters",), axis="tensor", is_balanced=False)
+_PIPELINE = Family("pipeline", _pipeline, ("parameters",), cuts="layers", is_balanced=False)
+_TENSOR = Family("tensor", _tensor, ("parameters",), cuts="widths", is_balanced=False)
 
-_HYBRID = HybridFamily("hybrid", _hybrid, ("parameters",), axis="pipe", is_balanced=False)
+_HYBRID = HybridFamily("hybrid", _hybrid, ("parameters",), cuts="layers", is_balanced=False)
 
 #: Strategy -> its family.
 FAMILIES: Mapping[str, Family] = {
@@ -338,7 +339,7 @@ def family_of(
 ) -> Family | None:
     """The family that a system with ``options`` belongs to; ``None``: the name is that of none.
 
-    ``features``, as declared, tell of a system of several axes what its axis ``shard`` cuts.
+    ``features``, as declared, tell of a system of several axes what its data axes cut.
 
     FSDP that is asked not to shard is DDP by another name.
     """

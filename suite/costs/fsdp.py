@@ -39,13 +39,13 @@ class FSDP(Zero3):
             return kind not in ("NO_SHARD", "SHARD_GRAD_OP")
         if isinstance(chosen, bool):
             return chosen
-        return int(chosen) if chosen != self.facts.size("shard") else True  # the shards themselves
+        return int(chosen) if chosen != self.facts.shards else True  # the shards themselves
 
     @property
     def rests(self) -> int:
         """Over how many ranks parameters are sharded between forward and backward (1: whole)."""
         if isinstance(self.reshards, bool):
-            return self.facts.size("shard") if self.reshards else 1
+            return self.facts.shards if self.reshards else 1
         return self.reshards
 
     @property
@@ -71,30 +71,32 @@ class FSDP(Zero3):
             if not facts.called(unit.name):
                 continue
             gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
-            flows += collectives.flow(facts, "shard", "all_gather", gathered, self.forwards)
+            flows += collectives.flow(facts, facts.sharded, "all_gather", gathered, self.forwards)
             flows += self.again(gathered, self.gathers_again(unit))
         once = min(facts.rounds, 1)
         times = once if self.is_silent else facts.rounds
-        flows += compression.flows(facts, "shard", "reduce_scatter", self.reduced, times)
+        flows += compression.flows(facts, facts.sharded, "reduce_scatter", self.reduced, times)
         flows += self.crossing(once)
-        return [*flows, *norm_flow(facts, "shard")]
+        return [*flows, *norm_flow(facts, facts.sharded)]
 
     def crossing(self, times: int) -> list[Flow]:
         """The sums of shards over the replicas; compressed where a shard is whole."""
-        facts, shards = self.facts, self.facts.size("shard")
+        facts, shards = self.facts, self.facts.shards
         if shards == 1:
-            return compression.flows(facts, "replicate", "all_reduce", self.reduced, times)
+            return compression.flows(facts, facts.replicated, "all_reduce", self.reduced, times)
         reduced = [flat.payload(facts.reduction(flat.dtype)) for flat in self.reduced]
         payloads = [(elements // shards, item) for elements, item in reduced]
-        return collectives.flow(facts, "replicate", "all_reduce", payloads, times)
+        return collectives.flow(facts, facts.replicated, "all_reduce", payloads, times)
 
     def again(self, payloads: list[Payload], times: int) -> list[Flow]:
         """The gathers of one unit over the ranks that it is sharded over between its uses."""
-        return collectives.flow(self.facts, "shard", "all_gather", payloads, times, self.rests)
+        return collectives.flow(
+            self.facts, self.facts.sharded, "all_gather", payloads, times, self.rests
+        )
 
     def scratch(self) -> int:
         """Of sums over the shards as ZeRO-3; those over replicas are all in flight at once."""
-        facts, replicas = self.facts, self.facts.size("replicate")
+        facts, replicas = self.facts, self.facts.replicas
         crossing = sum(
             collectives.scratch(facts, "all_reduce", replicas, flat.shard_numel)
             * ITEMSIZE[facts.reduction(flat.dtype)]
@@ -109,13 +111,15 @@ class FSDP(Zero3):
         """
         inner = [unit for unit in self.units if unit.name in self.facts.units]
         gathers = 0
-        if self.facts.size("shard") > 1 and not (self.is_silent and self.rests == 1):
+        if self.facts.shards > 1 and not (self.is_silent and self.rests == 1):
             count = sum(len(unit.flats) for unit in inner)
             follows = self.facts.option("prefetch_forward", 1) and not self.uncalled
             gathers += count if follows else 0
             if self.facts.option("prefetch_backward", 1) and self.rests > 1:
                 gathers += count - self.first_of_backward
-        scatters, crosses = (self.facts.size(axis) > 1 for axis in ("shard", "replicate"))
+        scatters, crosses = (
+            self.facts.size(axis) > 1 for axis in (self.facts.sharded, self.facts.replicated)
+        )
         of_zero3 = super().prefetch()
         late = of_zero3.late_when_computing
         kept = {"backward": (0, 0)} if of_zero3.depth and self.rests == 1 else {}
@@ -142,7 +146,7 @@ class FSDP(Zero3):
             level = self.resident(rank, step, step)["parameters"] + whole
             not_always = sum(sizes[name] for name in self.uncalled)
             return bounds | {"parameters": Bound(level - not_always, level)}
-        chunk = whole // self.rests if self.rests < self.facts.size("shard") else 0
+        chunk = whole // self.rests if self.rests < self.facts.shards else 0
         return bounds | {"parameters": replace(bound, high=bound.high + chunk)}
 
     @property
@@ -151,6 +155,6 @@ class FSDP(Zero3):
         return self.is_silent and self.facts.rounds > 1
 
     def in_flight(self, rank: int, step: int) -> int:
-        rests = 1 < self.rests < self.facts.size("shard")
+        rests = 1 < self.rests < self.facts.shards
         chunks = sum(self.whole_bytes().values()) // self.rests if rests else 0
         return super().in_flight(rank, step) + chunks

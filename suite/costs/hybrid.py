@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from shardproof.case import DATA_AXES
+from shardproof.axes import cutting
 from shardproof.costs.ddp import DDP, Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.model import Bound, CostModel, Flow, Local, flow
@@ -60,9 +60,9 @@ class Hybrid(CostModel):
             replace(facts, options=options, parameters=sent, clipped=False)
         )
         # Without data axes no strategy is asked: what is unused has no gradient, as in one process.
-        self.has_data = any(axis in facts.axes for axis in DATA_AXES)
+        self.has_data = bool(facts.data_axes)
         self.data = str(facts.option("data", "ddp")) if self.has_data else Single.strategy
-        self.is_cut = facts.size("pipe") > 1
+        self.is_cut = facts.parts("layers") > 1
         self.models = lru_cache(maxsize=None)(self._models)
 
     @cached_property
@@ -111,7 +111,7 @@ class Hybrid(CostModel):
         rounds = facts.micro_batches
         inner = replace(
             facts,
-            axes=self.data_axes,
+            axes=facts.data_axes,
             options=options,
             parameters=local,
             buffers=tuple(buffers),
@@ -128,26 +128,17 @@ class Hybrid(CostModel):
         elements = self.layers.elements(tensor, rank)
         return tensor if elements == tensor.numel else replace(tensor, shape=(elements,))
 
-    @property
-    def data_axes(self) -> dict[str, int]:
-        facts = self.facts
-        sizes = {axis: facts.size(axis) for axis in DATA_AXES if axis in facts.axes}
-        if self.data != "ddp":
-            return sizes
-        return {"replicate": facts.size("replicate") * facts.size("shard")}
-
     def of(self, rank: int) -> tuple[list[CostModel], int]:
         """The models of global ``rank``, and its number on the data axes."""
-        at = dict.fromkeys(("pipe", *DATA_AXES, "tensor"), 0) | self.facts.coordinate(rank)
-        number = at["replicate"] * self.facts.size("shard") + at["shard"]
-        return self.models(at["pipe"], at["tensor"]), number
+        at = (self.facts.place(rank, cutting(what)) for what in ("layers", "widths"))
+        return self.models(*at), self.facts.place(rank, self.facts.group())
 
     def flows(self) -> list[Flow]:
         facts = self.facts
         flows = [
-            self.renamed(one)
-            for pipe in range(facts.size("pipe"))
-            for tensor in range(facts.size("tensor"))
+            replace(one, by_rank=None)  # each model numbers its own ranks
+            for pipe in range(facts.parts("layers"))
+            for tensor in range(facts.parts("widths"))
             for model in self.models(pipe, tensor)
             for one in model.flows()
         ]
@@ -158,13 +149,6 @@ class Hybrid(CostModel):
             *(exchanged([*self.messages(), *self.tied_messages()]) if self.is_cut else ()),
             *(one for axis in facts.axes for one in flow(facts, axis, "all_reduce", norm)),
         ]
-
-    def renamed(self, one: Flow) -> Flow:
-        """Replicas over both data axes are one group; each model numbers its own ranks."""
-        one = replace(one, by_rank=None)
-        if self.data != "ddp":
-            return one
-        return replace(one, axis="+".join(axis for axis in DATA_AXES if self.facts.size(axis) > 1))
 
     def messages(self) -> Iterator[Message]:
         """Every message between stages; of a split sequence each rank has a part."""
@@ -179,12 +163,10 @@ class Hybrid(CostModel):
 
     def tied_messages(self) -> Iterator[Message]:
         """The gradients of tied tensors that ranks of the pipe axis send each other."""
-        facts = self.facts
-        data = facts.size("replicate") * facts.size("shard")
-        for tensor in range(facts.size("tensor")):
+        facts = self.facts.without("widths")
+        for tensor in range(self.facts.parts("widths")):
             local = tuple(self.local_part(t, tensor) for t in facts.parameters)
-            axes = {"pipe": facts.size("pipe"), "replicate": data}
-            yield from Pipeline(replace(facts, parameters=local, axes=axes)).tied_messages()
+            yield from Pipeline(replace(facts, parameters=local)).tied_messages()
 
     resident, at_point = _added("resident"), _added("at_point")
     host, host_traffic = _added("host"), _added("host_traffic")

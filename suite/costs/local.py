@@ -31,7 +31,8 @@ class LocalSGD(Single):
             return []
         tensors = sorted(facts.trainable, key=lambda tensor: tensor.dtype)
         groups = groupby(tensors, key=lambda tensor: tensor.dtype)
-        return flow(facts, "replicate", "all_reduce", [sum(t.nbytes for t in g) for _, g in groups])
+        payloads = [sum(t.nbytes for t in g) for _, g in groups]
+        return flow(facts, facts.group(), "all_reduce", payloads)
 
     def control_limit(self) -> int:
         """Between meetings not a byte of any kind is sent, and a meeting sends no integers."""
@@ -50,7 +51,7 @@ class LocalSGD(Single):
 
     def trains(self, rank: int, step: int) -> bool:
         """Whether ``rank`` has data in ``step``: without it there is nothing to update by."""
-        return self.facts.micro_batches_of(self.facts.coordinate(rank)["replicate"], step) > 0
+        return self.facts.micro_batches_of(self.facts.data_coordinate(rank), step) > 0
 
     def has_trained(self, rank: int, updated: int) -> bool:
         """Whether it had any by step ``updated``."""
@@ -184,8 +185,8 @@ class ParameterServer(Single):
         )
         sent, received = answered + pushed, taken + pulled
         return [
-            Flow("replicate", "send", Fraction(message * sent), self.servers * sent),
-            Flow("replicate", "recv", Fraction(0), self.servers * received),
+            Flow(self.facts.group(), "send", Fraction(message * sent), self.servers * sent),
+            Flow(self.facts.group(), "recv", Fraction(0), self.servers * received),
         ]
 
     def control_limit(self) -> int:

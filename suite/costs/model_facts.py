@@ -9,10 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardproof.axes import (
+    Cut,
+    cutting,
+    exchanging,
+    joined,
+    parts,
+    replicated,
+    sharded,
+    sharing,
+    summing,
+)
 from shardproof.contract import Options
 from shardproof.files import Stored
 
@@ -36,7 +47,8 @@ class TensorFacts:
     rank gives it a gradient (``None``: none ever does), ``last_use`` the last one (``None``: there
     is no last).  ``strided``: its elements do not lie in row-major order.  ``units``: which units
     a pipeline's stage must have to hold it (what comes before the first unit goes with that, what
-    comes after the last with that one); only told where there is a pipe axis.
+    comes after the last with that one); only told where there is a pipe axis.  ``role``:
+    that of the layer that owns it (``Build.roles``; empty: none is told).
     """
 
     name: str
@@ -48,6 +60,7 @@ class TensorFacts:
     last_use: int | None = None
     strided: bool = False
     units: tuple[int, ...] = ()
+    role: str = ""
 
     @property
     def numel(self) -> int:
@@ -90,7 +103,7 @@ class ModelFacts(Stored):
     question overflowed and is no update.  ``calls``: how often one forward calls a module, where
     that is not once.
 
-    Where there is a pipe or a tensor axis, ``inputs`` are the shapes of all micro-batches by step,
+    Where activations travel along an axis, ``inputs`` are the shapes of all micro-batches by step,
     data coordinate and window; ``step`` is the step in question.  ``heads`` maps modules that
     attend to their numbers of query and of KV heads, ``label_smoothing`` is that of the loss
     (``None``: it is no cross-entropy).  Where there is a pipe axis, ``hidden`` maps such a shape
@@ -124,8 +137,46 @@ class ModelFacts(Stored):
         return math.prod(self.axes.values())
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis`` (1 if absent)."""
-        return self.axes.get(axis, 1)
+        """Ranks along ``axis``, or along several joined by ``+``; absent ones count 1."""
+        return math.prod(self.axes.get(name, 1) for name in axis.split("+"))
+
+    def parts(self, what: Cut) -> int:
+        """Ranks over which the mesh cuts ``what`` (1: it does not)."""
+        return parts(self.axes, what)
+
+    def group(self, tensor: TensorFacts | None = None) -> str:
+        """The axes over which the gradient of ``tensor`` is summed (``None``: a dense one)."""
+        return joined(self.axes, summing(self.axes, tensor.role if tensor else ""))
+
+    @property
+    def sharded(self) -> str:
+        """The axes along which ranks hold different shards; empty: nothing is sharded."""
+        return joined(self.axes, sharded(self.axes))
+
+    @property
+    def replicated(self) -> str:
+        """The axes along which gradients are summed and ranks hold copies."""
+        return joined(self.axes, replicated(self.axes))
+
+    @property
+    def shards(self) -> int:
+        """Ranks that together hold the state once."""
+        return self.size(self.sharded)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold copies of a shard."""
+        return self.size(self.replicated)
+
+    @property
+    def data_axes(self) -> dict[str, int]:
+        """The part of the mesh along which gradients are summed."""
+        return {name: self.axes[name] for name in summing(self.axes)}
+
+    def without(self, what: Cut) -> ModelFacts:
+        """The same on the part of the mesh that does not cut ``what``."""
+        left = {name: size for name, size in self.axes.items() if name != cutting(what)}
+        return replace(self, axes=left)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Place of global ``rank`` on the mesh, the last axis innermost."""
@@ -135,8 +186,23 @@ class ModelFacts(Stored):
         return place
 
     def place(self, rank: int, axis: str) -> int:
-        """Place of global ``rank`` along ``axis`` (0 if absent)."""
-        return self.coordinate(rank).get(axis, 0)
+        """Place of global ``rank`` along ``axis`` or several joined by ``+`` (0 if absent)."""
+        return self._number(rank, axis.split("+"))
+
+    def shard_of(self, rank: int) -> int:
+        """Number of the shard that global ``rank`` holds."""
+        return self.place(rank, self.sharded)
+
+    def data_coordinate(self, rank: int) -> int:
+        """Which share of the batch global ``rank`` gets."""
+        along = sharing(self.axes)
+        return self._number(rank, [name for name in self.axes if name in along])
+
+    def _number(self, rank: int, along: Iterable[str]) -> int:
+        at, number = self.coordinate(rank), 0
+        for name in along:
+            number = number * self.axes.get(name, 1) + at.get(name, 0)
+        return number
 
     def called(self, name: str) -> int:
         """How often one forward calls the module ``name``."""
@@ -193,9 +259,9 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
     owners: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(tensor), []).append(name.rpartition(".")[0])
-    piped = "pipe" in case.mesh
+    piped = cutting("layers") in case.mesh
     homes = _homes(workload, model) if piped else {}
-    inputs = _inputs(case, workload) if piped or "tensor" in case.mesh else ()
+    inputs = _inputs(case, workload) if exchanging(case.mesh) else ()
     form = workload.family.cross_entropy(workload.params)
     return ModelFacts(
         axes=dict(case.mesh),

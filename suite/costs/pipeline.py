@@ -59,7 +59,7 @@ class Pipeline(Single):
             for stage, units in enumerate(self.stages.units[:-1])
             if place[stage] != place[stage + 1]
         ]
-        copies = facts.size("tensor")  # each rank of the tensor axis sends its own
+        copies = facts.parts("widths")  # each rank of the tensor axis sends its own
         for windows in facts.inputs[facts.step] if facts.inputs else ():
             for shape in (shape for window in windows for shape in window):
                 hidden = facts.hidden[shape_key(shape)]

@@ -85,5 +85,5 @@ def split_units(options: Options, units: int, stages: int) -> tuple[range, ...]:
 
 
 def stages_of(facts: ModelFacts) -> Stages:
-    place = place_of(facts.options, facts.size("pipe"))
+    place = place_of(facts.options, facts.parts("layers"))
     return Stages(place, split_units(facts.options, len(facts.units), len(place)))

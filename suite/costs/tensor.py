@@ -138,7 +138,7 @@ class TensorParallel(CostModel):
         follows a product in its own module as well.
         """
         facts = self.facts
-        if facts.size("pipe") == 1 or not comes_apart(facts.options):
+        if facts.parts("layers") == 1 or not comes_apart(facts.options):
             return 0
         return sum(t.trainable and self.is_split_by_columns(t) for t in facts.parameters)
 
@@ -231,7 +231,7 @@ class TensorParallel(CostModel):
         return Local.of(self.facts, {t.name: n for t, n in self.parts(rank)})
 
 
-def cannot_fit(facts: ModelFacts) -> str:
+def cannot_share_layers(facts: ModelFacts) -> str:
     """Why the ranks of the tensor axis cannot share heads or hidden sizes (empty: they can)."""
     cost_model, ranks = TensorParallel(facts), facts.size("tensor")
 

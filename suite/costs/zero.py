@@ -24,7 +24,6 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import takewhile
 
-from shardproof.case import DATA_AXES
 from shardproof.costs import collectives, compression, model
 from shardproof.costs.layout import Flat, Unit, buckets, units
 from shardproof.costs.model import Bound, Bytes, CostModel, Flow, Local, Prefetch
@@ -55,7 +54,7 @@ class Zero1(CostModel):
     def flats(self) -> list[Flat]:
         order = list(reversed(self.facts.trainable))
         limit = int(self.facts.option("bucket_bytes", self.bucket_bytes))
-        return buckets(order, limit, self.facts.size("shard"))
+        return buckets(order, limit, self.facts.shards)
 
     def flows(self) -> list[Flow]:
         """(N-1) (m G + P) bytes: gradients are reduced m times, parameters gathered once."""
@@ -63,13 +62,13 @@ class Zero1(CostModel):
         parameters = [flat.payload(facts.compute(flat.dtype)) for flat in self.flats]
         return [
             # (N-1) G each time, and (N-1) P
-            *compression.flows(facts, "shard", "reduce_scatter", self.flats, self.reductions),
-            *collectives.flow(facts, "shard", "all_gather", parameters),
-            *model.norm_flow(facts, "shard"),
+            *compression.flows(facts, facts.sharded, "reduce_scatter", self.flats, self.reductions),
+            *collectives.flow(facts, facts.sharded, "all_gather", parameters),
+            *model.norm_flow(facts, facts.sharded),
         ]
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        shard = self.facts.place(rank, "shard")
+        shard = self.facts.shard_of(rank)
         return [part for flat in self.flats for part in flat.parts(shard)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
@@ -180,7 +179,7 @@ class Zero2(Zero1):
         if phase != "backward":
             return bounds
         held_up = any(not t.in_every_backward or len(t.owners) > 1 for t in facts.trainable)
-        if held_up or facts.size("shard") == 1:
+        if held_up or facts.shards == 1:
             return {"gradients": bounds["gradients"]}
         sizes = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
         whole = sorted(sizes, reverse=True)[:3]
@@ -207,7 +206,7 @@ class Zero3(CostModel):
 
     @cached_property
     def units(self) -> list[Unit]:
-        return units(self.facts, self.facts.size("shard"))
+        return units(self.facts, self.facts.shards)
 
     @property
     def flats(self) -> list[Flat]:
@@ -230,11 +229,11 @@ class Zero3(CostModel):
         for unit in self.units:
             gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
             times = self.gathers_per_step(unit)
-            flows += collectives.flow(facts, "shard", "all_gather", gathered, times)
+            flows += collectives.flow(facts, facts.sharded, "all_gather", gathered, times)
         return [
             *flows,
-            *compression.flows(facts, "shard", "reduce_scatter", self.reduced, facts.rounds),
-            *model.norm_flow(facts, "shard"),
+            *compression.flows(facts, facts.sharded, "reduce_scatter", self.reduced, facts.rounds),
+            *model.norm_flow(facts, facts.sharded),
         ]
 
     @cached_property
@@ -262,11 +261,11 @@ class Zero3(CostModel):
         return (forwards + 1) * self.facts.rounds if forwards else 0
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        return [part for flat in self.flats for part in flat.parts(self.facts.place(rank, "shard"))]
+        return [part for flat in self.flats for part in flat.parts(self.facts.shard_of(rank))]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """Shards as built, which are their own masters; one of padding only does not count."""
-        mine = self.facts.place(rank, "shard")
+        mine = self.facts.shard_of(rank)
         return {
             "parameters": sum(f.shard_bytes() for f in self.flats if f.parts(mine)),
             "masters": 0,
@@ -307,7 +306,7 @@ class Zero3(CostModel):
         inner = [unit for unit in self.units if unit.name in self.facts.units]
         ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
         gathers = 0
-        if self.facts.size("shard") > 1:
+        if self.facts.shards > 1:
             gathers = ways * sum(len(u.flats) for u in inner) - self.first_of_backward
         late = sum(len(unit.trained) for unit in self.held_up)
         watched = all(not unit.name or unit.name in self.facts.units for unit in self.units)
@@ -328,7 +327,7 @@ class Zero3(CostModel):
     def has_one_order(self) -> bool:
         """Whether every forward calls the same units once, so that what comes next is known."""
         once = all(self.facts.called(unit.name) <= 1 for unit in self.units if unit.name)
-        return once and not self.uncalled and self.facts.size("shard") > 1
+        return once and not self.uncalled and self.facts.shards > 1
 
     def depth(self, prefetched: int) -> tuple[int, int]:
         """Least and most gathers under way when a unit begins that is one of the ``prefetched``
@@ -351,7 +350,7 @@ class Zero3(CostModel):
         """Whole parameters beside the shards: at least root and largest unit, with the units
         around it; at most also those gathered ahead, recomputed together or gathered in vain.
         """
-        if phase not in ("forward", "backward") or self.facts.size("shard") == 1:
+        if phase not in ("forward", "backward") or self.facts.shards == 1:
             return {}
         bounds = {}
         if phase == "backward":
@@ -360,7 +359,7 @@ class Zero3(CostModel):
                 "communication": Bound(0, self.in_flight(rank, step)),
                 "gradients": Bound(0, held),
             }
-        if not self.facts.micro_batches_of(self._coordinate(rank), step):
+        if not self.facts.micro_batches_of(self.facts.data_coordinate(rank), step):
             return bounds
         sizes = self.whole_bytes()
         root = sizes.pop("", 0)
@@ -391,11 +390,11 @@ class Zero3(CostModel):
             for unit in self.units
         }
         whole = reduced.values() if self.adds_up else _with_root(reduced, 1)
-        shards = facts.size("shard")
+        shards = facts.shards
         arriving = sum(_with_root(reduced, 1)) // shards
         cast = any(facts.reduction(flat.dtype) != flat.dtype for flat in self.trained)
         on_host = facts.option("offload", "none") == "parameters"
-        if on_host or (cast and facts.size("replicate") > 1):
+        if on_host or (cast and facts.replicas > 1):
             held = sum(reduced.values()) // shards  # until they have come down, or crossed
             # Of several rounds, sums arrive beside totals; over replicas go totals alone.
             arriving = held + arriving if on_host and facts.rounds > 1 else held
@@ -455,17 +454,10 @@ class Zero3(CostModel):
         ]
         return int(self.facts.option("recompute_every", 0)) * max(inside, default=0)
 
-    def _coordinate(self, rank: int) -> int:
-        place, index = self.facts.coordinate(rank), 0
-        for axis, size in self.facts.axes.items():
-            if axis in DATA_AXES:
-                index = index * size + place[axis]
-        return index
-
 
 def scratch_of(facts: ModelFacts, flats: Iterable[Flat]) -> list[int]:
     """Bytes that a rank receives beside its own gradients while each of ``flats`` is reduced."""
-    ranks = facts.size("shard")
+    ranks = facts.shards
     return [
         collectives.scratch(facts, "reduce_scatter", ranks, flat.padded)
         * ITEMSIZE[facts.reduction(flat.dtype)]
@@ -476,7 +468,7 @@ def scratch_of(facts: ModelFacts, flats: Iterable[Flat]) -> list[int]:
 
 def kept_bytes(facts: ModelFacts, flats: Iterable[Flat], rank: int, step: int) -> int:
     """What compressed reductions of ``flats`` keep on ``rank``: of whole parameters."""
-    axis = "shard" if "shard" in facts.axes else "replicate"
+    axis = facts.sharded or facts.replicated
     place, ranks = facts.place(rank, axis), facts.size(axis)
     members = (tensor for flat in flats for tensor in flat.members)
     return compression.state_bytes(facts, members, place, ranks, step)
@@ -499,5 +491,5 @@ def owned(
 
     To a rank that owns nothing of it a buffer of gradients is one for communication.
     """
-    shard, names = facts.place(rank, "shard"), {t.name for t in tensors}
+    shard, names = facts.shard_of(rank), {t.name for t in tensors}
     return [flat for flat in flats if any(t.name in names for t, _ in flat.parts(shard))]

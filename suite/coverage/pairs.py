@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from shardproof import registry
-from shardproof.case import DATA_AXES, Case
+from shardproof.axes import cutting
+from shardproof.case import Case
 from shardproof.contract import Refused
 from shardproof.coverage import features, triggers
 from shardproof.errors import printable
@@ -136,12 +137,12 @@ def why_not(setup: Setup, trigger: str) -> str:
     system, trait = setup[0], trigger.removeprefix("trait ")
     if trait in found.declines:
         return f"{system} declines it: {found.declines[trait]}"
-    axes = ", ".join(found.axes)
+    axes, data = ", ".join(found.axes), {cutting(what) for what in triggers.COPIES_OF_SHARDS}
     if trigger in triggers.OF_SEVERAL_AXES and len(found.axes) == 1:
         return f"{system} has one axis: {axes}"
-    if trigger == triggers.TWO_DATA_AXES and not {*DATA_AXES} <= {*found.axes}:
+    if trigger == triggers.TWO_DATA_AXES and not data <= {*found.axes}:
         return f"{system} has the axes {axes}"
-    if trigger == triggers.OF_STAGES and "pipe" not in found.axes:
+    if trigger == triggers.OF_STAGES and cutting("layers") not in found.axes:
         return f"{system} has no stages"
     return ""
 

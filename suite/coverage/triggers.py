@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shardproof.case import DATA_AXES, Case
+from shardproof import axes
+from shardproof.axes import Cut
+from shardproof.case import Case
 
 
 def _sizes(case: Case) -> list[list[list[int]]]:
@@ -17,13 +19,15 @@ def _axes(case: Case) -> list[int]:
 
 
 def _stages(case: Case) -> int:
-    return case.mesh.get("pipe", 1)
+    return axes.parts(case.mesh, "layers")
 
 
 def _windows(case: Case) -> list[list[int]]:
     return [window for share in _sizes(case) for window in share]
 
 
+#: What meshes of replicas of shards cut.
+COPIES_OF_SHARDS: tuple[Cut, ...] = ("samples", "state")
 #: What a case's batch, mesh and model are like, beside its traits; by the name in tables.
 FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     "batch one-micro-batch": (
@@ -69,7 +73,7 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "mesh two-data-axes": (
         "replicas of shards",
-        lambda case: all(case.mesh.get(axis, 1) > 1 for axis in DATA_AXES),
+        lambda case: min(axes.parts(case.mesh, what) for what in COPIES_OF_SHARDS) > 1,
     ),
     "mesh several-axes": ("several axes of two ranks or more", lambda case: len(_axes(case)) > 1),
     "mesh unlike-axes": (

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from shardproof import tensor_bytes
-from shardproof.case import DATA_AXES, Case
+from shardproof.axes import sharing
+from shardproof.case import Case
 from shardproof.contract import Batch, Depth, Meeting, Piece
 from shardproof.costs import CostModel, ModelFacts, cost_model_of
 from shardproof.costs.expression import CaseFacts
@@ -228,11 +229,11 @@ class Figures(ABC):
     @cached_property
     def data_coordinate(self) -> dict[int, int]:
         """Global rank -> index of its data coordinate (data axes in mesh order)."""
-        result = {}
+        result, along = {}, sharing(self.case.mesh)
         for record in self.records:
             index = 0
             for axis, size in self.case.mesh.items():
-                if axis in DATA_AXES:
+                if axis in along:
                     index = index * size + record.coordinate.get(axis, 0)
             result[record.rank] = index
         return result

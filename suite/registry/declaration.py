@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args
 
-from shardproof import contract, registry
+from shardproof import axes, contract, registry
 from shardproof.backends import BACKENDS
-from shardproof.case import AXES, Case
+from shardproof.case import Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
 from shardproof.errors import nearest
 from shardproof.files import Stored
@@ -101,7 +101,7 @@ class Declaration(Capabilities, Stored):
             "features": (sorted(self.features), contract.FEATURES),
             "declines": ([key.partition("@")[0] for key in self.declines], self._declinable()),
             "declines in": ([d for k in self.declines if (d := k.partition("@")[2])], DTYPES),
-            "axes": (self.axes, AXES),
+            "axes": (self.axes, axes.names()),
             "dtypes": (self.dtypes, DTYPES),
             "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
             "points": (self.points, get_args(contract.Point)),
@@ -186,7 +186,7 @@ class Declaration(Capabilities, Stored):
         if case.deaths and not BACKENDS[case.backend].threads:
             return "a member can die inside a step on in_memory only"
         # One stage as well: PyTorch 2.11's sends to itself.
-        if "pipe" in case.mesh and not BACKENDS[case.backend].sends:
+        if axes.cutting("layers") in case.mesh and not BACKENDS[case.backend].sends:
             return f"has stages, and {case.backend} sends nothing from one rank to one other"
         if "roles" in self.features and not BACKENDS[case.backend].sends:
             return f"has servers, and {case.backend} sends nothing from one rank to one other"

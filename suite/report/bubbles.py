@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shardproof.axes import parts
 from shardproof.checks.results import CaseResult
 from shardproof.report.tables import Figures
 from shardproof.table import Table
@@ -76,7 +77,7 @@ def pipelines(results: Iterable[CaseResult]) -> list[Pipeline]:
     for result in results:
         case, figures = result.case, result.figures("schedule")
         if case.scenario.startswith("bubble") and "in_flight" in figures:
-            size = case.mesh["pipe"], case.workload.micro_batches
+            size = parts(case.mesh, "layers"), case.workload.micro_batches
             on_threads = case.backend == "in_memory"
             groups[(*size, case.implementation, case.system)].append((on_threads, figures))
     return [

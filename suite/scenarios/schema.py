@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -27,7 +27,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from shardproof.case import Axis, FaultKind, FaultPhase
+from shardproof import axes
+from shardproof.case import FaultKind, FaultPhase
 from shardproof.costs import expression
 
 Tier = Literal["quick", "full"]
@@ -36,6 +37,11 @@ Values = dict[str, Any]
 LaneName = Literal["bitwise", "dyadic", "fp64", "working_precision"]
 RelationName = Literal["split", "permute", "world1", "scale", "recompute", "reload", "again"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+# A type checker cannot read the table; to pydantic only these names are keys.
+if TYPE_CHECKING:
+    AxisName = str
+else:
+    AxisName = Literal[axes.names()]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,39}$")]
 Reason = Annotated[str, Field(min_length=3, description="the reason, in a sentence")]
 Clip = Annotated[float, Field(gt=0)]
@@ -81,7 +87,7 @@ Named = Annotated[Item, _Short(_named, lambda _: core_schema.str_schema())]
 #: What is not a formula is refused.
 Expression = Annotated[str, AfterValidator(lambda text: expression.parse(text) and text)]
 Sizes = Many[Size]
-Mesh = Annotated[dict[Axis, Sizes], Field(min_length=1)]
+Mesh = Annotated[dict[AxisName, Sizes], Field(min_length=1)]
 
 
 class Other(Model):
@@ -93,7 +99,7 @@ class Other(Model):
         description="all options of another implementation; for the same implementation, changes "
         "to the case's own options",
     )
-    mesh: dict[Axis, Size] | None = Field(
+    mesh: dict[AxisName, Size] | None = Field(
         None,
         min_length=1,
         description="on other axes; default: the case's own mesh, or the one axis of another "

@@ -13,7 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import get_args
 
-from shardproof.case import DATA_AXES, Case, WorkloadSpec, data_shares
+from shardproof.axes import replicas, sharing
+from shardproof.case import Case, WorkloadSpec, data_shares
 from shardproof.contract import Tail
 from shardproof.workloads.knobs import Knob, Params, WorkloadError, untrained_values
 
@@ -86,7 +87,7 @@ def meshes(case: Case) -> list[dict[str, int]]:
         return [own]
     other = own
     if params["into"] not in (0, case.data_coordinates):
-        axes = [axis for axis in own if axis in DATA_AXES] or ["replicate"]
+        axes = sharing(own) or [*replicas(1)]
         other = own | dict.fromkeys(axes, 1) | {axes[0]: params["into"]}
     return [other if leg % 2 else own for leg in range(params["resumes"] + 1)]
 

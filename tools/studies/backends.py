@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from shardproof.axes import parts
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases.runner import Session
@@ -70,7 +71,7 @@ def cells_of(cases: Sequence[Case], backends: Sequence[str]) -> list[tuple[Cell,
         for case in on_backend(trained, backend):
             scenario, system, _, *rest = case.id.split("::")
             name = "::".join([scenario, system, *rest])
-            cell = Cell(name, case.world, case.lane, case.world // case.mesh.get("pipe", 1))
+            cell = Cell(name, case.world, case.lane, case.world // parts(case.mesh, "layers"))
             found.setdefault(name, (cell, {}))[1][backend] = case
     whole = (pair for pair in found.values() if len(pair[1]) == len(backends))
     return [pair for pair in whole if not any(c.skip or c.xfail for c in pair[1].values())]

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardproof.axes import roles
 from shardproof.impls.reference.checkpoint.data_file import DTYPES, DataFile, Entry
 from shardproof.impls.reference.checkpoint.errors import TAKE_ANOTHER, CheckpointError
 from shardproof.impls.reference.checkpoint.reading.guarded_json import (
@@ -37,8 +38,6 @@ KINDS = ("parameters", "buffers", "optimizer", "rng", "extra")
 #: Data files of a checkpoint; tensors, and bytes of checksums, over all of them.  A tensor is known
 #: by its place for a few hundred bytes, which had to stand in an index: no small file takes much.
 MOST_FILES, MOST_TENSORS, MOST_SUM_BYTES = 1 << 14, 1 << 20, 64 << 20
-#: Axes of one role: what replicas and shards are given differs in the data alone.
-_ROLES = (("replicate", "shard"), ("pipe",), ("tensor",))
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -76,7 +75,7 @@ class About:
         if self.world != math.prod(mesh.values()):
             return False
         one, other = self.mesh, mesh
-        return all(_coordinates(one, axes) == _coordinates(other, axes) for axes in _ROLES)
+        return all(_coordinates(one, axes) == _coordinates(other, axes) for axes in roles())
 
 
 def _coordinates(mesh: Mapping[str, int], axes: Sequence[str]) -> list[int]:

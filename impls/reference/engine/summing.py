@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shardproof.axes import summing
 from shardproof.comm import Mesh
 from shardproof.contract import Implementation, OptimizerSpec, Piece, Refused
 from shardproof.impls.reference.collectives import options as collectives
@@ -22,9 +23,6 @@ from shardproof.impls.reference.parts.compressors.randomk import RandomK
 from shardproof.impls.reference.parts.compressors.sign import Sign
 from shardproof.impls.reference.parts.compressors.topk import TopK
 from shardproof.impls.reference.parts.reducers import Reducer
-
-#: The axes over which gradients are summed.
-DATA_AXES = ("replicate", "shard")
 
 
 class Summing(Implementation):
@@ -51,7 +49,8 @@ class Summing(Implementation):
             return Reducer()
         chosen = collectives.of(options)
         reducer = Reducer() if chosen == collectives.Collectives() else ByAlgorithm(chosen)
-        ranks = self.mesh.size(*DATA_AXES)
+        along = summing(self.mesh.axes)
+        ranks = self.mesh.size(*along)
         if options.compress is None or ranks == 1:  # one rank has nobody to send to
             return reducer
         if self.spec.scaler is not None:
@@ -60,7 +59,7 @@ class Summing(Implementation):
                 "scale than the gradients of the next; leave one of the two out"
             )
         place = 0
-        for axis in DATA_AXES:
+        for axis in along:
             place = place * self.mesh.size(axis) + self.mesh.coordinate.get(axis, 0)
         kind: type[Compressor] = getattr(self, f"{options.compress.method}_type")
         return kind(options.compress, place, ranks, reducer)

@@ -11,16 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardproof.axes import parts, sharing, size, splitting
 from shardproof.bench.model.alpha_beta import Links
 from shardproof.bench.model.messages import Window
 from shardproof.bench.model.records import Call
 from shardproof.bench.model.step_time import Prediction, Unmodelled, predict, promised
 from shardproof.bench.subjects import Mode
-from shardproof.case import DATA_AXES
-from shardproof.costs import CostModel, ModelFacts, NoCostModel, cost_model_of
+from shardproof.costs import CostModel, ModelFacts, NoCostModel, cannot_fit, cost_model_of
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import schedule_name, stages_of
-from shardproof.costs.tensor import cannot_fit
 from shardproof.schedules import Schedule
 
 
@@ -59,18 +58,16 @@ def facts_at(facts: ModelFacts, axis: str, ranks: int, samples: int | None = Non
     :raises NoCostModel: layers or stages that cannot be cut so.
     """
     axes = {**facts.axes, axis: ranks}
-    coordinates = axes.get("replicate", 1) * axes.get("shard", 1)
+    coordinates = size(axes, sharing(axes))
     rounds = facts.rounds if samples is None else min(facts.rounds, samples)
     inputs = tuple((step[0],) * coordinates for step in facts.inputs)
     grown = dataclasses.replace(
         facts, axes=axes, micro_batches=(rounds,) * coordinates, inputs=inputs
     )
-    if problem := cannot_fit(grown) if axes.get("tensor", 1) > 1 else "":
+    if problem := cannot_fit(grown):
         raise NoCostModel(problem)
-    if axes.get("pipe", 1) > 1 and not all(stages_of(grown).units):
-        raise NoCostModel(
-            f"{len(facts.units)} units cannot fill the stages of {axes['pipe']} ranks"
-        )
+    if (stages := parts(axes, "layers")) > 1 and not all(stages_of(grown).units):
+        raise NoCostModel(f"{len(facts.units)} units cannot fill the stages of {stages} ranks")
     return grown
 
 
@@ -97,7 +94,7 @@ def pipeline_stretch(facts: ModelFacts) -> float:
 
     :raises NoCostModel: no closed form for the schedule here.
     """
-    ranks = facts.size("pipe")
+    ranks = facts.parts("layers")
     if ranks == 1:
         return 1.0
     name = schedule_name(facts.options) or "orders of the user's own"
@@ -138,9 +135,10 @@ def step_at(
 
     :raises Unmodelled: no formula, or a batch or a model that so many ranks cannot share.
     """
-    shares_batch = mode == "strong" and axis in DATA_AXES
+    shares_batch = mode == "strong" and sharing([axis]) != ()
     ranks = world * facts.size(axis) // facts.world
-    shares = math.prod(n for name, n in {**facts.axes, axis: ranks}.items() if name in DATA_AXES)
+    mesh = {**facts.axes, axis: ranks}
+    shares = size(mesh, sharing(mesh))
     try:
         if shares_batch and samples < shares:
             raise Unmodelled(f"{samples} samples do not go round {shares} ranks")
@@ -150,15 +148,16 @@ def step_at(
         cost_model = cost_model_of(strategy, grown)
         if cost_model is None:
             raise Unmodelled(f"{strategy} has no formulas")
-        split = grown.size("tensor") * grown.size("pipe") / pipeline_stretch(grown)
+        ways = size(mesh, splitting(mesh))
+        split = ways / pipeline_stretch(grown)
         calls = promised(cost_model, known, facts.world)
         seconds = compute.seconds(own, split, update_share(cost_model))
         window = None
         if schedule is not None and (schedule.ranks, schedule.micro_batches) == (
-            grown.size("pipe"),
+            grown.parts("layers"),
             grown.rounds,
         ):
-            whole = compute.seconds(own, grown.size("tensor") * grown.size("pipe"), 0.0)
+            whole = compute.seconds(own, ways, 0.0)
             window = Window(schedule, whole / grown.rounds)
     except NoCostModel as error:
         raise Unmodelled(str(error)) from None

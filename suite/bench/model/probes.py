@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardproof.axes import parts
 from shardproof.backends import BACKENDS
 from shardproof.bench.arm import Arm, mesh_of
 from shardproof.bench.clock import Clock, finish
@@ -83,7 +84,7 @@ def watch(run: SideRun, rank: int) -> WatchedStep:
 
 def _schedule(arm: Arm) -> dict[str, Any] | None:
     """What a pipeline of one window a step announced; ``None``: no such."""
-    ranks, windows = arm.run.axes.get("pipe", 1), arm.batches[0].windows
+    ranks, windows = parts(arm.run.axes, "layers"), arm.batches[0].windows
     if ranks == 1 or len(windows) != 1:
         return None
     announced = arm.implementation.schedule(arm.run.side.options, ranks, len(windows[0]))

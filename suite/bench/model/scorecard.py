@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Mapping
 
+from shardproof import axes
 from shardproof.bench.launches import SideRun, side_run
 from shardproof.bench.lines import MeasuredPair, Memory, NoFigures, ProbedStep, Probes, SideProbes
 from shardproof.bench.model import alpha_beta, step_time
@@ -42,7 +43,7 @@ def card(
     machine, made, best = probes.machine, predicted(probes, step), None
     if machine.flop_rate:
         # Layers are split over ranks; every rank updates everything.
-        split = run.axes.get("tensor", 1) * run.axes.get("pipe", 1)
+        split = axes.size(run.axes, axes.splitting(run.axes))
         compute = step_time.probed_compute(
             *(step.flops / split, step.elements / split, run.optimizer.name),
             *(machine.flop_rate, machine.byte_rate),
@@ -62,7 +63,7 @@ def unscored(backend: str, mesh: Mapping[str, int]) -> str:
     """Why there is no prediction for a side on ``mesh``; empty: there is one."""
     if backend not in alpha_beta.ALGORITHMS:
         return f"there are no cost formulas for backend {backend}"
-    split = [axis for axis in ("tensor", "pipe") if mesh.get(axis, 1) > 1]
+    split = [axis for axis in axes.splitting(mesh) if mesh[axis] > 1]
     if split:  # a rank alone cannot compute its part of a model
         return f"compute is measured of whole models, and {' and '.join(split)} cuts this one"
     return ""

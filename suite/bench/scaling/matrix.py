@@ -11,11 +11,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from shardproof import registry
 from shardproof.bench import sides
 from shardproof.bench.subjects import BASES, CELL_BLOCKS, LAUNCHES, Cell, Mode, Side
-from shardproof.case import Axis, WorkloadSpec
+from shardproof.case import WorkloadSpec
 from shardproof.errors import Problem, ScenarioError, SelectionError
 from shardproof.launch.rates import bits_per_second
 from shardproof.scenarios import load
-from shardproof.scenarios.schema import Label, Size, Words
+from shardproof.scenarios.schema import AxisName, Label, Size, Words
 
 #: Largest global batch of a workload.
 MOST_SAMPLES = 4096
@@ -55,7 +55,7 @@ class ScaledSystem(SystemModel):
 
     takes_mesh: ClassVar[bool] = True
 
-    grows: Axis | None = Field(
+    grows: AxisName | None = Field(
         None,
         description="axis that takes the ranks which `mesh` leaves, outside of it (default: a data "
         "axis of the system)",

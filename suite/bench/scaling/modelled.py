@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from shardproof.axes import sharing
 from shardproof.bench.launches import Launch, RankTimes, side_run
 from shardproof.bench.lines import CellProbes, MeasuredCell, Modelled
 from shardproof.bench.model import alpha_beta, curve, step_time
@@ -16,7 +17,6 @@ from shardproof.bench.model.scorecard import card, unscored
 from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.scaling.nodes import not_probed
 from shardproof.bench.subjects import Cell, grown
-from shardproof.case import DATA_AXES
 from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.schedules import Schedule
 
@@ -69,7 +69,7 @@ def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
     axis, *_ = line.mesh
     there = side_run(cell.at(probed.world), "ranks", grown(line.mesh, probed.world))
     figures: dict[str, object] = {"world": cell.world, "efficiency": None, "from": probed.world}
-    shares_batch = cell.mode == "strong" and axis in DATA_AXES
+    shares_batch = cell.mode == "strong" and sharing([axis]) != ()
     samples = cell.base.global_batch if shares_batch else cell.samples(cell.world)
     try:
         if problem := _crosses(line, probed):

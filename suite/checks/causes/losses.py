@@ -9,6 +9,7 @@ from itertools import chain, combinations
 
 from torch import Tensor
 
+from shardproof import axes
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.words import factor
 from shardproof.contract import Batch, MicroBatch
@@ -114,7 +115,7 @@ def _biases(
     batches: Sequence[Batch],
 ) -> Iterator[tuple[float, str]]:
     """Biases that every tensor rank adds before the sum over the axis."""
-    ranks = evidence.case.mesh.get("tensor", 1)
+    axis, ranks = axes.cutting("widths"), axes.parts(evidence.case.mesh, "widths")
     biases = [n for n in states[0] if n.endswith(".bias")] if ranks > 1 else []
     kinds = {".".join(name.rsplit(".", 3)[-3:]) for name in biases}
     if len(kinds) > _MOST_KINDS:
@@ -127,7 +128,7 @@ def _biases(
             ]
             yield (
                 _sum(_losses(loss_of, scaled, batches)),
-                f"the biases {' and '.join(chosen)} were added on every rank of the axis 'tensor'",
+                f"the biases {' and '.join(chosen)} were added on every rank of the axis {axis!r}",
             )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shardproof import axes
 from shardproof.backends import BACKENDS
 from shardproof.checks.numbers import (
     FP64_BOUND,
@@ -119,6 +120,6 @@ def _same_bits(evidence: Evidence) -> bool:
         and evidence.declaration.emulates == "step"
         # A rate for other members may be rounded otherwise than the oracle's.
         and all(step.rate == 1.0 for step in evidence.members)
-        and case.mesh.get("pipe", 1) == case.mesh.get("tensor", 1) == 1
+        and axes.size(case.mesh, axes.exchanging(case.mesh)) == 1
         and not any(t.strided for t in (facts.parameters if facts else ()))
     )

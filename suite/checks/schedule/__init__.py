@@ -46,6 +46,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from shardproof import axes
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks import Outcome, Worst, first_problem
@@ -89,7 +90,7 @@ Log = list[Done]
 def decide(evidence: Figures) -> Outcome:
     """Judge the announced schedule, then the log of the run, then memory."""
     case = evidence.case
-    if "pipe" not in case.mesh:
+    if axes.cutting("layers") not in case.mesh:
         return Outcome("schedule", "skip", "the mesh has no pipe axis")
     wrong = unsound_schedules(case, evidence.declaration.strategy, evidence.schedules)
     if wrong:
@@ -203,7 +204,7 @@ def _wrong_order(evidence: Figures, record: RankRecord, log: Log, windows: Seque
     """The first computation that is not the one claimed, window by window."""
     if not evidence.schedules:
         return ""
-    rank = record.coordinate.get("pipe", 0)
+    rank = record.coordinate.get(axes.cutting("layers"), 0)
     claimed: list[tuple[int, Action]] = []
     for window, size in enumerate(windows):
         schedule = evidence.schedules.get(size)
@@ -293,13 +294,13 @@ def measured(evidence: Figures, step: int) -> MeasuredFigures | None:
     that differ are in it.  ``None``: nothing was computed.
     """
     ranks: dict[int, Log] = {}
-    size = 0
+    along, size = axes.cutting("layers"), 0
     for record in evidence.records:
         coordinate = record.coordinate
-        others = (at for axis, at in coordinate.items() if axis != "pipe")
+        others = (at for axis, at in coordinate.items() if axis != along)
         log = [row for row in actions_of(record, step) if row.window == 0]
         if log and not any(others):
-            ranks[coordinate.get("pipe", 0)] = log
+            ranks[coordinate.get(along, 0)] = log
             size = record.steps[step].windows[0]
     schedule = evidence.schedules.get(size)
     if schedule is None or len(ranks) < schedule.ranks:
@@ -346,7 +347,7 @@ def why_not_measured(evidence: Figures) -> str:
         return "no memory ledger"
     if facts is None or not evidence.schedules or not facts.inputs:
         return "no schedule or no model facts"
-    if evidence.declaration.strategy not in OWN or facts.size("tensor") > 1:
+    if evidence.declaration.strategy not in OWN or facts.parts("widths") > 1:
         return "only whole stages of the suite's own cut are measured"
     if case.precision:
         return "mixed precision"
@@ -367,7 +368,7 @@ def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
     ``F``: held when its forward is over; ``W``: thereof what the gradients of weights need;
     ``input``: what is received for it.
     """
-    if "pipe" not in evidence.case.mesh or why_not_measured(evidence):
+    if axes.cutting("layers") not in evidence.case.mesh or why_not_measured(evidence):
         return
     from shardproof.checks.schedule.stage_bytes import stage_bytes
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from shardproof.axes import parts
 from shardproof.case import Case
 from shardproof.checks import Outcome
 from shardproof.contract import Implementation, Options, Refused
@@ -79,7 +80,7 @@ def not_run(unsound: Mapping[str, Sequence[str]]) -> Outcome:
 
 def _not_as_asked(case: Case, strategy: str, schedule: Schedule) -> str:
     """How the schedule differs from what the options ask for, if those are in the suite's words."""
-    options, ranks = case.options, case.mesh["pipe"]
+    options, ranks = case.options, parts(case.mesh, "layers")
     name = schedule_name(options)
     if schedule.ranks != ranks:
         return f"a schedule for {schedule.ranks} ranks, the pipe axis has {ranks}"

@@ -15,14 +15,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from shardproof.axes import cutting
 from shardproof.checks.schedule.announced import CLOCK, Bubbles, idle_of, settings_of
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.program_order import Done
 from shardproof.ledgers.traffic import NEVER, Call
 from shardproof.schedules import MESSAGES, Action, Deadlock, Schedule, simulate
-
-AXIS = "pipe"
 
 
 class Message(NamedTuple):
@@ -39,7 +38,7 @@ def messages_of(evidence: Figures, record: RankRecord, step: int) -> list[Messag
     Between two ranks and in one direction the n-th call is the n-th message of the schedule.
     """
     peers = _pipeline_of(evidence, record)
-    rank = record.coordinate[AXIS]
+    rank = record.coordinate[cutting("layers")]
     due = defaultdict[tuple[str, int | None], deque[tuple[int, Action]]](deque)
     for window, size in enumerate(record.steps[step].windows):
         schedule = evidence.schedules[size]
@@ -59,12 +58,13 @@ def messages_of(evidence: Figures, record: RankRecord, step: int) -> list[Messag
 
 def _pipeline_of(evidence: Figures, record: RankRecord) -> dict[int, int]:
     """Place on the pipe axis -> global rank, of the ranks that share all other places."""
+    along = cutting("layers")
 
     def others(one: RankRecord) -> dict[str, int]:
-        return {axis: place for axis, place in one.coordinate.items() if axis != AXIS}
+        return {axis: place for axis, place in one.coordinate.items() if axis != along}
 
     mine = others(record)
-    return {r.coordinate[AXIS]: r.rank for r in evidence.records if others(r) == mine}
+    return {r.coordinate[along]: r.rank for r in evidence.records if others(r) == mine}
 
 
 # --------------------------------------------------------------------------------- what was held
@@ -144,7 +144,7 @@ def waits_too_long(evidence: Figures, step: int) -> str:
 def _pipelines(evidence: Figures) -> Iterator[list[RankRecord]]:
     by_rank: Mapping[int, RankRecord] = {record.rank: record for record in evidence.records}
     for record in evidence.records:
-        if record.coordinate[AXIS] == 0:
+        if record.coordinate[cutting("layers")] == 0:
             ranks = _pipeline_of(evidence, record)
             yield [by_rank[ranks[place]] for place in sorted(ranks)]
 

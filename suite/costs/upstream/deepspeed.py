@@ -59,7 +59,7 @@ class DeepSpeedZero0(_DeepSpeed):
         facts = self.facts
         whole = [sum(t.nbytes for t in facts.trainable)]
         norm = [FP32] if facts.clipped else []
-        return [f.in_any_calls() for f in flow(facts, "replicate", "all_reduce", whole + norm)]
+        return [f.in_any_calls() for f in flow(facts, facts.group(), "all_reduce", whole + norm)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         held = super().resident(rank, step, updated)
@@ -93,7 +93,7 @@ class _Sharded(_DeepSpeed):
 
     @property
     def ranks(self) -> int:
-        return self.facts.size("shard")
+        return self.facts.shards
 
     @property
     def offloaded(self) -> bool:
@@ -141,10 +141,13 @@ class DeepSpeedZero1(_Sharded):
         gathered = [FP32 * count for count in self.padded]
         how = "reduce" if to_owners else "all_reduce"
         moved = [
-            *flow(facts, "shard", how, whole, self.reductions),  # type: ignore[arg-type]
-            *flow(facts, "shard", "all_reduce", norms),
+            *flow(facts, facts.sharded, how, whole, self.reductions),  # type: ignore[arg-type]
+            *flow(facts, facts.sharded, "all_reduce", norms),
         ]
-        return [*(f.in_any_calls() for f in moved), *flow(facts, "shard", "all_gather", gathered)]
+        return [
+            *(f.in_any_calls() for f in moved),
+            *flow(facts, facts.sharded, "all_gather", gathered),
+        ]
 
     def fragments(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` in the partition of ``rank``, padding left out."""
@@ -251,10 +254,13 @@ class DeepSpeedZero3(_Sharded):
         reduced = [FP32 * self.ranks * self.shard(t) for t in facts.trainable]
         norms = [FP32 if self.offloaded else 8] * len(self.groups)
         moved = [
-            *flow(facts, "shard", "all_gather", gathered, 2 * facts.rounds),
-            *flow(facts, "shard", "reduce_scatter", reduced, facts.rounds),
+            *flow(facts, facts.sharded, "all_gather", gathered, 2 * facts.rounds),
+            *flow(facts, facts.sharded, "reduce_scatter", reduced, facts.rounds),
         ]
-        return [*(f.in_any_calls() for f in moved), *flow(facts, "shard", "all_reduce", norms)]
+        return [
+            *(f.in_any_calls() for f in moved),
+            *flow(facts, facts.sharded, "all_reduce", norms),
+        ]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         held = {"optimizer_state": sum(self.states) if updated >= 0 else 0}

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+from shardproof.axes import cutting
 from shardproof.costs.model import Bytes, CostModel, Flow, flow, grouped_flow
 from shardproof.costs.model_facts import ITEMSIZE, shape_key, used
 from shardproof.costs.pipeline import Message, Pipeline
@@ -38,7 +39,7 @@ class TorchPipelining(Pipeline):
     def flows(self) -> list[Flow]:
         """As every pipeline; the scaler's agreement on an overflow is one fp32 number."""
         scaled = [FP32] if self.facts.scaled else []
-        return [*super().flows(), *flow(self.facts, "pipe", "all_reduce", scaled)]
+        return [*super().flows(), *flow(self.facts, cutting("layers"), "all_reduce", scaled)]
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """Buffers of what came from other ranks: each has been in a message."""
@@ -71,7 +72,7 @@ class TorchPipelining(Pipeline):
         total = 0
         for micro_batches, shape in seen:
             hidden = facts.hidden[shape_key(shape)]
-            for stage in self.stages.of(facts.place(rank, "pipe")):
+            for stage in self.stages.of(facts.place(rank, cutting("layers"))):
                 units = self.stages.units[stage]
                 elements = 2 * hidden[units.start - 1] if stage and wanted[stage - 1] else 0
                 if stage < len(wanted) and wanted[stage]:
@@ -93,18 +94,18 @@ class DeepSpeedPipeline(Pipeline):
     )
 
     def flows(self) -> list[Flow]:
-        facts = self.facts
+        facts, along = self.facts, cutting("layers")
         messages = [f for f in super().flows() if f.operation in ("send", "recv")]
         norm = [FP32] if facts.clipped else []
         return [
             *messages,
-            *flow(facts, "pipe", "broadcast", [2 * FP32]),
-            *flow(facts, "pipe", "all_reduce", norm),
+            *flow(facts, along, "broadcast", [2 * FP32]),
+            *flow(facts, along, "all_reduce", norm),
             *(
                 replace(tied, ranks=0)  # both ends, which are no neighbours
                 for t in used(facts.parameters, facts.step)
                 if len(self.stages.ranks(t)) > 1
-                for tied in grouped_flow("pipe", "all_reduce", [t.nbytes], ranks=2, times=1)
+                for tied in grouped_flow(along, "all_reduce", [t.nbytes], ranks=2, times=1)
             ),
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from shardproof.axes import cutting
 from shardproof.costs.layout import chunk, within
 from shardproof.costs.model import CostModel, Flow, NoCostModel, grouped_flow, norm_flow
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
@@ -35,8 +36,8 @@ class TorchHybrid(TorchTensorParallel):
     def __init__(self, facts: ModelFacts) -> None:
         super().__init__(facts)
         self.stages, self.pipeline = stages_of(facts), TorchPipelining(facts)
-        self.shards, self.replicas = facts.size("shard"), facts.size("replicate")
-        self.is_sharded = "shard" in facts.axes
+        self.shards, self.replicas = facts.shards, facts.replicas
+        self.is_sharded = bool(facts.sharded)
 
     def rows(self, tensor: TensorFacts, rank: int) -> tuple[int, int]:
         """Rows, and elements of each, that the tensor rank of ``rank`` has before sharding."""
@@ -51,14 +52,14 @@ class TorchHybrid(TorchTensorParallel):
         if not self.is_sharded:
             return super().elements(tensor, rank)
         rows, rest = self.rows(tensor, rank)
-        return chunk(rows, self.shards, self.facts.place(rank, "shard")) * rest
+        return chunk(rows, self.shards, self.facts.shard_of(rank)) * rest
 
     def padded_elements(self, tensor: TensorFacts, rank: int) -> int:
         rows, rest = self.rows(tensor, rank)
         return -(-rows // self.shards) * rest
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
-        mine = self.facts.place(rank, "pipe")
+        mine = self.facts.place(rank, cutting("layers"))
         held = (t for t in self.facts.parameters if mine in self.stages.ranks(t))
         return [(t, self.elements(t, rank)) for t in held]
 
@@ -88,7 +89,7 @@ class TorchHybrid(TorchTensorParallel):
         return [
             *(super().flows() if self.ranks > 1 else self.norms()),
             *self.messages(),
-            *norm_flow(facts, "pipe"),
+            *norm_flow(facts, cutting("layers")),
             *(flow for unit in self.units() for flow in self.of_unit(unit)),
         ]
 
@@ -98,15 +99,16 @@ class TorchHybrid(TorchTensorParallel):
 
     def of_unit(self, members: list[TensorFacts]) -> Iterator[Flow]:
         """Gathers, reductions and their way over the replicas, of every tensor rank."""
+        along, across = self.facts.sharded, self.facts.replicated
         for rank in range(self.ranks):
             whole = self.payload_of(members, rank)
             ever = [t for t in members if t.trainable and t.first_use is not None]
             reduced = self.payload_of(ever, rank)
             groups, crossing = self.replicas * self.windows, self.shards * self.windows
-            yield from grouped_flow("shard", "all_gather", [whole], self.shards, groups)
-            yield from grouped_flow("shard", "reduce_scatter", [reduced], self.shards, groups)
+            yield from grouped_flow(along, "all_gather", [whole], self.shards, groups)
+            yield from grouped_flow(along, "reduce_scatter", [reduced], self.shards, groups)
             parts = [reduced // self.shards]
-            yield from grouped_flow("replicate", "all_reduce", parts, self.replicas, crossing)
+            yield from grouped_flow(across, "all_reduce", parts, self.replicas, crossing)
 
     def payload_of(self, members: Iterable[TensorFacts], rank: int) -> int:
         if not self.is_sharded:
@@ -126,13 +128,15 @@ class TorchHybrid(TorchTensorParallel):
         if not facts.clipped:
             return flows
         item, copies = ITEMSIZE[self.table.dtype], self.replicas * self.ranks
-        for pipe in range(facts.size("pipe")):
+        for pipe in range(facts.parts("layers")):
             mine = [t for t in facts.trainable if pipe in self.stages.ranks(t)]
             mine = [t for t in mine if t.first_use is not None]
-            split = [t for t in mine if self.is_styled(t)] if "tensor" in facts.axes else []
+            split = (
+                [t for t in mine if self.is_styled(t)] if cutting("widths") in facts.axes else []
+            )
             stacked = [len(split) * item, (len(mine) - len(split)) * item]
             flows += self.each("all_reduce", stacked[:1] * (self.replicas * self.shards))
-            flows += grouped_flow("shard", "all_reduce", stacked, self.shards, copies)
+            flows += grouped_flow(facts.sharded, "all_reduce", stacked, self.shards, copies)
         return flows
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:

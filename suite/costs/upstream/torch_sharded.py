@@ -74,7 +74,7 @@ class _Upstream(CostModel):
 
     def communication_at_rest(self, rank: int, step: int) -> int:
         """The shard that a reduction gave, until it is added to others; partial norms."""
-        shard = max(self.reduced_bytes(), default=0) // self.facts.size("shard")
+        shard = max(self.reduced_bytes(), default=0) // self.facts.shards
         return shard + SCALAR_BYTES * (2 + len(self.facts.trainable))
 
     def local(self, rank: int) -> Local:
@@ -100,7 +100,7 @@ class FSDP2(_Upstream):
 
     @property
     def ranks(self) -> int:
-        return self.facts.size("shard")
+        return self.facts.shards
 
     @cached_property
     def units(self) -> list[tuple[str, tuple[TensorFacts, ...]]]:
@@ -112,7 +112,7 @@ class FSDP2(_Upstream):
 
     def rows(self, tensor: TensorFacts, rank: int) -> int:
         rows, *rest = tensor.shape
-        return chunk(rows, self.ranks, self.facts.place(rank, "shard")) * math.prod(rest)
+        return chunk(rows, self.ranks, self.facts.shard_of(rank)) * math.prod(rest)
 
     def reduced(self, tensor: TensorFacts) -> bool:
         if self.facts.option("reduce_scatter_unused_params", False):
@@ -147,17 +147,19 @@ class FSDP2(_Upstream):
             gathered = sum(self.padded(t) * ITEMSIZE[facts.compute(t.dtype)] for t in members)
             # Called c times: all but the first backward find it sharded, as the first forward does.
             first = facts.rounds * self.called(name)
-            flows += model.flow(facts, "shard", "all_gather", [gathered], first)
+            flows += model.flow(facts, facts.sharded, "all_gather", [gathered], first)
             flows += self.second(name, gathered)
             # The first backward of several finds the gradients that were kept, the last its own.
             kept = self.called(name) > 1 and self.reductions < facts.rounds
             times = self.reductions + kept
-            flows += model.flow(facts, "shard", "reduce_scatter", [reduced], times)
-            flows += model.flow(facts, "replicate", "all_reduce", [reduced // self.ranks], times)
+            flows += model.flow(facts, facts.sharded, "reduce_scatter", [reduced], times)
+            flows += model.flow(
+                facts, facts.replicated, "all_reduce", [reduced // self.ranks], times
+            )
         if facts.clipped:
             norms = [ITEMSIZE[t.dtype] for t in facts.parameters if self.reduced(t)]
-            flows += model.flow(facts, "shard", "all_reduce", [sum(norms)])  # coalesced
-        return [*flows, *self.overflow("shard")]
+            flows += model.flow(facts, facts.sharded, "all_reduce", [sum(norms)])  # coalesced
+        return [*flows, *self.overflow(facts.sharded)]
 
     def reduced_bytes(self) -> list[int]:
         return [
@@ -173,7 +175,7 @@ class FSDP2(_Upstream):
         """The gathers of unit ``name`` before its first backward and its further forwards."""
         facts, k = self.facts, self.regathered(name)
         times = facts.world // k * facts.rounds * self.called(name)
-        return model.grouped_flow("shard", "all_gather", [payload], k, times)
+        return model.grouped_flow(facts.sharded, "all_gather", [payload], k, times)
 
     def called(self, name: str) -> int:
         return self.facts.called(name) if name else 1
@@ -233,13 +235,13 @@ class FSDP1(_Upstream):
 
     @property
     def shards(self) -> int:
-        return 1 if self.kind == "NO_SHARD" else self.facts.size("shard")
+        return 1 if self.kind == "NO_SHARD" else self.facts.shards
 
     @cached_property
     def flats(self) -> list[tuple[str, FlatParameter]]:
         """Unit and flat parameter, the root first; one that is whole is padded for the ranks."""
         facts = self.facts
-        multiple = facts.size("replicate") if self.kind == "NO_SHARD" else 1
+        multiple = facts.replicas if self.kind == "NO_SHARD" else 1
         alignment = {dtype: ALIGNMENT // ITEMSIZE[facts.compute(dtype)] for dtype in ITEMSIZE}
         return [
             (name, FlatParameter(members, self.shards, multiple, alignment[members[0].dtype]))
@@ -257,20 +259,25 @@ class FSDP1(_Upstream):
         for (name, flat), reduced in zip(self.flats, self.reduced_bytes(), strict=True):
             gathered = [flat.padded_bytes(facts.compute(flat.dtype))]
             if self.kind == "NO_SHARD":
-                flows += model.flow(facts, "replicate", "all_reduce", [reduced], self.reductions)
+                flows += model.flow(
+                    facts, facts.replicated, "all_reduce", [reduced], self.reductions
+                )
                 continue
             if self.kind == "SHARD_GRAD_OP":
                 times = 1 if silent else facts.rounds
             else:
                 times = facts.rounds * (facts.called(name) + 1 if name else 1)
-            flows += model.flow(facts, "shard", "all_gather", gathered, times)
-            flows += model.flow(facts, "shard", "reduce_scatter", [reduced], self.reductions)
+            flows += model.flow(facts, facts.sharded, "all_gather", gathered, times)
+            flows += model.flow(facts, facts.sharded, "reduce_scatter", [reduced], self.reductions)
             crossing = [reduced // self.shards]
-            flows += model.flow(facts, "replicate", "all_reduce", crossing, self.reductions)
+            flows += model.flow(facts, facts.replicated, "all_reduce", crossing, self.reductions)
         if facts.clipped and self.kind != "NO_SHARD":
             wide = facts.trainable[0].dtype == "float64"
-            flows += model.flow(facts, "shard", "all_reduce", [8 if wide else 4])
-        return [*flows, *self.overflow("replicate" if self.kind == "NO_SHARD" else "shard")]
+            flows += model.flow(facts, facts.sharded, "all_reduce", [8 if wide else 4])
+        return [
+            *flows,
+            *self.overflow(facts.replicated if self.kind == "NO_SHARD" else facts.sharded),
+        ]
 
     def refuse_recomputed(self) -> None:
         """Raise where units lie inside of blocks that are computed again.
@@ -296,7 +303,7 @@ class FSDP1(_Upstream):
 
     def parts(self, flat: FlatParameter, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of what the shard of ``rank`` holds of ``flat``."""
-        return flat.parts(self.facts.place(rank, "shard") if self.shards > 1 else 0)
+        return flat.parts(self.facts.shard_of(rank) if self.shards > 1 else 0)
 
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
         return [part for _, flat in self.flats for part in self.parts(flat, rank)]
@@ -342,7 +349,7 @@ class ZeroRedundancyOptimizer(CostModel):
 
     @property
     def ddp(self) -> DDP:
-        return DDP(replace(self.facts, axes={"replicate": self.facts.world}))
+        return DDP(self.facts)
 
     @cached_property
     def owner(self) -> Mapping[str, int]:
@@ -363,10 +370,12 @@ class ZeroRedundancyOptimizer(CostModel):
             for tensor in facts.trainable:
                 owned[self.owner[tensor.name]] += tensor.nbytes
             sent = [owned[rank] or 4 for rank in range(facts.world)]
-        moved = [replace(one, axis="shard") for one in self.ddp.flows()]
+        moved = self.ddp.flows()
         if facts.skipped:
             return moved
-        copies = model.flow(facts, "shard", "broadcast", sent)  # empty parameters are sent, too
+        copies = model.flow(
+            facts, facts.sharded, "broadcast", sent
+        )  # empty parameters are sent, too
         return [*moved, *(replace(one, calls=len(sent) * facts.world) for one in copies)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:

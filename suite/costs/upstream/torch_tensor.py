@@ -6,6 +6,7 @@ confirmed call by call with the traffic ledger.
 
 from __future__ import annotations
 
+from shardproof.axes import cutting
 from shardproof.costs.model import Flow, flow
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.tensor import ROWS, TensorParallel
@@ -68,7 +69,7 @@ class TorchTensorParallel(TensorParallel):
             width, item = self.table.shape[1], ITEMSIZE[self.table.dtype]
             hidden = [n * length * width * item for n, length in self.shapes]
             flows += self.each("all_gather", hidden, 2 * len(self.odd))
-        return [*flows, *flow(facts, "tensor", "all_reduce", [4] if facts.scaled else [])]
+        return [*flows, *flow(facts, cutting("widths"), "all_reduce", [4] if facts.scaled else [])]
 
     def gathered_twice(self) -> int:
         """None: torch keeps for W what B has gathered (pipelining/_backward.py)."""
@@ -85,14 +86,14 @@ class TorchTensorParallel(TensorParallel):
     def sums(self) -> list[Flow]:
         """Each term in a call of its own, once a step."""
         terms = [n * ITEMSIZE[t.dtype] for t, n in self.terms()]
-        return flow(self.facts, "tensor", "all_reduce", terms)
+        return flow(self.facts, cutting("widths"), "all_reduce", terms)
 
     def norms(self) -> list[Flow]:
         """All DTensors' norms in one call."""
         if not self.facts.clipped:
             return []
         stacked = [ITEMSIZE[t.dtype] for t in self.facts.trainable if self.is_styled(t)]
-        return flow(self.facts, "tensor", "all_reduce", [sum(stacked)])
+        return flow(self.facts, cutting("widths"), "all_reduce", [sum(stacked)])
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
         if not self.is_split(tensor):

@@ -18,6 +18,7 @@ from typing import Any
 from markupsafe import Markup
 
 from shardproof import verdicts
+from shardproof.axes import parts
 from shardproof.checks.results import CaseResult
 from shardproof.report.drawings import svg
 from shardproof.runs import records
@@ -60,10 +61,10 @@ def _chosen(results: Iterable[CaseResult]) -> list[CaseResult]:
     Ranks that are processes come before threads, which take turns.
     """
     best: dict[tuple[str, int, int], CaseResult] = {}
-    piped = (r for r in results if r.case.mesh.get("pipe", 1) > 1 and r.record and r.checks)
+    piped = (r for r in results if parts(r.case.mesh, "layers") > 1 and r.record and r.checks)
     for result in sorted(piped, key=_telling):
         case = result.case
-        key = (case.system, case.mesh["pipe"], case.workload.micro_batches)
+        key = (case.system, parts(case.mesh, "layers"), case.workload.micro_batches)
         best.setdefault(key, result)
     turns: Counter[str] = Counter()
     ordered = []
@@ -76,7 +77,7 @@ def _chosen(results: Iterable[CaseResult]) -> list[CaseResult]:
 def _telling(result: CaseResult) -> tuple[bool, bool, int, int]:
     """Broken ones first, then processes, then those with more micro-batches and ranks to show."""
     case, broke = result.case, verdicts.kind(result.verdict) in verdicts.RED
-    more = min(case.workload.micro_batches, 16), min(case.mesh["pipe"], 4)
+    more = min(case.workload.micro_batches, 16), min(parts(case.mesh, "layers"), 4)
     return not broke, case.backend == "in_memory", -more[0], -more[1]
 
 
