@@ -18,10 +18,10 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench peers test launches slow clusters conformance coverage mutants ecosystem gpu cluster image lock compare report docs lint format clean
+.PHONY: help setup bench peers test launches slow clusters conformance coverage mutants ecosystem gpu gpu-short cluster image lock compare report docs lint format clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## create .venv with pinned dependencies (once)
 
@@ -70,9 +70,8 @@ peers: setup ## reference strategies beside their upstream peers, into results/R
 conformance: setup ## all of conformance and of checkpoints, all tiers
 	@$(BIN)/shardproof run --tier full -j $(JOBS)
 
-coverage: setup ## lines and branches of impls/reference that no quick case executes; pairs that no case has
-	@$(BIN)/shardproof list coverage >/dev/null
-	@$(BIN)/python -m tools.studies lines
+coverage: setup ## pairs of a trigger and a feature that no case has
+	@$(BIN)/shardproof list coverage
 
 mutants: setup ## every planted fault against the checks that must catch it
 	@$(BIN)/shardproof mutants -j $(JOBS)
@@ -83,6 +82,9 @@ ecosystem: setup ## systems that people use, each beside its known verdict (PICO
 # Uses the installed torch, not the pinned one of `make setup`.
 gpu: ## all measurements on GPUs, into results/baselines (40 minutes; docs/gpu.md)
 	@$(PYTHON) deploy/gpu.py
+
+gpu-short: ## the same in at most 8 minutes without downloads; RUN=results/RUN resumes
+	@$(PYTHON) deploy/gpu.py --short $(if $(RUN),--results "$(RUN)")
 
 # Needs a container engine.  Runs every lane of equal bits.
 cluster: setup ## DDP on 2 containers x 2 ranks, then the same cases in local processes: equal digests

@@ -4,6 +4,8 @@
     make gpu PYTHON=/opt/conda/bin/python
     python3 deploy/gpu.py --dry-run --gpus 8    print the commands for 8 GPUs, run nothing
     python3 deploy/gpu.py --parts gloo,bench    run only these parts
+    make gpu-short                        at most 8 minutes, without downloads
+    make gpu-short RUN=results/RUN        resume that run: only parts that did not finish
 
 docs/gpu.md lists the parts and their results.  This file needs only Python; it starts commands of
 shardproof.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import re
 import shlex
@@ -23,16 +26,18 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv-gpu"
-#: Minutes that all parts may take together.
-LIMIT = 40.0
+#: Minutes that all parts may take together, and those of ``make gpu-short``.
+LIMIT, SHORT_LIMIT = 40.0, 8.0
 #: Minutes after its budget in which a part may end running cases or comparisons.
-GRACE = 1.0
+GRACE, SHORT_GRACE = 1.0, 0.25
+#: Ending of the file next to the run folder that keeps which parts were started and finished.
+PROGRESS = ".parts.json"
 #: Packages that only add figures.
 OPTIONAL = {"nvidia-ml-py"}
 #: Variables that ranks inherit.  torch must ask NVML for GPUs: a process that has asked CUDA cannot
@@ -132,6 +137,38 @@ def parts(gpus: int, run: Path, baseline: Path, jobs: int) -> list[Part]:
     return todo
 
 
+def short_parts(run: Path, baseline: Path, jobs: int) -> list[Part]:
+    """The parts of ``make gpu-short``, in order; they write into the folder ``run``.
+
+    The first judges the quick cases of CPU backends, whose ids the baselines of CPUs have, too:
+    without them the columns of ``compare --by hardware`` have no case in common.
+    """
+
+    def judge(name: str, what: str, minutes: float, *words: str) -> Part:
+        kept = ("--tier", "quick", "-j", str(jobs), "--results", str(run))
+        return Part(name, what, minutes, ("run", *words, *kept, "--budget", f"{minutes:g}"))
+
+    save = ("compare", str(run), "--save", str(baseline), "--force")
+    return [
+        judge("quick", "the quick cases of CPU backends, as in baselines of CPUs", 2.5),
+        judge("moved", "the quick cases on gloo_cuda", 2.0, "--backend", "gloo_cuda"),
+        judge("nccl", "the quick cases of one rank on NCCL", 1.0, *_ON_NCCL, "--world", "1"),
+        Part("baseline", "the baseline of this machine", 0.5, save),
+        Part("report", "the report", 0.5, ("report", str(run))),
+    ]
+
+
+_ON_NCCL = ("--backend", "nccl")
+
+
+def resumed(part: Part, run: Path) -> Part:
+    """``part`` for a run folder in which it was started and did not finish."""
+    if part.command[0] != "run" or not (run / "run.json").is_file():
+        return part
+    budget = ("--budget", f"{part.minutes:g}")
+    return replace(part, command=("run", "--resume", "--results", str(run), *budget))
+
+
 def look() -> Machine:
     """The GPUs that this Python can use.
 
@@ -172,14 +209,18 @@ def missing() -> list[str]:
     return lacking
 
 
-def python_for_all() -> str:
+def python_for_all(downloads: bool = True) -> str:
     """A Python with all requirements: this one, or that of a venv over it, filled by pip.
+
+    Without ``downloads`` pip takes only the files in ``wheels/``.
 
     :raises Unusable: a requirement is missing, and pip cannot install it.
     """
     lacking = missing()
     if not lacking:
         return sys.executable
+    if not downloads:
+        os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(ROOT / "wheels")}
     print(f"missing: {', '.join(lacking)}; installing into {VENV.name} ...", flush=True)
     python = VENV / "bin" / "python"
     make = [sys.executable, "-m", "venv", "--system-site-packages", str(VENV)]
@@ -210,8 +251,11 @@ def _failure(command: Sequence[str]) -> str:
     return (lines[-1] if lines else f"exit code {done.returncode}") if done.returncode else ""
 
 
-def run_part(part: Part, python: str) -> int:
-    """Run one part until it ends or its time is over; its exit code (124: stopped)."""
+def run_part(part: Part, python: str, grace: float | None = None) -> int:
+    """Run one part until it ends or its time is over (``grace`` minutes after its budget, default
+    :data:`GRACE`); its exit code (124: stopped).
+    """
+    grace = GRACE if grace is None else grace
     process = subprocess.Popen(
         [python, "-m", "shardproof", *part.command],
         cwd=ROOT,
@@ -219,7 +263,7 @@ def run_part(part: Part, python: str) -> int:
         start_new_session=True,
     )
     try:
-        return process.wait((part.minutes + GRACE) * 60)
+        return process.wait((part.minutes + grace) * 60)
     except subprocess.TimeoutExpired:
         # Like Ctrl-C: judged cases stay in the run folder.
         os.killpg(process.pid, signal.SIGINT)
@@ -241,6 +285,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     parser.add_argument("--gpus", type=int, metavar="N", help="assume N GPUs (only with --dry-run)")
     parser.add_argument(
+        "--short", action="store_true", help="at most 8 minutes, no downloads; --results resumes"
+    )
+    parser.add_argument(
         "--parts", default="", help="run only these, e.g. nccl,gloo,baseline,report"
     )
     parser.add_argument("--results", type=Path, help="run folder; default: a new one in results/")
@@ -253,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             machine = look()
             print(machine.text(), flush=True)
-        python = sys.executable if options.dry_run else python_for_all()
+        python = sys.executable if options.dry_run else python_for_all(not options.short)
     except Unusable as error:
         print(f"make gpu: {error}", file=sys.stderr)
         return 2
@@ -262,34 +309,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
     baseline = Path("results/baselines") / f"{name}.json"
     # A case has up to 8 processes, which mostly wait for their GPUs.
     jobs = max(1, min(4, (os.cpu_count() or 4) // 4))
-    todo = parts(len(machine.gpus), run, baseline, jobs)
+    if options.short:
+        todo = short_parts(run, baseline, jobs)
+    else:
+        todo = parts(len(machine.gpus), run, baseline, jobs)
     chosen = [word for word in options.parts.split(",") if word]
     if unknown := set(chosen) - {part.name for part in todo}:
         parser.error(
             f"no part {sorted(unknown)[0]!r}; the parts are: {', '.join(p.name for p in todo)}"
         )
+    todo = [part for part in todo if not chosen or part.name in chosen]
+    if options.dry_run:
+        for part in todo:
+            print(shlex.join(["shardproof", *part.command]))
+        return 0
+    began = time.monotonic()
+    worst = run_parts(todo, python, run, options.short)
+    minutes = (time.monotonic() - began) / 60
+    print(f"\n{minutes:.1f} min; evidence: {run}, baseline: {baseline}", flush=True)
+    return worst
+
+
+def run_parts(todo: Sequence[Part], python: str, run: Path, short: bool) -> int:
+    """Run the parts one after the other; 1 if one found a fault or was stopped, else 0.
+
+    A short run keeps its progress next to the run folder: parts that finished are not run again.
+    """
+    progress = run.with_name(run.name + PROGRESS)
+    states: dict[str, str] = json.loads(progress.read_text()) if progress.is_file() else {}
     worst, began = 0, time.monotonic()
     for number, part in enumerate(todo, 1):
-        if chosen and part.name not in chosen:
+        judges = part.command[0] == "run"
+        if short and judges and states.get(part.name) == "finished":
+            print(f"\n[{number}/{len(todo)}] {part.what}: finished before", flush=True)
+            continue
+        if short and part.name in states:
+            part = resumed(part, run)
+        spent = (time.monotonic() - began) / 60
+        if short and judges and spent + part.minutes > SHORT_LIMIT - 1:
+            print(
+                f"\n[{number}/{len(todo)}] {part.what}: no time left; resume with --results {run}"
+            )
             continue
         command = shlex.join(["shardproof", *part.command])
-        if options.dry_run:
-            print(command)
-            continue
-        minutes = (time.monotonic() - began) / 60
-        print(f"\n[{number}/{len(todo)}, {minutes:.1f} min] {part.what}: {command}", flush=True)
-        code = run_part(part, python)
+        print(f"\n[{number}/{len(todo)}, {spent:.1f} min] {part.what}: {command}", flush=True)
+        states[part.name] = "started"
+        if short:
+            _keep(states, progress)
+        code = run_part(part, python, SHORT_GRACE if short else GRACE)
         # 3: nothing decided, e.g. all skipped; 124: stopped, its results stay, the rest goes on.
         worst = max(worst, 0 if code == 3 else 1 if code else 0)
+        if code in (0, 1, 3):
+            states[part.name] = "finished"
+            if short:
+                _keep(states, progress)
         if code not in (0, 3):
             print(
                 f"{part.name} ended with exit code {code}; continuing with the next part",
                 flush=True,
             )
-    if not options.dry_run:
-        minutes = (time.monotonic() - began) / 60
-        print(f"\n{minutes:.1f} min; evidence: {run}, baseline: {baseline}", flush=True)
     return worst
+
+
+def _keep(states: dict[str, str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(states, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

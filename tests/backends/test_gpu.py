@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import subprocess
@@ -476,11 +477,81 @@ def test_parts_go_on_after_a_fault(
     machine = command.Machine(("NVIDIA H100 80GB HBM3",), "2.11.0+cu130", "2.28.9", "580.1")
     codes = {"nccl": 1, "gloo": 3, "bench": 124, "baseline": 0, "report": 0}
     monkeypatch.setattr(command, "look", lambda: machine)
-    monkeypatch.setattr(command, "python_for_all", lambda: "python")
-    monkeypatch.setattr(command, "run_part", lambda part, python: codes[part.name])
+    monkeypatch.setattr(command, "python_for_all", lambda downloads: "python")
+    monkeypatch.setattr(command, "run_part", lambda part, python, grace: codes[part.name])
     assert command.main([]) == 1
     told = capsys.readouterr().out
     for words in ("1 x NVIDIA H100 80GB HBM3", "2.28.9", "[5/5,", "results/baselines/h100-x1.json"):
         assert words in told
     assert "bench ended with exit code 124" in told
     assert command.main(["--parts", "gloo,report"]) == 0
+
+
+def test_a_short_run_fits_its_limit_and_takes_cases_of_cpu_baselines(
+    command: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from typer.testing import CliRunner
+
+    from shardproof.commands.main import app
+
+    parts = command.short_parts(Path("results/r"), Path("results/baselines/b.json"), 4)
+    judged = [part for part in parts if part.command[0] == "run"]
+    assert sum(part.minutes + command.SHORT_GRACE for part in parts) <= command.SHORT_LIMIT == 8
+    assert command.main(["--short", "--dry-run", "--gpus", "1"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [words[1] for words in lines] == ["run", "run", "run", "compare", "report"]
+    ids = []
+    for words in lines[: len(judged)]:
+        kept = [w for w in words[1:] if not w.startswith("results/")]
+        kept.remove("--results")
+        done = CliRunner().invoke(app, [*kept, "--dry-run"])
+        assert done.exit_code == 0, done.output
+        ids.append({line for line in done.output.splitlines() if "::" in line})
+    baseline = json.loads((ROOT / "results/baselines/epyc-2-cores.json").read_text())
+    assert len(ids[0] & {*baseline["cases"]}) > 100
+    assert all("gloo_cuda" in name for name in ids[1]) and len(ids[1]) > 50
+    assert all("nccl" in name for name in ids[2]) and len(ids[2]) > 10
+
+
+def test_a_short_run_resumes_with_the_parts_that_did_not_finish(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first time the second part is stopped; then only it, the baseline and the report run."""
+    log, script, run = tmp_path / "log", tmp_path / "python", tmp_path / "run"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\nmkdir -p {run}\necho "{{}}" > {run}/run.json\n'
+        'case "$*" in *gloo_cuda*) exit 124;; esac\nexit 0\n'
+    )
+    script.chmod(0o755)
+    machine = command.Machine(("NVIDIA H100 80GB HBM3",), "2.11.0+cu130", "2.28.9", "580.1")
+    monkeypatch.setattr(command, "look", lambda: machine)
+    monkeypatch.setattr(command, "python_for_all", lambda downloads: str(script))
+    words = ["--short", "--results", str(run)]
+    assert command.main(words) == 1
+    first = log.read_text().splitlines()
+    assert len(first) == 5
+    log.unlink()
+    assert command.main(words) == 0
+    again = log.read_text().splitlines()
+    assert [line.split()[2] for line in again] == ["run", "compare", "report"]
+    assert "--resume" in again[0] and str(run) in again[0]
+
+
+def test_a_short_run_downloads_nothing(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: dict[str, str | None] = {}
+    monkeypatch.delenv("PIP_NO_INDEX", raising=False)
+    monkeypatch.setattr(command, "VENV", tmp_path / "venv")
+    monkeypatch.setattr(command, "missing", lambda: ["pydantic>=2.7,<3"])
+
+    def failed(argv: Sequence[str]) -> str:
+        asked["index"] = os.environ.get("PIP_NO_INDEX")
+        return "no wheel"
+
+    monkeypatch.setattr(command, "_failure", failed)
+    with pytest.raises(command.Unusable, match="lacks pydantic"):
+        command.python_for_all(downloads=False)
+    assert asked["index"] == "1"
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
