@@ -18,7 +18,7 @@ PEERS_BLOCKS ?= 18
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench peers test launches slow clusters conformance coverage mutants ecosystem gpu gpu-short cluster image lock compare report docs lint format clean
+.PHONY: help setup bench peers test launches slow clusters conformance coverage mutants mutants-changed ecosystem gpu gpu-short cluster image lock compare report docs lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -73,8 +73,11 @@ conformance: setup ## all of conformance and of checkpoints, all tiers
 coverage: setup ## pairs of a trigger and a feature that no case has
 	@$(BIN)/shardproof list coverage
 
-mutants: setup ## every planted fault against the checks that must catch it
-	@$(BIN)/shardproof mutants -j $(JOBS)
+mutants: setup ## every planted fault against the checks that must catch it; then commit results/faults.json
+	@$(BIN)/python -m tools.faults --all -j $(JOBS)
+
+mutants-changed: setup ## planted faults that changes since then can affect; all of them after a week
+	@$(BIN)/python -m tools.faults -j $(JOBS)
 
 ecosystem: setup ## systems that people use, each beside its known verdict (PICOTRON=checkout adds picotron)
 	@$(BIN)/python deploy/ecosystem.py $(if $(PICOTRON),--picotron "$(PICOTRON)") -j $(JOBS)
