@@ -101,7 +101,7 @@ def run(
     needs = _needs(given["scenarios"], given["backend"], wanted)
     if not (goes_on or given["campaign"]):  # bad input is told before anything is built
         names = "scenarios", "impl", "backend", "world", "expression", "tier", "seed", "like"
-        selection = options.selection(*(given[name] for name in names))
+        selection = options.Filters(**{name: given[name] for name in names}).selection()
         cases = selection.cases(installed())
         if on is None:
             cases = in_head.with_room(cases, there)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,6 +26,46 @@ By = Literal["strategy", "backend", "hardware"]
 Host = Literal["github"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """How `compare` shows what it found, or the baseline that it writes in place of that."""
+
+    form: Annotated[Form, typer.Option("--format", help="form of the output")] = "table"
+    by: Annotated[
+        By | None,
+        typer.Option("--by", help="rows by strategy or backend; hardware: a column a machine"),
+    ] = None
+    only_changed: Annotated[
+        bool, typer.Option("--only-changed", help="leave out what is equal or undecided")
+    ] = False
+    save: Annotated[
+        Path | None, options.output("--save", "write the runs as one baseline, and no more")
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="--save replaces FILE if it is there")] = (
+        False
+    )
+    into: Annotated[
+        Path | None, options.output("--into", "put the Markdown between FILE's results markers")
+    ] = None
+
+    def check(self) -> None:
+        """:raises SelectionError: options that exclude each other."""
+        if self.save is not None:
+            given = {"--format": self.form != "table", "--by": self.by, "--into": self.into}
+            given["--only-changed"] = self.only_changed
+            options.refuse(given, "--save writes a baseline and compares nothing", self.save)
+            if not self.force and self.save.exists():
+                remedy = "give --force to replace it, or another name"
+                raise SelectionError(
+                    Problem("--save: is there already", remedy, file=f"{self.save}")
+                )
+        elif self.force:
+            raise SelectionError(Problem("--force belongs to --save", "name --save FILE"))
+        elif self.into is not None and self.form not in ("table", "markdown"):
+            raise SelectionError(Problem("--into takes Markdown", "leave out --format", self.form))
+
+
+@options.grouped()
 def compare(
     runs: Annotated[
         list[str],
@@ -33,23 +74,8 @@ def compare(
             help="run folders, ids, baselines or bundles; the first is the reference",
         ),
     ],
-    form: Annotated[Form, typer.Option("--format", help="form of the output")] = "table",
-    by: Annotated[
-        By | None,
-        typer.Option("--by", help="rows by strategy or backend; hardware: a column a machine"),
-    ] = None,
-    only_changed: Annotated[
-        bool, typer.Option("--only-changed", help="leave out what is equal or undecided")
-    ] = False,
-    save: Annotated[
-        Path | None, options.output("--save", "write the runs as one baseline, and no more")
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="--save replaces FILE if it is there")
-    ] = False,
-    into: Annotated[
-        Path | None, options.output("--into", "put the Markdown between FILE's results markers")
-    ] = None,
+    *,
+    shown: Shown,
 ) -> None:
     """Say what differs between runs, what is not comparable, and why.
 
@@ -68,26 +94,14 @@ def compare(
     """
     from shardproof.compare import baseline
 
-    if save is not None:
-        given = {"--format": form != "table", "--by": by, "--only-changed": only_changed}
-        clash = next((name for name, value in {**given, "--into": into}.items() if value), None)
-        if clash:
-            what = "--save writes a baseline and compares nothing"
-            raise SelectionError(Problem(what, f"leave out {clash}", str(save)))
-        if not force and save.exists():
-            remedy = "give --force to replace it, or another name"
-            raise SelectionError(Problem("--save: is there already", remedy, file=str(save)))
-        _save([baseline.load(name) for name in runs], save)
+    shown.check()
+    if shown.save is not None:
+        _save([baseline.load(name) for name in runs], shown.save)
         return
-    if force:
-        raise SelectionError(Problem("--force belongs to --save", "name --save FILE"))
-    if into is not None and form not in ("table", "markdown"):
-        raise SelectionError(Problem("--into takes Markdown", "leave out --format", form))
-    if len(runs) < 2 and by != "hardware":
+    if len(runs) < 2 and shown.by != "hardware":
         remedy = "name two runs, or --save FILE, or --by hardware"
         raise SelectionError(Problem("one run has nothing beside it", remedy, runs[0]))
-    snapshots = [baseline.load(name) for name in runs]
-    raise typer.Exit(_compare(snapshots, form, by, only_changed, into))
+    raise typer.Exit(_compare([baseline.load(name) for name in runs], shown))
 
 
 def _save(snapshots: list[Snapshot], path: Path) -> None:
@@ -106,15 +120,14 @@ def _save(snapshots: list[Snapshot], path: Path) -> None:
     echo(f"{path}: {counts}, {path.stat().st_size / 1000:,.0f} kB, {joined.hardware}")
 
 
-def _compare(
-    snapshots: list[Snapshot], form: Form, by: By | None, only_changed: bool, into: Path | None
-) -> int:
+def _compare(snapshots: list[Snapshot], shown: Shown) -> int:
     from shardproof.commands.console import make_console
     from shardproof.compare import formats, hardware, tables
     from shardproof.compare.compare import compare as compared
 
     reference, *others = snapshots
     comparisons = [compared(reference, other) for other in others]
+    form, by, into, only_changed = shown.form, shown.by, shown.into, shown.only_changed
     if form == "csv":
         echo(formats.csv(comparisons, only_changed), nl=False)
     elif form == "json":
@@ -144,8 +157,27 @@ def _compare(
     return verdicts.HELD
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where `gate` writes what it found, beside the terminal."""
+
+    summary: Annotated[
+        Path | None, options.output("--summary", "write a Markdown summary there")
+    ] = None
+    append: Annotated[
+        bool, typer.Option("--append", help="--summary adds to FILE in place of replacing it")
+    ] = False
+    junit: Annotated[Path | None, options.output("--junit", "write JUnit XML there")] = None
+    annotations: Annotated[
+        Host | None,
+        typer.Option("--annotations", help="print annotations at lines of scenarios and policy"),
+    ] = None
+
+
+@options.grouped()
 def gate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="run folder, id, or bundle")],
+    *,
     against: Annotated[
         str, typer.Option("--against", metavar="BASELINE", help="baseline, run folder, or id")
     ],
@@ -153,17 +185,7 @@ def gate(
         Path | None,
         typer.Option("--policy", metavar="FILE", help="what breaks (default: see below)"),
     ] = None,
-    summary: Annotated[
-        Path | None, options.output("--summary", "write a Markdown summary there")
-    ] = None,
-    append: Annotated[
-        bool, typer.Option("--append", help="--summary adds to FILE in place of replacing it")
-    ] = False,
-    junit: Annotated[Path | None, options.output("--junit", "write JUnit XML there")] = None,
-    annotations: Annotated[
-        Host | None,
-        typer.Option("--annotations", help="print annotations at lines of scenarios and policy"),
-    ] = None,
+    outputs: Outputs,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="judge the run again from its records, as `verify` does"),
@@ -198,7 +220,7 @@ def gate(
     from shardproof.compare.compare import compare as compared
     from shardproof.compare.gate import judge
 
-    if append and summary is None:
+    if outputs.append and outputs.summary is None:
         raise SelectionError(Problem("--append belongs to --summary", "name --summary FILE"))
     policy_file = policies.read(policy)
     today = _day(on)
@@ -213,7 +235,7 @@ def gate(
     gated = judge(
         comparison, policy_file, today, [*named, *((after.name, text) for text in doubts)]
     )
-    _tell(gated, summary, append, junit, annotations)
+    _tell(gated, outputs)
     raise typer.Exit(gated.exit_code)
 
 
@@ -249,18 +271,16 @@ def _day(text: str | None) -> datetime.date:
         raise SelectionError(Problem("--on: not a date", "write YYYY-MM-DD", text)) from None
 
 
-def _tell(
-    gated: Gate, summary: Path | None, append: bool, junit: Path | None, annotations: Host | None
-) -> None:
+def _tell(gated: Gate, outputs: Outputs) -> None:
     from shardproof.compare import gate_output
 
     for line in gate_output.lines(gated):
         echo(line)
-    if annotations:
+    if outputs.annotations:
         for line in gate_output.github(gated):
             echo(line)
-    if summary is not None:
-        before = summary.read_text(encoding="utf-8") if append and summary.is_file() else ""
-        options.write(summary, before + gate_output.summary(gated))
-    if junit is not None:
-        options.write(junit, gate_output.junit_xml(gated))
+    if (path := outputs.summary) is not None:
+        before = path.read_text(encoding="utf-8") if outputs.append and path.is_file() else ""
+        options.write(path, before + gate_output.summary(gated))
+    if outputs.junit is not None:
+        options.write(outputs.junit, gate_output.junit_xml(gated))

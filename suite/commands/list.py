@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -94,16 +94,10 @@ LISTS: Mapping[str, Callable[[], Entries]] = {
 }
 
 
-def list_(
-    what: Annotated[What, typer.Argument(help="what to list")],
-    scenarios: options.Scenarios = None,
-    impl: options.Impl = None,
-    backend: options.BackendOption = None,
-    world: options.World = None,
-    like: options.Like = "",
-    expression: options.Expression = "",
-    tier: options.Tier = "full",
-    seed: options.Seed = None,
+@dataclass(frozen=True, kw_only=True)
+class OfCoverage:
+    """Options of ``list coverage``."""
+
     campaign: Annotated[
         int | None,
         typer.Option(
@@ -113,10 +107,18 @@ def list_(
             max=100_000,
             help="of coverage: what N random cases from --seed meet",
         ),
-    ] = None,
+    ] = None
     triples: Annotated[
         bool, typer.Option("--triples", help="of coverage: triples of what touches communication")
-    ] = False,
+    ] = False
+
+
+@options.grouped(tier="full")
+def list_(
+    what: Annotated[What, typer.Argument(help="what to list")],
+    *,
+    filters: options.Filters,
+    of_coverage: OfCoverage,
 ) -> None:
     """List what there is. Piped, one full name a line; the filters of `run` apply to cases.
 
@@ -137,37 +139,28 @@ def list_(
     shardproof list coverage --campaign 2000 --seed 7
     shardproof list coverage --impl reference/zero3 | grep -P 'tied\\t'
     """
-    filters = (scenarios, impl, backend, world, like, expression, seed is not None)
+    campaign, triples = of_coverage.campaign, of_coverage.triples
     if triples and what != "coverage":
         raise SelectionError(Problem("--triples belongs to `list coverage`", "leave it out", what))
     if campaign is not None:
-        given = {
-            f"list {what}": what != "coverage",
-            "SCENARIO": scenarios,
-            "--backend": backend,
-            "--world": world,
-            "-k": expression,
-            "--like": like,
-            "--triples": triples,
-        }
-        if clash := next((name for name, value in given.items() if value), ""):
-            problem = "--campaign belongs to `list coverage` and draws its own cases"
-            raise SelectionError(Problem(problem, f"leave out {clash}", str(campaign)))
-        _list_campaign(campaign, seed or 0, impl or ())
+        given = {f"list {what}": what != "coverage", **filters.given(), "--triples": triples}
+        problem = "--campaign belongs to `list coverage` and draws its own cases"
+        options.refuse(given, problem, campaign)
+        _list_campaign(campaign, filters.seed or 0, filters.impl or ())
         return
+    is_whole = not (any(filters.given().values()) or filters.impl or filters.seed is not None)
     if what in _OF_CASES:
         from shardproof.scenarios.vocabulary import installed
 
-        selection = options.selection(scenarios, impl, backend, world, expression, tier, seed, like)
-        cases = selection.cases(installed())
+        cases = filters.selection().cases(installed())
         if triples:
             _list_triples(cases)
             return
         if what == "coverage":
-            _list_coverage(cases, is_whole=not any(filters) and tier == "full")
+            _list_coverage(cases, is_whole=is_whole and filters.tier == "full")
             return
         rows = [(case.id, "") for case in cases]
-    elif any(filters):
+    elif not is_whole:
         names = " and ".join(f"`list {name}`" for name in _OF_CASES)
         raise SelectionError(Problem(f"filters belong to {names}", "leave them out", what))
     else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -245,29 +245,52 @@ Run = Annotated[
 ]
 
 
-def selection(
-    scenarios: list[str] | None,
-    impl: list[str] | None,
-    backend: list[str] | None,
-    world: list[int] | None,
-    expression: str,
-    tier: TierName,
-    seed: int | None,
-    like: str = "",
-) -> Selection:
-    """The cases that the options of a command line mean."""
-    from shardproof.scenarios.selection import Selection
+@dataclass(frozen=True, kw_only=True)
+class Filters:
+    """What chooses cases of scenarios, in all commands that do."""
 
-    return Selection(
-        scenarios=scenarios or (),
-        implementations=impl or (),
-        backends=backend or (),
-        worlds=world or (),
-        expression=expression,
-        tier=tier,
-        seed=seed,
-        like=like,
-    )
+    scenarios: Scenarios = None
+    impl: Impl = None
+    backend: BackendOption = None
+    world: World = None
+    like: Like = ""
+    expression: Expression = ""
+    tier: Tier = "quick"
+    seed: Seed = None
+
+    def given(self) -> dict[str, object]:
+        """The filters that a campaign does not take, by the name on the command line."""
+        return {
+            "SCENARIO": self.scenarios,
+            "--backend": self.backend,
+            "--world": self.world,
+            "-k": self.expression,
+            "--like": self.like,
+        }
+
+    def selection(self) -> Selection:
+        """The cases that the filters mean."""
+        from shardproof.scenarios.selection import Selection
+
+        return Selection(
+            scenarios=self.scenarios or (),
+            implementations=self.impl or (),
+            backends=self.backend or (),
+            worlds=self.world or (),
+            expression=self.expression,
+            tier=self.tier,
+            seed=self.seed,
+            like=self.like,
+        )
+
+
+def refuse(given: Mapping[str, object], what: str, value: object = "") -> None:
+    """Refuse the first of ``given`` (name on the command line -> value) that was given.
+
+    :raises SelectionError: one was; ``what`` is the problem, and the remedy names it.
+    """
+    if clash := next((name for name, found in given.items() if found), ""):
+        raise SelectionError(Problem(what, f"leave out {clash}", str(value) or None))
 
 
 class FailOn(StrEnum):

@@ -150,7 +150,17 @@ def run(
     elif drawn is not None:
         cases = [_case_of(drawn)]
     else:
-        selection = options.selection(scenarios, impl, backend, world, expression, tier, seed, like)
+        filters = options.Filters(
+            scenarios=scenarios,
+            impl=impl,
+            backend=backend,
+            world=world,
+            like=like,
+            expression=expression,
+            tier=tier,
+            seed=seed,
+        )
+        selection = filters.selection()
         if resume or rerun_failed:
             from shardproof.runs.integrity import damage_is_bad_input, require_unedited
             from shardproof.runs.resume import split
