@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +19,10 @@ from shardproof.launch.process_control import cores
 from shardproof.table import number
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from shardproof.case import Case
+    from shardproof.cases.kills import Pair
     from shardproof.checks.results import CaseResult, Kill
     from shardproof.commands.supervision import Interrupts
     from shardproof.runs.run_folder import RunFolder
@@ -30,11 +34,47 @@ MOST_AT_FAMILY = 0.15
 _SHOWN = 5
 
 
+@dataclass(frozen=True, kw_only=True)
+class InRandomCases:
+    """Options of planting faults in random cases."""
+
+    campaign: Annotated[
+        int | None,
+        typer.Option(
+            "--campaign",
+            metavar="N",
+            min=1,
+            max=1000,
+            help="plant each fault in up to N random clean cases of its parent instead",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", metavar="S", min=0, help="with --campaign: other cases, another order [0]"
+        ),
+    ] = None
+
+    def check(self, given: Mapping[str, object]) -> None:
+        """Refuse options that belong to the other way; ``given``: those of planted cases.
+
+        :raises SelectionError: one was given.
+        """
+        if self.campaign is None and self.seed is not None:
+            remedy = "leave it out: planted faults have cases of their own"
+            raise SelectionError(Problem("--seed belongs to --campaign", remedy, str(self.seed)))
+        if self.campaign is not None:
+            what = "--campaign plants in cases as they are drawn"
+            options.refuse(given, what, self.campaign)
+
+
+@options.grouped()
 def mutants(
     impl: Annotated[
         list[str] | None,
         typer.Option("--impl", metavar="P", help="glob on faults or their parents"),
     ] = None,
+    *,
     tier: Annotated[
         options.TierName,
         typer.Option(
@@ -49,26 +89,8 @@ def mutants(
             "--depth", help="family: hold parents to no more than that, and count any failing check"
         ),
     ] = None,
-    budget: options.Budget = None,
-    jobs: options.Jobs = None,
-    results: options.Results = None,
-    shard: options.ShardOption = None,
-    campaign: Annotated[
-        int | None,
-        typer.Option(
-            "--campaign",
-            metavar="N",
-            min=1,
-            max=1000,
-            help="plant each fault in up to N random clean cases of its parent instead",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed", metavar="S", min=0, help="with --campaign: other cases, another order [0]"
-        ),
-    ] = None,
+    session: options.Session,
+    random: InRandomCases,
 ) -> None:
     """Plant every fault: its named check must fail while the parent passes the same case.
 
@@ -90,103 +112,117 @@ def mutants(
     """
     from shardproof.commands.supervision import open_folder
 
-    if campaign is None and seed is not None:
-        remedy = "leave it out: planted faults have cases of their own"
-        raise SelectionError(Problem("--seed belongs to --campaign", remedy, str(seed)))
-    if campaign is not None:
-        given = {"--tier quick": tier == "quick", "--depth": depth, "--shard": shard}
-        if clash := next((name for name, value in given.items() if value), ""):
-            what = "--campaign plants in cases as they are drawn"
-            raise SelectionError(Problem(what, f"leave out {clash}", str(campaign)))
-    part = options.shard_of(shard)
+    random.check({"--tier quick": tier == "quick", "--depth": depth, "--shard": session.shard})
+    part, jobs = session.part, session.jobs or cores()
     chosen = choose_mutants(impl or ["*"])
-    with open_folder(results) as folder:
-        workers, all_must_run = jobs or cores(), tier == "full"
-        if campaign is not None:
-            how = campaign, seed or 0, workers, budget
-            raise typer.Exit(execute_random(folder, chosen, *how))
-        raise typer.Exit(
-            execute_mutants(folder, chosen, workers, budget, all_must_run, depth or "", part)
-        )
+    with open_folder(session.results) as folder:
+        if random.campaign is not None:
+            seed = random.seed or 0
+            code = execute_random(folder, chosen, random.campaign, seed, jobs, session.budget)
+        else:
+            planting = Planting(chosen, jobs, session.budget, tier == "full", depth or "", part)
+            code = planting.run(folder)
+    raise typer.Exit(code)
 
 
-def execute_mutants(
-    folder: RunFolder,
-    mutants: Sequence[Any],
-    jobs: int,
-    budget: float | None,
-    all_must_run: bool,
-    depth: Literal["", "family"] = "",
-    shard: Shard | None = None,
-) -> int:
-    """Run every mutant beside its parent and print the kill matrix.  Returns the exit code.
+@dataclass(frozen=True)
+class Planting:
+    """Faults that are run beside their parents.
 
-    ``shard``: only that part of them.  Faults that share a parent's case stay together.
+    ``budget`` is in minutes.  ``all_must_run``: a fault that the budget leaves out leaves the whole
+    undecided, and memory is weighed everywhere.  ``shard``: only that part; faults that share a
+    parent's case stay together.
     """
-    from shardproof import report
-    from shardproof.cases.kills import judge_kill, kinds, mutant_cases, pair, run_mutants
-    from shardproof.commands.console import FaultProgress, make_console, print_line
-    from shardproof.commands.supervision import supervised
-    from shardproof.runs.run_folder import read
-    from shardproof.runs.shard import Cut
 
-    console = make_console()
-    pairs = [pair(mutant, weigh_all=all_must_run, depth=depth) for mutant in mutants]
-    if shard is not None:
-        whole = pairs
-        lines = [{"kind": "kill", **judge_kill(item, None, None).to_dict()} for item in whole]
-        cut = Cut.of(lines, {item.mutant.name: item.parent.id for item in whole}, shard)
-        pairs = [item for item in whole if cut.parts[item.mutant.name] == shard.index]
-        mutants = [item.mutant for item in pairs]
-        folder.cut(cut, shard, mutant_cases(whole))
-        what = f"part {shard.index} of {shard.of}"
-        print_line(console, f"{what}: {len(pairs):,} of {number(len(whole), 'fault')}")
+    mutants: Sequence[Any]
+    jobs: int
+    budget: float | None
+    all_must_run: bool
+    depth: Literal["", "family"] = ""
+    shard: Shard | None = None
 
-    def body(interrupts: Interrupts) -> int:
-        cases = mutant_cases(pairs)
-        folder.plan(cases, [mutant.name for mutant in mutants])
-        what = f"planting {number(len(mutants), 'fault')}"
-        with FaultProgress(console, cases, what, {}, jobs) as progress:
+    def run(self, folder: RunFolder) -> int:
+        """Run every fault and print the kill matrix.  Returns the exit code."""
+        from shardproof.cases.kills import mutant_cases, pair, run_mutants
+        from shardproof.commands.console import FaultProgress, make_console, print_line
+        from shardproof.commands.supervision import supervised
+        from shardproof.runs.run_folder import read
 
-            def note(result: CaseResult) -> None:
-                with interrupts.held():
-                    folder.add(result, "mutant case")
-                progress.step(result)
+        console = make_console()
+        pairs = [pair(one, weigh_all=self.all_must_run, depth=self.depth) for one in self.mutants]
+        if self.shard is not None:
+            pairs = _part(pairs, self.shard, folder)
+        planted = [item.mutant for item in pairs]
 
-            seconds = None if budget is None else budget * 60
-            kills = run_mutants(pairs, jobs, note, seconds, folder.keep, progress.started)
-        for kill in kills:
-            folder.add(kill, "kill")
-        late = {kill.name for kill in kills if kill.left_out}
-        stay = [kill for kill in read(folder.path).kills if kill.name in late]
-        judged = [kill for kill in (*kills, *stay) if not kill.left_out]
+        def body(interrupts: Interrupts) -> int:
+            cases = mutant_cases(pairs)
+            folder.plan(cases, [mutant.name for mutant in planted])
+            what = f"planting {number(len(planted), 'fault')}"
+            with FaultProgress(console, cases, what, {}, self.jobs) as progress:
+
+                def note(result: CaseResult) -> None:
+                    with interrupts.held():
+                        folder.add(result, "mutant case")
+                    progress.step(result)
+
+                seconds = None if self.budget is None else self.budget * 60
+                kills = run_mutants(pairs, self.jobs, note, seconds, folder.keep, progress.started)
+            for kill in kills:
+                folder.add(kill, "kill")
+            late = {kill.name for kill in kills if kill.left_out}
+            before = [kill for kill in read(folder.path).kills if kill.name in late]
+            judged = [kill for kill in (*kills, *before) if not kill.left_out]
+            return self._shown(planted, judged, len(kills) - len(judged), console)
+
+        stopped = functools.partial(print_line, console, "stopped")
+        return supervised(folder, console, body, stopped, lambda: None)
+
+    def _shown(
+        self, planted: Sequence[Any], judged: Sequence[Kill], left_out: int, console: Console
+    ) -> int:
+        """Print the matrix and its sums; the exit code."""
+        from shardproof import report
+        from shardproof.cases.kills import kinds
+        from shardproof.commands.console import print_line
+
         if judged:
             report.show_kills(judged, console.print)
         killed = sum(kill.killed for kill in judged)
-        survivors, left_out = len(judged) - killed, len(kills) - len(judged)
+        survivors = len(judged) - killed
         counts = f"{killed} killed, {survivors} survive"
         faults = number(len(judged), "fault judged")
         print_line(console, f"{faults} ({counts}), {left_out} left out")
-        planted = {kill.name for kill in judged}
-        wanted = {kind for mutant in mutants for kind in kinds(mutant)}
-        seen = {kind for m in mutants if m.name in planted for kind in kinds(m)}
+        names = {kill.name for kill in judged}
+        wanted = {kind for mutant in planted for kind in kinds(mutant)}
+        seen = {kind for mutant in planted if mutant.name in names for kind in kinds(mutant)}
         print_line(console, f"{len(seen)} of {len(wanted)} pairs of check and class of fault")
         named = [kill.named for kill in judged if kill.named is not None]
         if named:
             share = sum(named) / len(named)
             what = f"{sum(named)} of {len(named)} kills name the fault"
             print_line(console, f"{what} ({share:.0%}; unnamed: {_unnamed(judged)})")
-        if depth:
+        if self.depth:
             share = survivors / max(len(judged), 1)
-            print_line(
-                console, f"{share:.1%} survive at depth {depth}, at most {MOST_AT_FAMILY:.0%}"
-            )
-        if survivors > (MOST_AT_FAMILY * len(judged) if depth else 0):
+            what = f"{share:.1%} survive at depth {self.depth}, at most {MOST_AT_FAMILY:.0%}"
+            print_line(console, what)
+        if survivors > (MOST_AT_FAMILY * len(judged) if self.depth else 0):
             return verdicts.BROKEN
-        open_end = not judged or (left_out > 0 and all_must_run)
+        open_end = not judged or (left_out > 0 and self.all_must_run)
         return verdicts.NOT_DECIDED if open_end else verdicts.HELD
 
-    return supervised(folder, console, body, lambda: print_line(console, "stopped"), lambda: None)
+
+def _part(whole: Sequence[Pair], shard: Shard, folder: RunFolder) -> list[Pair]:
+    """The pairs of one part of a cut selection."""
+    from shardproof.cases.kills import judge_kill, mutant_cases
+    from shardproof.runs.shard import Cut
+
+    lines = [{"kind": "kill", **judge_kill(item, None, None).to_dict()} for item in whole]
+    cut = Cut.of(lines, {item.mutant.name: item.parent.id for item in whole}, shard)
+    folder.cut(cut, shard, mutant_cases(whole))
+    pairs = [item for item in whole if cut.parts[item.mutant.name] == shard.index]
+    what = f"part {shard.index} of {shard.of}"
+    echo(f"{what}: {len(pairs):,} of {number(len(whole), 'fault')}")
+    return pairs
 
 
 def execute_random(

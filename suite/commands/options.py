@@ -246,6 +246,24 @@ Run = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
+class Session:
+    """How much a command runs at once and for how long, which part of it, and where results go."""
+
+    budget: Budget = None
+    jobs: Jobs = None
+    results: Results = None
+    shard: ShardOption = None
+
+    @property
+    def part(self) -> Shard | None:
+        """The part of the selection that is run; ``None``: all of it.
+
+        :raises SelectionError: no part.
+        """
+        return shard_of(self.shard)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Filters:
     """What chooses cases of scenarios, in all commands that do."""
 

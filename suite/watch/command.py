@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,16 +43,13 @@ class ForAScript(TyperCommand):
             raise SelectionError(Problem(what, remedy, option)) from None
 
 
-def watch(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [-- ARGUMENTS]", help="a training script, and what it is given"
-        ),
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """How the ranks of a script are started and compared, and where the findings go."""
+
     nproc: Annotated[
         int, typer.Option("--nproc", metavar="N", min=1, max=1024, help="number of ranks")
-    ] = 2,
+    ] = 2
     replicas: Annotated[
         str,
         typer.Option(
@@ -60,7 +58,7 @@ def watch(
             help="ranks that hold the same parameters: all, a number of consecutive ranks, or "
             "sets such as 0,2/1,3 (default: what wrappers and meshes say, else all)",
         ),
-    ] = "",
+    ] = ""
     every: Annotated[
         int | None,
         typer.Option(
@@ -69,7 +67,7 @@ def watch(
             min=1,
             help="compare every K-th step (default: as often as costs 2.5 % at most)",
         ),
-    ] = None,
+    ] = None
     standstill: Annotated[
         float,
         typer.Option(
@@ -79,7 +77,7 @@ def watch(
             help="end ranks when none has computed, entered or left a call for S seconds; ranks "
             "that all wait for one another, in calls or in backward(), for 10",
         ),
-    ] = 60.0,
+    ] = 60.0
     results: Annotated[
         Path | None,
         typer.Option(
@@ -88,13 +86,41 @@ def watch(
             help="a new folder for what is found",
             parser=options.named,
         ),
-    ] = None,
+    ] = None
     judge: Annotated[
         Path | None,
         typer.Option(
             "--judge", metavar="FOLDER", help="start nothing; judge what ranks left in FOLDER"
         ),
+    ] = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The settings of each rank.
+
+        :raises SelectionError: replica sets that do not fit the ranks.
+        """
+        variables = {}
+        if self.replicas:
+            from shardproof.watch import replica_sets
+
+            replica_sets.parse(self.replicas, self.nproc)
+            variables["SHARDPROOF_WATCH_REPLICAS"] = self.replicas
+        if self.every is not None:
+            variables["SHARDPROOF_WATCH_EVERY"] = str(self.every)
+        return variables
+
+
+@options.grouped()
+def watch(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [-- ARGUMENTS]", help="a training script, and what it is given"
+        ),
     ] = None,
+    *,
+    how: Watched,
 ) -> None:
     """Run an unmodified training script on N ranks and say at which step ranks part, and why.
 
@@ -122,29 +148,29 @@ def watch(
     Exit codes: 0 all that was compared held, 1 a fault, a crash or a hang, 2 bad input,
     3 nothing could be compared, or not the last steps of an optimizer that ended, 130 Ctrl-C.
     """
-    if judge is not None:
-        if script:
-            remedy = "leave it out: --judge starts nothing"
-            raise SelectionError(Problem("a script beside --judge", remedy, script[0]))
-        if not judge.is_dir():
-            raise SelectionError(Problem("no such folder", "name one that watch wrote", str(judge)))
-        raise typer.Exit(_shown(judge))
+    raise typer.Exit(_judged(how.judge, script) if how.judge is not None else _run(script, how))
+
+
+def _judged(folder: Path, script: list[str] | None) -> int:
+    """Judge what ranks left in ``folder``; the exit code."""
+    if script:
+        remedy = "leave it out: --judge starts nothing"
+        raise SelectionError(Problem("a script beside --judge", remedy, script[0]))
+    if not folder.is_dir():
+        raise SelectionError(Problem("no such folder", "name one that watch wrote", str(folder)))
+    return _shown(folder)
+
+
+def _run(script: list[str] | None, how: Watched) -> int:
+    """Run ``script`` and judge it; the exit code."""
     if not script:
         remedy = "name a script: shardproof watch train.py --nproc 4"
         raise SelectionError(Problem("no script", remedy))
     if not Path(script[0]).is_file():
         remedy = "name a Python file; arguments of the script stand after --"
         raise SelectionError(Problem("no such script", remedy, script[0]))
-    variables = {}
-    if replicas:
-        from shardproof.watch import replica_sets
-
-        replica_sets.parse(replicas, nproc)
-        variables["SHARDPROOF_WATCH_REPLICAS"] = replicas
-    if every is not None:
-        variables["SHARDPROOF_WATCH_EVERY"] = str(every)
-    folder = _new(results)
-    raise typer.Exit(_watched(script, nproc, folder, variables, standstill))
+    variables = how.environment
+    return _watched(script, how.nproc, _new(how.results), variables, how.standstill)
 
 
 def _new(results: Path | None) -> Path:

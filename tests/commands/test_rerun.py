@@ -91,15 +91,13 @@ def test_of_planted_faults(
     """The fault beside its parent; a parent beside all its faults."""
     planted: list[list[str]] = []
 
-    def plant(
-        folder: Any, chosen: Any, jobs: int, budget: Any, weigh: bool, depth: Any, shard: Any
-    ) -> int:
-        assert shard is None
-        pairs = [pair(mutant, weigh_all=weigh, depth=depth) for mutant in chosen]
+    def plant(self: mutants.Planting, folder: Any) -> int:
+        assert self.shard is None
+        pairs = [pair(one, weigh_all=self.all_must_run, depth=self.depth) for one in self.mutants]
         planted.append([case.id for case in mutant_cases(pairs)])
         return 0
 
-    monkeypatch.setattr(mutants, "execute_mutants", plant)
+    monkeypatch.setattr(mutants.Planting, "run", plant)
     monkeypatch.chdir(tmp_path)
     of = pair(registry.load_mutant(name), **options)
     for case in (of.case, of.parent):

@@ -204,7 +204,7 @@ def test_a_budget_hides_no_survivor_of_before(
     mutant = load_mutant("ddp_never_reduces")
     with RunFolder(tmp_path / "run", ["test"]) as folder:
         folder.add(kill(mutant.name, killed=False), "kill")
-        assert mutants.execute_mutants(folder, [mutant], 1, 1e-5, False) == 1
+        assert mutants.Planting([mutant], 1, 1e-5, False).run(folder) == 1
     told = capsys.readouterr().out
     assert "1 fault judged (0 killed, 1 survive), 0 left out" in told
     assert [line.killed for line in read(tmp_path / "run").kills] == [False]
