@@ -197,8 +197,13 @@ def of(name: str) -> Strategy:
     return registered(name) if name in _entry_points() else Strategy(name)
 
 
+def names() -> list[str]:
+    """Every name, those that installed packages register last; loads none of their records."""
+    return list(dict.fromkeys((*STRATEGIES, *registered_names())))
+
+
 def registered_names() -> list[str]:
-    """The names that installed packages register; loads none of their records."""
+    """The names that installed packages register."""
     return sorted(_entry_points())
 
 

@@ -50,7 +50,7 @@ def strategies() -> Entries:
     from shardproof.costs import cost_model_class
 
     rows = []
-    for name in (*known.STRATEGIES, *known.registered_names()):
+    for name in known.names():
         with suppress(known.BrokenStrategy):  # `list` ends with what is wrong
             record, source = known.of(name), " ".join(cost_model_class(name).source.split())
             kinds = (f"family {record.family}" if record.family else "", ", ".join(record.axes))

@@ -142,8 +142,7 @@ def formula(name: str) -> Formula | None:
 
 def formulas() -> list[str]:
     """The name of every formula: all questions to all strategies."""
-    names = (*strategies.STRATEGIES, *strategies.registered_names())
-    return [f"{strategy}.{suffix}" for strategy in names for suffix in _QUESTIONS]
+    return [f"{strategy}.{suffix}" for strategy in strategies.names() for suffix in _QUESTIONS]
 
 
 def evaluate(text: str, facts: Facts) -> Fraction:
