@@ -69,6 +69,7 @@ def cost_model_class(strategy: str) -> type[CostModel]:
         raise strategies.broken(strategy, what)
     return found
 
+
 #: What an axis cuts -> why its ranks cannot share the model of a case (empty: they can).
 FITS: Mapping[Cut, Callable[[ModelFacts], str]] = {"widths": cannot_share_layers}
 

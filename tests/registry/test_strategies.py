@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from commands import here
 
-from shardproof import registry, strategies
-from shardproof.case import AXES
+from shardproof import axes, registry, strategies
 from shardproof.costs import cost_model_class
 from shardproof.costs.families import FAMILIES, family_of
 from shardproof.costs.model import CostModel
@@ -85,7 +84,7 @@ def test_every_record_is_whole(name: str) -> None:
     record, cost_model = strategies.of(name), cost_model_class(name)
     assert cost_model.strategy == record.name == name
     assert cost_model.source
-    assert {*record.axes} <= {*AXES}
+    assert {*record.axes} <= {*axes.names()}
     assert not record.family or record.family in FAMILIES
     assert not cost_model.textbook or strategies.of(cost_model.textbook).is_known
 
