@@ -314,7 +314,7 @@ class Event:
 
 
 #: How closely a system is held to its strategy.  ``family``: to what every sound member does, and
-#: to bytes between two bounds; ``layout``: to the byte, by the suite's cost model of that name;
+#: to bytes between two bounds; ``layout``: to the byte, by the cost model of that strategy;
 #: ``own``: to the byte, by the cost model that the class brings.
 Depth = Literal["family", "layout", "own"]
 
@@ -327,67 +327,15 @@ OracleKind = Literal["plain", "emulated", "replay"]
 Emulated = Literal["step", "round", "trajectory"]
 OptimizerState = Literal["shared", "by_worker"]
 
-_ACCUMULATES = frozenset({"clipping", "accumulation"})
-_DDP = _ACCUMULATES | {
-    "accumulation_without_communication",
-    "initial_broadcast",
-    "buffer_broadcast",
-    "frozen_parameters",
-    "overlap",
-}
-_ZERO = _ACCUMULATES | {"initial_broadcast", "frozen_parameters"}
-#: What ZeRO's stages shard: stage n the first n of them.
-_STAGES = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
-
-#: What claiming a strategy implies.  A feature missing from ``Capabilities.features`` is a
-#: ``fail``.
-PROFILES: dict[str, frozenset[str]] = {
-    "single": _ACCUMULATES,
-    "naive_ddp": _ACCUMULATES | {"initial_broadcast"},
-    "ddp": _DDP,
-    "zero_redundancy_optimizer": _DDP | {"sharded_optimizer"},
-    **{f"zero{stage}": _ZERO | frozenset(_STAGES[:stage]) for stage in (1, 2)},
-    "zero3": _ZERO | frozenset(_STAGES) | {"overlap"},
-    "fsdp": _ZERO | {"wrapped_units", "overlap"},
-    # Their calls are made one after the other, on streams: in program order nothing overlaps.
-    "fsdp1": _ZERO | {"wrapped_units"},
-    "fsdp2": _ZERO | {"wrapped_units"},
-    **{
-        # DeepSpeed reduces when it likes, and has no units of its own to order.
-        f"deepspeed_zero{stage}": _ACCUMULATES | {"initial_broadcast"} | frozenset(_STAGES[:stage])
-        for stage in range(4)
-    },
-    "pipeline": _ACCUMULATES | {"stages", "initial_broadcast"},
-    # Stages have nothing in common that could be broadcast.
-    **dict.fromkeys(("torch_pipelining", "deepspeed_pipeline"), _ACCUMULATES | {"stages"}),
-    "tensor": _ACCUMULATES | {"initial_broadcast", "frozen_parameters", "tensor"},
-    "torch_tensor_parallel": _ZERO | {"tensor"},
-    "torch_hybrid": _ZERO | frozenset(_STAGES) | {"stages", "tensor"},
-    "hybrid": _ZERO | {"stages", "tensor"},
-    **dict.fromkeys(("local_sgd", "diloco", "post_local_sgd"), _ZERO),
-    "parameter_server": frozenset({"initial_broadcast", "roles", "events"}),
-    "elastic_ddp": _ACCUMULATES | {"initial_broadcast", "elastic"},
-}
-
-#: Every feature that means something to a check.
-FEATURES = frozenset().union(*PROFILES.values()) | {"fp32_reduction"}
-
-#: Traits that a profile's feature stands for: they cannot be declined by who claims the strategy.
-TRAIT_FEATURES: dict[str, str] = {
-    "clipping": "clipping",
-    "frozen": "frozen_parameters",
-    "rebound_buffer": "buffer_broadcast",
-}
-
 
 @dataclass(frozen=True)
 class Capabilities:
     """What an implementation can do and how it may be judged.
 
-    ``features`` are checked against :data:`PROFILES`; ``declines`` maps traits that lie outside the
-    profile to the reason why they are not supported (such cases become ``skip``); ``"clipping"``
-    and ``"loss_scale"`` (a scaler of losses) may be declined likewise, and each in one dtype only:
-    ``"clipping@float64"``.
+    ``features`` are checked against the strategy's profile (``shardproof.strategies``);
+    ``declines`` maps traits that lie outside the profile to the reason why they are not supported
+    (such cases become ``skip``); ``"clipping"`` and ``"loss_scale"`` (a scaler of losses) may be
+    declined likewise, and each in one dtype only: ``"clipping@float64"``.
 
     ``backends`` leaves out those on which it cannot run: a system with state in module globals
     cannot have ranks that are threads.  ``points`` are those that every step reaches on every rank;

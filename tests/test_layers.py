@@ -208,6 +208,30 @@ def test_no_strategy_imports_another() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+#: Words that mean something else as well: an axis, a form of a call, a group of one rank.
+ALSO_WORDS = {"tensor", "single"}
+
+
+def test_strategies_are_named_in_one_place() -> None:
+    """A name of a strategy, alone or as that of an implementation, is no literal elsewhere.
+
+    Sentences and docstrings may name them.
+    """
+    from shardproof.strategies import STRATEGIES
+
+    name = re.compile(rf"(\w*/)?({'|'.join({*STRATEGIES} - ALSO_WORDS)})")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+        for path in SUITE.rglob("*.py")
+        if path != SUITE / "strategies.py" and SUITE / "costs" not in path.parents
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and name.fullmatch(node.value)
+    ]
+    assert not wrong, "ask the record in suite/strategies.py: " + "; ".join(wrong)
+
+
 def test_reference_strategies_stay_readable() -> None:
     """Under 250 lines of code; docstrings, comments and blank lines are not counted."""
     for path in (IMPLS / "reference").rglob("*.py"):

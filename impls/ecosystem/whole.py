@@ -57,7 +57,7 @@ class Whole(Adapter):
     """Adapter of a system whose ranks hold everything; ``shard`` is the system's.
 
     ``features``: what the system promises beside the usual, by the words of
-    ``shardproof.contract.FEATURES``.  It is held to each, so the adapter names those that it has.
+    ``shardproof.strategies.FEATURES``.  It is held to each, so the adapter names those that it has.
     """
 
     strategy = "ddp"

@@ -130,3 +130,5 @@ def _is_reduced(value: Any) -> bool:
 
 
 IMPLEMENTATION = DDPWithHook
+#: Argument of ``prove`` that this adapter takes as the option of that name.
+TAKES = "hook"

@@ -167,3 +167,5 @@ class DDPWithOptimizer(PyTorchDDP):
 
 
 IMPLEMENTATION = DDPWithOptimizer
+#: Argument of ``prove`` that this adapter takes as the option of that name.
+TAKES = "optimizer"

@@ -97,3 +97,5 @@ class TorchSampler(Sampling):
 
 
 IMPLEMENTATION = TorchSampler
+#: Argument of ``prove`` that this adapter takes as the option of that name.
+TAKES = "sampler"

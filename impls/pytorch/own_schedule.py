@@ -161,3 +161,5 @@ class OwnSchedule(Pipelining):
 
 
 IMPLEMENTATION = OwnSchedule
+#: Argument of ``prove`` that this adapter takes as the option of that name.
+TAKES = "schedule"

@@ -115,3 +115,5 @@ def _matches(name: str, key: str) -> bool:
 
 
 IMPLEMENTATION = TensorPlan
+#: Argument of ``prove`` that this adapter takes as the option of that name.
+TAKES = "tensor_plan"

@@ -1,4 +1,4 @@
-"""The systems that a campaign draws from: their meshes and options, and what goes together.
+"""The systems that a campaign draws from (``systems.yaml``), and what of each goes together.
 
 What a system declares (backends, dtypes, traits) is asked of it and not repeated here.
 """
@@ -10,12 +10,16 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from shardproof import axes, workloads
 from shardproof.axes import Cut, cutting
 from shardproof.case import Lane, WorkloadSpec, split
 from shardproof.contract import Options
+from shardproof.strategies import REPLICATION
 
 LARGEST_WORLD = 5
 #: Of meshes of several axes; with more ranks than processes they are threads.
@@ -148,6 +152,16 @@ def as_fsdp1(setup: Setup, policy: Policy) -> bool:
     return communicates(setup) or "reduce" not in policy or "parameters" not in policy
 
 
+def whole_buffers(setup: Setup, policy: Policy) -> bool:
+    """FSDP2 casts no buffers."""
+    return "buffers" not in policy
+
+
+def views_buckets(setup: Setup) -> bool:
+    """Parameters become views of the buckets in which they are sent."""
+    return bool(setup.options["parameters_as_bucket_view"])
+
+
 def own_stages(setup: Setup) -> int:
     chunks = 2 if setup.options["schedule"] in ("zb_v", "interleaved") else 1
     return setup.parts("layers") * chunks
@@ -155,6 +169,11 @@ def own_stages(setup: Setup) -> int:
 
 def upstream_stages(setup: Setup) -> int:
     return setup.parts("layers") * (1 if setup.options["schedule"] in SINGLE else 2)
+
+
+def a_stage_a_rank(setup: Setup) -> int:
+    """One stage on each rank."""
+    return setup.parts("layers")
 
 
 def in_equal_parts(setup: Setup, spec: WorkloadSpec) -> bool:
@@ -192,7 +211,7 @@ def reduces_each(setup: Setup) -> bool:
     """Hybrids without stages whose data axes reduce every micro-batch."""
     inner = setup.options.get("data_options", {})
     each = not inner.get("accumulate_without_communication")
-    return setup.parts("layers") == 1 and setup.options["data"] != "ddp" and each
+    return setup.parts("layers") == 1 and setup.options["data"] != REPLICATION and each
 
 
 def upstream_splits(setup: Setup) -> bool:
@@ -262,9 +281,6 @@ _HYBRID = tuple(
     {cutting("samples"): replicas, cutting("state"): shards}
     for replicas, shards in ((2, 2), (2, 3), (1, 3), (3, 1), (3, 2))
 )
-#: FSDP1 refuses hybrids without sharding.
-_SHARDED_HYBRID = tuple(mesh for mesh in _HYBRID if axes.parts(mesh, "state") > 1)
-_REPLICAS, _SHARDS, _PIPES = _line("samples"), _line("state"), _line("layers", 6)
 #: What grids cut.
 _CUTS: tuple[Cut, ...] = ("layers", "samples", "state", "widths")
 #: All meshes of these axes that have few enough ranks.
@@ -284,7 +300,6 @@ def _without_ones(meshes: Meshes, kept: Cut | None = None) -> Meshes:
 
 #: Without replicas.
 _ONE_REPLICA = [mesh for mesh in _GRIDS if axes.parts(mesh, "samples") == 1]
-_SHARDED_GRIDS = [*_ONE_REPLICA, *_without_ones(_ONE_REPLICA, kept="state")]
 _PAIRS: Sequence[tuple[Cut, Cut]] = (("layers", "widths"), ("layers", "state"))
 #: Of torch, whose copies want shards: of one rank, if need be.  Many ranks take it long.
 _UPSTREAM_GRIDS: Meshes = [
@@ -297,315 +312,54 @@ _UPSTREAM_GRIDS: Meshes = [
     ),
 ]
 
-#: Shared by the sharded systems.  A wrap policy must match something in every workload.
-_WRAP: Choices = {"wrap": ({}, {"module_class": ["Block"]}, {"minimum_parameters": 500})}
-_SILENT: Choices = {"accumulate_without_communication": (False, True)}
-_RECOMPUTE: Choices = {"recompute_every": (0, 0, 1, 2)}
-#: Sums of wholes, and of shards, over send and recv: about half of the time.
-_NODES = {"algorithm": "hierarchical", "ranks_per_node": 2}
-_SUMS: Choices = {
-    "all_reduce": (
-        *("backend",) * 5,
-        *("ring", "recursive_doubling", "rabenseifner"),
-        *("binomial_tree", "double_binary_tree", _NODES),
+#: Names of meshes in :data:`FILE`.
+MESHES: Mapping[str, Meshes] = {
+    "one": [axes.replicas(1)],
+    "replicas": _line("samples"),
+    "members": _line("samples", 4)[1:],
+    "shards": _line("state"),
+    "shards_of_replicas": _HYBRID,
+    # FSDP1 refuses hybrids without sharding.
+    "several_shards_of_replicas": [m for m in _HYBRID if axes.parts(m, "state") > 1],
+    "pipes": _line("layers", 6),
+    "short_pipes": _line("layers"),
+    "splits": _line("widths"),
+    "grids": _GRIDS,
+    "small_grids": _without_ones(_GRIDS),
+    "grids_of_one_replica": _ONE_REPLICA,
+    "small_grids_of_one_replica": _without_ones(_ONE_REPLICA, kept="state"),
+    "upstream_grids": _UPSTREAM_GRIDS,
+}
+#: Names of conditions in :data:`FILE`.
+CONDITIONS: Mapping[str, Callable[..., Any]] = {
+    condition.__name__: condition
+    for condition in (
+        *(always, communicates, reduces_each, views_buckets),
+        *(whole_nodes, somebody_works, of_fsdp, reshards, recomputes, goes_together),
+        *(clean_shapes, upstream_splits, as_fsdp1, whole_buffers),
+        *(own_stages, upstream_stages, a_stage_a_rank, in_equal_parts, in_one_window),
+        *(shared_sizes, upstream_sizes),
     )
 }
-_RINGS: Choices = {"reduce_scatter": ("backend", "ring"), "all_gather": ("backend", "ring")}
-#: Lossy compression: every method, some in narrow dtypes, with and without feedback.
-_LOSSY: Choices = {
-    "compress": (
-        {"method": "cast", "dtype": "float16"},
-        {"method": "cast", "dtype": "bfloat16", "feedback": True},
-        {"method": "topk", "density": 0.1},
-        {"method": "topk", "density": 0.01, "dtype": "float16"},
-        {"method": "randomk", "density": 0.25},
-        {"method": "randomk", "density": 0.25, "dtype": "float16", "feedback": True},
-        {"method": "powersgd", "rank": 2},
-        {"method": "powersgd", "rank": 1, "feedback": False},
-        *({"method": "sign"}, {"method": "onebit"}),
-    )
-}
-#: Of ranks that train alone; dyadic sums would not stay exact between means.
-_MEETS: Choices = {"every": (1, 2, 3)}
-_LOSSLESS = ("charnames_gpt", NORMED)
-#: In every order but ``in_turn`` the first worker is ahead of the others, as far as it may.
-_SERVES: Choices = {
-    "max_staleness": (0, 1, 2),
-    "servers": (1, 2, 3),
-    "order": ("in_turn", "slow", "burst", "all_orders", [0, 0, 0, 0, 0]),
-    "momentum": ("shared", "shared", "by_worker"),
-    "dies": (None, None, {"worker": 0, "turns": 3}, {"worker": 1, "turns": 4}),
-}
-_ELASTIC: Choices = {
-    "batch": ("global", "local"),
-    "bucket_bytes": (4096, 25 * 2**20),
-    "compress": (
-        *(None, None, {"method": "topk", "density": 0.1}, {"method": "powersgd", "rank": 2}),
-        {"method": "cast", "dtype": "bfloat16", "feedback": True},
-        {"method": "randomk", "density": 0.25, "feedback": True},
-    ),
-}
-_STATE: Choices = {"offload": ("none", "none", "optimizer")}
-_EVERYTHING: Choices = {"offload": ("none", "none", "optimizer", "parameters")}
-_ZERO: Choices = {"bucket_bytes": (4096, 49152, 25 * 2**20), **_RECOMPUTE, **_STATE, **_RINGS}
-_PREFETCH: Choices = {"prefetch_forward": (0, 1, 2), "prefetch_backward": (0, 1, 2)}
-_PREFETCH_ONE: Choices = {"prefetch_forward": (0, 1), "prefetch_backward": (0, 1)}
-_FSDP: Choices = {**_WRAP, **_SILENT, **_RECOMPUTE, **_PREFETCH}
-_UPSTREAM_FSDP: Choices = {**_WRAP, **_SILENT, "recompute_every": (0, 0, 1)}
-_SPLIT_LAYERS: Choices = {"sequence_parallel": (False, True), "loss_parallel": (None, False)}
-_UPSTREAM_SPLIT: Choices = {"sequence_parallel": (False, True), "loss_parallel": (False, True)}
-_STAGES: Choices = {
-    "schedule": ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v"),
-    "recompute_every": (0, 0, 0, 1),
-}
-_UPSTREAM_SCHEDULES: Choices = {"schedule": (*SINGLE, "interleaved", "looped_bfs", *SPLIT)}
-_UPSTREAM_DDP: Choices = {
-    "find_unused_parameters": (True,),
-    "gradient_as_bucket_view": (False, True),
-    "bucket_cap_mb": (None, 0.05),
-    "recompute_every": (0, 0, 1),
-}
+FILE = Path(__file__).with_name("systems.yaml")
 
 
-def _fsdp(strategy: str, meshes: Meshes, options: Choices) -> System:
-    return System(
-        "reference/fsdp",
-        meshes,
-        {"sharding_strategy": (strategy,), **_FSDP, **options},
-        mixed=True,
-        sums_ranks_first=communicates if cutting("state") in meshes[0] else never,
-        flattens=always,
-        only=of_fsdp,
-    )
+def _read() -> tuple[System, ...]:
+    """The systems of :data:`FILE`, in its order."""
+    given = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return tuple(_system(entry, given["choices"]) for entry in given["systems"])
 
 
-def _compressed(name: str, meshes: Meshes, options: Choices) -> System:
-    return System(
-        name,
-        meshes,
-        {**_LOSSY, **options},
-        flattens=always if name in ("reference/zero3", "reference/fsdp") else never,
-        workloads=("charnames_gpt", NORMED),
-        lanes=("fp64",),
-        chance=0.5,
-    )
+def _system(entry: Mapping[str, Any], choices: Mapping[str, Choices]) -> System:
+    fields: dict[str, Any] = {
+        field: CONDITIONS[value] if field != "name" and isinstance(value, str) else value
+        for field, value in entry.items()
+    }
+    options: dict[str, Sequence[Any]] = {}
+    for part in entry.get("options", ()):
+        options.update(choices[part] if isinstance(part, str) else part)
+    meshes = [mesh for name in entry["meshes"] for mesh in MESHES[name]]
+    return System(**fields | {"meshes": meshes, "options": options})
 
 
-def _hybrid(data: str, meshes: Meshes, inner: Sequence[Options], more: Choices) -> System:
-    options: Choices = {"data": (data,), "data_options": inner, **_STAGES, **_SPLIT_LAYERS, **more}
-    return System(
-        "reference/hybrid",
-        meshes,
-        options,
-        mixed=data != "ddp",
-        sums_ranks_first=reduces_each,
-        flattens=always if data in ("zero3", "fsdp") else never,
-        only=goes_together,
-        stages=own_stages,
-        sizes=shared_sizes,
-        most_micro_batches=6,
-        chance=0.5,
-    )
-
-
-_RESHARD = "reshard_after_forward"
-_SMALL_BUCKETS = {"bucket_bytes": 4096}
-_IN_RINGS = {"reduce_scatter": "ring", "all_gather": "ring"}
-_WRAPPED = {"wrap": {"module_class": ["Block"]}}
-_REPLICATED = {"sharding_strategy": "HYBRID_SHARD"}
-#: What a campaign draws from.  Systems with several entries, and those that take long, have smaller
-#: chances, so that none takes up most of a campaign.
-SYSTEMS: Sequence[System] = (
-    System("plain", [axes.replicas(1)]),
-    System(
-        "reference/ddp",
-        _REPLICAS,
-        {"bucket_bytes": (4096, 25 * 2**20), **_RECOMPUTE, **_SUMS},
-        only=whole_nodes,
-    ),
-    System("reference/naive_ddp", _REPLICAS, _SUMS, only=whole_nodes),
-    System("pytorch/ddp", _REPLICAS, _UPSTREAM_DDP),
-    System("reference/zero1", _SHARDS, _ZERO, mixed=True),
-    System("reference/zero2", _SHARDS, _ZERO, mixed=True, sums_ranks_first=always),
-    System(
-        "reference/zero3",
-        _SHARDS,
-        {**_WRAP, **_RECOMPUTE, **_EVERYTHING, **_RINGS},
-        mixed=True,
-        sums_ranks_first=always,
-        flattens=always,
-    ),
-    _compressed("reference/ddp", _REPLICAS, {"bucket_bytes": (4096, 25 * 2**20), **_RECOMPUTE}),
-    _compressed("reference/zero1", _SHARDS, {"bucket_bytes": (4096, 49152), **_STATE}),
-    _compressed("reference/zero2", _SHARDS, {"bucket_bytes": (4096, 49152), **_STATE}),
-    _compressed("reference/zero3", _SHARDS, {**_WRAP, **_EVERYTHING}),
-    _compressed("reference/fsdp", _SHARDS, {**_WRAP, **_SILENT, **_EVERYTHING}),
-    System("reference/local_sgd", _REPLICAS, _MEETS, workloads=_LOSSLESS, lanes=("fp64",)),
-    System(
-        "reference/diloco",
-        _REPLICAS,
-        {**_MEETS, "outer_lr": (0.7, 1), "outer_momentum": (0.9, 0)},
-        workloads=_LOSSLESS,
-        lanes=("fp64",),
-    ),
-    System(
-        "pytorch/post_local_sgd",
-        _REPLICAS,
-        {"every": (2, 3)},
-        workloads=_LOSSLESS,
-        lanes=("fp64",),
-        chance=0.5,
-    ),
-    System(
-        "pytorch/ddp_compressed",
-        _REPLICAS,
-        {"compress": ({"method": "powersgd_hook"}, {"method": "powersgd_hook", "rank": 2})},
-        workloads=_LOSSLESS,
-        lanes=("fp64",),
-        chance=0.5,
-    ),
-    System(
-        "reference/async_sgd",
-        _REPLICAS,
-        _SERVES,
-        only=somebody_works,
-        lanes=("fp64",),
-        clips=False,
-    ),
-    System(
-        "reference/elastic",
-        _line("samples", 4)[1:],
-        _ELASTIC,
-        workloads=_LOSSLESS,
-        lanes=("fp64",),
-        changes_members=True,
-    ),
-    _fsdp("NO_SHARD", _REPLICAS, _SUMS),
-    _fsdp("SHARD_GRAD_OP", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, False)}),
-    _fsdp("FULL_SHARD", _SHARDS, {**_EVERYTHING, **_RINGS, _RESHARD: (None, True, 2)}),
-    _fsdp(
-        "HYBRID_SHARD",
-        _HYBRID,
-        {**_EVERYTHING, **_RINGS, **_SUMS, _RESHARD: (None, False, True, 2)},
-    ),
-    System(
-        "pytorch/fsdp2",
-        (*_SHARDS, *_HYBRID),
-        {
-            **_UPSTREAM_FSDP,
-            "offload": ("none", "parameters"),
-            "prefetch_forward": (0, 1, 2),
-            "prefetch_backward": (1, 2),
-            _RESHARD: (None, True, False, 2),
-            "reduce_scatter_unused_params": (False, True),
-        },
-        mixed=True,
-        sums_ranks_first=communicates,
-        only=reshards,
-        takes=lambda setup, policy: "buffers" not in policy,  # which it does not cast
-    ),
-    *(
-        System(
-            "pytorch/fsdp1",
-            meshes,
-            {"sharding_strategy": (strategy,), **_UPSTREAM_FSDP, **_PREFETCH_ONE},
-            mixed=True,
-            sums_ranks_first=communicates,
-            takes=as_fsdp1,
-        )
-        for strategy, meshes in (
-            *(("NO_SHARD", _REPLICAS), ("SHARD_GRAD_OP", _SHARDS), ("FULL_SHARD", _SHARDS)),
-            ("HYBRID_SHARD", _SHARDED_HYBRID),
-        )
-    ),
-    System(
-        "pytorch/zero_redundancy_optimizer",
-        _SHARDS,
-        {**_UPSTREAM_DDP, "parameters_as_bucket_view": (False, True)},
-        flattens=lambda setup: bool(setup.options["parameters_as_bucket_view"]),
-    ),
-    System(
-        "reference/pipeline",
-        _PIPES,
-        _STAGES,
-        only=recomputes,
-        stages=own_stages,
-        most_micro_batches=8,
-        chance=2.0,
-    ),
-    System(
-        "reference/tensor",
-        _line("widths"),
-        {**_SPLIT_LAYERS, "sum_each_backward": (False, False, True), "recompute_every": (0, 0, 1)},
-        sizes=shared_sizes,
-        workloads=LAYERED,
-        chance=2.0,
-    ),
-    _hybrid(
-        "ddp",
-        [*_GRIDS, *_without_ones(_GRIDS)],
-        [
-            *({}, _SMALL_BUCKETS, {"broadcast_buffers": False}),
-            *({"all_reduce": "recursive_doubling"}, {"all_reduce": _NODES}),
-        ],
-        {},
-    ),
-    _hybrid("zero1", _SHARDED_GRIDS, [{}, _SMALL_BUCKETS, _IN_RINGS], _STATE),
-    _hybrid("zero2", _SHARDED_GRIDS, [{}, _SMALL_BUCKETS, _IN_RINGS], _STATE),
-    _hybrid("zero3", _SHARDED_GRIDS, [{}, _WRAPPED, _IN_RINGS], _EVERYTHING),
-    _hybrid(
-        "fsdp",
-        _SHARDED_GRIDS,
-        [
-            *({"sharding_strategy": name} for name in ("SHARD_GRAD_OP", "FULL_SHARD")),
-            _WRAPPED,
-            {"accumulate_without_communication": True},
-            {"prefetch_forward": 2, "prefetch_backward": 0},
-        ],
-        _EVERYTHING,
-    ),
-    _hybrid("fsdp", _GRIDS, [_REPLICATED, {**_REPLICATED, _RESHARD: False}], _EVERYTHING),
-    System(
-        "pytorch/pipelining",
-        _PIPES,
-        {**_UPSTREAM_SCHEDULES, "shapes": ("inferred", "given", "given")},
-        only=clean_shapes,
-        stages=upstream_stages,
-        cuts=in_equal_parts,
-        most_micro_batches=8,
-    ),
-    System(
-        "pytorch/tensor_parallel",
-        _line("widths"),
-        _UPSTREAM_SPLIT,
-        only=upstream_splits,
-        sizes=upstream_sizes,
-        workloads=LAYERED,
-        lanes=NO_BITWISE,
-        chance=0.25,
-    ),
-    System(
-        "pytorch/hybrid",
-        _UPSTREAM_GRIDS,
-        {**_UPSTREAM_SCHEDULES, **_UPSTREAM_SPLIT, _RESHARD: (False, False, True)},
-        only=upstream_splits,
-        stages=upstream_stages,
-        cuts=in_equal_parts,
-        most_micro_batches=8,
-        sizes=upstream_sizes,
-        workloads=LAYERED,
-        lanes=NO_BITWISE,
-        chance=0.25,
-    ),
-    System(
-        "deepspeed/pipeline",
-        _line("layers"),
-        {"dynamic_shape": (False, True)},
-        stages=lambda setup: setup.parts("layers"),
-        cuts=in_one_window,
-        most_micro_batches=8,
-        lanes=("working_precision",),
-        clips=False,
-        chance=0.5,
-    ),
-)
+SYSTEMS: Sequence[System] = _read()

@@ -21,13 +21,12 @@ from dataclasses import replace
 
 import torch
 
-from shardproof import axes
+from shardproof import axes, strategies
 from shardproof.checks import Outcome, first_problem
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import axis_of, is_compressed, step_calls
-from shardproof.contract import PROFILES
 from shardproof.costs import collectives
-from shardproof.costs.families import FAMILIES, Shown
+from shardproof.costs.families import Shown
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import SHOWN_AT, RankRecord
@@ -40,15 +39,7 @@ _NAMED = 3
 
 def decide(evidence: Figures) -> Outcome:
     """Compare what the strategy claims with what it left in calls, names and sizes."""
-    strategy, is_layout = evidence.declaration.strategy, evidence.depth == "layout"
-    if strategy not in PROFILES and is_layout:
-        known = ", ".join(sorted(PROFILES))
-        return Outcome("active", "fail", f"unknown strategy {strategy!r}; known: {known}")
-    missing = PROFILES.get(strategy, frozenset()) - set(evidence.declaration.features)
-    if missing and is_layout:
-        lacks = ", ".join(sorted(missing))
-        return Outcome("active", "fail", f"claims {strategy!r} but lacks: {lacks}")
-    if problem := _names(evidence):
+    if problem := _profile(evidence) or _names(evidence):
         return Outcome("active", "fail", problem)
     problem = _sizes(evidence) or _buffer_dtypes(evidence) or _output_dtypes(evidence)
     if problem:
@@ -66,6 +57,18 @@ def decide(evidence: Figures) -> Outcome:
     if evidence.depth == "family" and evidence.family is None:
         return Outcome("active", "skip", no_family(evidence), None, figures)
     return Outcome("active", "pass", "", None, figures)
+
+
+def _profile(evidence: Figures) -> str:
+    """At depth ``layout`` the claimed strategy is known, and each of its features is declared."""
+    if evidence.depth != "layout":
+        return ""
+    claimed = strategies.of(evidence.declaration.strategy)
+    if not claimed.is_known:
+        known = ", ".join(sorted(strategies.STRATEGIES))
+        return f"unknown strategy {claimed.name!r}; known: {known}"
+    missing = sorted(claimed.profile - set(evidence.declaration.features))
+    return f"claims {claimed.name!r} but lacks: {', '.join(missing)}" if missing else ""
 
 
 def _names(evidence: Figures) -> str:
@@ -91,8 +94,9 @@ def _names(evidence: Figures) -> str:
 
 def no_family(evidence: Figures) -> str:
     """Why nothing is held to the strategy that is claimed."""
-    strategy, families = evidence.declaration.strategy, ", ".join(sorted(FAMILIES))
-    return f"{strategy!r} is the name of no family of strategies; known: {families}"
+    strategy = evidence.declaration.strategy
+    known = ", ".join(sorted(name for name, own in strategies.STRATEGIES.items() if own.family))
+    return f"{strategy!r} is the name of no family of strategies; known: {known}"
 
 
 def _sizes(evidence: Figures) -> str:
@@ -237,8 +241,9 @@ def _recomputation(evidence: Figures) -> str:
 
 def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
     """A bucketed strategy reduces several buckets, fewer than there are parameters."""
-    is_bucketed = evidence.declaration.strategy == "ddp" and evidence.depth == "layout"
-    if not is_bucketed or evidence.case.world == 1:
+    if evidence.depth != "layout" or evidence.case.world == 1:
+        return ""
+    if not strategies.of(evidence.declaration.strategy).in_buckets:
         return ""
     if _over_send_recv(evidence) or is_compressed(evidence):
         return ""  # calls of several buckets are alike; ``traffic`` bounds their number

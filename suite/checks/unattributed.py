@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from shardproof import strategies
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.costs.stages import comes_apart
 from shardproof.evidence.assembled import Figures
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from shardproof.evidence.assembled import Evidence
 
 KIND = "temporary"
-STRATEGIES = ("ddp", "naive_ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "hybrid")
 #: Numbers, votes, and flags of a strategy.
 _SMALL = 1024
 _BACKENDS = ("in_memory", "mpi")
@@ -46,7 +46,8 @@ def why_not(evidence: Figures) -> str:
     case, declaration, facts = evidence.case, evidence.declaration, evidence.model_facts
     if case.implementation.partition("/")[0] not in _OURS:
         return "another system's temporaries are its own"
-    if declaration.strategy not in STRATEGIES or evidence.family is not None or facts is None:
+    is_bounded = strategies.of(declaration.strategy).bounds_temporaries
+    if not is_bounded or evidence.family is not None or facts is None:
         return "no strategy of which it is known"
     if case.backend not in _BACKENDS or not memory_is_measurable(case, declaration.backends):
         return f"temporaries are not measured on {case.backend}"

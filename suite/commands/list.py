@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,7 +22,17 @@ if TYPE_CHECKING:
 
 Entries = list[tuple[str, str]]
 
-What = Literal["impls", "backends", "scenarios", "cases", "coverage", "mutants", "checks", "traits"]
+What = Literal[
+    "impls",
+    "strategies",
+    "backends",
+    "scenarios",
+    "cases",
+    "coverage",
+    "mutants",
+    "checks",
+    "traits",
+]
 #: What the filters of `run` apply to.
 _OF_CASES = ("cases", "coverage")
 
@@ -31,6 +42,39 @@ def implementations() -> Entries:
     from shardproof import registry
 
     return [(name, "") for name in registry.names()]
+
+
+def strategies() -> Entries:
+    """Every strategy that can be used: its family, its axes and where its formulas come from."""
+    from shardproof import strategies as known
+    from shardproof.costs import cost_model_class
+
+    rows = []
+    for name in known.names():
+        with suppress(known.BrokenStrategy):  # `list` ends with what is wrong
+            record, source = known.of(name), " ".join(cost_model_class(name).source.split())
+            kinds = (f"family {record.family}" if record.family else "", ", ".join(record.axes))
+            rows.append((name, ": ".join(("; ".join(filter(None, kinds)), source))))
+    return rows
+
+
+def _require_usable_strategies() -> None:
+    """Name the strategies that installed packages register and that cannot be used.
+
+    :raises BrokenStrategy: there are some.
+    """
+    from shardproof import strategies as known
+    from shardproof.costs import cost_model_class
+
+    problems = []
+    for name in known.registered_names():
+        try:
+            known.registered(name)
+            cost_model_class(name)
+        except known.BrokenStrategy as error:
+            problems += error.problems
+    if problems:
+        raise known.BrokenStrategy(problems)
 
 
 def backends() -> Entries:
@@ -86,6 +130,7 @@ def traits() -> Entries:
 #: By the word that ``shardproof list`` takes.
 LISTS: Mapping[str, Callable[[], Entries]] = {
     "impls": implementations,
+    "strategies": strategies,
     "backends": backends,
     "scenarios": scenarios,
     "mutants": mutants,
@@ -133,6 +178,7 @@ def list_(
     shardproof list impls
     shardproof list cases --tier quick -k 'tied and gloo'
     shardproof list cases --impl mine:MyZero1 --like 'reference/zero1*'
+    shardproof list strategies
     shardproof list traits
     shardproof list coverage
     shardproof list coverage --triples
@@ -168,6 +214,8 @@ def list_(
     width = max((len(name) for name, about in rows if about), default=0)
     for name, about in rows:
         echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)
+    if what == "strategies":
+        _require_usable_strategies()
 
 
 def _list_coverage(cases: Sequence[Case], is_whole: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardproof import strategies
 from shardproof.cases.kills import Pair, parent_case, why_not_killed
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
@@ -153,10 +154,24 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
         return
     for key in _JUDGED:
         if again.get(key) != line.get(key):
+            if unknown := _unknown_strategy(account):
+                yield f"{path / name}: {result.id}: {unknown}"
+                return
             was, now = (_short(fields.get(key)) for fields in (line, again))
             both = f"the record gives {key} {now}, cases.jsonl says {was}"
             yield f"{path / name}: {result.id}: {both}"
             return
+
+
+def _unknown_strategy(account: Account) -> str:
+    """What to install where a package registers the strategy of ``account``; empty: nothing."""
+    claimed = account.declaration.strategy if account.declaration else ""
+    if not claimed or strategies.of(claimed).is_known:
+        return ""
+    return (
+        f"strategy {claimed!r} is not known here: install the package that registers it in "
+        f"{strategies.GROUP!r}, and verify again"
+    )
 
 
 def _timed_again(path: Path, line: Line) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from shardproof.compare.compare import RunComparison, Timing
 from shardproof.compare.snapshot import Entry, Snapshot
 from shardproof.compare.tables import ComparisonReport, interval, runs, verdict_of, verdicts_of
+from shardproof.strategies import REPLICATION
 from shardproof.table import Table
 
 NOTE = (
@@ -143,7 +144,7 @@ def _title(ratio: str, entry: Entry) -> str:
     if ratio != "time":
         return SCALING
     against = entry.implementation.split(" v ")[-1]
-    return TITLES[0] if against.endswith("/ddp") else TITLES[1]
+    return TITLES[0] if against.endswith(f"/{REPLICATION}") else TITLES[1]
 
 
 def _what(name: str, entry: Entry) -> str:

@@ -19,9 +19,10 @@ optimizer state; Psi, where a paper is cited, is the number of elements):
     pipeline      pipeline.py   Pipeline         one activation and one gradient a boundary
     hybrid        hybrid.py     Hybrid           the sum over its axes
 
-``upstream/`` has the systems of PyTorch and DeepSpeed.  Helpers: ``model`` (what a cost model
-answers), ``layout`` (buckets and units), ``stages`` and ``schedules`` (pipelines), ``offload``,
-``accounting`` (A32, A16, ...), ``expression`` (formulas in scenario files).
+The record of a strategy (``shardproof.strategies``) names its class, which is imported when it is
+first asked for.  ``upstream/`` has the systems of PyTorch and DeepSpeed.  Helpers: ``model`` (what
+a cost model answers), ``layout`` (buckets, units), ``stages`` and ``schedules`` (pipelines),
+``offload``, ``accounting`` (A32, A16, ...), ``expression`` (formulas in scenario files).
 """
 
 from __future__ import annotations
@@ -29,40 +30,45 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 
+from shardproof import strategies
 from shardproof.axes import Cut, replicas
-from shardproof.costs.ddp import DDP, Elastic, NaiveDDP, Single
-from shardproof.costs.fsdp import FSDP
-from shardproof.costs.hybrid import Hybrid
-from shardproof.costs.local import DiLoCo, LocalSGD, ParameterServer, PostLocalSGD
+from shardproof.by_path import CannotImport, at_path
+from shardproof.costs.ddp import DDP
 from shardproof.costs.model import Bound as Bound
 from shardproof.costs.model import CostModel
 from shardproof.costs.model import Flow as Flow
 from shardproof.costs.model import NoCostModel as NoCostModel
 from shardproof.costs.model_facts import ModelFacts
 from shardproof.costs.offload import offloaded
-from shardproof.costs.pipeline import Pipeline
-from shardproof.costs.tensor import TensorParallel, cannot_share_layers
-from shardproof.costs.upstream import deepspeed
-from shardproof.costs.upstream.pipelines import DeepSpeedPipeline, TorchPipelining
-from shardproof.costs.upstream.torch_hybrid import TorchHybrid
-from shardproof.costs.upstream.torch_sharded import FSDP1, FSDP2, ZeroRedundancyOptimizer
-from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
-from shardproof.costs.zero import Zero1, Zero2, Zero3
+from shardproof.costs.tensor import cannot_share_layers
 
-#: Strategy -> its cost model.
-COST_MODELS: dict[str, type[CostModel]] = {
-    cost_model.strategy: cost_model
-    for cost_model in (
-        *(Single, NaiveDDP, DDP, Elastic, Zero1, Zero2, Zero3, FSDP, TensorParallel),
-        *(LocalSGD, DiLoCo, PostLocalSGD, ParameterServer),
-        *(FSDP1, FSDP2, ZeroRedundancyOptimizer),
-        *(TorchTensorParallel, TorchHybrid),
-        *(deepspeed.DeepSpeedZero0, deepspeed.DeepSpeedZero1),
-        *(deepspeed.DeepSpeedZero2, deepspeed.DeepSpeedZero3),
-        *(Pipeline, TorchPipelining, DeepSpeedPipeline, Hybrid),
-    )
-}
+
+@cache
+def cost_model_class(strategy: str) -> type[CostModel]:
+    """The cost model of ``strategy``, before it is asked about a case.
+
+    :raises LookupError: no record names one.
+    :raises BrokenStrategy: the package that registers it gives no usable one.
+    """
+    record = strategies.of(strategy)
+    if not record.is_known:
+        raise LookupError(f"unknown strategy {strategy!r}")
+    try:
+        found = at_path(record.cost_model)
+    except CannotImport as error:
+        raise strategies.broken(strategy, f"{record.cost_model} {error}") from error
+    if not (isinstance(found, type) and issubclass(found, CostModel)):
+        what = f"{record.cost_model} is no subclass of shardproof.costs.model.CostModel"
+        raise strategies.broken(strategy, what)
+    missing = sorted(found.__abstractmethods__)
+    missing += [name for name in ("strategy", "source") if not hasattr(found, name)]
+    if missing:
+        what = f"{record.cost_model} does not define: {', '.join(missing)}"
+        raise strategies.broken(strategy, what)
+    return found
+
 
 #: What an axis cuts -> why its ranks cannot share the model of a case (empty: they can).
 FITS: Mapping[Cut, Callable[[ModelFacts], str]] = {"widths": cannot_share_layers}
@@ -76,9 +82,9 @@ def cannot_fit(facts: ModelFacts) -> str:
 
 def cost_model_of(strategy: str, facts: ModelFacts | None) -> CostModel | None:
     """The cost model of ``strategy`` for ``facts``; ``None`` where there is none."""
-    if facts is None or strategy not in COST_MODELS:
+    if facts is None or not strategies.of(strategy).is_known:
         return None
-    return offloaded(COST_MODELS[strategy], facts)(facts)
+    return offloaded(cost_model_class(strategy), facts)(facts)
 
 
 def memory_ratio(cost_model: CostModel) -> Fraction:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from shardproof import axes
-from shardproof.costs import COST_MODELS, CostModel, memory_ratio
+from shardproof import axes, strategies
+from shardproof.costs import CostModel, cost_model_class, memory_ratio
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, model_facts_of
 from shardproof.errors import nearest, shorten
 
@@ -126,14 +126,23 @@ _QUESTIONS: dict[str, tuple[str, Question]] = {
     "memory_ratio": ("times less than whole copies, same options", memory_ratio),
 }
 
-#: Named formulas: every question to every cost model.
-FORMULAS: dict[str, Formula] = {
-    f"{strategy}.{suffix}": Formula(
-        f"{strategy}.{suffix}", _asked(cost_model, ask), unit, cost_model.source
-    )
-    for strategy, cost_model in COST_MODELS.items()
-    for suffix, (unit, ask) in _QUESTIONS.items()
-}
+
+def formula(name: str) -> Formula | None:
+    """The formula ``strategy.question``; ``None``: no such strategy, or no such question.
+
+    :raises BrokenStrategy: the package that registers the strategy gives no usable cost model.
+    """
+    strategy, _, suffix = name.rpartition(".")
+    if suffix not in _QUESTIONS or not strategies.of(strategy).is_known:
+        return None
+    unit, ask = _QUESTIONS[suffix]
+    cost_model = cost_model_class(strategy)
+    return Formula(name, _asked(cost_model, ask), unit, cost_model.source)
+
+
+def formulas() -> list[str]:
+    """The name of every formula: all questions to all strategies."""
+    return [f"{strategy}.{suffix}" for strategy in strategies.names() for suffix in _QUESTIONS]
 
 
 def evaluate(text: str, facts: Facts) -> Fraction:
@@ -192,11 +201,15 @@ def _term(node: ast.expr, text: str) -> Term:
             arguments = [_term(argument, text) for argument in given]
             return lambda facts: function([argument(facts) for argument in arguments])
         case ast.Name() | ast.Attribute():
-            if shown in FORMULAS:
-                return FORMULAS[shown].value
+            try:
+                named = formula(shown)
+            except strategies.BrokenStrategy as error:
+                raise refused(str(error)) from error
+            if named is not None:
+                return named.value
             if shown in FACTS:
                 return lambda facts: Fraction(facts[shown])
-            known = [*FORMULAS, *FACTS, *_FUNCTIONS]
+            known = [*formulas(), *FACTS, *_FUNCTIONS]
             raise refused(f"unknown name {shown!r}, {nearest(shown, known)}")
     raise refused(f"unexpected {shown!r}")
 

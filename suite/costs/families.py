@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from shardproof import strategies
 from shardproof.axes import Cut, cutting, parts
 from shardproof.costs.model import Bound, NoCostModel
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
@@ -268,12 +269,11 @@ class HybridFamily(Family):
 
     def data(self, facts: ModelFacts) -> Family | None:
         """The family of the data axes; ``None``: nothing says what they cut."""
-        cut = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
-        declared = [feature for feature in cut if feature in self.features]
+        declared = [stage for stage in strategies.SHARDED if stage in self.features]
         if (named := _data_option(facts)) is not None or not declared:
             return named
         return replace(
-            {cut[0]: _ZERO1, cut[1]: _ZERO2, cut[2]: _ZERO3}[declared[-1]], name=self.name
+            (_ZERO1, _ZERO2, _ZERO3)[strategies.SHARDED.index(declared[-1])], name=self.name
         )
 
 
@@ -291,8 +291,10 @@ def _together(numels: Mapping[str, int], ranks: Iterable[Shown]) -> dict[str, in
 
 def _data_option(facts: ModelFacts) -> Family | None:
     """The family that the option ``data`` names, as the suite's own takes it."""
-    named = family_of(str(facts.options.get("data")), facts.options.get("data_options") or {})
-    return named if named in (_DDP, _ZERO1, _ZERO2, _ZERO3) else None
+    if "data" not in facts.options:
+        return None
+    named = family_of(str(facts.options["data"]), facts.options.get("data_options") or {})
+    return named if named in _OF_DATA else None
 
 
 def _hybrid(facts: ModelFacts) -> tuple[Fraction, Fraction]:
@@ -317,20 +319,16 @@ _DDP = Family("ddp", _ddp, whole=_ALL)
 _ZERO1 = Family("zero1", _zero1, cut=("optimizer",), whole=("parameters",))
 _ZERO2 = Family("zero2", _zero1, cut=("optimizer", "gradients"), whole=("parameters",))
 _ZERO3 = Family("zero3", _zero3, cut=_ALL)
+#: Families of the data axes, which others cut beside them.
+_OF_DATA = (_DDP, _ZERO1, _ZERO2, _ZERO3)
 _PIPELINE = Family("pipeline", _pipeline, ("parameters",), cuts="layers", is_balanced=False)
 _TENSOR = Family("tensor", _tensor, ("parameters",), cuts="widths", is_balanced=False)
 
 _HYBRID = HybridFamily("hybrid", _hybrid, ("parameters",), cuts="layers", is_balanced=False)
 
-#: Strategy -> its family.
+#: By the name that a strategy's record gives (``shardproof.strategies``).
 FAMILIES: Mapping[str, Family] = {
-    **dict.fromkeys(("naive_ddp", "ddp", "deepspeed_zero0"), _DDP),
-    **dict.fromkeys(("zero1", "deepspeed_zero1", "zero_redundancy_optimizer"), _ZERO1),
-    **dict.fromkeys(("zero2", "deepspeed_zero2"), _ZERO2),
-    **dict.fromkeys(("zero3", "deepspeed_zero3", "fsdp", "fsdp1", "fsdp2"), _ZERO3),
-    **dict.fromkeys(("pipeline", "torch_pipelining", "deepspeed_pipeline"), _PIPELINE),
-    **dict.fromkeys(("tensor", "torch_tensor_parallel"), _TENSOR),
-    **dict.fromkeys(("hybrid", "torch_hybrid"), _HYBRID),
+    family.name: family for family in (*_OF_DATA, _PIPELINE, _TENSOR, _HYBRID)
 }
 
 
@@ -341,11 +339,13 @@ def family_of(
 
     ``features``, as declared, tell of a system of several axes what its data axes cut.
 
-    FSDP that is asked not to shard is DDP by another name.
+    A strategy whose options ask it not to shard is DDP by another name.
     """
-    if strategy.startswith("fsdp") and options.get("sharding_strategy") == "NO_SHARD":
+    record = strategies.of(strategy)
+    unsharded = record.unsharded.items()
+    if unsharded and all(options.get(name) == value for name, value in unsharded):
         return _DDP
-    family = FAMILIES.get(strategy)
+    family = FAMILIES.get(record.family)
     if isinstance(family, HybridFamily):
         return replace(family, features=frozenset(features))
     return family

@@ -12,20 +12,19 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from shardproof import strategies
 from shardproof.axes import cutting
-from shardproof.costs.ddp import DDP, Single
+from shardproof.costs import cost_model_class
+from shardproof.costs.ddp import Single
 from shardproof.costs.fsdp import FSDP
-from shardproof.costs.model import Bound, CostModel, Flow, Local, flow
+from shardproof.costs.model import Bound, CostModel, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
 from shardproof.costs.offload import offloaded
 from shardproof.costs.pipeline import Message, Pipeline, exchanged
 from shardproof.costs.stages import Stages, stages_of
 from shardproof.costs.tensor import TensorParallel
-from shardproof.costs.zero import Zero1, Zero2, Zero3
+from shardproof.costs.zero import Zero3
 
-_DATA: dict[str, type[CostModel]] = {
-    cost_model.strategy: cost_model for cost_model in (Single, DDP, Zero1, Zero2, Zero3, FSDP)
-}
 #: Bytes of what a step adds up a micro-batch at a time: its loss, and what is agreed on.
 _SCALARS = 64
 
@@ -102,7 +101,9 @@ class Hybrid(CostModel):
             **{n: facts.options[n] for n in ("precision", "offload") if n in facts.options},
             "recompute_every": facts.option("recompute_every", 0),
         }
-        strategy = _DATA[self.data]
+        if not strategies.of(self.data).serves_data_axes:
+            raise NoCostModel(f"data: {self.data!r} does not serve the data axes")
+        strategy = cost_model_class(self.data)
         if self.is_cut and issubclass(strategy, Zero3):
             strategy = FSDP  # gathered when a step begins, reduced when it ends, all in one
             facts = replace(facts, units=(), modules={"": ""}, calls={})

@@ -19,7 +19,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +35,7 @@ GROUP = "shardproof.implementations"
 MUTANTS = "mutants/"
 
 _EXPORT = re.compile(r"^IMPLEMENTATION\b", re.MULTILINE)
+_TAKES = re.compile(r'^TAKES = "(\w+)"$', re.MULTILINE)
 _OWN_CLASS = re.compile(r"([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_][\w.]*")
 
 
@@ -144,18 +145,27 @@ def _root() -> Path:
 
 
 @cache
+def takers() -> Mapping[str, str]:
+    """What is no class of the contract, such as a hook -> the implementation that takes it."""
+    return {found[1]: name for name, text in _exports() if (found := _TAKES.search(text))}
+
+
+@cache
 def _folder() -> Mapping[str, str]:
     """Name -> module, of every file under ``impls`` that exports ``IMPLEMENTATION``."""
-    modules: dict[str, str] = {}
+    return {name: ".".join(("shardproof.impls", *name.split("/"))) for name, _ in _exports()}
+
+
+def _exports() -> Iterator[tuple[str, str]]:
+    """Name and text of these files."""
     root = _root()
     for path in sorted([*root.glob("*.py"), *root.glob("*/*.py"), *root.glob("*/*/__init__.py")]):
         parts = path.relative_to(root).with_suffix("").parts
         if parts[-1] == "__init__":
             parts = parts[:-1]
         hidden = any(part.startswith("_") for part in parts) or parts[:1] == ("mutants",)
-        if parts and not hidden and _EXPORT.search(path.read_text(encoding="utf-8")):
-            modules["/".join(parts)] = ".".join(("shardproof.impls", *parts))
-    return modules
+        if parts and not hidden and _EXPORT.search(text := path.read_text(encoding="utf-8")):
+            yield "/".join(parts), text
 
 
 @cache

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from shardproof import registry
 from shardproof.by_path import CannotImport, attribute, program
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError
@@ -19,14 +20,6 @@ Thing = Any
 PROGRAM = ("__main__", "__mp_main__")
 #: Objects of these may be one and the same in modules that know nothing of each other.
 _SHARED = (int, float, complex, bytes, tuple, frozenset)
-#: Argument of ``prove`` -> the adapter that takes it as the option of that name.
-ADAPTERS = {
-    "hook": "pytorch/ddp_hook",
-    "optimizer": "pytorch/ddp_optimizer",
-    "schedule": "pytorch/own_schedule",
-    "tensor_plan": "pytorch/tensor_plan",
-    "sampler": "pytorch/distributed_sampler",
-}
 #: Argument -> the one that it belongs to, and whose adapter takes it.
 BELONGS = {"state": "hook"}
 
@@ -102,7 +95,7 @@ def subject(
     there = {name: thing for name, thing in things.items() if thing is not None}
     systems = [name for name in there if name not in BELONGS]
     if len(systems) + (implementation is not None) != 1:
-        names = ", ".join(("an implementation", *(f"{name}=" for name in ADAPTERS)))
+        names = ", ".join(("an implementation", *(f"{name}=" for name in registry.takers())))
         what = "several things to judge at once" if systems else "nothing to judge"
         raise SelectionError(Problem(what, f"give one of: {names}"))
     for name, owner in BELONGS.items():
@@ -114,4 +107,4 @@ def subject(
             raise SelectionError(Problem("not an implementation", remedy, repr(implementation)))
         return path_of(implementation, "class"), dict(options)
     paths = {name: _as_option(thing, name) for name, thing in there.items()}
-    return ADAPTERS[systems[0]], {**options, **paths}
+    return registry.takers()[systems[0]], {**options, **paths}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args
 
-from shardproof import axes, contract, registry
+from shardproof import axes, contract, registry, strategies
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
@@ -98,7 +98,7 @@ class Declaration(Capabilities, Stored):
         implies it; empty: nothing.  A misspelt word must not pass for one that was not said.
         """
         words: dict[str, tuple[Collection[object], Collection[str]]] = {
-            "features": (sorted(self.features), contract.FEATURES),
+            "features": (sorted(self.features), strategies.FEATURES),
             "declines": ([key.partition("@")[0] for key in self.declines], self._declinable()),
             "declines in": ([d for k in self.declines if (d := k.partition("@")[2])], DTYPES),
             "axes": (self.axes, axes.names()),
@@ -119,11 +119,11 @@ class Declaration(Capabilities, Stored):
                 if word not in known:
                     what = f"{name}: {word!r} means nothing here"
                     return f"{what}; {nearest(str(word), known, 'valid')}"
-        profile = contract.PROFILES.get(self.strategy, frozenset())
         if self.depth != "layout":
             return ""  # a family implies no feature
+        profile = strategies.of(self.strategy).profile
         for trait in (key.partition("@")[0] for key in self.declines):
-            feature = contract.TRAIT_FEATURES.get(trait)
+            feature = strategies.TRAIT_FEATURES.get(trait)
             if feature in profile:
                 return f"declines {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
         return ""

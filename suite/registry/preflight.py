@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardproof import registry, workloads
+from shardproof import registry, strategies, workloads
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import Options, Refused
+from shardproof.costs import cost_model_class
 from shardproof.errors import InputError, Problem, SelectionError, shorten
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry.declaration import BrokenContract, Declaration
@@ -67,7 +68,10 @@ Loaded = tuple[str, list[str]]
 def try_to_load(name: str) -> Loaded:
     """Task of a leader."""
     try:
-        return "", [*Declaration.of(registry.load(name), {}).axes]
+        system = registry.load(name)
+        if strategies.of(system.strategy).is_known:
+            cost_model_class(system.strategy)  # that of a package may be broken
+        return "", [*Declaration.of(system, {}).axes]
     except (Refused, BrokenContract):
         return "", []  # it takes options: its cases will tell
     except (InputError, registry.BrokenImplementation) as error:

@@ -19,7 +19,7 @@ from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, Group, Links, co
 from shardproof.bench.model.curve import Compute
 from shardproof.bench.model.records import Call
 from shardproof.bench.model.step_time import Unmodelled, predict
-from shardproof.costs import COST_MODELS, ModelFacts
+from shardproof.costs import ModelFacts, cost_model_class
 from shardproof.costs.model import NoCostModel
 from shardproof.costs.model_facts import TensorFacts
 from shardproof.errors import SelectionError
@@ -241,17 +241,17 @@ def plan(axis: str, ranks: int, **more: Any) -> ModelFacts:
 
 
 def test_calls_of_ddp_by_formula() -> None:
-    one = step_time.promised(COST_MODELS["ddp"](plan("replicate", 4)))
+    one = step_time.promised(cost_model_class("ddp")(plan("replicate", 4)))
     assert one == [Call("all_reduce", 4, 4 * 1524, 1, axis="replicate")]
     small = plan("replicate", 4, options={"first_bucket_bytes": 90, "bucket_bytes": 3000})
-    three = step_time.promised(COST_MODELS["ddp"](small))
+    three = step_time.promised(cost_model_class("ddp")(small))
     assert three == [Call("all_reduce", 4, pytest.approx(4 * 1524 / 3), 3, axis="replicate")]
-    assert step_time.promised(COST_MODELS["ddp"](plan("replicate", 1))) == []
+    assert step_time.promised(cost_model_class("ddp")(plan("replicate", 1))) == []
 
 
 def test_what_no_formula_tells_comes_from_the_ledger() -> None:
     known = [Call("all_reduce", 2, 3048, 2), Call("all_reduce", 2, 40, 1, floating=False)]
-    calls = step_time.promised(COST_MODELS["ddp"](plan("replicate", 64)), known, 2)
+    calls = step_time.promised(cost_model_class("ddp")(plan("replicate", 64)), known, 2)
     assert calls == [
         Call("all_reduce", 64, pytest.approx(3048), 2, axis="replicate"),
         Call("all_reduce", 64, 40, 1, floating=False),
@@ -267,7 +267,7 @@ def test_what_the_ledger_saw_grows_along_its_own_axis() -> None:
         Call("all_reduce", 2, 40, floating=False, axis="shard"),
         Call("all_reduce", 4, 40, floating=False, axis="world"),
     ]
-    calls = step_time.promised(COST_MODELS["fsdp"](facts), known, 4)
+    calls = step_time.promised(cost_model_class("fsdp")(facts), known, 4)
     control = [call for call in calls if not call.floating]
     assert [(call.axis, call.ranks) for call in control] == [
         *(("replicate", 4), ("shard", 2), ("world", 8))
@@ -278,7 +278,7 @@ def test_what_the_ledger_saw_grows_along_its_own_axis() -> None:
 
 
 def test_calls_of_zero_by_formula() -> None:
-    calls = step_time.promised(COST_MODELS["zero1"](plan("shard", 8)))
+    calls = step_time.promised(cost_model_class("zero1")(plan("shard", 8)))
     assert [(c.operation, c.ranks, c.count) for c in calls] == [
         ("reduce_scatter", 8, 1),
         ("all_gather", 8, 1),
@@ -343,7 +343,7 @@ def test_sharding_divides_the_update() -> None:
     base = plan("shard", 2)
     four = curve.step_at(4, "zero1", base, "shard", "weak", 16, compute, LINKS, "gloo")
     assert four.compute_seconds == pytest.approx(0.016 + 0.016)
-    assert curve.update_share(COST_MODELS["ddp"](plan("replicate", 4))) == 1.0
+    assert curve.update_share(cost_model_class("ddp")(plan("replicate", 4))) == 1.0
 
 
 def test_what_is_hidden_still_takes_core_time_at_modelled_worlds() -> None:

@@ -19,8 +19,7 @@ from shardproof.cases import leader
 from shardproof.cases.runner import run_cases
 from shardproof.checks import Outcome, active, memory, overlap, traffic
 from shardproof.checks.results import CaseResult
-from shardproof.contract import PROFILES
-from shardproof.costs import COST_MODELS, CostModel, NoCostModel
+from shardproof.costs import CostModel, NoCostModel, cost_model_class
 from shardproof.costs.expression import CaseFacts
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord, StepRecord, WorkloadFacts
@@ -29,6 +28,7 @@ from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.traffic import Call
 from shardproof.registry.declaration import Declaration
 from shardproof.report.memory import MEASURED, with_figures
+from shardproof.strategies import STRATEGIES
 
 STEPS = 3
 POINTS = ("gradients_final", "after_update")
@@ -102,7 +102,7 @@ class MadeFigures(SimpleNamespace):
 
 
 def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
-    cost_model = COST_MODELS[strategy](
+    cost_model = cost_model_class(strategy)(
         plan(strategy, world, steps=STEPS, micro_batches=(1,) * world, **more)
     )
     units = [
@@ -111,7 +111,7 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         for number, unit in enumerate(("", *cost_model.facts.units))
     ]
     declaration = Declaration(
-        strategy=strategy, backends=("in_memory",), features=frozenset(PROFILES[strategy])
+        strategy=strategy, backends=("in_memory",), features=STRATEGIES[strategy].profile
     )
     records = []
     for rank, sent in enumerate(calls(cost_model, world)):
@@ -300,9 +300,9 @@ def test_there_is_no_ratio_where_the_textbook_promises_nothing(
         raise NoCostModel("not here")
 
     found = figures("zero3")
-    monkeypatch.setattr(COST_MODELS["zero3"], "textbook", "zero1")
+    monkeypatch.setattr(cost_model_class("zero3"), "textbook", "zero1")
     assert traffic.decide(found).figures["textbook"] == "zero1"
-    monkeypatch.setattr(COST_MODELS["zero1"], "payload", silent)
+    monkeypatch.setattr(cost_model_class("zero1"), "payload", silent)
     outcome = traffic.decide(found)
     assert outcome.status == "pass" and "textbook" not in outcome.figures
 
@@ -387,7 +387,7 @@ def test_another_depth_of_prefetch_fails() -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
 def test_whole_gradients_beside_those_in_flight_fail(strategy: str) -> None:
     found = figures(strategy)
-    cost_model = COST_MODELS[strategy](found.facts.model_facts)
+    cost_model = cost_model_class(strategy)(found.facts.model_facts)
     peak = next(
         r
         for r in found.records[0].memory

@@ -15,7 +15,7 @@ from shardproof.cases.runner import run_cases
 from shardproof.checks import unattributed
 from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
-from shardproof.costs import COST_MODELS
+from shardproof.costs import cost_model_class
 from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.registry.declaration import Declaration
@@ -28,7 +28,7 @@ def evidence(strategy: str = "zero1", options: dict[str, Any] | None = None, **o
     fields = {"workload": SMALL, "optimizer": ADAMW, "checks": ("memory",), **of_case}
     implementation = fields.pop("implementation", f"reference/{strategy}")
     case = made_case(implementation, {"shard": 2}, **fields)
-    facts = COST_MODELS[strategy](plan(strategy, 2)).facts
+    facts = cost_model_class(strategy)(plan(strategy, 2)).facts
     return SimpleNamespace(
         case=case,
         declaration=Declaration(strategy=strategy, backends=("in_memory", "gloo")),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.costs import COST_MODELS, ModelFacts
+from shardproof.costs import ModelFacts, cost_model_class
 from shardproof.costs.model_facts import TensorFacts
 
 #: A matrix of 120 elements and a vector of 13, four bytes each.
@@ -53,7 +53,7 @@ def facts(compress: dict[str, Any], **more: Any) -> ModelFacts:
     ids=str,
 )
 def test_bytes_that_all_ranks_send(compress: dict[str, Any], step: int, sent: int) -> None:
-    flows = COST_MODELS["naive_ddp"](facts(compress, step=step)).flows()
+    flows = cost_model_class("naive_ddp")(facts(compress, step=step)).flows()
     assert sum(flow.bytes for flow in flows) == sent
 
 
@@ -72,7 +72,7 @@ def test_bytes_that_all_ranks_send(compress: dict[str, Any], step: int, sent: in
     ids=str,
 )
 def test_bytes_that_are_kept(compress: dict[str, Any], kept: list[int]) -> None:
-    model, plain = (COST_MODELS["naive_ddp"](facts(option)) for option in (compress, {}))
+    model, plain = (cost_model_class("naive_ddp")(facts(option)) for option in (compress, {}))
     for rank, own in enumerate(kept):
         more = model.resident(rank, 0, 0)["optimizer_state"]
         assert more - plain.resident(rank, 0, 0)["optimizer_state"] == own
@@ -95,5 +95,5 @@ def test_bytes_that_are_kept(compress: dict[str, Any], kept: list[int]) -> None:
 def test_factors_that_torch_draws_beside_a_gpu(
     compress: dict[str, Any], step: int, drawn: int
 ) -> None:
-    cost_model = COST_MODELS["ddp"](facts(compress))
+    cost_model = cost_model_class("ddp")(facts(compress))
     assert cost_model.gpu_traffic(0, step, step) == {"down": 0, "up": drawn}

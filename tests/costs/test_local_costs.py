@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.costs import COST_MODELS
+from shardproof.costs import cost_model_class
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
 
 #: 6 and 4 elements of 8 bytes; a frozen one is never sent.
@@ -24,22 +24,22 @@ def facts(**fields: Any) -> ModelFacts:
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "diloco"])
 def test_parameters_are_sent_where_ranks_meet_and_nothing_in_between(strategy: str) -> None:
-    sent = [COST_MODELS[strategy](facts(step=step)).payload() for step in range(4)]
+    sent = [cost_model_class(strategy)(facts(step=step)).payload() for step in range(4)]
     assert sent == [0, 2 * 2 * 80, 0, 2 * 2 * 80]
-    (flow,) = COST_MODELS[strategy](facts(step=1)).flows()
+    (flow,) = cost_model_class(strategy)(facts(step=1)).flows()
     assert (flow.axis, flow.operation, flow.calls) == ("replicate", "all_reduce", 3)
-    assert COST_MODELS[strategy](facts()).control_limit() == 0
+    assert cost_model_class(strategy)(facts()).control_limit() == 0
 
 
 def test_what_the_outer_optimizer_keeps_counts_as_state() -> None:
     """Momentum of SGD is one copy of 80 bytes, the start and the outer momentum two more."""
-    held = COST_MODELS["diloco"](facts()).resident(0, 1, 1)
+    held = cost_model_class("diloco")(facts()).resident(0, 1, 1)
     assert held == {"parameters": 120, "masters": 0, "gradients": 80, "optimizer_state": 3 * 80}
-    without = COST_MODELS["diloco"](facts(options={"outer_momentum": 0})).resident(0, 1, 1)
+    without = cost_model_class("diloco")(facts(options={"outer_momentum": 0})).resident(0, 1, 1)
     assert without["optimizer_state"] == 2 * 80
-    assert COST_MODELS["local_sgd"](facts()).resident(0, 1, 1)["optimizer_state"] == 80
+    assert cost_model_class("local_sgd")(facts()).resident(0, 1, 1)["optimizer_state"] == 80
 
 
 def test_a_rank_without_data_has_no_gradients_and_no_state() -> None:
-    held = COST_MODELS["local_sgd"](facts()).resident(2, 1, 1)
+    held = cost_model_class("local_sgd")(facts()).resident(2, 1, 1)
     assert (held["gradients"], held["optimizer_state"]) == (0, 0)

@@ -12,7 +12,7 @@ from made_case import made_case
 from test_costs import plan, sums, tensor
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.costs import COST_MODELS, CostModel, ModelFacts
+from shardproof.costs import CostModel, ModelFacts, cost_model_class
 from shardproof.costs.expression import facts_of
 from shardproof.costs.model_facts import shape_key
 from shardproof.costs.stages import place_of, split_units
@@ -38,7 +38,7 @@ def pipeline(ranks: int, schedule: Any = "1f1b", **more: Any) -> CostModel:
         "inputs": (((((2, 8), (2, 8)), ((1, 8),)),),),
         "hidden": {"2x8": (10, 20, 30, 40), "1x8": (5, 10, 15, 20)},
     }
-    return COST_MODELS["pipeline"](plan("pipeline", **fields | more))
+    return cost_model_class("pipeline")(plan("pipeline", **fields | more))
 
 
 @pytest.mark.parametrize(

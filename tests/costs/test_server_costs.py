@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.costs import COST_MODELS, NoCostModel
+from shardproof.costs import NoCostModel, cost_model_class
 from shardproof.costs.model import CostModel
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
 
@@ -23,7 +23,7 @@ ONE, TWO = 8 * (13 + 3 + 1), 8 * (13 + 3 + 2)
 
 def model(step: int = 0, ranks: int = 4, **options: Any) -> CostModel:
     facts = ModelFacts({"replicate": ranks}, options, TENSORS, steps=6, step=step)
-    return COST_MODELS["parameter_server"](facts)
+    return cost_model_class("parameter_server")(facts)
 
 
 def sent(ranks: int = 4, **options: Any) -> list[int]:

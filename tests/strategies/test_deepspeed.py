@@ -18,7 +18,7 @@ from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.checks.results import CaseResult
 from shardproof.contract import GroupSpec, OptimizerSpec, Refused, ScalerSpec
-from shardproof.costs import COST_MODELS
+from shardproof.costs import cost_model_class
 from shardproof.costs.expression import facts_of, model_facts_in
 from shardproof.costs.upstream.deepspeed import DeepSpeedZero1, DeepSpeedZero3
 from shardproof.costs.upstream.pipelines import DeepSpeedPipeline
@@ -171,7 +171,7 @@ def test_without_the_package_a_case_is_skipped_and_says_so(tmp_path: Path) -> No
 )
 def test_traffic_is_told_beside_the_textbook(options: dict[str, Any], factor: float) -> None:
     facts = facts_of(case("deepspeed/zero1", {"shard": 2}, options=options, dtype="float32"))
-    textbook = COST_MODELS[DeepSpeedZero1.textbook](facts.model_facts)
+    textbook = cost_model_class(DeepSpeedZero1.textbook)(facts.model_facts)
     sent = DeepSpeedZero1(facts.model_facts).payload()
     assert sent / textbook.payload() == pytest.approx(factor, rel=0.01)
 

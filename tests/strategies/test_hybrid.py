@@ -20,7 +20,7 @@ from shardproof.cases.runner import run_cases
 from shardproof.checks.results import CaseResult
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, OptimizerSpec, Piece, Point, Refused
-from shardproof.costs import COST_MODELS, Bound, CostModel, NoCostModel
+from shardproof.costs import Bound, CostModel, NoCostModel, cost_model_class
 from shardproof.costs.expression import facts_of
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.hybrid import Options, ReferenceHybrid
@@ -298,7 +298,7 @@ def promised(axes: Axes, **options: Any) -> CostModel:
         checks=("memory",),
         options=options,
     )
-    return COST_MODELS["hybrid"](facts_of(case).model_facts)
+    return cost_model_class("hybrid")(facts_of(case).model_facts)
 
 
 def test_bytes_of_a_rank_are_those_counted_by_hand() -> None:
@@ -461,7 +461,7 @@ def gathered(name: str, *traits: str, strategy: str = "hybrid", **options: Any) 
         checks=("traffic",),
         options=options,
     )
-    flows = COST_MODELS[strategy](facts_of(case).model_facts).flows()
+    flows = cost_model_class(strategy)(facts_of(case).model_facts).flows()
     found = (flow.bytes for flow in flows if flow.axis == "tensor")
     return sum(found, start=Fraction(0))
 

@@ -20,7 +20,7 @@ from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import CrossEntropy, OptimizerSpec, Piece, Point, Refused
-from shardproof.costs import COST_MODELS, CostModel
+from shardproof.costs import CostModel, cost_model_class
 from shardproof.costs.expression import facts_of
 from shardproof.impls.reference import tensor
 from shardproof.impls.reference.tensor import layers, operators
@@ -436,7 +436,7 @@ def promised(ranks: int, params: dict[str, Any], **options: Any) -> CostModel:
     case = made_case(
         "reference/tensor", {"tensor": ranks}, workload=spec, dtype="float32", options=options
     )
-    return COST_MODELS["tensor"](facts_of(case).model_facts)
+    return cost_model_class("tensor")(facts_of(case).model_facts)
 
 
 def test_bytes_of_a_step_are_those_counted_by_hand() -> None:

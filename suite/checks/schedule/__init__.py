@@ -46,12 +46,11 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from shardproof import axes
+from shardproof import axes, strategies
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks import Outcome, Worst, first_problem
 from shardproof.checks.schedule.announced import (
-    OWN,
     BubbleRatios,
     WindowFigures,
     bubble_unjudged,
@@ -258,7 +257,7 @@ def _computed_nothing(evidence: Figures, log: Log, events: Sequence[LoggedEvent]
 
 def _wrong_waits(evidence: Figures) -> str:
     """Of the suite's own cut: where waits cost time."""
-    if evidence.declaration.strategy not in OWN or not evidence.schedules:
+    if not strategies.of(evidence.declaration.strategy).own_stages or not evidence.schedules:
         return ""
     for step in evidence.steps:
         if problem := waits_too_long(evidence, step):
@@ -347,7 +346,8 @@ def why_not_measured(evidence: Figures) -> str:
         return "no memory ledger"
     if facts is None or not evidence.schedules or not facts.inputs:
         return "no schedule or no model facts"
-    if evidence.declaration.strategy not in OWN or facts.parts("widths") > 1:
+    is_own = strategies.of(evidence.declaration.strategy).own_stages
+    if not is_own or facts.parts("widths") > 1:
         return "only whole stages of the suite's own cut are measured"
     if case.precision:
         return "mixed precision"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from shardproof import strategies
 from shardproof.axes import parts
 from shardproof.case import Case
 from shardproof.checks import Outcome
@@ -24,8 +25,6 @@ from shardproof.schedules import Action, Schedule, Timeline, problems, simulate
 TIMES = tuple(
     tuple(map(Fraction, times)) for times in (("1", "1", "1"), ("1", "6/5", "4/5"), ("3", "4", "1"))
 )
-#: Strategies whose options and stages are in the words of the suite.
-OWN = ("pipeline", "hybrid")
 #: Simulated clocks are floats.
 CLOCK = 1e-9
 
@@ -105,7 +104,7 @@ def _textbook(strategy: str, ranks: int, micro_batches: int) -> Collection[str]:
 
     Upstream systems give interleaved 1F1B and ZB-V orders of their own where they may.
     """
-    if strategy in OWN:
+    if strategies.of(strategy).own_stages:
         return FORMS
     return ("gpipe", "1f1b", *(() if micro_batches % ranks else ("interleaved",)))
 

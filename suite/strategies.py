@@ -1,0 +1,265 @@
+"""Every strategy in one place: what its name implies, and where its cost is computed.
+
+A strategy is the name that an implementation claims (``strategy = "zero2"``).  Each has one record
+here.  Checks, cost models and reports ask the record; none of them compares names.
+
+A package that is not ours adds a strategy by an entry point of the group ``shardproof.strategies``
+(docs/strategy-from-outside.md).  Its record is loaded when its name is asked for, not before: an
+entry point that is broken ends the cases that use it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from shardproof import axes
+from shardproof.by_path import CannotImport, at_path
+from shardproof.errors import InputError, Problem, nearest
+
+GROUP = "shardproof.strategies"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a claim of ``name`` implies, and what the suite asks of it.
+
+    ``cost_model``: the path ``package.module:Class`` of a subclass of
+    :class:`~shardproof.costs.model.CostModel`, imported when it is first needed.  ``family``: the
+    name of the strategy whose bounds hold for all of its kind (``costs/families.py``); empty: no
+    bounds are known.  ``profile``: the features that a claim implies; one that is missing from
+    ``Capabilities.features`` is a ``fail``.  ``axes``: the mesh axes that it uses.
+    """
+
+    name: str
+    cost_model: str = ""
+    family: str = ""
+    profile: frozenset[str] = frozenset()
+    axes: tuple[str, ...] = ()
+    #: Takes the data axes of a mesh whose other axes cut stages and layers (``costs/hybrid.py``).
+    serves_data_axes: bool = False
+    #: Sums gradients in buckets, which are fewer than the parameters.
+    in_buckets: bool = False
+    #: Its options name schedule and stages in the words of ``costs/stages.py``.
+    own_stages: bool = False
+    #: Its temporaries are bounded by those of one process (``checks/unattributed.py``).
+    bounds_temporaries: bool = False
+    #: Options with which it shards nothing and is of the family of plain replication.
+    unsharded: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has a record; :func:`of` gives an empty one for every other name."""
+        return bool(self.cost_model)
+
+
+def _own(
+    name: str, costs: str, family: str, profile: frozenset[str], along: tuple[str, ...], **more: Any
+) -> Strategy:
+    return Strategy(name, f"shardproof.costs.{costs}", family, profile, along, **more)
+
+
+def _reference(
+    name: str, costs: str, family: str, profile: frozenset[str], along: tuple[str, ...], **more: Any
+) -> Strategy:
+    """A strategy whose reference keeps temporaries within their bound."""
+    return _own(name, costs, family, profile, along, bounds_temporaries=True, **more)
+
+
+_ACCUMULATES = frozenset({"clipping", "accumulation"})
+_BROADCASTS = _ACCUMULATES | {"initial_broadcast"}
+_ZERO = _BROADCASTS | {"frozen_parameters"}
+_DDP = _ZERO | {"accumulation_without_communication", "buffer_broadcast", "overlap"}
+_FSDP = _ZERO | {"wrapped_units"}
+_SERVERS = frozenset({"initial_broadcast", "roles", "events"})
+_STAGES, _SPLIT = _ACCUMULATES | {"stages"}, _ZERO | {"tensor"}
+#: What the stages of ZeRO shard: stage n the first n of them.
+SHARDED = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
+_STAGE = [frozenset(SHARDED[:stage]) for stage in range(4)]
+#: Of DeepSpeed, which reduces when it likes, and has no units of its own to order.
+_REDUCED = [_BROADCASTS | stage for stage in _STAGE]
+_COPIES, _SHARDS = (axes.cutting("samples"),), (axes.cutting("state"),)
+_DATA = (*_COPIES, *_SHARDS)
+_PIPE, _TENSOR = (axes.cutting("layers"),), (axes.cutting("widths"),)
+_GRID = (*_PIPE, *_DATA, *_TENSOR)
+_NO_SHARD = {"sharding_strategy": "NO_SHARD"}
+
+#: The strategy that others are compared with: whole copies, and the sum of their gradients.
+REPLICATION = "ddp"
+#: Name, cost model, family, profile, axes.
+_RECORDS = (
+    _own("single", "ddp:Single", "", _ACCUMULATES, (), serves_data_axes=True),
+    # Copies of the whole model that sum their gradients in every step.
+    _reference("naive_ddp", "ddp:NaiveDDP", "ddp", _BROADCASTS, _COPIES),
+    _reference(
+        REPLICATION, "ddp:DDP", "ddp", _DDP, _COPIES, serves_data_axes=True, in_buckets=True
+    ),
+    _own("elastic_ddp", "ddp:Elastic", "", _BROADCASTS | {"elastic"}, _COPIES),
+    # Copies that train apart, and meet now and then or at a server.
+    _own("local_sgd", "local:LocalSGD", "", _ZERO, _COPIES),
+    _own("diloco", "local:DiLoCo", "", _ZERO, _COPIES),
+    _own("post_local_sgd", "local:PostLocalSGD", "", _ZERO, _COPIES),
+    _own("parameter_server", "local:ParameterServer", "", _SERVERS, _COPIES),
+    # Shards of the optimizer state, of the gradients, of the parameters.
+    _reference("zero1", "zero:Zero1", "zero1", _ZERO | _STAGE[1], _SHARDS, serves_data_axes=True),
+    _reference("zero2", "zero:Zero2", "zero2", _ZERO | _STAGE[2], _SHARDS, serves_data_axes=True),
+    _reference(
+        "zero3",
+        "zero:Zero3",
+        "zero3",
+        _ZERO | _STAGE[3] | {"overlap"},
+        _SHARDS,
+        serves_data_axes=True,
+    ),
+    _reference(
+        "fsdp",
+        "fsdp:FSDP",
+        "zero3",
+        _FSDP | {"overlap"},
+        _DATA,
+        serves_data_axes=True,
+        unsharded=_NO_SHARD,
+    ),
+    # Calls of PyTorch's FSDP are made one after the other, on streams: in program order nothing
+    # overlaps.
+    _own("fsdp1", "upstream.torch_sharded:FSDP1", "zero3", _FSDP, _DATA, unsharded=_NO_SHARD),
+    _own("fsdp2", "upstream.torch_sharded:FSDP2", "zero3", _FSDP, _DATA, unsharded=_NO_SHARD),
+    _own(
+        "zero_redundancy_optimizer",
+        "upstream.torch_sharded:ZeroRedundancyOptimizer",
+        "zero1",
+        _DDP | _STAGE[1],
+        _SHARDS,
+    ),
+    _own("deepspeed_zero0", "upstream.deepspeed:DeepSpeedZero0", "ddp", _REDUCED[0], _COPIES),
+    _own("deepspeed_zero1", "upstream.deepspeed:DeepSpeedZero1", "zero1", _REDUCED[1], _SHARDS),
+    _own("deepspeed_zero2", "upstream.deepspeed:DeepSpeedZero2", "zero2", _REDUCED[2], _SHARDS),
+    _own("deepspeed_zero3", "upstream.deepspeed:DeepSpeedZero3", "zero3", _REDUCED[3], _SHARDS),
+    # Stages: those of upstream systems have nothing in common that could be broadcast.
+    _reference(
+        "pipeline",
+        "pipeline:Pipeline",
+        "pipeline",
+        _BROADCASTS | {"stages"},
+        _PIPE,
+        own_stages=True,
+    ),
+    _own("torch_pipelining", "upstream.pipelines:TorchPipelining", "pipeline", _STAGES, _PIPE),
+    _own("deepspeed_pipeline", "upstream.pipelines:DeepSpeedPipeline", "pipeline", _STAGES, _PIPE),
+    # Split layers.
+    _reference("tensor", "tensor:TensorParallel", "tensor", _SPLIT, _TENSOR),
+    _own(
+        "torch_tensor_parallel",
+        "upstream.torch_tensor:TorchTensorParallel",
+        "tensor",
+        _SPLIT,
+        _TENSOR,
+    ),
+    # All of these at once.
+    _reference("hybrid", "hybrid:Hybrid", "hybrid", _SPLIT | {"stages"}, _GRID, own_stages=True),
+    _own(
+        "torch_hybrid",
+        "upstream.torch_hybrid:TorchHybrid",
+        "hybrid",
+        _SPLIT | {"stages"} | _STAGE[3],
+        _GRID,
+    ),
+)
+#: The suite's own strategies, by name.
+STRATEGIES: Mapping[str, Strategy] = {record.name: record for record in _RECORDS}
+
+#: Every feature that means something to a check.
+FEATURES = frozenset().union(*(record.profile for record in _RECORDS)) | {"fp32_reduction"}
+
+#: Traits that a profile's feature stands for: they cannot be declined by who claims the strategy.
+TRAIT_FEATURES: Mapping[str, str] = {
+    "clipping": "clipping",
+    "frozen": "frozen_parameters",
+    "rebound_buffer": "buffer_broadcast",
+}
+
+
+class BrokenStrategy(InputError):
+    """An entry point of the group ``shardproof.strategies`` that gives no usable record."""
+
+
+def of(name: str) -> Strategy:
+    """The record of ``name``: the suite's, else an installed package's, else an empty one.
+
+    :raises BrokenStrategy: the package that registers ``name`` cannot be imported, or registers
+        something else.
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    return registered(name) if name in _entry_points() else Strategy(name)
+
+
+def names() -> list[str]:
+    """Every name, those that installed packages register last; loads none of their records."""
+    return list(dict.fromkeys((*STRATEGIES, *registered_names())))
+
+
+def registered_names() -> list[str]:
+    """The names that installed packages register."""
+    return sorted(_entry_points())
+
+
+@cache
+def registered(name: str) -> Strategy:
+    """The record that an installed package registers under ``name``.
+
+    :raises BrokenStrategy: it cannot be imported or used, or the name is taken.
+    """
+    points = _entry_points()[name]
+    if name in STRATEGIES:
+        raise broken(name, "has the name of one of the suite's strategies")
+    if len(points) > 1:
+        raise broken(name, "is registered twice")
+    try:
+        record = at_path(points[0].value)
+    except CannotImport as error:
+        raise broken(name, str(error)) from error
+    if fault := _fault(name, record):
+        raise broken(name, fault)
+    assert isinstance(record, Strategy)
+    return record
+
+
+def broken(name: str, what: str) -> BrokenStrategy:
+    """The error of a record that cannot be used: ``what`` is wrong with that of ``name``."""
+    points = _entry_points().get(name, [])
+    owners = [f"{point.dist.name} {point.dist.version}" for point in points if point.dist]
+    where = f"strategy {name!r} of {' and '.join(owners) or 'the suite'} {what}"
+    remedy = f"correct its entry point in the group {GROUP!r}, or uninstall the package"
+    return BrokenStrategy(Problem(where, remedy, ", ".join(point.value for point in points)))
+
+
+def _fault(name: str, record: object) -> str:
+    """What is wrong with the ``record`` that is registered under ``name``; empty: nothing."""
+    if not isinstance(record, Strategy):
+        return f"is a {type(record).__name__}, not a shardproof.strategies.Strategy"
+    if record.name != name:
+        return f"is called {record.name!r} in its record: write one name in both places"
+    if not record.cost_model:
+        return "has no cost_model: write package.module:Class"
+    known = {
+        "family": ([record.family], {own.family for own in _RECORDS}),
+        "profile": (record.profile, FEATURES),
+        "axes": (record.axes, axes.names()),
+    }
+    for what, (given, valid) in known.items():
+        for word in given:
+            if word not in valid:
+                return f"has {what} {word!r}: {nearest(str(word), valid, 'valid')}"
+    return ""
+
+
+@cache
+def _entry_points() -> Mapping[str, list[importlib.metadata.EntryPoint]]:
+    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    for point in importlib.metadata.entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
