@@ -51,19 +51,19 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
-from shardproof.impls.reference.collectives.options import OfWholes
+from shardproof.impls.reference.engine.choices import (
+    FORMATS,
+    Compressing,
+    OfWholes,
+    Saved,
+    declared,
+    lossy,
+)
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
-from shardproof.impls.reference.engine.options import (
-    FORMATS,
-    Saved,
-    at_least,
-    declared,
-    parse_options,
-)
+from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
-from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 

@@ -58,15 +58,21 @@ from shardproof.contract import (
     Refused,
 )
 from shardproof.impls.reference import ddp, fsdp, tensor, zero1, zero2, zero3
+from shardproof.impls.reference.engine.choices import (
+    FORMATS,
+    Compressing,
+    Training,
+    declared,
+    lossy,
+)
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Apply, Handle, Local
 from shardproof.impls.reference.engine.norm import power_sum, total_norm
-from shardproof.impls.reference.engine.options import FORMATS, Training, declared, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import gather_over, put
 from shardproof.impls.reference.fsdp.schedule import Options as FSDPOptions
-from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.pipeline import Options as PipelineOptions
 from shardproof.impls.reference.pipeline import ReferencePipeline
 from shardproof.impls.reference.tensor.cuts import Uncut

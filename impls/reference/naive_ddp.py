@@ -28,12 +28,11 @@ from torch import nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities
-from shardproof.impls.reference.collectives.options import OfWholes
+from shardproof.impls.reference.engine.choices import FORMATS, Compressing, OfWholes, Saved, lossy
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
-from shardproof.impls.reference.engine.options import FORMATS, Saved, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
-from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.parts.flat import FlatLayout
 from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 

@@ -51,12 +51,12 @@ from torch import Tensor, nn
 
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
+from shardproof.impls.reference.engine.choices import FORMATS, Reduction, declared, lossy
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts import sharded_update
-from shardproof.impls.reference.parts.compressors.options import Reduction, lossy
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.sharded_update import ShardedUpdate
 

@@ -53,18 +53,20 @@ from torch import Tensor, nn
 
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
-from shardproof.impls.reference.collectives.options import OfShards
-from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import (
+from shardproof.impls.reference.engine.choices import (
     FORMATS,
+    Compressing,
+    OfShards,
+    Reduction,
     Saved,
     Training,
     declared,
-    parse_options,
+    lossy,
 )
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
-from shardproof.impls.reference.parts.compressors.options import Compressing, Reduction, lossy
 from shardproof.impls.reference.units.plan import Wrap, plan_units
 from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.units.wrapped import WrappedModel

@@ -143,6 +143,14 @@ def _root() -> Path:
     return Path(places[0])
 
 
+def modules(family: str) -> list[str]:
+    """Every module of the folder ``impls/<family>``, those that its systems import late as well."""
+    root = _root()
+    paths = sorted((root / family).rglob("*.py"))
+    names = [".".join(path.relative_to(root).with_suffix("").parts) for path in paths]
+    return [f"shardproof.impls.{name.removesuffix('.__init__')}" for name in names]
+
+
 @cache
 def _folder() -> Mapping[str, str]:
     """Name -> module, of every file under ``impls`` that exports ``IMPLEMENTATION``."""

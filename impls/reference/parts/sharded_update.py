@@ -25,14 +25,19 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
-from shardproof.impls.reference.collectives.options import OfShards
+from shardproof.impls.reference.engine.choices import (
+    Compressing,
+    OfShards,
+    Reduction,
+    Saved,
+    WholeParameters,
+)
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
-from shardproof.impls.reference.engine.options import Saved, WholeParameters, at_least
+from shardproof.impls.reference.engine.options import at_least
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import plan_buckets
-from shardproof.impls.reference.parts.compressors.options import Compressing, Reduction
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.reducers import Reducer
 
