@@ -140,17 +140,16 @@ class Elastic(Replicated):
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
-        self.comm.all_reduce(votes)  # [3]
-        *used, self.samples = votes.tolist()
+        *used, self.samples = self.comm.agree(votes, "sum")  # [3]
         for bucket in self.buckets:
             for index, view in bucket.views.items():
                 # Not zero but none, or weight decay and momentum would move what nobody used.
                 self.parameters[index].grad = view if used[index] else None
 
-    def votes(self) -> Tensor:
+    def votes(self) -> list[int]:
         """Which parameters this member used, and on how many samples."""
         used = [int(parameter.grad is not None) for parameter in self.parameters]
-        return torch.tensor([*used, self.samples], dtype=torch.int32, device=self.comm.device)
+        return [*used, self.samples]
 
 
 @dataclass(frozen=True)
@@ -176,6 +175,7 @@ class ReferenceElastic(Engine):
 
     strategy = "elastic_ddp"
     depth = "layout"
+    options_type = Options
     handle_type: type[Elastic] = Elastic
 
     @late
@@ -204,11 +204,6 @@ class ReferenceElastic(Engine):
             declines={"overflow_on_one_rank": "a loss scale would be voted on after the commit"},
         )
         return lossy(exact, chosen)
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def setup(
         self,

@@ -59,10 +59,8 @@ class NaiveDDP(Replicated):
     def finish(self) -> None:
         """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
         # A sum of zeros does not tell whether anybody used the parameter: users are counted beside.
-        votes = [p.grad is not None for p in self.parameters]
-        used = torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
-        self.comm.all_reduce(used)
-        for name, parameter, count in zip(self.names, self.parameters, used.tolist(), strict=True):
+        used = self.comm.agree([p.grad is not None for p in self.parameters], "sum")
+        for name, parameter, count in zip(self.names, self.parameters, used, strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             # A transposed parameter has a transposed gradient, and collectives take contiguous
             # tensors.
@@ -80,6 +78,7 @@ class ReferenceNaiveDDP(Engine):
 
     strategy = "naive_ddp"
     depth = "layout"
+    options_type = Options
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -92,11 +91,6 @@ class ReferenceNaiveDDP(Engine):
             checkpoints=FORMATS,
         )
         return lossy(exact, chosen)
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""

@@ -118,6 +118,7 @@ class ReferenceZero1(Engine):
 
     strategy = "zero1"
     depth = "layout"
+    options_type = Options
     handle_type: type[Zero1] = Zero1
 
     @classmethod
@@ -125,11 +126,6 @@ class ReferenceZero1(Engine):
         """Everything that the ``zero1`` profile asks for."""
         exact = declared("sharded_optimizer", axes=("shard",), checkpoints=FORMATS)
         return lossy(exact, parse_options(Options, options))
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

@@ -130,6 +130,7 @@ class ReferenceZero3(Engine):
 
     strategy = "zero3"
     depth = "layout"
+    options_type = Options
     handle_type: type[Zero3] = Zero3
 
     @classmethod
@@ -142,11 +143,6 @@ class ReferenceZero3(Engine):
             "overlap", *sharded, axes=("shard",), declines=declines, checkpoints=FORMATS
         )
         return lossy(exact, chosen)
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

@@ -36,6 +36,7 @@ from shardproof.impls.reference.engine.choices import (
     Checkpoints,
     Compressing,
     OfBoth,
+    Saved,
     Training,
     collectives_of,
 )
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 class Engine(LateParts):
     """An implementation around one :class:`~shardproof.impls.reference.engine.handle.Handle`."""
 
+    options_type: type[Any] = Saved
     steps_done = 0
     #: Saves and loads; none before the first of either.
     checkpointing: Checkpointing | None = None
@@ -128,7 +130,8 @@ class Engine(LateParts):
     @classmethod
     def summing(cls, options: Mapping[str, Any]) -> Compressing | None:
         """The options of the strategy that sums gradients; ``None``: none does."""
-        return None
+        chosen = parse_options(cls.options_type, options)
+        return chosen if isinstance(chosen, Compressing) else None
 
     @classmethod
     def emulator(

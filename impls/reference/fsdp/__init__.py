@@ -103,6 +103,7 @@ class ReferenceFSDP(Engine):
 
     strategy = "fsdp"
     depth = "layout"
+    options_type = Options
     handle_type: type[FSDP] = FSDP
 
     @classmethod
@@ -115,11 +116,6 @@ class ReferenceFSDP(Engine):
             "wrapped_units", "overlap", *silent, axes=axes, declines=declines, checkpoints=FORMATS
         )
         return lossy(exact, chosen)
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the strategy's axes."""

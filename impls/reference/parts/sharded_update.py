@@ -165,16 +165,15 @@ class ShardedUpdate(Handle):
         names = [name for bucket in self.buckets for name in bucket.layout.names]
         used = [int(name in self.used) for name in names]
         held_up = [int(index in self.held_up) for index in range(len(self.buckets))]
-        votes = torch.tensor([*used, *held_up], dtype=torch.int32, device=self.device)
-        self.comm.all_reduce(votes)  # one call for both
-        users = dict(zip(names, votes.tolist(), strict=False))
+        votes = self.comm.agree([*used, *held_up], "sum")  # one call for both
+        users = dict(zip(names, votes, strict=False))
         for bucket in self.buckets:
             shard = self.gradient(bucket)
             for name, part in bucket.parts.items():
                 # Not zero but none, or weight decay and momentum would move what nobody used.
                 self.targets[name].grad = part.of_shard(shard) if users[name] else None
         # Taken from the sum, so that all ranks have the same queue in the next step.
-        self.late |= {index for index, n in enumerate(votes[len(names) :].tolist()) if n}
+        self.late |= {index for index, n in enumerate(votes[len(names) :]) if n}
 
     @property
     def device(self) -> torch.device:

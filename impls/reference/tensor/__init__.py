@@ -291,6 +291,7 @@ class ReferenceTensor(Engine):
 
     strategy = "tensor"
     depth = "layout"
+    options_type = Options
     handle_type: type[TensorParallel] = TensorParallel
 
     @classmethod
