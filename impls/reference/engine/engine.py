@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 class Engine(LateParts):
     """An implementation around one :class:`~shardproof.impls.reference.engine.handle.Handle`."""
 
+    #: The dataclass that the options become.
     options_type: type[Any] = Saved
     steps_done = 0
     #: Saves and loads; none before the first of either.
