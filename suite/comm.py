@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
@@ -97,6 +98,20 @@ class Call:
     splits: tuple[list[int], list[int]] | None = None
     transfers: Sequence[Send | Recv] = ()
     asynchronous: bool = False
+
+
+class Agreement:
+    """Integers on their way between ranks."""
+
+    def __init__(self, tensor: Tensor, work: Any) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> list[int]:
+        """The integers that all ranks agree on."""
+        if self._work is not None:
+            self._work.wait()
+        agreed: list[int] = self._tensor.tolist()
+        return agreed
 
 
 class Comm:
@@ -183,6 +198,44 @@ class Comm:
             for op in operations
         ]
         return dist.batch_isend_irecv(ops) if ops else []
+
+    @overload
+    def agree(
+        self, integers: Sequence[int], op: Op | Literal["first"], *, dtype: torch.dtype = ...
+    ) -> list[int]: ...
+
+    @overload
+    def agree(
+        self,
+        integers: Sequence[int],
+        op: Op | Literal["first"],
+        *,
+        dtype: torch.dtype = ...,
+        async_op: Literal[True],
+    ) -> Agreement: ...
+
+    def agree(
+        self,
+        integers: Sequence[int],
+        op: Op | Literal["first"],
+        *,
+        dtype: torch.dtype = torch.int32,
+        async_op: bool = False,
+    ) -> list[int] | Agreement:
+        """Combine ``integers`` over all ranks, element by element; equal on every rank.
+
+        This is the control plane: all that ranks decide together by numbers (who used what, how
+        many rounds come, whether a step counts) passes here, and nothing else is read back from a
+        tensor.  ``op`` of ``"first"`` takes the integers of group rank 0.  They travel as one
+        message of ``dtype``, whose range they must not exceed: control traffic.
+        """
+        tensor = torch.tensor(integers, dtype=dtype, device=self.device)
+        if op == "first":
+            work = self.broadcast(tensor, async_op=async_op)
+        else:
+            work = self.all_reduce(tensor, op, async_op=async_op)
+        agreement = Agreement(tensor, work)
+        return agreement if async_op else agreement.wait()
 
     def new_tag(self) -> int:
         """A tag for messages that belong together: the same on all ranks that ask as often."""

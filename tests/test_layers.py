@@ -7,7 +7,10 @@ code cannot differ.
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -28,6 +31,11 @@ COMPOSERS = {"hybrid"}
 #: What strategies share; none of these is a strategy.
 SHARED = {"checkpoint", "collectives", "engine", "parts", "units"}
 MOST_ROOMS, MOST_FILES_IN_ROOT, MOST_FILES = 30, 15, 20
+#: Strategy -> files of impls/reference that its import may load, packages included.
+MOST_LOADED = {"naive_ddp": 15, "ddp": 20, "zero1": 30, "zero2": 30, "zero3": 30, "fsdp": 30}
+#: Where a function of impls/reference may import: in what ``late`` decorates, and here.  All of
+#: these are called when a system is set up, never in a step.
+AT_SET_UP = {"recompute", "emulator"}
 
 
 def listed(intro: str) -> list[str]:
@@ -62,16 +70,32 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Modules of ``shardproof`` that ``path`` imports anywhere, without that first part."""
+def imported(path: Path, at_run_time: bool = False) -> Iterator[str]:
+    """Modules of ``shardproof`` that ``path`` imports anywhere, without that first part.
+
+    ``at_run_time``: without what only type checkers read.
+    """
+    typing_only = {
+        id(inner)
+        for node in ast.walk(parsed(path))
+        if at_run_time and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for part in node.body
+        for inner in ast.walk(part)
+    }
     for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (n.removeprefix("shardproof.") for n in names if n.startswith("shardproof."))
+        if id(node) not in typing_only:
+            yield from modules_named_by(node)
+
+
+def modules_named_by(node: ast.AST) -> list[str]:
+    """Modules of ``shardproof`` that ``node`` imports, without that first part."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    else:
+        return []
+    return [n.removeprefix("shardproof.") for n in names if n.startswith("shardproof.")]
 
 
 def arrows() -> dict[tuple[str, str], list[str]]:
@@ -133,49 +157,80 @@ def test_rooms_are_few_and_not_crowded() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    modules = {
+    """Imports inside functions count."""
+    circle = in_circles({name: used_by(name, path) for name, path in sources().items()})
+    assert not circle, f"modules in or between circles: {circle}"
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Module -> file; but for the package itself, which hands out what lies above all rooms."""
+    paths = {
         ".".join(
             path.relative_to(base.parent if base == IMPLS else base).with_suffix("").parts
         ): path
         for base in (SUITE, IMPLS)
         for path in base.rglob("*.py")
+        if path != SUITE / "__init__.py"
     }
-    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    return {name.removesuffix(".__init__"): path for name, path in paths.items()}
 
-    def uses(name: str) -> set[str]:
-        return {
-            known
-            for module in imported_at_run_time(modules[name])
-            for known in (module, module.rpartition(".")[0])[: 1 if module in modules else 2]
-            if known in modules and known != name
-        }
 
-    graph = {name: uses(name) for name in modules}
+def used_by(name: str, path: Path) -> set[str]:
+    """Modules that the module ``name`` imports when it runs."""
+    known = sources()
+    named = {
+        module if module in known else module.rpartition(".")[0]
+        for module in imported(path, at_run_time=True)
+    }
+    return (named & known.keys()) - {name}
+
+
+def in_circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules of ``graph`` that import each other, or lie between such."""
     while leaves := [name for name, needs in graph.items() if not needs]:
-        for leaf in leaves:
-            del graph[leaf]
-        graph = {name: needs - {*leaves} for name, needs in graph.items()}
-    circle = {name for name in graph if any(name in needs for needs in graph.values())}
-    assert not circle, f"modules in or between circles: {sorted(circle)}"
+        graph = {name: needs - {*leaves} for name, needs in graph.items() if name not in leaves}
+    return sorted(name for name in graph if any(name in needs for needs in graph.values()))
 
 
-def imported_at_run_time(path: Path) -> Iterator[str]:
-    """As :func:`imported`, without what only type checkers read."""
-    typing_only = {
-        id(inner)
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(parsed(path)):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.startswith("shardproof.")
-            and id(node) not in typing_only
-        ):
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}".removeprefix("shardproof.")
+def test_an_import_inside_a_function_closes_a_circle(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text("def f():\n    from shardproof import other\n")
+    other.write_text("import shardproof.one\nif TYPE_CHECKING:\n    import shardproof.typed\n")
+    graph = {path.stem: {*imported(path, at_run_time=True)} for path in (one, other)}
+    assert graph == {"one": {"other"}, "other": {"one"}} and in_circles(graph) == ["one", "other"]
+
+
+def test_a_strategy_loads_few_files_beside_its_own() -> None:
+    """What it needs in every run; checkpoints, compression and algorithms come when asked for."""
+    script = (
+        "import importlib, json, sys\n"
+        "own = 'shardproof.impls'\n"
+        "for strategy in sys.argv[1:]:\n"
+        "    for name in [name for name in sys.modules if name.startswith(own)]:\n"
+        "        del sys.modules[name]\n"
+        "    importlib.import_module(f'{own}.reference.{strategy}')\n"
+        "    names = [n for n in sys.modules if n.startswith(f'{own}.reference')]\n"
+        "    print(json.dumps([strategy, names]))\n"
+    )
+    command = [sys.executable, "-c", script, *MOST_LOADED]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    loaded = dict(json.loads(line) for line in told.splitlines())
+    print({strategy: len(names) for strategy, names in loaded.items()})
+    assert loaded.keys() == MOST_LOADED.keys()
+    for strategy, most in MOST_LOADED.items():
+        assert len(loaded[strategy]) <= most, (strategy, sorted(loaded[strategy]))
+
+
+def test_reference_systems_import_at_set_up_not_in_a_step() -> None:
+    for path in (IMPLS / "reference").rglob("*.py"):
+        for function in ast.walk(parsed(path)):
+            if isinstance(function, ast.FunctionDef) and function.name not in AT_SET_UP:
+                late = any(ast.unparse(one) == "late" for one in function.decorator_list)
+                inside = [
+                    module for node in ast.walk(function) for module in modules_named_by(node)
+                ]
+                assert late or not inside, f"{path.relative_to(ROOT)}: {function.name}: {inside}"
 
 
 def test_implementations_import_the_contract_only() -> None:

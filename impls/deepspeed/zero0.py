@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardproof.contract import Piece
 from shardproof.impls.deepspeed import engine
 from shardproof.impls.deepspeed.engine import Engine
-from shardproof.impls.reference.engine.options import USUAL
+from shardproof.impls.reference.engine.choices import USUAL
 
 
 class DeepSpeedZero0(Engine):

@@ -20,7 +20,7 @@ gradients are clipped.  Numbers: the mean over ranks of losses times N.
 from __future__ import annotations
 
 from shardproof.impls.deepspeed.partitions import FlatPartitions
-from shardproof.impls.reference.engine.options import USUAL
+from shardproof.impls.reference.engine.choices import USUAL
 
 
 class DeepSpeedZero1(FlatPartitions):

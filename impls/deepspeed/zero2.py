@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from shardproof.impls.deepspeed.engine import EVERY_MICRO_BATCH
 from shardproof.impls.deepspeed.partitions import FlatPartitions
-from shardproof.impls.reference.engine.options import USUAL
+from shardproof.impls.reference.engine.choices import USUAL
 
 
 class DeepSpeedZero2(FlatPartitions):

@@ -30,7 +30,7 @@ from shardproof.contract import Kind, Piece, Refused
 from shardproof.impls.deepspeed import engine
 from shardproof.impls.deepspeed.engine import EVERY_MICRO_BATCH
 from shardproof.impls.deepspeed.partitions import Partitioned
-from shardproof.impls.reference.engine.options import USUAL
+from shardproof.impls.reference.engine.choices import USUAL
 
 
 class DeepSpeedZero3(Partitioned):

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from shardproof.comm import Mesh
 from shardproof.contract import Batch, Capabilities, Kind, OptimizerSpec, Piece, Refused
 from shardproof.impls.pytorch.adapter import Adapter
+from shardproof.impls.reference.engine.choices import declared
 from shardproof.impls.reference.engine.optimizer import slot_pieces
-from shardproof.impls.reference.engine.options import declared, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 
 #: Traits under which the parameters that take part in a backward vary.
 UNUSED = (

@@ -46,8 +46,9 @@ from shardproof.impls.pytorch.checkpoint.options import Saved, offered
 from shardproof.impls.pytorch.checkpoint.saves import Saves
 from shardproof.impls.pytorch.parts.recompute import checkpoint_units, plain, single_unit
 from shardproof.impls.pytorch.parts.scaling import make_scaler, update
+from shardproof.impls.reference.engine.choices import declared
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups, slot_pieces
-from shardproof.impls.reference.engine.options import at_least, declared, parse_options
+from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
 
 #: Traits under which what takes part in a backward varies, and those under which it never does.

@@ -53,9 +53,10 @@ from shardproof.impls.pytorch.adapter import Adapter, unit_features, whole_units
 from shardproof.impls.pytorch.checkpoint.options import PROCESSES, Saved, offered
 from shardproof.impls.pytorch.checkpoint.state import own_name
 from shardproof.impls.pytorch.parts.recompute import checkpoint_units, single_unit
+from shardproof.impls.reference.engine.choices import Training, declared
 from shardproof.impls.reference.engine.norm import clip_factor, power_sum, total_norm
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups, slot_pieces
-from shardproof.impls.reference.engine.options import Training, at_least, declared, parse_options
+from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.units.plan import Wrap
 
 #: Mesh axes of each strategy.

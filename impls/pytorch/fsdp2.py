@@ -44,8 +44,9 @@ from shardproof.contract import Capabilities, Depth, Kind, Piece, Refused
 from shardproof.impls.pytorch.adapter import Adapter, unit_features, whole_units
 from shardproof.impls.pytorch.checkpoint.options import DTENSOR_BACKENDS, Saved, offered
 from shardproof.impls.pytorch.parts.recompute import checkpoint_units, plain, single_unit
+from shardproof.impls.reference.engine.choices import Training, declared
 from shardproof.impls.reference.engine.optimizer import slot_pieces
-from shardproof.impls.reference.engine.options import Training, at_least, declared, parse_options
+from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.units.plan import Wrap
 
 #: What not every version of torch has.

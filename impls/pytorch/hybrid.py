@@ -71,7 +71,8 @@ from shardproof.impls.pytorch.tensor_styles import (
     plan_styles,
     settle_gradient,
 )
-from shardproof.impls.reference.engine.options import USUAL, parse_options
+from shardproof.impls.reference.engine.choices import USUAL
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state, named_state
 from shardproof.impls.reference.pipeline.stages import cut
 from shardproof.impls.reference.units.plan import Wrap

@@ -35,8 +35,9 @@ from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind, Piece, Refused
 from shardproof.impls.pytorch.adapter import Adapter
 from shardproof.impls.pytorch.ddp import VARYING
+from shardproof.impls.reference.engine.choices import declared
 from shardproof.impls.reference.engine.optimizer import build_optimizer, param_groups, slot_pieces
-from shardproof.impls.reference.engine.options import at_least, declared, parse_options
+from shardproof.impls.reference.engine.options import at_least, parse_options
 
 _UNUSED = "the averager takes only what has a gradient on this rank"
 _WITHOUT_DATA = "a rank without gradients has nothing to average, and the others wait"

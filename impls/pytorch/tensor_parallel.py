@@ -64,8 +64,9 @@ from shardproof.impls.pytorch.tensor_styles import (
     plan_styles,
     settle_gradient,
 )
+from shardproof.impls.reference.engine.choices import declared
 from shardproof.impls.reference.engine.optimizer import slot_pieces
-from shardproof.impls.reference.engine.options import declared, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors
 
 UNEQUAL = "SequenceParallel takes every rank's positions for equally many"

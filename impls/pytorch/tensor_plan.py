@@ -25,12 +25,8 @@ from shardproof.contract import Capabilities, Depth, MicroBatch, Refused
 from shardproof.impls.pytorch.checkpoint.options import DTENSOR_BACKENDS, Saved, offered
 from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel, check_scaler
 from shardproof.impls.pytorch.tensor_styles import parallelize
-from shardproof.impls.reference.engine.options import (
-    declared,
-    own_function_of,
-    own_thing,
-    parse_options,
-)
+from shardproof.impls.reference.engine.choices import declared
+from shardproof.impls.reference.engine.options import own_function_of, own_thing, parse_options
 
 Plan = Mapping[str, ParallelStyle]
 

@@ -16,9 +16,9 @@ from shardproof.comm import Call, Comm
 from shardproof.contract import Capabilities, Collectives, Options
 from shardproof.impls.reference.collectives.algorithms import ALGORITHMS, all_reduce
 from shardproof.impls.reference.collectives.executor import Running
-from shardproof.impls.reference.collectives.options import Collectives as Chosen
-from shardproof.impls.reference.collectives.options import Hierarchical, chosen
 from shardproof.impls.reference.collectives.schedule import Schedule
+from shardproof.impls.reference.engine.choices import Hierarchical, OfBoth
+from shardproof.impls.reference.engine.options import parse_options
 
 #: Messages alone pass between the ranks: nobody compares roots and reduce operations, and sizes and
 #: dtypes of messages are compared by these backends only.
@@ -35,14 +35,14 @@ class Algorithms(Collectives):
 
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
-        chosen(options)
+        parse_options(OfBoth, options)
         return Capabilities(backends=("in_memory", "gloo", "mpi", "nccl"))
 
     @classmethod
     def offers(
         cls, options: Options, backend: str, world: int
     ) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-        option = chosen(options)
+        option = parse_options(OfBoth, options)
         told = ("dtype", "shape") if backend in _COMPARING else ()
         taken: dict[str, tuple[str, ...]] = {"form": ("tensor",), "differs": told}
         offered = {"broadcast": taken}
@@ -54,11 +54,11 @@ class Algorithms(Collectives):
         return offered
 
     def __init__(self) -> None:
-        self.option = Chosen()
+        self.option = OfBoth()
 
     def choose(self, options: Options) -> None:
         """Take the algorithms that ``options`` choose."""
-        self.option = chosen(options)
+        self.option = parse_options(OfBoth, options)
 
     def perform(self, call: Call) -> Sequence[Any]:
         """As the base class.

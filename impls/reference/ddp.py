@@ -41,7 +41,7 @@ reentrant checkpointing (a second gradient for a bucket that was sent is an erro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,19 +51,19 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
-from shardproof.impls.reference.collectives.options import OfWholes
+from shardproof.impls.reference.engine.choices import (
+    FORMATS,
+    Compressing,
+    OfWholes,
+    Saved,
+    declared,
+    lossy,
+)
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
-from shardproof.impls.reference.engine.options import (
-    FORMATS,
-    Saved,
-    at_least,
-    declared,
-    parse_options,
-)
+from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
-from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.parts.reducers import Reducer, Work
 
 
@@ -208,12 +208,10 @@ class DDP(Replicated):
         """Send what backward did not fill, wait for all, and drop what no rank used."""
         self.launch_rest()  # [5]
         # Before the waits: afterwards every parameter has a gradient, used or not.
-        votes = self.usage_votes()
-        counting = self.comm.all_reduce(votes, async_op=True)
+        votes = self.comm.agree(self.usage_votes(), "sum", async_op=True)
         for bucket in self.buckets:  # [6]
             self.wait_and_publish(bucket)
-        counting.wait()
-        self.count(votes)
+        self.count(votes.wait())
 
     def wait_and_publish(self, bucket: GradientBucket) -> None:
         """Wait for ``bucket``; its members' gradients become views of it."""
@@ -224,18 +222,17 @@ class DDP(Replicated):
 
     # ------------------------------------------------------------------------- agreement on use
 
-    def usage_votes(self) -> Tensor:
-        """int32: used in this step (per parameter), arrived in the last backward (per parameter),
-        1 if this rank computed at all, 1 if rank 0 did."""
+    def usage_votes(self) -> list[int]:
+        """Used in this step (per parameter), arrived in the last backward (per parameter), 1 if
+        this rank computed at all, 1 if rank 0 did."""
         used = [int(parameter.grad is not None) for parameter in self.parameters]
         arrived = [int(index in self.arrivals) for index in range(len(self.parameters))]
         root = int(self.computed and self.comm.rank == 0)
-        votes = [*used, *arrived, int(self.computed), root]
-        return torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
+        return [*used, *arrived, int(self.computed), root]
 
-    def count(self, votes: Tensor) -> None:
+    def count(self, votes: Sequence[int]) -> None:
         """Read the sum of the votes: what nobody used, and what came late on some rank."""
-        *of_parameters, computed, root = votes.tolist()
+        *of_parameters, computed, root = votes
         used = of_parameters[: len(self.parameters)]
         arrived = of_parameters[len(self.parameters) :]
         for index, parameter in enumerate(self.parameters):
@@ -260,9 +257,7 @@ class DDP(Replicated):
     def agree_on_order(self) -> None:
         """Take rank 0's order of arrival; what did not arrive there goes to the end, in order."""
         rest = [index for index in self.order if index not in self.arrivals]
-        order = torch.tensor([*self.arrivals, *rest], device=self.comm.device)
-        self.comm.broadcast(order)
-        self.order = order.tolist()
+        self.order = self.comm.agree([*self.arrivals, *rest], "first", dtype=torch.int64)
 
     def lay_out(self) -> None:
         """Make the buckets: prompt parameters in order, then the late ones together (rule b)."""
@@ -286,6 +281,7 @@ class ReferenceDDP(Engine):
 
     strategy = "ddp"
     depth = "layout"
+    options_type = Options
     handle_type: type[DDP] = DDP
 
     @classmethod
@@ -296,11 +292,6 @@ class ReferenceDDP(Engine):
         if chosen.broadcast_buffers:
             features, buffers = [*features, "buffer_broadcast"], "rank0"
         return lossy(declared(*features, buffers=buffers, checkpoints=FORMATS), chosen)
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""

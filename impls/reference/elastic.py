@@ -48,10 +48,10 @@ generators on ranks that are threads (not the main one), which share them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -67,10 +67,10 @@ from shardproof.contract import (
     Refused,
     StepResult,
 )
-from shardproof.impls.reference.checkpoint.loading import Loading
-from shardproof.impls.reference.checkpoint.saver import Saver
+from shardproof.impls.reference.engine.choices import Compressing, lossy
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Replicated
+from shardproof.impls.reference.engine.late import late
 from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import (
     broadcast_tensors,
@@ -79,9 +79,12 @@ from shardproof.impls.reference.engine.state import (
     named_state,
 )
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
-from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
-from shardproof.impls.reference.parts.compressors.owed import Owed
 from shardproof.impls.reference.parts.reducers import Reducer, pieces_on, slot_of
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
+    from shardproof.impls.reference.checkpoint.saver import Saver
+    from shardproof.impls.reference.parts.compressors.owed import Owed
 
 #: Among what a checkpoint holds beside tensors.
 PROGRESS = "elastic"
@@ -137,17 +140,16 @@ class Elastic(Replicated):
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
-        self.comm.all_reduce(votes)  # [3]
-        *used, self.samples = votes.tolist()
+        *used, self.samples = self.comm.agree(votes, "sum")  # [3]
         for bucket in self.buckets:
             for index, view in bucket.views.items():
                 # Not zero but none, or weight decay and momentum would move what nobody used.
                 self.parameters[index].grad = view if used[index] else None
 
-    def votes(self) -> Tensor:
+    def votes(self) -> list[int]:
         """Which parameters this member used, and on how many samples."""
         used = [int(parameter.grad is not None) for parameter in self.parameters]
-        return torch.tensor([*used, self.samples], dtype=torch.int32, device=self.comm.device)
+        return [*used, self.samples]
 
 
 @dataclass(frozen=True)
@@ -168,35 +170,27 @@ class Moved:
     kept: Sequence[Piece]
 
 
-class Joining(Loading):
-    """What members saved goes on in any number of them: generators as well, by rank."""
-
-    @property
-    def has_same_ranks(self) -> bool:
-        """Whether what is a rank's own goes by its number, also where there are more or fewer."""
-        is_ours = self.checkpoint.manifest.about.strategy == ReferenceElastic.strategy
-        return is_ours or super().has_same_ranks
-
-    def open(self, name: str) -> None:
-        """Who joins draws on as the first member."""
-        super().open(name)
-        if self.rank >= self.checkpoint.manifest.about.world:
-            self.contents.rank = 0
-
-    def notes(self) -> Iterator[str]:
-        """Nothing of a learning rate that follows the members."""
-        follows = self.system.chosen.batch == "local"  # type: ignore[attr-defined]
-        return (note for note in super().notes() if not (follows and note.startswith("lr was ")))
-
-
 class ReferenceElastic(Engine):
     """The strategy as a system under test."""
 
     strategy = "elastic_ddp"
     depth = "layout"
+    options_type = Options
     handle_type: type[Elastic] = Elastic
-    owed_type: type[Owed] = Owed
-    loading_type: type[Loading] = Joining
+
+    @late
+    def checkpointing_type(cls) -> type[Checkpointing]:
+        """Saves and loads."""
+        from shardproof.impls.reference.parts.joining import MembersCheckpoints
+
+        return MembersCheckpoints
+
+    @late
+    def owed_type(cls) -> type[Owed]:
+        """Keeps what a member that is alone has not sent."""
+        from shardproof.impls.reference.parts.compressors.owed import Owed
+
+        return Owed
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -210,11 +204,6 @@ class ReferenceElastic(Engine):
             declines={"overflow_on_one_rank": "a loss scale would be voted on after the commit"},
         )
         return lossy(exact, chosen)
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def setup(
         self,

@@ -58,15 +58,14 @@ from shardproof.contract import (
     Refused,
 )
 from shardproof.impls.reference import ddp, fsdp, tensor, zero1, zero2, zero3
+from shardproof.impls.reference.engine.choices import FORMATS, Training, declared, lossy
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Apply, Handle, Local
 from shardproof.impls.reference.engine.norm import power_sum, total_norm
-from shardproof.impls.reference.engine.options import FORMATS, Training, declared, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.recompute import Group
 from shardproof.impls.reference.engine.state import gather_over, put
-from shardproof.impls.reference.fsdp.schedule import Options as FSDPOptions
-from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.pipeline import Options as PipelineOptions
 from shardproof.impls.reference.pipeline import ReferencePipeline
 from shardproof.impls.reference.tensor.cuts import Uncut
@@ -101,7 +100,7 @@ DATA = {
     "zero2": DataStrategy(zero2.Options, zero2.apply, zero2.apply),
     # Unit by unit, a stage would gather its parameters for every forward and every backward.
     "zero3": DataStrategy(zero3.Options, zero3.apply, step_shards.apply),
-    "fsdp": DataStrategy(FSDPOptions, fsdp.apply, step_shards.apply),
+    "fsdp": DataStrategy(fsdp.Options, fsdp.apply, step_shards.apply),
 }
 
 
@@ -215,10 +214,9 @@ class ReferenceHybrid(ReferencePipeline):
             Engine.setup(self, build, state, optimizer, mesh, options)
 
     @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Compressing:
+    def summing(cls, options: Mapping[str, Any]) -> Any:
         """Those of the data axes: the other axes sum activations, by the backend's own."""
-        chosen: Compressing = parse_options(Options, options).strategy_options
-        return chosen
+        return parse_options(Options, options).strategy_options
 
     def check(self, mesh: Mesh) -> None:
         """Whether the strategy of the data axes takes those that the mesh has."""

@@ -28,12 +28,11 @@ from torch import nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities
-from shardproof.impls.reference.collectives.options import OfWholes
+from shardproof.impls.reference.engine.choices import FORMATS, Compressing, OfWholes, Saved, lossy
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle, Replicated
-from shardproof.impls.reference.engine.options import FORMATS, Saved, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
-from shardproof.impls.reference.parts.compressors.options import Compressing, lossy
 from shardproof.impls.reference.parts.flat import FlatLayout
 from shardproof.impls.reference.parts.reducers import Bucket, Reducer
 
@@ -60,10 +59,8 @@ class NaiveDDP(Replicated):
     def finish(self) -> None:
         """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
         # A sum of zeros does not tell whether anybody used the parameter: users are counted beside.
-        votes = [p.grad is not None for p in self.parameters]
-        used = torch.tensor(votes, dtype=torch.int32, device=self.comm.device)
-        self.comm.all_reduce(used)
-        for name, parameter, count in zip(self.names, self.parameters, used.tolist(), strict=True):
+        used = self.comm.agree([p.grad is not None for p in self.parameters], "sum")
+        for name, parameter, count in zip(self.names, self.parameters, used, strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             # A transposed parameter has a transposed gradient, and collectives take contiguous
             # tensors.
@@ -81,6 +78,7 @@ class ReferenceNaiveDDP(Engine):
 
     strategy = "naive_ddp"
     depth = "layout"
+    options_type = Options
 
     @classmethod
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
@@ -93,11 +91,6 @@ class ReferenceNaiveDDP(Engine):
             checkpoints=FORMATS,
         )
         return lossy(exact, chosen)
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the replicate axis."""

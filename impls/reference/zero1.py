@@ -46,11 +46,11 @@ from torch import Tensor, nn
 
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
+from shardproof.impls.reference.engine.choices import FORMATS, declared, lossy
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
-from shardproof.impls.reference.parts.compressors.options import lossy
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.sharded_update import Options, ShardedUpdate
 
@@ -118,6 +118,7 @@ class ReferenceZero1(Engine):
 
     strategy = "zero1"
     depth = "layout"
+    options_type = Options
     handle_type: type[Zero1] = Zero1
 
     @classmethod
@@ -125,11 +126,6 @@ class ReferenceZero1(Engine):
         """Everything that the ``zero1`` profile asks for."""
         exact = declared("sharded_optimizer", axes=("shard",), checkpoints=FORMATS)
         return lossy(exact, parse_options(Options, options))
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

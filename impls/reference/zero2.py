@@ -51,12 +51,12 @@ from torch import Tensor, nn
 
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
+from shardproof.impls.reference.engine.choices import FORMATS, Reduction, declared, lossy
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.parts import sharded_update
-from shardproof.impls.reference.parts.compressors.options import Reduction, lossy
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.sharded_update import ShardedUpdate
 
@@ -92,9 +92,8 @@ class Zero2(ShardedUpdate):
     def before_step(self, micro_batches: int) -> None:
         """Agree on the number of rounds."""
         # [1] A rank that ran fewer rounds than another would leave it waiting in a reduction.
-        rounds = torch.tensor([micro_batches], dtype=torch.int32, device=self.device)
-        self.comm.all_reduce(rounds, op="max")
-        self.rounds, self.begun = int(rounds), 0
+        [self.rounds] = self.comm.agree([micro_batches], "max")
+        self.begun = 0
 
     def accumulate(self, is_last: bool) -> None:
         """A micro-batch begins: it is a round of its own."""
@@ -165,6 +164,7 @@ class ReferenceZero2(Engine):
 
     strategy = "zero2"
     depth = "layout"
+    options_type = Options
     handle_type: type[Zero2] = Zero2
 
     @classmethod
@@ -174,11 +174,6 @@ class ReferenceZero2(Engine):
             "sharded_optimizer", "sharded_gradients", axes=("shard",), checkpoints=FORMATS
         )
         return lossy(exact, parse_options(Options, options))
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

@@ -53,18 +53,20 @@ from torch import Tensor, nn
 
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind
-from shardproof.impls.reference.collectives.options import OfShards
-from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import (
+from shardproof.impls.reference.engine.choices import (
     FORMATS,
+    Compressing,
+    OfShards,
+    Reduction,
     Saved,
     Training,
     declared,
-    parse_options,
+    lossy,
 )
+from shardproof.impls.reference.engine.engine import Engine
+from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
-from shardproof.impls.reference.parts.compressors.options import Compressing, Reduction, lossy
 from shardproof.impls.reference.units.plan import Wrap, plan_units
 from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.units.wrapped import WrappedModel
@@ -128,6 +130,7 @@ class ReferenceZero3(Engine):
 
     strategy = "zero3"
     depth = "layout"
+    options_type = Options
     handle_type: type[Zero3] = Zero3
 
     @classmethod
@@ -140,11 +143,6 @@ class ReferenceZero3(Engine):
             "overlap", *sharded, axes=("shard",), declines=declines, checkpoints=FORMATS
         )
         return lossy(exact, chosen)
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the shard axis."""

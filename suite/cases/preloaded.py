@@ -11,11 +11,9 @@ from shardproof.costs import cost_model_class
 from shardproof.files import read_annotations
 from shardproof.strategies import STRATEGIES
 
-for check in CHECKS.values():
-    importlib.import_module(check)
+# With the parts that systems import when options ask for them: no rank pays for these, either.
+for module in (*CHECKS.values(), *registry.modules("reference"), *registry.modules("pytorch")):
+    importlib.import_module(module)
 for strategy in STRATEGIES:
     cost_model_class(strategy)
-for system in registry.names():
-    if system.startswith(("reference/", "pytorch/")) and not registry.is_foreign(system):
-        registry.load(system)
 read_annotations()

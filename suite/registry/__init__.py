@@ -144,6 +144,14 @@ def _root() -> Path:
     return Path(places[0])
 
 
+def modules(family: str) -> list[str]:
+    """Every module of the folder ``impls/<family>``, those that its systems import late as well."""
+    root = _root()
+    paths = sorted((root / family).rglob("*.py"))
+    names = [".".join(path.relative_to(root).with_suffix("").parts) for path in paths]
+    return [f"shardproof.impls.{name.removesuffix('.__init__')}" for name in names]
+
+
 @cache
 def takers() -> Mapping[str, str]:
     """What is no class of the contract, such as a hook -> the implementation that takes it."""

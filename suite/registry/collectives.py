@@ -13,7 +13,7 @@ from shardproof.comm import Comm
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.impls.reference.collectives import algorithms
 from shardproof.impls.reference.collectives.executor import Running, in_lanes
-from shardproof.impls.reference.collectives.options import Hierarchical
+from shardproof.impls.reference.engine.choices import Hierarchical
 
 #: The algorithm that must know the ranks of a node.
 HIERARCHICAL = "hierarchical"

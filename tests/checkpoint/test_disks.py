@@ -9,6 +9,7 @@ from checkpoints import FORMATS, make, saved, train, workload
 from local_ranks import succeed
 from small_disk import remount, small_disk
 
+from shardproof.impls.reference.checkpoint.contents import Contents
 from shardproof.impls.reference.checkpoint.errors import CheckpointError
 from shardproof.impls.reference.checkpoint.files import FileLayer
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
@@ -108,7 +109,7 @@ def test_a_folder_that_another_user_may_not_enter(tmp_path: Path) -> None:
         train(system, workload(layers=1), 0, 1)
         saver = FORMATS["sharded"](tmp_path / "new", system.mesh, layer=Forbidden())
         with pytest.raises(CheckpointError) as error:
-            saver.save(system.contents_type(system).state({}))
+            saver.save(Contents(system).state({}))
         return str(error.value)
 
     said = succeed(body, 2)

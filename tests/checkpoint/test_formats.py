@@ -124,7 +124,7 @@ def test_asynchronous_keeps_the_moment_of_the_save(tmp_path: Path) -> None:
         train(system, work, 0, 2)
         found = checkpoints.held(system)
         extra = {"history": [1]}
-        saver = system.savers[tmp_path] = AsynchronousSharded(tmp_path, system.mesh)
+        saver = system.saves().savers[tmp_path] = AsynchronousSharded(tmp_path, system.mesh)
         saver.save(Contents(system).state(extra))
         extra["history"].append(2)
         train(system, work, 2, 4)
@@ -147,7 +147,7 @@ def test_one_snapshot_at_a_time_and_its_memory_is_kept(tmp_path: Path) -> None:
 
     def body(rank: int, world: int) -> list[int]:
         system = make("zero1", work, {"shard": 2}, rank)
-        saver = system.savers[tmp_path] = AsynchronousSharded(tmp_path, system.mesh, keep=9)
+        saver = system.saves().savers[tmp_path] = AsynchronousSharded(tmp_path, system.mesh, keep=9)
         held = []
         for step in range(3):
             train(system, work, step, step + 1)
@@ -370,10 +370,10 @@ def test_a_fault_in_a_part_is_planted_wherever_the_part_is_used(part: type) -> N
 
     fault = family(ReferenceDDP)("made", killed_by=("equivalence",), says="x")(Fault)
     planted = fault.mutant.implementation
-    made = [getattr(planted, f"{form}_type") for form in FORMATS]
+    made = [getattr(planted.checkpointing_type, f"{form}_type") for form in FORMATS]
     expected = {
         FileLayer: [one.layer_type is Fault for one in made],
         AsynchronousSharded: [made[-1] is Fault],
-        Checkpoint: [planted.reader_type is Fault],
+        Checkpoint: [planted.checkpointing_type.loading_type.reader_type is Fault],
     }
     assert all(expected[part]) and issubclass(planted, ReferenceDDP)

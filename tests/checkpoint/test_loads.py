@@ -21,14 +21,15 @@ from shardproof import registry
 from shardproof.comm import Mesh
 from shardproof.contract import Kind, OptimizerSpec, Refused, ScalerSpec, is_outer
 from shardproof.impls.reference.checkpoint.agreement import State
-from shardproof.impls.reference.checkpoint.contents import Contents, aliases_of
+from shardproof.impls.reference.checkpoint.contents import Contents
 from shardproof.impls.reference.checkpoint.errors import CheckpointError, CheckpointWarning
 from shardproof.impls.reference.checkpoint.loading import Loading
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
 from shardproof.impls.reference.checkpoint.reading.reshape import Read
 from shardproof.impls.reference.checkpoint.root import newest
+from shardproof.impls.reference.checkpoint.sharded import Sharded
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.state import named_state
+from shardproof.impls.reference.engine.state import aliases_of, named_state
 from shardproof.workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,6 +39,11 @@ def last(root: Path) -> Path:
     found = newest(root)
     assert found is not None
     return found
+
+
+def read_by(reader: type[Checkpoint], system: Engine) -> None:
+    """Let ``reader`` read what ``system`` loads."""
+    system.saves().loading_type = type("Loads", (Loading,), {"reader_type": reader})
 
 
 def refused(system: Engine, path: Path) -> str:
@@ -88,7 +94,7 @@ def test_a_file_that_one_rank_cannot_open(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> str:
         system = make("zero1", work, {"shard": 2}, rank)
         if rank == 1:
-            system.reader_type = Unreadable
+            read_by(Unreadable, system)
         return refused(system, tmp_path)
 
     said = succeed(body, 2)
@@ -112,7 +118,7 @@ def test_all_ranks_load_what_the_first_one_found(tmp_path: Path) -> None:
         system.save(tmp_path, {})
         system = make("ddp", work, {"replicate": 2}, rank)
         if rank == 0:
-            system.loading_type = Before
+            system.saves().loading_type = Before
         system.load(tmp_path)
         return system.steps_done
 
@@ -131,7 +137,7 @@ def test_a_disk_that_dies_after_the_check_says_that_the_system_is_spoilt(tmp_pat
     def body(rank: int, world: int) -> str:
         system = make("zero3", work, {"shard": 2}, rank)
         if rank == 1:
-            system.reader_type = Dies
+            read_by(Dies, system)
         with pytest.raises(CheckpointError) as error:
             system.load(tmp_path)
         return str(error.value)
@@ -152,7 +158,7 @@ def test_any_error_of_one_rank_ends_the_load_on_all(tmp_path: Path) -> None:
     def body(rank: int, world: int) -> str:
         system = make("zero3", work, {"shard": 2}, rank)
         if rank == 1:
-            system.reader_type = Breaks
+            read_by(Breaks, system)
         return refused(system, tmp_path)
 
     said = succeed(body, 2)
@@ -600,10 +606,10 @@ def test_a_rank_that_dies_in_a_save_leaves_no_lock_of_a_living_process(tmp_path:
         system = make("zero1", work, {"shard": 2}, rank)
         train(system, work, 0, 1)
         if rank == 1:
-            system.sharded_type = Dying  # type: ignore[assignment]
+            system.saves().sharded_type = Dying
         system.save(tmp_path, {})
 
-    class Dying(Engine.sharded_type):  # type: ignore[misc, name-defined]
+    class Dying(Sharded):
         def save(self, state: State) -> Path:
             self.agree(state)
             raise KeyboardInterrupt

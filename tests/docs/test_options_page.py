@@ -47,11 +47,9 @@ from shardproof.impls.reference import (
     zero3,
 )
 from shardproof.impls.reference import hybrid as reference_hybrid
-from shardproof.impls.reference.collectives import options as collective_options
-from shardproof.impls.reference.engine.options import Checkpoints
+from shardproof.impls.reference.engine.choices import Checkpoints, Compress, OfBoth
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.fsdp import schedule
-from shardproof.impls.reference.parts.compressors.options import Compress
 from shardproof.impls.reference.pipeline import schedule_option
 from shardproof.impls.reference.units.plan import Wrap
 
@@ -71,7 +69,7 @@ TAKEN: dict[str, Any] = {
     "reference/tensor": tensor.Options,
     "reference/pipeline": pipeline.Options,
     "reference/hybrid": reference_hybrid.Options,
-    "reference/algorithms": collective_options.Collectives,
+    "reference/algorithms": OfBoth,
     "pytorch/ddp": pytorch_ddp.Options,
     "pytorch/zero_redundancy_optimizer": zero_redundancy_optimizer.Options,
     "pytorch/post_local_sgd": post_local_sgd.Options,

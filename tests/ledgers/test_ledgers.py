@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from shardproof.comm import Mesh
 from shardproof.ledgers import program_order, traffic
 from shardproof.schedules import Action
 
@@ -101,6 +102,30 @@ def test_each_collective_sends_what_the_model_says(run: Any, world: int) -> None
     shares = {call["logical_bytes"] for calls in records for call in calls if call["sequence"] == 0}
     share = Fraction(2 * (world - 1) * size, world)
     assert shares == {f"{share.numerator}/{share.denominator}"}
+
+
+def integers_for_all(rank: int, n: int) -> Any:
+    comm = Mesh({"replicate": n}).comm("replicate")
+    own, before = [rank, -rank, True], len(ledger().calls)
+    agreed = [comm.agree(own, "max"), comm.agree(own, "min"), comm.agree(own, "sum")]
+    agreed.append(comm.agree(own, "first", dtype=torch.int64))
+    under_way = comm.agree(own, "sum", async_op=True)
+    sent = [call.to_dict() for call in ledger().calls[before:]]
+    return agreed, under_way.wait(), sent
+
+
+def test_ranks_agree_on_integers_in_one_control_message_each(run: Any) -> None:
+    for agreed, later, sent in run(integers_for_all, 3):
+        assert agreed == [[2, 0, 1], [0, -2, 1], [3, -3, 3], [0, 0, 1]] and later == agreed[2]
+        assert [call["operation"] for call in sent] == [
+            *["all_reduce"] * 3,
+            "broadcast",
+            "all_reduce",
+        ]
+        assert [call["payload_bytes"] for call in sent] == [12, 12, 12, 24, 12]
+        assert not any(call["floating"] for call in sent)
+        # Who asks for a handle waits for it later; the others have the integers on return.
+        assert [call["waited"] is None for call in sent] == [False] * 4 + [True]
 
 
 def three_ddp_steps(rank: int, _: int) -> Any:

@@ -18,8 +18,8 @@ from shardproof.impls.reference.collectives import (
     hierarchical,
 )
 from shardproof.impls.reference.collectives.algorithms import ALGORITHMS
-from shardproof.impls.reference.collectives.options import AllReduce, Hierarchical
 from shardproof.impls.reference.collectives.schedule import Schedule, cut
+from shardproof.impls.reference.engine.choices import AllReduce, Hierarchical
 
 #: (operation, algorithm) of all that serve any number of ranks.
 ANY_WORLD = [(kind, name) for kind, by_name in ALGORITHMS.items() for name in by_name]

@@ -22,9 +22,9 @@ from shardproof.costs import collectives as costs
 from shardproof.impls.reference.collectives import double_binary_tree, hierarchical
 from shardproof.impls.reference.collectives.algorithms import ALGORITHMS
 from shardproof.impls.reference.collectives.executor import Running, in_lanes
-from shardproof.impls.reference.collectives.options import Collectives, Hierarchical
 from shardproof.impls.reference.collectives.reducer import ByAlgorithm
 from shardproof.impls.reference.collectives.schedule import LANE, MOST_LANES, Schedule, cut, lanes
+from shardproof.impls.reference.engine.choices import Hierarchical, OfBoth
 from shardproof.impls.reference.parts.reducers import Bucket
 from shardproof.ledgers import traffic
 
@@ -266,7 +266,7 @@ def test_strided_tensors_are_refused() -> None:
 
 
 def reducer(**chosen: Any) -> ByAlgorithm:
-    return ByAlgorithm(Collectives(**chosen))
+    return ByAlgorithm(OfBoth(**chosen))
 
 
 @pytest.mark.parametrize("inside", [True, False])

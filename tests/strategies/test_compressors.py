@@ -17,12 +17,12 @@ from torch import Tensor
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import OptimizerSpec, Refused, ScalerSpec
 from shardproof.impls.reference import ddp, fsdp, hybrid, naive_ddp, zero1
+from shardproof.impls.reference.engine.choices import Compress, Reduction
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.parts.compressors.compressor import Compressor
 from shardproof.impls.reference.parts.compressors.draws import count, first_factor, mask
 from shardproof.impls.reference.parts.compressors.emulators import emulator
-from shardproof.impls.reference.parts.compressors.options import Compress, Reduction
 from shardproof.impls.reference.parts.compressors.signs import pack, unpack
 from shardproof.impls.reference.parts.flat import FlatLayout
 from shardproof.impls.reference.parts.reducers import Bucket, Reducer

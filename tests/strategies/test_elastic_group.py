@@ -16,7 +16,7 @@ from torch import nn
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import BatchRule, OptimizerSpec, Refused, ScalerSpec
-from shardproof.impls.reference.checkpoint.loading import Loading
+from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
 from shardproof.impls.reference.elastic import Progress, ReferenceElastic
 from shardproof.impls.reference.engine.state import named_state
 from shardproof.impls.reference.parts.compressors.owed import Owed
@@ -97,7 +97,7 @@ class ForgetsTheRule(ReferenceElastic):
 
 
 class ForgetsGenerators(ReferenceElastic):
-    loading_type = Loading
+    checkpointing_type = Checkpointing
 
 
 @pytest.mark.parametrize("system", [ForgetsTheRule, ForgetsGenerators])
@@ -154,7 +154,7 @@ def alone_with_dropout() -> ReferenceElastic:
     system.mesh = SimpleNamespace(device="cpu")  # type: ignore[assignment]
     system.reducer = Owed()
     system.handle = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
-    system.committed, system.savers = Progress(0, 0, 1), {}
+    system.committed = Progress(0, 0, 1)
     return system
 
 
@@ -180,7 +180,7 @@ def test_what_a_save_still_copies_is_not_overwritten_by_what_is_taken_over() -> 
         now = named_state(system.module)
         seen.append(all(torch.equal(now[name], own[name]) for name in own))
 
-    system.savers = {Path("root"): SimpleNamespace(before_update=copies)}  # type: ignore[dict-item]
+    system.saves().savers[Path("root")] = SimpleNamespace(before_update=copies)  # type: ignore[assignment]
     system.take(alone_with_dropout().held())
     assert seen == [True]
 

@@ -15,9 +15,10 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import working_precision
 from shardproof.contract import OptimizerSpec, Piece, Refused
+from shardproof.impls.reference.engine.choices import Training
 from shardproof.impls.reference.engine.masters import Masters, gradient_dtype
 from shardproof.impls.reference.engine.offload import HostMemory
-from shardproof.impls.reference.engine.options import Training, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.oracle.training import train
 from shardproof.registry.declaration import Declaration

@@ -15,6 +15,7 @@ from shardproof import registry, workloads
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import OptimizerSpec
+from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
 from shardproof.impls.reference.checkpoint.saver import Saver
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.workloads import Workload
@@ -45,7 +46,7 @@ def workload(*traits: str, **knobs: Any) -> Workload:
 
 #: Format -> what saves it.
 FORMATS: dict[str, type[Saver]] = {
-    name: getattr(Engine, f"{name}_type") for name in ("full", "sharded", "asynchronous")
+    name: getattr(Checkpointing, f"{name}_type") for name in ("full", "sharded", "asynchronous")
 }
 
 

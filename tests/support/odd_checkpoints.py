@@ -14,6 +14,7 @@ from typing import Any
 from shardproof.contract import Capabilities
 from shardproof.impls.mutants.checkpoint.saves import CopiesWhenAsked, WritesLate
 from shardproof.impls.reference.checkpoint.agreement import State
+from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
 from shardproof.impls.reference.checkpoint.sharded import Sharded
 from shardproof.impls.reference.ddp import ReferenceDDP
 from shardproof.impls.reference.diloco import DiLoCo, ReferenceDiLoCo
@@ -46,7 +47,8 @@ class Late(WritesLate, CopiesWhenAsked):
 class SavesLate(ReferenceZero1):
     """Sound: what is written late is of the moment of the save."""
 
-    asynchronous_type = Late
+    class checkpointing_type(Checkpointing):
+        asynchronous_type = Late
 
 
 class ReturnsNothing(ReferenceDDP):
@@ -103,4 +105,5 @@ class RemovesFirst(Sharded):
 class KeepsNoLastOne(ReferenceZero1):
     """The last good checkpoint goes before the new one is there."""
 
-    sharded_type = RemovesFirst
+    class checkpointing_type(Checkpointing):
+        sharded_type = RemovesFirst

@@ -210,7 +210,7 @@ class FusedRowsInOrder(ReferenceTensor):
         pieces: dict[str, list[Piece]] = {}
         for piece in self.held_pieces("parameters"):
             pieces.setdefault(piece.name, []).append(piece)
-        with self.reader_type.open(path) as checkpoint, torch.no_grad():
+        with Checkpoint.open(path) as checkpoint, torch.no_grad():
             for name, parts in pieces.items():
                 if len(parts) > 1:
                     sizes = [len(part.tensor) for part in parts]

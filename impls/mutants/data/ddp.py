@@ -6,7 +6,7 @@ summary says what goes wrong.  Buckets are small, so that there are several of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -384,7 +384,7 @@ class ReducesAfterBackward(DDP):
 class UnusedParameterBlocksAll(DDP):
     """Buckets keep their first order, so one unused parameter holds up all of them."""
 
-    def count(self, votes: Tensor) -> None:
+    def count(self, votes: Sequence[int]) -> None:
         super().count(votes)
         # Forgets both reasons for which buckets are laid out again.
         self.newly_late = set()

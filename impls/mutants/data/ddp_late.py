@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -184,7 +185,7 @@ class StaleBucketContent(DDP):
 class UnusedGetZeroGradients(DDP):
     """A parameter that no rank used gets a zero gradient, which decays and counts a step."""
 
-    def count(self, votes: Tensor) -> None:
+    def count(self, votes: Sequence[int]) -> None:
         kept = [p.grad for p in self.parameters]
         super().count(votes)
         for parameter, gradient in zip(self.parameters, kept, strict=True):

@@ -12,8 +12,9 @@ A checkpoint is a folder; many stand in one root::
               -> rename to manifest.json -> the folder, fsync
     killed    anywhere before the rename: no manifest, hence no checkpoint; the last one stays
 
-Where to read: ``full``, ``sharded`` and ``asynchronous`` are the formats.  ``agreement`` says which
-rank writes what, ``data_file`` how tensors lie in a file, ``manifest`` what is said of them,
-``commit`` when a checkpoint counts and which old ones go, ``files`` what touches the disk.
-``reading`` is the other side, ``system`` what a strategy gives and takes.
+Where to read: ``checkpointing`` saves and loads for a system, whose state ``contents`` lists.
+``full``, ``sharded`` and ``asynchronous`` are the formats.  ``agreement`` says which rank writes
+what, ``data_file`` how tensors lie in a file, ``manifest`` what is said of them, ``root`` when a
+checkpoint counts and which old ones go, ``files`` what touches the disk.  ``loading`` puts a
+checkpoint into a system; ``reading`` opens its files.
 """

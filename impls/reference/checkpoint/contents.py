@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 import shardproof
 from shardproof.contract import Piece
@@ -76,18 +75,3 @@ class Contents:
 def get(generator: torch.Generator) -> torch.Tensor:
     """The state of a generator; a copy."""
     return generator.get_state()
-
-
-def aliases_of(module: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters and buffers -> the first one, under which they are saved."""
-    first: dict[int, str] = {}
-    found = {}
-    named = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    for name, tensor in named:
-        kept = first.setdefault(id(tensor), name)
-        if kept != name:
-            found[name] = kept
-    return found

@@ -33,11 +33,11 @@ from torch import Tensor
 
 from shardproof.contract import Piece, is_outer
 from shardproof.impls.reference.checkpoint.agreement import place_of
-from shardproof.impls.reference.checkpoint.contents import TRAINED, Contents
+from shardproof.impls.reference.checkpoint.contents import DATA, TRAINED, Contents
 from shardproof.impls.reference.checkpoint.data_file import DTYPES
 from shardproof.impls.reference.checkpoint.errors import CheckpointError, CheckpointWarning
 from shardproof.impls.reference.checkpoint.fitting import require_fitting
-from shardproof.impls.reference.checkpoint.loaded import Loaded
+from shardproof.impls.reference.checkpoint.manifest import About
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint, Name, find
 from shardproof.impls.reference.checkpoint.reading.reshape import Read
 from shardproof.impls.reference.checkpoint.reading.sources import NOUNS, Sources
@@ -55,6 +55,29 @@ _COUNTER = "step"
 
 
 @dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What was loaded: the checkpoint, what is gone on with, and what had no place here.
+
+    ``left_out`` are names; ``notes`` are sentences, of these and of hyperparameters that differ.
+    ``bytes_read``: of this rank, data and metadata, each byte once (what was verified comes from
+    the system's cache when it is read again).
+    """
+
+    folder: Path
+    branch: Branch
+    about: About
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+    bytes_read: int
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """As it was given to ``save``."""
+        data = {DATA: dict(self.about.data)} if self.about.data else {}
+        return {**self.about.extra, **data}
+
+
+@dataclasses.dataclass(frozen=True)
 class Want:
     """A tensor of this rank, the name that it is read from, and what is read of it."""
 
@@ -66,6 +89,7 @@ class Want:
 class Loading:
     """One load of ``path``, a checkpoint or the folder of several, into ``system``."""
 
+    reader_type: type[Checkpoint] = Checkpoint
     checkpoint: Checkpoint
     sources: Sources
 
@@ -114,7 +138,7 @@ class Loading:
 
     def open(self, name: str) -> None:
         """Open the one that rank 0 found."""
-        self.checkpoint = self.system.reader_type.open(self.path / name)
+        self.checkpoint = self.reader_type.open(self.path / name)
         self.sources = Sources(self.system, self.checkpoint)
         require_fitting(self.system, self.checkpoint)
 

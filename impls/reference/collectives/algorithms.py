@@ -29,8 +29,8 @@ from shardproof.impls.reference.collectives import (
     ring_all_gather,
     ring_reduce_scatter,
 )
-from shardproof.impls.reference.collectives.options import AllReduce, Hierarchical
 from shardproof.impls.reference.collectives.schedule import Schedule
+from shardproof.impls.reference.engine.choices import AllReduce, Hierarchical
 
 #: Operation -> algorithm -> schedule; ``hierarchical`` also takes ``ranks_per_node``.
 ALGORITHMS: dict[str, dict[str, Schedule]] = {

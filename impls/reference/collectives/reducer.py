@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from shardproof.comm import Comm
 from shardproof.contract import Refused
 from shardproof.impls.reference.collectives.algorithms import ALGORITHMS, all_reduce
-from shardproof.impls.reference.collectives.executor import Running, in_lanes
-from shardproof.impls.reference.collectives.options import Collectives, Hierarchical
+from shardproof.impls.reference.collectives.executor import Lanes, Running, in_lanes
+from shardproof.impls.reference.engine.choices import Hierarchical, OfBoth
 from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work
 
 
@@ -17,7 +19,7 @@ class ByAlgorithm(Reducer):
 
     running_type: type[Running] = Running
 
-    def __init__(self, chosen: Collectives) -> None:
+    def __init__(self, chosen: OfBoth) -> None:
         self.chosen = chosen
         self.summing = all_reduce(chosen.all_reduce)
         self.scattering = ALGORITHMS["reduce_scatter"].get(chosen.reduce_scatter)
@@ -61,6 +63,12 @@ class ByAlgorithm(Reducer):
         running = self.running_type(rounds, output, comm)
         running.wait()
         return running
+
+    def settle(self, works: Sequence[Work]) -> None:
+        """Wait for what goes over send and recv."""
+        for work in works:
+            if isinstance(work, Running | Lanes):
+                work.wait()
 
 
 def part_of(flat: Tensor, comm: Comm, shard: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ All reference strategies share this step:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,19 +32,17 @@ from shardproof.contract import (
     Piece,
     StepResult,
 )
-from shardproof.impls.reference.checkpoint.asynchronous import AsynchronousSharded
-from shardproof.impls.reference.checkpoint.contents import Contents, aliases_of
-from shardproof.impls.reference.checkpoint.full import Full
-from shardproof.impls.reference.checkpoint.loaded import Loaded
-from shardproof.impls.reference.checkpoint.loading import Loading
-from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
-from shardproof.impls.reference.checkpoint.root import Branch
-from shardproof.impls.reference.checkpoint.saver import Saver
-from shardproof.impls.reference.checkpoint.sharded import Sharded
+from shardproof.impls.reference.engine.choices import (
+    Checkpoints,
+    Compressing,
+    OfBoth,
+    Saved,
+    Training,
+    collectives_of,
+)
 from shardproof.impls.reference.engine.handle import Context, Handle
-from shardproof.impls.reference.engine.masters import Masters
+from shardproof.impls.reference.engine.late import LateParts
 from shardproof.impls.reference.engine.norm import clip_factor, total_norm
-from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import (
     build_optimizer,
     make_slots,
@@ -52,32 +50,27 @@ from shardproof.impls.reference.engine.optimizer import (
     set_learning_rate,
     slot_pieces,
 )
-from shardproof.impls.reference.engine.options import Checkpoints, Training, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.precision import Precision
-from shardproof.impls.reference.engine.recompute import Call, Group, recompute_units
-from shardproof.impls.reference.engine.scaler import LossScaler
-from shardproof.impls.reference.engine.state import copy_pieces, load_state
-from shardproof.impls.reference.engine.summing import Summing
-from shardproof.impls.reference.parts.reducers import pieces_on
+from shardproof.impls.reference.engine.state import aliases_of, copy_pieces, load_state
+from shardproof.impls.reference.parts.reducers import Reducer, pieces_on
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
+    from shardproof.impls.reference.checkpoint.loading import Loaded
+    from shardproof.impls.reference.checkpoint.saver import Saver
+    from shardproof.impls.reference.engine.masters import Masters
+    from shardproof.impls.reference.engine.recompute import Group
 
 
-class Engine(Summing):
+class Engine(LateParts):
     """An implementation around one :class:`~shardproof.impls.reference.engine.handle.Handle`."""
 
+    #: The dataclass that the options become.
+    options_type: type[Any] = Saved
     steps_done = 0
-    call_type: type[Call] = Call  # what recomputation repeats
-    scaler_type: type[LossScaler] = LossScaler
-    masters_type: type[Masters] = Masters
-    # What saves, one for each format, and what reads.
-    full_type: type[Saver] = Full
-    sharded_type: type[Saver] = Sharded
-    asynchronous_type: type[Saver] = AsynchronousSharded
-    reader_type: type[Checkpoint] = Checkpoint
-    contents_type: type[Contents] = Contents
-    loading_type: type[Loading] = Loading
-    #: What the last load took, and what it left out.
-    loaded: Loaded | None = None
-    run: str | None = None
+    #: Saves and loads; none before the first of either.
+    checkpointing: Checkpointing | None = None
 
     @abstractmethod
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
@@ -97,13 +90,13 @@ class Engine(Summing):
             load_state(module, state)
         self.build, self.spec, self.mesh, self.given = build, optimizer, mesh, options
         self.checkpoints = parse_options(Checkpoints, options.get("checkpoint", {}), "checkpoint.")
-        self.savers: dict[Path, Saver] = {}
         self.aliases = aliases_of(module)
         self.groups = self.recompute(module, options)
         self.precision = parse_options(Precision, options.get("precision", {}), "precision.")
         self.precision.check_norms(module)
         self.precision.cast_buffers(module)
-        self.host = HostMemory(mesh.device) if options.get("offload", "none") != "none" else None
+        offloads = options.get("offload", "none") != "none"
+        self.host = self.host_type(mesh.device) if offloads else None
         # Before the strategy casts anything: masters have the dtypes as built.
         self.built = {name: parameter.dtype for name, parameter in module.named_parameters()}
         self.frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
@@ -122,14 +115,43 @@ class Engine(Summing):
     def recompute(self, module: nn.Module, options: Mapping[str, Any]) -> list[Group]:
         """Wrap the units that are computed again in backward."""
         every = options.get("recompute_every", 0)
+        if not every:
+            return []
+        from shardproof.impls.reference.engine.recompute import recompute_units
+
         return recompute_units(module, self.build.units, every, self.call_type)
+
+    def make_reducer(self) -> Reducer:
+        """What sums gradients over ranks for this rank's handles: as the options say."""
+        options = self.summing(self.given)
+        if options is None or (options.compress is None and collectives_of(options) == OfBoth()):
+            return Reducer()
+        return self.summing_type().reducer(options, self.spec, self.mesh)
+
+    @classmethod
+    def summing(cls, options: Mapping[str, Any]) -> Compressing | None:
+        """The options of the strategy that sums gradients; ``None``: none does."""
+        chosen = parse_options(cls.options_type, options)
+        return chosen if isinstance(chosen, Compressing) else None
+
+    @classmethod
+    def emulator(
+        cls, options: Mapping[str, Any]
+    ) -> Callable[[int, Sequence[dict[str, Tensor]]], dict[str, Tensor]]:
+        """What the option ``compress`` makes of exact gradients."""
+        chosen = cls.summing(options)
+        if chosen is None or chosen.compress is None:
+            return super().emulator(options)
+        from shardproof.impls.reference.parts.compressors.emulators import emulator
+
+        return emulator(chosen.compress, chosen.reduction)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer over what this rank updates, or over its masters."""
         groups = self.handle.param_groups(self.spec)
         self.updated = [tensor for group in groups for _, tensor in group["params"]]
         self.masters: Masters | None = None
-        if Masters.wanted(groups, self.built, self.host):
+        if self.masters_type.wanted(groups, self.built, self.host):
             self.masters = self.masters_type(groups, self.built, self.host)
             groups = self.masters.groups
         return build_optimizer(self.spec, groups)
@@ -270,6 +292,16 @@ class Engine(Summing):
             self.module.train()
         return torch.stack(shares).sum() if shares else torch.zeros(())
 
+    def kept_pieces(self) -> list[Piece]:
+        """What the reducer carries from step to step, as it is saved."""
+        return [self.handle.numbered(piece) for piece in self.reducer.pieces()]
+
+    def saves(self) -> Checkpointing:
+        """What saves and loads this system, from the first save or load on."""
+        if self.checkpointing is None:
+            self.checkpointing = self.checkpointing_type(self)
+        return self.checkpointing
+
     def save(self, path: Path, extra: Mapping[str, Any]) -> Saver:
         """Save into the root ``path``; wait for what is returned to know that it is committed.
 
@@ -277,20 +309,7 @@ class Engine(Summing):
 
         :raises CheckpointError: nothing is committed.
         """
-        saver = self.savers.get(path)
-        if saver is None:
-            chosen = self.checkpoints
-            kind: type[Saver] = getattr(self, f"{chosen.format}_type")
-            saver = self.savers[path] = kind(path, self.mesh, chosen.keep, self.branch(path))
-        saver.save(self.contents_type(self).state(extra))
-        self.run = saver.root.branch.run
-        return saver
-
-    def branch(self, root: Path) -> Branch | None:
-        """What is gone on with in ``root``: what was loaded from there, or another folder's run."""
-        if self.loaded is not None and root.resolve() == self.loaded.folder.parent.resolve():
-            return self.loaded.branch
-        return Branch(self.run) if self.run else None
+        return self.saves().save(path, extra)
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Load what any reference strategy saved, in any world; the ``extra`` that was given.
@@ -299,20 +318,17 @@ class Engine(Summing):
 
         :raises CheckpointError: the checkpoint is damaged, or is of another model.
         """
-        self.finish_saves()
-        self.loaded = self.loading_type(self, path).run()
-        self.run = self.loaded.branch.run
-        return self.loaded.extra
+        return self.saves().load(path)
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """What the last load took, and what it left out."""
+        return self.checkpointing.loaded if self.checkpointing else None
 
     def finish_copies(self) -> None:
         """Wait until saves under way have copied what is about to change."""
-        for saver in self.savers.values():
-            saver.before_update()
-
-    def finish_saves(self) -> None:
-        """Wait for all saves under way."""
-        while self.savers:
-            self.savers.popitem()[1].wait()
+        if self.checkpointing:
+            self.checkpointing.finish_copies()
 
     def drain(self) -> None:
         """Finish work in flight."""
@@ -320,12 +336,13 @@ class Engine(Summing):
 
     def abort(self) -> None:
         """Give up saves under way."""
-        for saver in getattr(self, "savers", {}).values():
-            saver.abort()
+        if self.checkpointing:
+            self.checkpointing.abort()
 
     def close(self) -> None:
         """Leave the module with the hooks and forwards with which it was built."""
-        self.finish_saves()
+        if self.checkpointing:
+            self.checkpointing.finish_saves()
         self.handle.close()
         while self.groups:
             self.groups.pop().close()

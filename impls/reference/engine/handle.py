@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
-from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.parts.reducers import Reducer
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.engine.offload import HostMemory
 
 T = TypeVar("T")
 

@@ -29,14 +29,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardproof.contract import Piece
-from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.optimizer import Place, placed
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.engine.offload import HostMemory
 
 SLOT = "master"
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardproof.contract import OptimizerSpec, Piece
-from shardproof.impls.reference.engine.offload import HostMemory
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.engine.offload import HostMemory
 
 
 def param_groups(spec: OptimizerSpec, named: Mapping[str, Tensor]) -> list[dict[str, Any]]:

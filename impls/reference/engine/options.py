@@ -7,86 +7,16 @@ import difflib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from shardproof.by_path import CannotImport, at_path
-from shardproof.contract import Capabilities, Refused
-from shardproof.impls.reference.engine.precision import DTYPES, Precision, dtype_named
+from shardproof.contract import Refused
+from shardproof.impls.reference.engine.precision import DTYPES, dtype_named
 
 T = TypeVar("T")
-
-#: What nearly every strategy can do.
-USUAL = frozenset({"clipping", "accumulation", "initial_broadcast", "frozen_parameters"})
-
-
-#: What ``save`` can write: impls/reference/checkpoint/.
-Format = Literal["full", "sharded", "asynchronous"]
-FORMATS: tuple[str, ...] = get_args(Format)
-
-
-def declared(*features: str, **fields: Any) -> Capabilities:
-    """What nearly every strategy declares, and ``features``; ``fields`` are others or other values.
-
-    Any of three dtypes, buffers of each rank's own, and the features :data:`USUAL`.
-    """
-    usual = {"dtypes": ("float64", "float32", "bfloat16"), "buffers": "per_rank"}
-    return Capabilities(features=USUAL | set(features), **(usual | fields))
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """``format``: what ``save`` writes.  ``keep``: how many of a run's checkpoints stay.
-
-    ``reshape``: whether ``load`` takes what another strategy or mesh saved.
-    """
-
-    format: Format = "sharded"
-    keep: int = 2
-    reshape: bool = True
-
-    def __post_init__(self) -> None:
-        at_least("checkpoint.keep", self.keep, 1)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The option of all reference strategies."""
-
-    checkpoint: Checkpoints = field(default_factory=Checkpoints, kw_only=True)
-
-
-@dataclass(frozen=True)
-class Training:
-    """Options that all sharded strategies share.
-
-    ``recompute_every``: every group of so many units keeps its input only and is computed again in
-    backward (0: never).  ``offload``: what rests in host memory between its uses.
-    """
-
-    precision: Precision = field(default_factory=Precision)
-    recompute_every: int = 0
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-
-    def __post_init__(self) -> None:
-        at_least("recompute_every", self.recompute_every, 0)
-
-
-@dataclass(frozen=True)
-class WholeParameters(Training):
-    """Options of strategies that keep whole parameters on every rank: these cannot rest in host
-    memory, for every rank computes with them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.offload == "parameters":
-            raise Refused(
-                "option 'offload' = 'parameters': ZeRO-1 and ZeRO-2 compute with whole parameters "
-                "on every rank; valid here: none, optimizer"
-            )
 
 
 def parse_options(kind: type[T], options: Mapping[str, Any], within: str = "") -> T:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from shardproof.comm import Mesh
@@ -49,10 +48,9 @@ class LossScaler:
         """Whether any rank says so."""
         # An integer travels, not the gradients: every rank learns of an overflow that one shard
         # has.
-        overflows = torch.tensor(int(own), dtype=torch.int32, device=self.mesh.device)
         for axis in self.mesh.axes:  # a maximum may be taken axis by axis
-            self.mesh.comm(axis).all_reduce(overflows, "max")
-        return bool(overflows)
+            [own] = map(bool, self.mesh.comm(axis).agree([own], "max"))
+        return own
 
     def adapt(self, skipped: bool) -> None:
         """Back off after an overflow, grow after ``interval`` updates in a row."""

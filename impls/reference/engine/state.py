@@ -17,6 +17,21 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def aliases_of(module: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and buffers -> the first one, under which they are saved."""
+    first: dict[int, str] = {}
+    found = {}
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    for name, tensor in named:
+        kept = first.setdefault(id(tensor), name)
+        if kept != name:
+            found[name] = kept
+    return found
+
+
 def generators_of(module: nn.Module, device: torch.device) -> dict[str, torch.Generator]:
     """What ``module`` draws from, by name: torch's own, the device's, those in its attributes."""
     found = {"torch": torch.default_generator}

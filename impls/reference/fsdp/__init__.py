@@ -71,12 +71,12 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
+from shardproof.impls.reference.engine.choices import FORMATS, declared, lossy
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
-from shardproof.impls.reference.engine.options import FORMATS, declared, parse_options
+from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import gather_pieces
 from shardproof.impls.reference.fsdp.schedule import FSDP, Options
-from shardproof.impls.reference.parts.compressors.options import lossy
 from shardproof.impls.reference.units.plan import plan_units
 
 #: The axes of the mesh that a strategy needs.
@@ -103,6 +103,7 @@ class ReferenceFSDP(Engine):
 
     strategy = "fsdp"
     depth = "layout"
+    options_type = Options
     handle_type: type[FSDP] = FSDP
 
     @classmethod
@@ -115,11 +116,6 @@ class ReferenceFSDP(Engine):
             "wrapped_units", "overlap", *silent, axes=axes, declines=declines, checkpoints=FORMATS
         )
         return lossy(exact, chosen)
-
-    @classmethod
-    def summing(cls, options: Mapping[str, Any]) -> Options:
-        """All of them."""
-        return parse_options(Options, options)
 
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the strategy's axes."""

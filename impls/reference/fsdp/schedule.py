@@ -11,10 +11,16 @@ from torch import nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Refused
-from shardproof.impls.reference.collectives.options import OfShards, OfWholes
+from shardproof.impls.reference.engine.choices import (
+    Compressing,
+    OfShards,
+    OfWholes,
+    Reduction,
+    Saved,
+    Training,
+)
 from shardproof.impls.reference.engine.handle import PLAIN, Context
-from shardproof.impls.reference.engine.options import Saved, Training, at_least
-from shardproof.impls.reference.parts.compressors.options import Compressing, Reduction
+from shardproof.impls.reference.engine.options import at_least
 from shardproof.impls.reference.units.plan import UnitPlan, Wrap
 from shardproof.impls.reference.units.shard import ShardedUnit
 from shardproof.impls.reference.units.wrapped import WrappedModel

@@ -11,25 +11,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Capabilities, Kind, Refused
-from shardproof.impls.reference.checkpoint.saver import Saver
+from shardproof.impls.reference.engine.choices import FORMATS, Saved, declared
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Replicated
-from shardproof.impls.reference.engine.options import (
-    FORMATS,
-    Saved,
-    at_least,
-    declared,
-    parse_options,
-)
+from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.scaler import LossScaler, OwnScaler
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.checkpoint.saver import Saver
 
 #: What ``save`` can write: every rank's own.
 KEPT_APART = tuple(name for name in FORMATS if name != "full")

@@ -88,6 +88,9 @@ class Reducer:
         work: Work = comm.all_gather(output, shard, async_op=True)
         return work
 
+    def settle(self, works: Sequence[Work]) -> None:
+        """Wait for those of ``works`` that move only while all ranks wait for them: none here."""
+
     def check(self, ranks: int) -> None:
         """:class:`~shardproof.contract.Refused` where ``ranks`` cannot sum whole buckets."""
 

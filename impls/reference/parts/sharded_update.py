@@ -25,14 +25,19 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm
 from shardproof.contract import Kind, OptimizerSpec, Piece
-from shardproof.impls.reference.collectives.options import OfShards
+from shardproof.impls.reference.engine.choices import (
+    Compressing,
+    OfShards,
+    Reduction,
+    Saved,
+    WholeParameters,
+)
 from shardproof.impls.reference.engine.handle import Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
-from shardproof.impls.reference.engine.options import Saved, WholeParameters, at_least
+from shardproof.impls.reference.engine.options import at_least
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.parts.buckets import plan_buckets
-from shardproof.impls.reference.parts.compressors.options import Compressing, Reduction
 from shardproof.impls.reference.parts.owned_bucket import OwnedBucket
 from shardproof.impls.reference.parts.reducers import Reducer
 
@@ -160,16 +165,15 @@ class ShardedUpdate(Handle):
         names = [name for bucket in self.buckets for name in bucket.layout.names]
         used = [int(name in self.used) for name in names]
         held_up = [int(index in self.held_up) for index in range(len(self.buckets))]
-        votes = torch.tensor([*used, *held_up], dtype=torch.int32, device=self.device)
-        self.comm.all_reduce(votes)  # one call for both
-        users = dict(zip(names, votes.tolist(), strict=False))
+        votes = self.comm.agree([*used, *held_up], "sum")  # one call for both
+        users = dict(zip(names, votes, strict=False))
         for bucket in self.buckets:
             shard = self.gradient(bucket)
             for name, part in bucket.parts.items():
                 # Not zero but none, or weight decay and momentum would move what nobody used.
                 self.targets[name].grad = part.of_shard(shard) if users[name] else None
         # Taken from the sum, so that all ranks have the same queue in the next step.
-        self.late |= {index for index, n in enumerate(votes[len(names) :].tolist()) if n}
+        self.late |= {index for index, n in enumerate(votes[len(names) :]) if n}
 
     @property
     def device(self) -> torch.device:

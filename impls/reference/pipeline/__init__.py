@@ -45,15 +45,10 @@ from torch import Tensor, nn
 
 from shardproof.comm import Mesh
 from shardproof.contract import Batch, Build, Capabilities, Kind, OptimizerSpec, Refused
+from shardproof.impls.reference.engine.choices import FORMATS, Saved, declared
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import Handle, Local
-from shardproof.impls.reference.engine.options import (
-    FORMATS,
-    Saved,
-    at_least,
-    declared,
-    parse_options,
-)
+from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.recompute import Group, recompute_units
 from shardproof.impls.reference.engine.state import broadcast_tensors, named_state
 from shardproof.impls.reference.pipeline.executor import Executor

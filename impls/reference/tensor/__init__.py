@@ -60,17 +60,12 @@ from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Build, Capabilities, Kind, MicroBatch, OptimizerSpec, Piece, Refused
+from shardproof.impls.reference.engine.choices import FORMATS, Saved, declared
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
-from shardproof.impls.reference.engine.options import (
-    FORMATS,
-    Saved,
-    at_least,
-    declared,
-    parse_options,
-)
+from shardproof.impls.reference.engine.options import at_least, parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, gather_pieces, named_state
 from shardproof.impls.reference.tensor import operators
 from shardproof.impls.reference.tensor.cuts import Cut, Uncut
@@ -296,6 +291,7 @@ class ReferenceTensor(Engine):
 
     strategy = "tensor"
     depth = "layout"
+    options_type = Options
     handle_type: type[TensorParallel] = TensorParallel
 
     @classmethod

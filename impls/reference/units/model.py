@@ -39,7 +39,8 @@ class ShardedModel(Handle):
         self.shards, self.replicas = comms.get("shard"), comms.get("replicate")
         if self.replicas is not None:
             self.reducer.check(self.replicas.size)
-        self.rounds = Rounds(list(comms.values()), next(module.parameters()).device)
+        self.rounds = Rounds(list(comms.values()))
+        self.device = next(module.parameters()).device
         # Along each axis from its first rank, one axis after the other: in the end all ranks have
         # the values of the very first.  Before the shards are cut, for they are cut from these.
         for axis in ("shard", "replicate"):
@@ -97,7 +98,7 @@ class ShardedModel(Handle):
     def norm_parts(self, order: float = 2.0) -> list[NormPart]:
         """One sum over this rank's shards."""
         # Along the shard axis only: replicas hold the same, and would count it again.
-        total = torch.zeros((), dtype=torch.float64, device=self.rounds.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, target in self.targets():
             if target.grad is not None:
                 total += power_sum(target.grad, order)

@@ -18,17 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.parts.flat import FlatLayout
 from shardproof.impls.reference.parts.reducers import Reducer, Work
 from shardproof.impls.reference.units.states import Stateful
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.engine.offload import HostMemory
 
 
 class ParameterState(Enum):

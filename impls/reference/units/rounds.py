@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from shardproof.comm import Comm
 
 #: The announcement that ends a round.
@@ -29,18 +27,16 @@ _NOTHING = -1
 class Rounds:
     """The rounds of one step, over the ranks of all ``comms`` together (one a mesh axis)."""
 
-    def __init__(self, comms: Sequence[Comm], device: torch.device) -> None:
+    def __init__(self, comms: Sequence[Comm]) -> None:
         self.comms = [comm for comm in comms if comm.size > 1]
-        self.device = device
         self.total = self.busy = 0
         self.number = -1
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum of ``values`` over the ranks."""
-        tensor = torch.tensor(values, dtype=torch.int32, device=self.device)
+        largest = list(values)
         for comm in self.comms:
-            comm.all_reduce(tensor, op="max")
-        largest: list[int] = tensor.tolist()
+            largest = comm.agree(largest, "max")
         return largest
 
     def begin(self, own: int) -> None:

@@ -9,17 +9,20 @@ and ``gradients.py`` (arriving, packed, reducing, accumulated, final).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.parts.flat import FlatLayout, Part
 from shardproof.impls.reference.parts.reducers import Reducer
 from shardproof.impls.reference.units.gradients import Gradients
 from shardproof.impls.reference.units.parameters import Parameters, ParameterState
+
+if TYPE_CHECKING:
+    from shardproof.impls.reference.engine.offload import HostMemory
 
 
 class FlatShard:

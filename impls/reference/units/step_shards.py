@@ -27,8 +27,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardproof.impls.reference.engine.choices import Training
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, T
-from shardproof.impls.reference.engine.options import Training
 from shardproof.impls.reference.units.model import ShardedModel
 from shardproof.impls.reference.units.plan import UnitPlan
 from shardproof.impls.reference.units.shard import FlatShard

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.impls.reference.collectives.executor import Lanes, Running
 from shardproof.impls.reference.engine.handle import PLAIN, Context, T
 from shardproof.impls.reference.engine.precision import Precision
 from shardproof.impls.reference.engine.state import refuse_second_derivatives
@@ -103,12 +102,10 @@ class WrappedModel(ShardedModel, Listener):
         Over send and recv it moves only while all ranks wait for it, and ranks that compute also
         wait where the others have nothing to wait for, but listen (before the root's backward).
         """
-        if self.rounds.all_compute:
-            return
-        for flat in (flat for unit in self.units for flat in unit.flats):
-            for work in (flat.parameters.work, flat.gradients.work):
-                if isinstance(work, Running | Lanes):
-                    work.wait()
+        if not self.rounds.all_compute:
+            flats = [flat for unit in self.units for flat in unit.flats]
+            works = [work for f in flats for work in (f.parameters.work, f.gradients.work)]
+            self.reducer.settle([work for work in works if work is not None])
 
     def start_reduction(self, unit: ShardedUnit) -> None:
         """One reduction at a time is under way, and the root's, which is the last of a round."""

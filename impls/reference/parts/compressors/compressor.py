@@ -21,8 +21,8 @@ from torch import Tensor
 from shardproof.comm import Comm
 from shardproof.contract import Piece
 from shardproof.impls.reference.collectives.reducer import part_of, put
+from shardproof.impls.reference.engine.choices import Compress
 from shardproof.impls.reference.parts.compressors.feedback import Feedback, successor
-from shardproof.impls.reference.parts.compressors.options import Compress
 from shardproof.impls.reference.parts.flat import Part
 from shardproof.impls.reference.parts.reducers import Bucket, Reducer, Work, slot_of
 
@@ -78,6 +78,10 @@ class Compressor(Reducer):
     def all_gather(self, output: Tensor, shard: Tensor, comm: Comm) -> Work:
         """Parameters, as without compression."""
         return self.gathering.all_gather(output, shard, comm)
+
+    def settle(self, works: Sequence[Work]) -> None:
+        """As what gathers."""
+        self.gathering.settle(works)
 
     @abstractmethod
     def start(self, bucket: Bucket, comm: Comm) -> Work:  # [2], [4] in what it returns

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardproof.impls.reference.engine.choices import Compress, Reduction
 from shardproof.impls.reference.parts.compressors.draws import count, first_factor, mask
-from shardproof.impls.reference.parts.compressors.options import Compress, Reduction
 from shardproof.impls.reference.parts.compressors.powersgd import matrix
 
 Tensors = dict[str, Tensor]

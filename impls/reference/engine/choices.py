@@ -1,9 +1,15 @@
-"""The option ``compress``: its keys, what goes together, and what that declares."""
+"""Options that strategies share, and what a strategy declares with them.
+
+collectives    whose sums and gathers: the backend's own, or those of collectives/
+compress       what gradients lose on their way: parts/compressors/
+precision      what is computed, reduced and kept in which dtype (precision.py)
+checkpoint     what ``save`` writes: checkpoint/
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
@@ -11,8 +17,132 @@ from shardproof.contract import Capabilities, Refused
 from shardproof.impls.reference.engine.options import as_yaml, at_least
 from shardproof.impls.reference.engine.precision import Precision
 
+#: What nearly every strategy can do.
+USUAL = frozenset({"clipping", "accumulation", "initial_broadcast", "frozen_parameters"})
+
+
+#: What ``save`` can write: impls/reference/checkpoint/.
+Format = Literal["full", "sharded", "asynchronous"]
+FORMATS: tuple[str, ...] = get_args(Format)
+
+
+def declared(*features: str, **fields: Any) -> Capabilities:
+    """What nearly every strategy declares, and ``features``; ``fields`` are others or other values.
+
+    Any of three dtypes, buffers of each rank's own, and the features :data:`USUAL`.
+    """
+    usual = {"dtypes": ("float64", "float32", "bfloat16"), "buffers": "per_rank"}
+    return Capabilities(features=USUAL | set(features), **(usual | fields))
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """``format``: what ``save`` writes.  ``keep``: how many of a run's checkpoints stay.
+
+    ``reshape``: whether ``load`` takes what another strategy or mesh saved.
+    """
+
+    format: Format = "sharded"
+    keep: int = 2
+    reshape: bool = True
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The option of all reference strategies."""
+
+    checkpoint: Checkpoints = field(default_factory=Checkpoints, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Options that all sharded strategies share.
+
+    ``recompute_every``: every group of so many units keeps its input only and is computed again in
+    backward (0: never).  ``offload``: what rests in host memory between its uses.
+    """
+
+    precision: Precision = field(default_factory=Precision)
+    recompute_every: int = 0
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+
+    def __post_init__(self) -> None:
+        at_least("recompute_every", self.recompute_every, 0)
+
+
+@dataclass(frozen=True)
+class WholeParameters(Training):
+    """Options of strategies that keep whole parameters on every rank: these cannot rest in host
+    memory, for every rank computes with them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.offload == "parameters":
+            raise Refused(
+                "option 'offload' = 'parameters': ZeRO-1 and ZeRO-2 compute with whole parameters "
+                "on every rank; valid here: none, optimizer"
+            )
+
+
+@dataclass(frozen=True)
+class Hierarchical:
+    """Ranks ``q * ranks_per_node`` to ``(q + 1) * ranks_per_node - 1`` share node q."""
+
+    algorithm: Literal["hierarchical"] = "hierarchical"
+    ranks_per_node: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("all_reduce.ranks_per_node", self.ranks_per_node, 1)
+
+
+AllReduce = (
+    Literal[
+        "backend",
+        "ring",
+        "recursive_doubling",
+        "rabenseifner",
+        "binomial_tree",
+        "double_binary_tree",
+    ]
+    | Hierarchical
+)
+Ring = Literal["backend", "ring"]
+
+
+@dataclass(frozen=True)
+class OfWholes:
+    """``all_reduce``: how ranks that hold the same gradients sum them.
+
+    ``hierarchical`` must know the nodes: ``{algorithm: hierarchical, ranks_per_node: 4}``.
+    """
+
+    all_reduce: AllReduce = "backend"
+
+
+@dataclass(frozen=True)
+class OfShards:
+    """How gradients are summed into shards, and how shards of parameters are put together."""
+
+    reduce_scatter: Ring = "backend"
+    all_gather: Ring = "backend"
+
+
+@dataclass(frozen=True)
+class OfBoth(OfShards, OfWholes):
+    """All three of them."""
+
+
+def collectives_of(options: object) -> OfBoth:
+    """The collectives that the ``options`` of a strategy choose."""
+    named = {f.name for f in fields(OfBoth)}
+    return OfBoth(**{name: vars(options)[name] for name in named & vars(options).keys()})
+
+
 Method = Literal["cast", "topk", "randomk", "powersgd", "sign", "onebit"]
-#: What a method must be told, and what it may be told besides.
+#: What a method of compression must be told, and what it may be told besides.
 NEEDS = {"cast": ("dtype",), "topk": ("density",), "randomk": ("density",), "powersgd": ("rank",)}
 EXAMPLES = {"dtype": "bfloat16", "density": 0.01, "rank": 2}
 MAY = {
