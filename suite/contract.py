@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 from shardproof.axes import cutting
 
@@ -637,7 +637,7 @@ class Implementation(ABC):
 
 
 class Untrained(Implementation):
-    """What trains no model: judged by cases of a workload of its own (``suite/workloads/``)."""
+    """What trains no model: judged by cases of a workload of its own (``suite/cases/kinds/``)."""
 
     #: What it is, in words, and the workload whose cases judge it.
     about: ClassVar[str]
@@ -674,8 +674,9 @@ class Collectives(Untrained):
     def offers(
         cls, options: Options, backend: str, world: int
     ) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-        """Operation -> what it takes of each factor (``suite/workloads/calls.py``), by its name.
+        """Operation -> what it takes of each factor, by its name.
 
+        Factors and their values are those of ``suite/cases/kinds/calls/workload.py``.
         A factor that is not named is taken whole, an operation that is not named is not offered.
         ``options`` are those of :meth:`capabilities`.
         """
@@ -728,6 +729,8 @@ class Sampling(Untrained):
 
     strategy = "sampling"
     about, workload = "is a sampler", "epochs"
+    #: What can be declined.
+    asked = ("shuffle", "in_order", "seed", *get_args(Tail), "resume", "other_world", "read_ahead")
 
     @abstractmethod
     def start(self, spec: SamplerSpec, options: Options) -> None:
@@ -810,3 +813,9 @@ class Stopping(Untrained):
 
         A collective call.  ``asks``: this rank has to stop, whatever the metric (its time is over).
         """
+
+
+#: What trains no model, by the strategy that it declares.
+UNTRAINED: Mapping[str, type[Untrained]] = {
+    kind.strategy: kind for kind in (Collectives, Sampling, Stopping)
+}

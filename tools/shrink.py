@@ -26,6 +26,7 @@ from typing import Any
 
 from shardproof import registry
 from shardproof.case import Case
+from shardproof.cases import kinds
 from shardproof.cases.kills import VERDICT_KILLERS
 from shardproof.cases.runner import Session
 from shardproof.errors import ScenarioError
@@ -36,7 +37,6 @@ from shardproof.scenarios.load import ScenarioFile, find
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
 from shardproof.table import Table
-from shardproof.workloads import calls, untrained
 
 FOLDER = Path(__file__).resolve().parents[1] / "scenarios" / "conformance"
 PAGE, SEEN = FOLDER / "quick.md", FOLDER / "quick.json"
@@ -60,15 +60,16 @@ def sizes(file: ScenarioFile) -> Iterator[dict[str, Any]]:
 
 
 def _steps(file: ScenarioFile, size: dict[str, Any]) -> list[dict[str, Any]]:
-    fixed = "steps" in file.scenario.model_fields_set or untrained.of(file.scenario.workload)
+    fixed = "steps" in file.scenario.model_fields_set or not kinds.of(file.scenario.workload).trains
     return [size] if fixed else [{**size, "steps": 2}, size]
 
 
 def _models(file: ScenarioFile) -> Iterator[dict[str, Any]]:
     own = file.scenario.workload
-    if own.name == calls.NAME:
+    kind = kinds.of(own)
+    if kind.tests_backend:
         yield from ({"params": {"strength": strength}} for strength in (1, 2))
-    if untrained.of(own):
+    if not kind.trains:
         return
     fewer = {"global_batch": 12} if own.global_batch > 12 else {}
     if own.name != "charnames_gpt":
@@ -111,7 +112,8 @@ def fits(fault: Mutant, case: Case) -> bool:
 
 def _asks(workload: Any) -> set[tuple[str, Any]]:
     """What a workload that trains nothing is chosen by: of calls the operation alone."""
-    every = untrained.of(workload) is not None and workload.name != calls.NAME
+    kind = kinds.of(workload)
+    every = not kind.trains and not kind.tests_backend
     return {(k, v) for k, v in workload.params.items() if every or k == "operation"}
 
 

@@ -17,12 +17,13 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from shardproof.case import Case
+from shardproof.cases import kinds as workload_kinds
+from shardproof.cases.kinds.kind import Untrained
 from shardproof.cases.runner import OnAccount, run_cases
 from shardproof.checks import CHECKS, GENERAL
 from shardproof.checks.overlap import SETTLING
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.verdicts import JUDGE_ERROR, WORKING_PRECISION_ONLY
-from shardproof.workloads import untrained
 
 #: Verdicts that a mutant may declare as its killer, besides names of checks: the open ones are
 #: those of faults in the judge itself, which must not be green.
@@ -52,8 +53,8 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
     few = mutant.steps <= SETTLING
     left_out = {*(() if weighed else ("memory",)), *(("overlap",) if few else ())}
     checks = [name for name in GENERAL if name not in left_out]
-    if (of_its_own := untrained.of(mutant.workload)) is not None:
-        checks = [of_its_own.check]
+    if isinstance(kind := workload_kinds.of(mutant.workload), Untrained):
+        checks = [kind.only_check]
     more = {
         "relations": "relation" in mutant.expect,
         "checkpoint": mutant.checkpoint is not None,

@@ -2,8 +2,8 @@
 
 Runs inside a rank (a thread or a process), started by ``launch/ranks.py`` or by torchrun; out comes
 a :class:`~shardproof.evidence.records.RankRecord`.  Observation points copy the rank's pieces;
-traffic inside them is not counted.  ``membership.py`` is for systems whose members change: for all
-others it is one mesh of all ranks.
+traffic inside them is not counted.  ``plans/membership.py`` is for systems whose members change:
+for all others it is one mesh of all ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from shardproof import registry, tensor_bytes
 from shardproof.case import Case
-from shardproof.cases import answers
-from shardproof.cases.membership import Membership
-from shardproof.cases.saving import Saving
+from shardproof.cases.plans.membership import Membership
+from shardproof.cases.plans.saving import Saving
 from shardproof.cluster.nodes.nodes import node_here
 from shardproof.comm import Mesh
 from shardproof.contract import (
@@ -53,6 +52,7 @@ from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
 from shardproof.ledgers.memory import watch as watch_memory
 from shardproof.ledgers.memory.summary import MemoryRow
+from shardproof.registry import answers
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads import Workload
 

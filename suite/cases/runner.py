@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from shardproof import registry
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
+from shardproof.cases import kinds
 from shardproof.cases.leader import CaseTask, run_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult
@@ -29,7 +30,6 @@ from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.launch.ranks import LAST_RESORT
 from shardproof.registry import declaration, preflight
 from shardproof.verdicts import WORKING_PRECISION_ONLY
-from shardproof.workloads import calls
 
 #: Called with each result and its account (:class:`shardproof.evidence.account.Account` as JSON).
 OnAccount = Callable[[CaseResult, dict[str, Any]], None]
@@ -106,7 +106,7 @@ class Session:
                 case = end.payload.case
                 result, account = _result_of(end)
                 if end.payload.world is not None:
-                    held = result.verdict in _HELD and not calls.ends_in_a_mismatch(case)
+                    held = result.verdict in _HELD and not kinds.of(case.workload).parts_ranks(case)
                     self._worlds.give_back(end.payload.world, held)
                 yield Judged(case, result, account)
 

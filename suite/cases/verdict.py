@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from shardproof import axes, checks
 from shardproof.backends.errors import CollectiveMismatch, name_ranks
 from shardproof.case import Case
+from shardproof.cases import kinds
 from shardproof.cases.audit import audited
 from shardproof.checks import Outcome, faults
 from shardproof.checks.refusals import judge_errors
@@ -78,7 +79,7 @@ def _decided(account: Account) -> CaseResult:
         if kind == "BrokenContract":
             return _apply_xfail(case, "fail", message)
         if case.is_borrowed and case.precision and account.declaration is not None:
-            reason = account.declaration.excludes_case(case, account.missing)
+            reason = _excluded(account.declaration, account)
             return _result(case, "skip", reason or f"takes no such policy: {message}")
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
         return _refused(case, [error])
@@ -86,7 +87,7 @@ def _decided(account: Account) -> CaseResult:
     reason = problem_of(account.declaration)
     if reason:
         return _apply_xfail(case, "fail", reason)
-    reason = account.declaration.excludes_case(case, account.missing)
+    reason = _excluded(account.declaration, account)
     if reason:
         return _result(case, "skip", reason)
     rank_outcomes: Sequence[RankOutcome] = account.outcomes
@@ -155,6 +156,10 @@ def _after_fault(case: Case, account: Account, end: Outcome) -> tuple[str, str, 
             [end, loaded],
         )
     return loaded.status, f"checkpoint: {loaded.message} [{end.message}]", [end, loaded]
+
+
+def _excluded(declaration: Declaration, account: Account) -> str:
+    return kinds.of(account.case.workload).excludes(declaration, account.case, account.missing)
 
 
 def problem_of(declaration: Declaration) -> str:

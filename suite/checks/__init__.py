@@ -33,11 +33,15 @@ GENERAL = (
 EXPECTED = ("refusals", "relations", "checkpoint", "faults", "membership")
 #: The checks of workloads that train nothing (``calls``, ``epochs``, ``votes``): of others only
 #: ``faults`` applies there.
-OF_UNTRAINED = ("collectives", "data", "stopping")
+OF_UNTRAINED = {
+    "collectives": "shardproof.cases.kinds.calls.check",
+    "data": "shardproof.cases.kinds.samples.check",
+    "stopping": "shardproof.cases.kinds.votes.check",
+}
 #: Every check and the module that holds it.
 CHECKS: dict[str, str] = {
     **{name: f"shardproof.checks.{name}" for name in (*GENERAL, *EXPECTED)},
-    **{name: f"shardproof.checks.untrained.{name}" for name in OF_UNTRAINED},
+    **OF_UNTRAINED,
 }
 
 

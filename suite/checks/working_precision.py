@@ -37,7 +37,7 @@ from shardproof.checks.numbers import (
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.oracle import training
 from shardproof.oracle.truth import Tensors, TruthStep
-from shardproof.workloads import for_case, make
+from shardproof.workloads import Workload, for_case, make
 
 #: Tensors of fewer elements have too few errors to be judged alone.
 SMALL = 64
@@ -71,22 +71,15 @@ def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
     states = [evidence.observed(step, "after_update", "parameters") for step in steps]
     forced = [{n: t.to(narrow) for n, t in state.first().items()} for state in states]
     rule = evidence.declaration.buffers
-    runs = []
+    changing = evidence.members if case.changes_members else ()
     twin = make(case.workload, "float64", case.lane, case.compute_dtype)
-    for workload, precision in ((twin, {}), (for_case(case), case.precision)):
-        runs.append(
-            training.train(
-                workload,
-                case.optimizer,
-                case.data_coordinates,
-                case.steps,
-                rule,
-                forced=forced,
-                precision=precision,
-                members=evidence.members if case.changes_members else (),
-            ).steps
-        )
-    return runs[0], runs[1]
+
+    def steps_of(workload: Workload, precision: Mapping[str, str]) -> list[TruthStep]:
+        way = training.Way(precision, changing, forced=forced)
+        size = case.data_coordinates, case.steps
+        return training.train(workload, case.optimizer, *size, rule, way).steps
+
+    return steps_of(twin, {}), steps_of(for_case(case), case.precision)
 
 
 def ratios(

@@ -136,8 +136,9 @@ def prove(
     import torch
 
     from shardproof import registry
+    from shardproof.cases import kinds
+    from shardproof.cases.kinds.kind import Untrained
     from shardproof.cases.runner import Session
-    from shardproof.workloads import epochs, untrained
 
     only_in_programs()
     are({"options": options, "precision": precision}, Mapping, "a mapping")
@@ -149,12 +150,12 @@ def prove(
     things = {"hook": hook, "state": state, "schedule": schedule, "tensor_plan": tensor_plan}
     things["sampler"] = sampler
     if sampler is not None and workload is None:
-        workload = epochs.NAME
-    called = None if workload is None else untrained.of(_spec(workload, ()))
-    if called is not None:
+        workload = kinds.SAMPLES.name
+    called = None if workload is None else kinds.of(_spec(workload, ()))
+    if isinstance(called, Untrained):
         axis = axis or cutting("samples")
         lanes = ("bitwise",) if lanes == ("fp64",) else lanes
-        checks = (called.check,) if checks == GENERAL else checks
+        checks = (called.only_check,) if checks == GENERAL else checks
     data: str | OptimizerSpec
     path = isinstance(optimizer, str) and ":" in optimizer
     if isinstance(optimizer, OptimizerSpec | str) and not path:
@@ -197,7 +198,7 @@ def prove(
                         "clip": _clips(clip, data),
                         "lane": lane,
                         **policy,
-                        **_trained_by(data, lane, called is None),
+                        **_trained_by(data, lane, called is None or called.trains),
                         **_variants(workload),
                     },
                     "checks": several(checks),
@@ -320,11 +321,11 @@ def _trained_by(optimizer: str | OptimizerSpec, lane: Lane, trains: bool) -> dic
 
 def _variants(workload: Any) -> dict[str, Any]:
     """What a sampler is asked, where its workload is given by its name alone."""
-    from shardproof.workloads import epochs
+    from shardproof.cases.kinds.samples.workload import NAME, USUAL
 
-    if workload != epochs.NAME:
+    if workload != NAME:
         return {}
-    usual = epochs.USUAL.items()
+    usual = USUAL.items()
     return {"workload": [{"label": label, "params": knobs} for label, knobs in usual]}
 
 
@@ -348,9 +349,9 @@ def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
 
 def _of_called(case: Case) -> dict[str, Any]:
     """The argument that chooses a case of a workload that trains nothing."""
-    from shardproof.workloads import untrained
+    from shardproof.cases import kinds
 
-    return {} if untrained.of(case.workload) is None else {"workload": case.workload}
+    return {} if kinds.of(case.workload).trains else {"workload": case.workload}
 
 
 def _frame(

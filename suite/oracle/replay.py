@@ -77,12 +77,73 @@ def replay(
             not exist, a batch that was applied twice, or several workers in an update by state that
             each has of its own.
     """
-    # A worker computes on a model of its own, whose stateful dropout nobody else advances.
-    builds = [workload.build_for(0, worker) for worker in range(shares)]
-    *readers, writer = [build() for build in (*builds, builds[0])]
-    for module in (*readers, writer):
-        workload.load(module)
-    named = {name: p for name, p in writer.named_parameters() if p.requires_grad}
+    models = _Models(workload, shares)
+    histories = _histories(events, shares, by_worker)
+    _require_owners(histories, models.named)
+    owners = [
+        _Owner(spec, {n: models.named[n] for n in keys or models.named}, updates, by_worker)
+        for keys, updates in histories.items()
+    ]
+    versions, known = [models.snapshot()], dict[tuple[int, int], Tensors]()
+    while pending := [owner for owner in owners if len(owner.versions) <= len(owner.updates)]:
+        moved = False
+        for owner in pending:
+            update = owner.updates[len(owner.versions) - 1]
+            for event in update:
+                key = event.worker, event.step
+                if key not in known and (made := models.gradients(*key, owners)) is not None:
+                    known[key] = made
+            if all((event.worker, event.step) in known for event in update):
+                owner.apply([known[e.worker, e.step] for e in update], update[-1])
+                versions.append(models.snapshot())
+                moved = True
+        if not moved:
+            raise ValueError("servers wait for versions of each other that are never made")
+    return versions
+
+
+class _Models:
+    """The model that is updated, and one of each worker, on which its gradients are computed.
+
+    A worker has its own because nobody else advances its stateful dropout.
+    """
+
+    def __init__(self, workload: Workload, shares: int) -> None:
+        self.workload, self.shares = workload, shares
+        self.builds = [workload.build_for(0, worker) for worker in range(shares)]
+        *self.readers, self.writer = [build() for build in (*self.builds, self.builds[0])]
+        for module in (*self.readers, self.writer):
+            workload.load(module)
+        self.named = {n: p for n, p in self.writer.named_parameters() if p.requires_grad}
+
+    def snapshot(self) -> Tensors:
+        return {name: p.detach().clone() for name, p in self.writer.named_parameters()}
+
+    def gradients(self, worker: int, step: int, owners: Sequence[_Owner]) -> Tensors | None:
+        """Of the versions that were read; ``None``: one of them does not exist yet."""
+        for owner in owners:
+            version = owner.reads.get((worker, step))
+            if version is None:
+                raise ValueError(f"worker {worker} gave step {step} to some servers only")
+            if version >= len(owner.versions):
+                return None
+        reader = self.readers[worker]
+        with torch.no_grad():
+            for parameter in reader.parameters():
+                parameter.grad = None
+            held = dict(reader.named_parameters())
+            for owner in owners:
+                for name, value in owner.versions[owner.reads[worker, step]].items():
+                    held[name].copy_(value)
+        for micro in self.workload.batch(step, self.shares)[worker].micro_batches:
+            self.builds[worker].loss(reader(micro.inputs), micro).backward()
+        return {n: p.grad.clone() for n, p in reader.named_parameters() if p.grad is not None}
+
+
+def _histories(
+    events: Sequence[Event], shares: int, by_worker: bool
+) -> dict[tuple[str, ...], Updates]:
+    """The updates of each server, in order, by the parameters that it owns."""
     histories: dict[tuple[str, ...], Updates] = {}
     applied = Counter((event.keys, event.worker, event.step) for event in events)
     for event in sorted(events, key=lambda e: (e.order, e.worker)):
@@ -94,51 +155,7 @@ def replay(
         updates[-1].append(event)
         if by_worker and len(updates[-1]) > 1:
             raise ValueError(f"update {event.order} is by several workers, each with its own state")
-    _require_owners(histories, named)
-    owners = [
-        _Owner(spec, {n: named[n] for n in keys or named}, updates, by_worker)
-        for keys, updates in histories.items()
-    ]
-
-    def gradients(worker: int, step: int) -> Tensors | None:
-        """Of the versions that were read; ``None``: one of them does not exist yet."""
-        for owner in owners:
-            version = owner.reads.get((worker, step))
-            if version is None:
-                raise ValueError(f"worker {worker} gave step {step} to some servers only")
-            if version >= len(owner.versions):
-                return None
-        reader = readers[worker]
-        with torch.no_grad():
-            for parameter in reader.parameters():
-                parameter.grad = None
-            held = dict(reader.named_parameters())
-            for owner in owners:
-                for name, value in owner.versions[owner.reads[worker, step]].items():
-                    held[name].copy_(value)
-        for micro in workload.batch(step, shares)[worker].micro_batches:
-            builds[worker].loss(reader(micro.inputs), micro).backward()
-        return {n: p.grad.clone() for n, p in reader.named_parameters() if p.grad is not None}
-
-    def snapshot() -> Tensors:
-        return {name: p.detach().clone() for name, p in writer.named_parameters()}
-
-    versions, known = [snapshot()], dict[tuple[int, int], Tensors]()
-    while pending := [owner for owner in owners if len(owner.versions) <= len(owner.updates)]:
-        moved = False
-        for owner in pending:
-            update = owner.updates[len(owner.versions) - 1]
-            for event in update:
-                key = event.worker, event.step
-                if key not in known and (made := gradients(*key)) is not None:
-                    known[key] = made
-            if all((event.worker, event.step) in known for event in update):
-                owner.apply([known[e.worker, e.step] for e in update], update[-1])
-                versions.append(snapshot())
-                moved = True
-        if not moved:
-            raise ValueError("servers wait for versions of each other that are never made")
-    return versions
+    return histories
 
 
 def _require_possible(event: Event, updates: Updates, shares: int, is_new: bool) -> None:

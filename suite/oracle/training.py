@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -50,109 +50,182 @@ Tensors = dict[str, Tensor]
 Fold = Callable[[int, Sequence[Tensors]], Tensors]
 
 
+@dataclass(frozen=True)
+class Way:
+    """In what a training differs from the plain one.
+
+    ``precision`` is one device's idea of a mixed-precision policy (``Case.precision``): forward and
+    backward in ``parameters``, gradients added up in ``reduce``, updates on masters as built; the
+    gradients and parameters of the record are those of the masters.
+
+    ``members``: who takes part in each step, where that changes; ``coordinates`` are all ranks.
+    Who joins begins with the buffers and draws of the first member that stayed.
+
+    ``fold(step, parts)`` replaces the sum over coordinates: the oracle of a system that loses
+    precision in a declared manner (``Implementation.emulator``).  ``by_round``: it is called for
+    every round (the n-th micro-batch of all coordinates), and what it gives adds up.
+
+    With ``forced`` (teacher forcing) step ``s`` leaves the parameters ``forced[s]`` behind instead
+    of its own.
+    """
+
+    precision: Mapping[str, str] = field(default_factory=dict)
+    members: Sequence[StepMembers] = ()
+    fold: Fold | None = None
+    by_round: bool = False
+    forced: Sequence[Tensors] = ()
+
+
+#: One device, all coordinates in every step, gradients added up.
+PLAIN = Way()
+
+
 def train(
     workload: Workload,
     optimizer: OptimizerSpec,
     coordinates: int,
     steps: int,
     buffers_rule: BufferRule = "rank0",
-    *,
-    forced: Sequence[Tensors] = (),
-    fold: Fold | None = None,
-    by_round: bool = False,
-    precision: Mapping[str, str] = MappingProxyType({}),
-    members: Sequence[StepMembers] = (),
+    way: Way = PLAIN,
 ) -> Truth:
     """Train ``steps`` steps over ``coordinates`` data coordinates and record everything.
-
-    ``precision`` is one device's idea of a mixed-precision policy (``Case.precision``): forward and
-    backward in ``parameters``, gradients added up in ``reduce``, updates on masters as built; the
-    gradients and parameters of the record are those of the masters.
-
-    With ``forced`` (teacher forcing) step ``s`` leaves the parameters ``forced[s]`` behind instead
-    of its own.  ``fold(step, parts)`` replaces the sum over coordinates: the oracle of a system
-    that loses precision in a declared manner (``Implementation.emulator``).  ``by_round``: it is
-    called for every round (the n-th micro-batch of all coordinates), and what it gives adds up.
-
-    ``members``: who takes part in each step, where that changes; ``coordinates`` are all ranks.
-    Who joins begins with the buffers and draws of the first member that stayed.
 
     A parameter that no coordinate used has no gradient and is not updated; one that only some used
     counts as 0 for the others.
 
-    Raises:
-        ValueError: ``synced`` with unequal numbers of micro-batches or with a stateful dropout.
+    :raises ValueError: ``synced`` with unequal numbers of micro-batches or with a stateful dropout.
     """
-    build = workload.build_for(0)
-    module = build()
-    workload.load(module)
-    module.train()
-    device = Device(module, build.loss, precision, optimizer.scaler)
-    parameters = device.masters
-    named = {name: p for name, p in parameters.items() if p.requires_grad}
-    torch_optimizer = build_optimizer(optimizer, named)
-    buffers = [buffers_of(module) for _ in range(coordinates)]
-    draws = [read_draws(module)] * coordinates
-    if draws[0]:
-        draws = [read_draws(workload.build_for(0, c)("meta")) for c in range(coordinates)]
-    ranks = members[0].begin if members else tuple(range(coordinates))
-    buffers, draws = buffers[: len(ranks)], draws[: len(ranks)]
-    if buffers_rule == "synced" and draws[0]:
-        raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
-    record = Truth(copies(parameters))
+    training = _Training(workload, optimizer, coordinates, buffers_rule, way)
+    record = Truth(copies(training.model.parameters))
     for step in range(steps):
-        batches, spec = workload.batch(step, len(ranks)), optimizer
-        if members:
-            now = members[step]
-            places = [ranks.index(source) for source in sources(members, step).values()]
-            buffers, draws = [buffers[p] for p in places], [draws[p] for p in places]
-            regroup = getattr(fold, "regroup", None)
-            if now.members != ranks and regroup is not None:
-                regroup(heirs(members, step))
-            ranks = now.members
-            batches = workload.at(now.first, now.size).batch(step, len(ranks))
-            spec = replace(optimizer, lr=optimizer.lr * now.rate)
-        if buffers_rule == "synced":
-            pieces = [_joint(device, batches, buffers)]
-        else:
-            if buffers_rule == "rank0":
-                buffers = [buffers[0]] * len(ranks)
-            pieces = []
-            for coordinate, batch in enumerate(batches):
-                _restore(module, buffers[coordinate])
-                restore_draws(module, draws[coordinate])
-                pieces.append(device.accumulate(batch, apart=by_round))
-                buffers[coordinate] = buffers_of(module)
-                draws[coordinate] = read_draws(module)
-        losses = [loss for piece in pieces for loss in piece[0]]
-        total, given, sent = _reduced(step, [piece[1] for piece in pieces], fold)
-        kept = copies(getattr(fold, "kept", {}))
-        for name, gradient in total.items():
-            named[name].grad = device.unscaled(name, gradient)
-        scale, skipped = device.scale, device.overflowed(named.values())
-        gradients, norm, clipped = update(torch_optimizer, spec, step, named, skipped)
-        slots = read_slots(torch_optimizer, named)
-        record.steps.append(
-            TruthStep(
-                loss=sum(losses),
-                losses=losses,
-                norm=norm,
-                gradients=gradients,
-                clipped=clipped,
-                parameters=copies(parameters),
-                optimizer=copies(slots),
-                buffers=list(buffers),
-                scale=scale,
-                skipped=skipped,
-                given=given,
-                sent=sent,
-                kept=kept,
-            )
-        )
-        if forced:
-            force(parameters, forced[step])
-        device.round_masters()
+        record.steps.append(training.step(step))
+        if way.forced:
+            force(training.model.parameters, way.forced[step])
+        training.model.device.round_masters()
     return record
+
+
+class Trainee:
+    """A model with its optimizer on one device."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        optimizer: OptimizerSpec,
+        precision: Mapping[str, str],
+        coordinate: int = 0,
+    ) -> None:
+        # Models draw apart only where they have a stateful dropout; values are loaded.
+        build = workload.build_for(0, coordinate)
+        self.module = build()
+        workload.load(self.module)
+        self.module.train()
+        self.device = Device(self.module, build.loss, precision, optimizer.scaler)
+        self.parameters = self.device.masters
+        self.named = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.optimizer = build_optimizer(optimizer, self.named)
+
+    def update(
+        self, step: int, spec: OptimizerSpec, gradients: Tensors, losses: Sequence[float]
+    ) -> TruthStep:
+        """Update by reduced ``gradients``, which may be scaled; what the step came to.
+
+        It has no buffers yet.
+        """
+        for name, gradient in gradients.items():
+            self.named[name].grad = self.device.unscaled(name, gradient)
+        scale, skipped = self.device.scale, self.device.overflowed(self.named.values())
+        final, clipped = self._gradients(), None
+        if spec.clip_norm is None or skipped:
+            norm = torch.nn.utils.get_total_norm(list(final.values()), foreach=False)
+        else:
+            held = self.named.values()
+            norm = torch.nn.utils.clip_grad_norm_(held, spec.clip_norm, foreach=False)
+            clipped = self._gradients()
+        set_learning_rate(self.optimizer, spec, step)
+        if not skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return TruthStep(
+            loss=sum(losses),
+            losses=losses,
+            norm=norm.detach().clone(),
+            gradients=final,
+            clipped=clipped,
+            parameters=copies(self.parameters),
+            optimizer=copies(read_slots(self.optimizer, self.named)),
+            buffers=[],
+            scale=scale,
+            skipped=skipped,
+        )
+
+    def _gradients(self) -> Tensors:
+        return {name: p.grad.clone() for name, p in self.named.items() if p.grad is not None}
+
+
+class _Training:
+    """All coordinates on one model, with the buffers and draws of each."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        optimizer: OptimizerSpec,
+        coordinates: int,
+        rule: BufferRule,
+        way: Way,
+    ) -> None:
+        self.workload, self.optimizer, self.rule, self.way = workload, optimizer, rule, way
+        self.model = Trainee(workload, optimizer, way.precision)
+        self.ranks = way.members[0].begin if way.members else tuple(range(coordinates))
+        self.buffers = [buffers_of(self.model.module) for _ in self.ranks]
+        self.draws = [read_draws(self.model.module) for _ in self.ranks]
+        if self.draws[0]:
+            if rule == "synced":
+                raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
+            self.draws = [
+                read_draws(workload.build_for(0, number)("meta"))
+                for number, _ in enumerate(self.ranks)
+            ]
+
+    def step(self, step: int) -> TruthStep:
+        """One step of all."""
+        batches, spec = self._share_out(step)
+        if self.rule == "synced":
+            parts = [_joint(self.model.device, batches, self.buffers)]
+        else:
+            parts = [self._accumulate(number, batch) for number, batch in enumerate(batches)]
+        fold = self.way.fold
+        total, given, sent = _reduced(step, [gradients for _, gradients in parts], fold)
+        kept = copies(getattr(fold, "kept", {}))
+        losses = [loss for own, _ in parts for loss in own]
+        done = self.model.update(step, spec, total, losses)
+        return replace(done, buffers=list(self.buffers), given=given, sent=sent, kept=kept)
+
+    def _share_out(self, step: int) -> tuple[Sequence[Batch], OptimizerSpec]:
+        """The batch of each coordinate, and the optimizer of the step; members may change."""
+        if not self.way.members:
+            return self.workload.batch(step, len(self.ranks)), self.optimizer
+        now = self.way.members[step]
+        places = [self.ranks.index(source) for source in sources(self.way.members, step).values()]
+        self.buffers = [self.buffers[place] for place in places]
+        self.draws = [self.draws[place] for place in places]
+        regroup = getattr(self.way.fold, "regroup", None)
+        if now.members != self.ranks and regroup is not None:
+            regroup(heirs(self.way.members, step))
+        self.ranks = now.members
+        batches = self.workload.at(now.first, now.size).batch(step, len(self.ranks))
+        return batches, replace(self.optimizer, lr=self.optimizer.lr * now.rate)
+
+    def _accumulate(self, number: int, batch: Batch) -> tuple[list[float], list[Tensors]]:
+        """Loss and gradients of one coordinate, from its own buffers and draws."""
+        module = self.model.module
+        if number == 0 and self.rule == "rank0":
+            self.buffers = [self.buffers[0]] * len(self.ranks)
+        _restore(module, self.buffers[number])
+        restore_draws(module, self.draws[number])
+        found = self.model.device.accumulate(batch, apart=self.way.by_round)
+        self.buffers[number], self.draws[number] = buffers_of(module), read_draws(module)
+        return found
 
 
 class Device:
@@ -316,31 +389,6 @@ def left_fold(parts: Sequence[Tensors]) -> Tensors:
     return total
 
 
-def update(
-    torch_optimizer: torch.optim.Optimizer,
-    spec: OptimizerSpec,
-    step: int,
-    named: dict[str, nn.Parameter],
-    skipped: bool,
-) -> tuple[Tensors, Tensor, Tensors | None]:
-    """Clip and update from ``.grad``, which is cleared; ``skipped``: only clear it.
-
-    Returns the gradients, their norm, and the clipped gradients.
-    """
-    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-    clipped = None
-    if spec.clip_norm is None or skipped:
-        norm = torch.nn.utils.get_total_norm(list(gradients.values()), foreach=False)
-    else:
-        norm = torch.nn.utils.clip_grad_norm_(named.values(), spec.clip_norm, foreach=False)
-        clipped = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
-    set_learning_rate(torch_optimizer, spec, step)
-    if not skipped:
-        torch_optimizer.step()
-    torch_optimizer.zero_grad(set_to_none=True)
-    return gradients, norm.detach().clone(), clipped
-
-
 def _joint(
     device: Device, batches: Sequence[Batch], buffers: list[Tensors]
 ) -> tuple[list[float], list[Tensors]]:
@@ -359,19 +407,24 @@ def _joint(
     return losses, [device.take_gradients({})]
 
 
+def _device(workload: Workload, precision: Mapping[str, str], training_mode: bool = True) -> Device:
+    """A device without an optimizer, whose model is to be given a state."""
+    build = workload.build_for(0)
+    module = build()
+    module.train(training_mode)
+    return Device(module, build.loss, precision, None)
+
+
 def evaluator(
     workload: Workload,
     precision: Mapping[str, str] = MappingProxyType({}),
     training_mode: bool = False,
 ) -> Callable[[Tensors, Sequence[MicroBatch]], float]:
     """Tells the loss of micro-batches with a state (parameters and buffers), in evaluation mode."""
-    build = workload.build_for(0)
-    module = build()
-    module.train(training_mode)
-    device = Device(module, build.loss, precision, None)
+    device = _device(workload, precision, training_mode)
 
     def loss(state: Tensors, micro_batches: Sequence[MicroBatch]) -> float:
-        workload.load(module, state)
+        workload.load(device.module, state)
         with torch.no_grad():
             return sum(float(device.loss(device.forward(m.inputs), m)) for m in micro_batches)
 
@@ -382,13 +435,10 @@ def parts(
     workload: Workload, precision: Mapping[str, str], state: Tensors, batch: Batch
 ) -> list[Tensors]:
     """Gradients by name of each micro-batch of ``batch``, from ``state``, in training mode."""
-    build = workload.build_for(0)
-    module = build()
-    module.train()
-    device = Device(module, build.loss, precision, None)
+    device = _device(workload, precision)
     found = []
     for micro in batch.micro_batches:
-        workload.load(module, state)
+        workload.load(device.module, state)
         device.loss(device.forward(micro.inputs), micro).backward()
         found.append(device.take_gradients({}))
     return found
@@ -401,14 +451,12 @@ def buffers_after(
     micro_batches: Sequence[MicroBatch],
 ) -> Tensors:
     """Buffers after forwards of ``micro_batches`` in training mode, from ``state``."""
-    module = workload.build_for(0)()
-    module.train()
-    workload.load(module, state)
-    device = Device(module, workload.build_for(0).loss, precision, None)
+    device = _device(workload, precision)
+    workload.load(device.module, state)
     with torch.no_grad():
         for micro in micro_batches:
             device.forward(micro.inputs)
-    return buffers_of(module)
+    return buffers_of(device.module)
 
 
 def copies(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -444,15 +492,10 @@ def load_or_train(
         except (OSError, TypeError, tensor_bytes.DamagedFile):
             path.unlink(missing_ok=True)
     workload = for_case(case)
-    record = train(
-        workload,
-        case.optimizer,
-        case.data_coordinates,
-        case.steps,
-        buffers_rule,
-        precision=case.precision,
-        members=members_of(case, batch_rule) if case.changes_members else (),
-    )
+    members = members_of(case, batch_rule) if case.changes_members else ()
+    way = Way(case.precision, members)
+    size = case.data_coordinates, case.steps
+    record = train(workload, case.optimizer, *size, buffers_rule, way)
     if case.lane == "dyadic":
         exact = make(case.workload, "float64", case.lane)
         record.budget = budget(exact, case.optimizer, case.steps)

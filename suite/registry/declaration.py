@@ -20,7 +20,6 @@ from shardproof.case import Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
 from shardproof.errors import nearest
 from shardproof.files import Stored
-from shardproof.workloads import epochs, untrained
 from shardproof.workloads.base import DTYPES
 from shardproof.workloads.traits import TRAITS
 
@@ -62,6 +61,12 @@ class Declaration(Capabilities, Stored):
     def trains_alone(self) -> bool:
         """Whether each data coordinate has a trajectory of its own, until they meet."""
         return self.oracle == "emulated" and self.emulates == "trajectory"
+
+    @property
+    def not_trained(self) -> str:
+        """What it is, if it trains no model; empty: it trains one."""
+        kind = contract.UNTRAINED.get(self.strategy)
+        return kind.not_trained() if kind else ""
 
     @classmethod
     def of(cls, system: type[Implementation], options: Options) -> Declaration:
@@ -129,9 +134,8 @@ class Declaration(Capabilities, Stored):
         return ""
 
     def _declinable(self) -> Collection[str]:
-        return (
-            epochs.ASKED if self.strategy == Sampling.strategy else (*TRAITS, CLIPPING, LOSS_SCALE)
-        )
+        asked = Sampling.asked if self.strategy == Sampling.strategy else ()
+        return asked or (*TRAITS, CLIPPING, LOSS_SCALE)
 
     def missing_here(self, backend: str, world: int) -> str:
         """The backend or the package that this machine lacks; empty: none."""
@@ -163,17 +167,14 @@ class Declaration(Capabilities, Stored):
         return ""
 
     def excludes_case(self, case: Case, missing: str) -> str:
-        """Why ``case`` is outside what it declares or what the machine has; empty: it is not."""
+        """Why ``case``, which trains, is outside what it declares or what the machine has; empty:
+        it is not.
+        """
         reason = self.excludes(case.backend, case.dtype, case.world, case.mesh, missing)
         if reason:
             return reason
-        if reason := untrained.mismatch(case.workload, self.strategy):
-            return reason
-        if self.strategy == Sampling.strategy:
-            for word in epochs.asked(case.workload, case.data_coordinates):
-                if word in self.declines:
-                    return f"declines {word}: {self.declines[word]}"
-            return ""
+        if self.not_trained:
+            return self.not_trained
         if case.checkpoint is not None and not self.checkpoints:
             return "declares no checkpoints"
         if case.changes_members and not self.reconfigures:

@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Case, WorkloadSpec
+from shardproof.cases import kinds
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import Problem, ScenarioError, nearest
 from shardproof.files import from_plain
@@ -28,7 +29,6 @@ from shardproof.scenarios import member_plans, plans, schema
 from shardproof.scenarios.cells import AXES, Cell, matches
 from shardproof.scenarios.load import SHIPPED, ScenarioFile
 from shardproof.scenarios.vocabulary import Vocabulary
-from shardproof.workloads import untrained
 
 #: Keys and numbers that lead to a part of a file.
 Keys = list[str | int]
@@ -243,23 +243,22 @@ class _Expansion:
 
     def _faults(self, cell: Cell) -> Iterator[tuple[Keys, str, str]]:
         workload = self._workload(cell.workload)
-        called, checks = untrained.of(workload), self.scenario.checks
-        if (called is not None) != (cell.optimizer is None):
+        kind, checks = kinds.of(workload), {*self.scenario.checks}
+        if kind.trains == (cell.optimizer is None):
             yield (
                 ["matrix", "optimizer"],
-                f"workload {workload.name} trains nothing" if called else "no optimizer",
-                "leave the optimizer out" if called else "name one, e.g. sgd",
+                "no optimizer" if kind.trains else f"workload {workload.name} trains nothing",
+                "name one, e.g. sgd" if kind.trains else "leave the optimizer out",
             )
-        for name, each in untrained.BY_NAME.items():
-            asked = each is called
-            also = {"faults"} if each.has_steps else set()
-            if asked != (each.check in checks) or (asked and {*checks} - also != {each.check}):
+        for name, each in kinds.UNTRAINED.items():
+            check, asked = each.only_check, each is kind
+            if asked != (check in checks) or (asked and checks - each.also != {check}):
                 yield (
                     ["checks"],
-                    f"workload {name} and the check `{each.check}` belong together",
+                    f"workload {name} and the check `{check}` belong together",
                     "give both, and no other check, or neither",
                 )
-        if called and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
+        if not kind.trains and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
             yield (
                 ["matrix", "lane"],
                 f"{workload.name} are compared bit for bit, and have no clip and no precision",
@@ -400,7 +399,7 @@ class _Expansion:
             checks=tuple(scenario.checks),
             dtype=built,
             precision=policy,
-            steps=0 if untrained.of(workload) else scenario.steps,
+            steps=scenario.steps if kinds.of(workload).trains else 0,
             tier=tier,  # type: ignore[arg-type]
             expect=self._expect(cell),
             deadline=scenario.deadline,
@@ -451,7 +450,7 @@ def substitute(
     there, and in both where it has a smaller size there.
     """
     substituted: dict[str, Case] = {}
-    trained = [case for case in cases if untrained.of(case.workload) is None]
+    trained = [case for case in cases if kinds.of(case.workload).trains]
     cases = trained or cases  # who trains models does nothing else, as a rule
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
         if "refuses" in case.expect or isinstance(case.expect.get("relation"), Mapping):
@@ -499,7 +498,7 @@ def on_backend(cases: Sequence[Case], backend: str) -> list[Case]:
     on_gpu = BACKENDS[backend].device != "cpu"
     dropped = {name for name, other in BACKENDS.items() if other.device != "cpu"} | {backend}
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
-        if case.backend in dropped or (on_gpu and case.workload.name == "calls"):
+        if case.backend in dropped or (on_gpu and kinds.of(case.workload).tests_backend):
             continue
         scenario, system, _, *middle, tier = case.id.split("::")
         cell = "::".join([scenario, system, backend, *middle])

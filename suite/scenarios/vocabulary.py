@@ -32,11 +32,12 @@ class Vocabulary:
 def installed() -> Vocabulary:
     from shardproof import registry, workloads
     from shardproof.backends import BACKENDS
+    from shardproof.cases import kinds
     from shardproof.checks import CHECKS
 
     def fault_of(spec: WorkloadSpec) -> str | None:
         try:
-            workloads.check(spec)
+            kinds.of(spec).check(spec)
         except workloads.WorkloadError as error:
             return str(error)
         return None
@@ -44,7 +45,7 @@ def installed() -> Vocabulary:
     return Vocabulary(
         implementations=tuple(registry.names()),
         backends=tuple(BACKENDS),
-        workloads=(*workloads.WORKLOADS, *workloads.untrained.BY_NAME),
+        workloads=(*workloads.WORKLOADS, *kinds.UNTRAINED),
         traits=tuple(workloads.TRAITS),
         checks=tuple(CHECKS),
         groups=workloads.suggested_groups,

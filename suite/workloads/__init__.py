@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardproof.case import Case, Lane, WorkloadSpec
-from shardproof.workloads import own, untrained
+from shardproof.workloads import own
 from shardproof.workloads.base import Family, Workload, resolve
 from shardproof.workloads.cnn import DigitsCNN
 from shardproof.workloads.dyadic import DyadicMLP
@@ -49,9 +49,6 @@ def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
 
     A user's own is not imported here (``registry.preflight`` does, in another process).
     """
-    if (of_its_own := untrained.of(spec)) is not None:
-        of_its_own.resolve(spec)
-        return
     if ":" in spec.name:
         own.check_name(spec.name, spec.traits)
         return

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from shardproof.case import Case, WorkloadSpec
+from shardproof.cases.kinds.samples import workload as epochs
 from shardproof.cases.runner import run_cases
 from shardproof.contract import OptimizerSpec
 from shardproof.errors import ScenarioError
 from shardproof.scenarios.load import load_text
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
-from shardproof.workloads import WorkloadError, epochs
+from shardproof.workloads import WorkloadError
 
 HERE = Path(__file__).parents[1] / "support"
 EXPECTED = {

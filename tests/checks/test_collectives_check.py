@@ -11,15 +11,17 @@ import torch
 
 from shardproof import registry
 from shardproof.case import Case, WorkloadSpec
-from shardproof.cases import call_buffers, large_call
 from shardproof.cases.kills import pair
+from shardproof.cases.kinds.calls import buffers as call_buffers
+from shardproof.cases.kinds.calls import check as collectives
+from shardproof.cases.kinds.calls import large as large_call
+from shardproof.cases.kinds.calls import workload as calls
+from shardproof.cases.kinds.calls import wrong as wrong_calls
 from shardproof.cases.runner import run_cases
-from shardproof.checks.untrained import collectives
 from shardproof.comm import Call
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence.records import ComparisonRow
 from shardproof.verdicts import JUDGE_ERROR
-from shardproof.workloads import calls, wrong_calls
 
 
 def case(operation: str, backend: str, world: int, **knobs: Any) -> Case:

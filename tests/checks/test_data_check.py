@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from shardproof import registry
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.kills import pair
-from shardproof.cases.samples import SamplesProgram
+from shardproof.cases.kinds.samples import check as data
+from shardproof.cases.kinds.samples import workload as epochs
+from shardproof.cases.kinds.samples.rank_program import SamplesProgram
 from shardproof.checks import Outcome
-from shardproof.checks.untrained import data
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence.records import ComparisonRow, Drawn, RankRecord
-from shardproof.workloads import epochs
 
 TORCH = "pytorch/distributed_sampler"
 

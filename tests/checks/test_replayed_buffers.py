@@ -17,7 +17,7 @@ from shardproof.checks.numbers import Differs, relative_frobenius
 from shardproof.contract import BufferRule, OptimizerSpec
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.records import ComparisonRow
-from shardproof.oracle.training import train
+from shardproof.oracle.training import Way, train
 from shardproof.oracle.truth import Truth
 from shardproof.workloads import make
 
@@ -64,7 +64,7 @@ def _trained(rule: BufferRule, spread: float = 0.0) -> Truth:
         return {n: sum(p[n] for p in parts) * (1 + spread * (-1) ** step) for n in parts[0]}
 
     spec = replace(OptimizerSpec(), name="adamw")
-    return train(make(SPEC), spec, COORDINATES, STEPS, rule, fold=fold)
+    return train(make(SPEC), spec, COORDINATES, STEPS, rule, Way(fold=fold))
 
 
 @pytest.mark.parametrize("rule", RULES)

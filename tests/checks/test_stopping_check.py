@@ -16,17 +16,18 @@ from local_ranks import succeed
 from shardproof import registry
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.kills import pair
+from shardproof.cases.kinds.votes import check as stopping
+from shardproof.cases.kinds.votes import workload as votes
+from shardproof.cases.kinds.votes.rank_program import VotingProgram
 from shardproof.cases.runner import run_cases
-from shardproof.cases.voting import VotingProgram
 from shardproof.checks import Outcome
-from shardproof.checks.untrained import stopping
 from shardproof.contract import OptimizerSpec, StopRule
 from shardproof.errors import ScenarioError
 from shardproof.evidence.records import RankRecord, Voted
 from shardproof.scenarios.load import find, load_text
 from shardproof.scenarios.matrix import expand
 from shardproof.scenarios.vocabulary import installed
-from shardproof.workloads import WorkloadError, votes
+from shardproof.workloads import WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,9 +13,9 @@ from commands import here
 
 from shardproof import prove
 from shardproof.case import WorkloadSpec
+from shardproof.cases.kinds.samples import workload as epochs
 from shardproof.contract import GroupSpec, OptimizerSpec
 from shardproof.errors import SelectionError
-from shardproof.workloads import epochs
 
 pytestmark = pytest.mark.launches
 

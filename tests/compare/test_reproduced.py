@@ -13,6 +13,7 @@ from made_engine import MadeEngine
 from synthetic import case, case_line, check_line
 
 from shardproof.case import Case, Fault
+from shardproof.cases import kinds
 from shardproof.checks.results import CaseResult
 from shardproof.cluster.containers import engine
 from shardproof.cluster.nodes.nodes import Nodes
@@ -23,7 +24,6 @@ from shardproof.compare.reproduced import Reproduced
 from shardproof.runs import records
 from shardproof.runs.header import read_header
 from shardproof.runs.run_folder import Run, RunFolder, read
-from shardproof.workloads import untrained
 
 CASES = [case(0), case(1, lane="bitwise"), case(2, lane="dyadic")]
 
@@ -231,7 +231,7 @@ def test_a_system_that_is_gone_is_told_and_nothing_runs(command: Any, tmp_path: 
 
 
 def test_workloads_that_train_no_model_are_run_again() -> None:
-    names = [*untrained.BY_NAME]
+    names = [*kinds.UNTRAINED]
     of = case(0)
     cases = [replace(of, id=n, workload=replace(of.workload, name=n)) for n in names]
     assert names and reproduce._obstacles(cases) == {}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from made_case import made_case
 
+from shardproof.cases.kinds.calls.workload import described
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence import seen
 from shardproof.evidence.records import ComparisonRow, StepRecord
 from shardproof.ledgers.traffic import Call
-from shardproof.workloads.calls import described
 
 
 def call(issued: int = 0, waited: int | None = 1, **more: Any) -> Call:

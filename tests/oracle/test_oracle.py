@@ -57,7 +57,7 @@ def test_gradients_stand_in_the_order_in_which_backwards_were_done_with_them() -
         return training.left_fold(parts)
 
     item = workload(CNN, "tied_over_units", global_batch=12, micro_batches=2)
-    train(item, OptimizerSpec(), 2, 1, fold=fold)
+    train(item, OptimizerSpec(), 2, 1, way=training.Way(fold=fold))
     built = [name for name, p in item.build_for(0)("meta").named_parameters() if p.requires_grad]
     tied = "front.tied_over_units.layer.weight"
     assert built[0] == tied

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from shardproof import prove
 from shardproof.case import WorkloadSpec
-from shardproof.cases import answers
 from shardproof.contract import OptimizerSpec, Refused, is_outer
 from shardproof.evidence.records import OracleFacts
 from shardproof.impls.reference import diloco, local_sgd
 from shardproof.impls.reference.parts.alone import Meeting, Meets, Tensors
+from shardproof.oracle import asked
 from shardproof.oracle.training import train
 from shardproof.oracle.trajectories import train_apart
 from shardproof.workloads import make
@@ -89,7 +89,7 @@ class Careless(local_sgd.ReferenceLocalSGD):
 
 
 def test_a_meeting_that_works_in_place_changes_nothing_that_is_recorded() -> None:
-    steps = train_apart(SMALL, SGD, 2, 3, answers.Meets(Careless, {})).steps
+    steps = train_apart(SMALL, SGD, 2, 3, asked.Meets(Careless, {})).steps
     slot = next(name for name in steps[0].optimizer if name.endswith("outer_count"))
     assert [step.apart[1].optimizer[slot].item() for step in steps] == [1, 2, 3]
 

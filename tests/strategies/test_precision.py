@@ -20,7 +20,7 @@ from shardproof.impls.reference.engine.masters import Masters, gradient_dtype
 from shardproof.impls.reference.engine.offload import HostMemory
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.precision import Precision
-from shardproof.oracle.training import train
+from shardproof.oracle.training import Way, train
 from shardproof.registry.declaration import Declaration
 from shardproof.workloads import make
 
@@ -212,7 +212,7 @@ def test_no_masters_where_nothing_is_narrow() -> None:
 def test_one_device_follows_the_policy() -> None:
     item = make(WORKLOAD, "float32", "working_precision", "bfloat16")
     runs = {
-        name: train(item, OptimizerSpec(lr=1e-4), 2, 2, precision=policy).to_dict()
+        name: train(item, OptimizerSpec(lr=1e-4), 2, 2, way=Way(policy)).to_dict()
         for name, policy in (("a16", A16), ("m18", M18))
     }
     plain = train(item, OptimizerSpec(lr=1e-4), 2, 2).to_dict()

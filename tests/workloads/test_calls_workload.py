@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from shardproof.case import WorkloadSpec
-from shardproof.cases import wrong_calls as tensors
+from shardproof.cases import kinds
+from shardproof.cases.kinds.calls import covering
+from shardproof.cases.kinds.calls import workload as calls
+from shardproof.cases.kinds.calls import wrong as wrong_calls
 from shardproof.comm import Send
-from shardproof.workloads import WorkloadError, calls, check, covering, wrong_calls
+from shardproof.workloads import WorkloadError
 
 
 @pytest.mark.parametrize("operation", calls.OPERATIONS)
@@ -60,15 +63,15 @@ def test_fewer_factors_than_the_strength_give_every_row_and_none_that_cannot_be(
 
 def test_unknown_knobs_and_values_are_refused() -> None:
     with pytest.raises(WorkloadError, match="did you mean 'strength'"):
-        check(WorkloadSpec("calls", params={"strenght": 2}))
+        kinds.CALLS.check(WorkloadSpec("calls", params={"strenght": 2}))
     with pytest.raises(WorkloadError, match="must be one of 'all_reduce'"):
-        check(WorkloadSpec("calls", params={"operation": "allreduce"}))
+        kinds.CALLS.check(WorkloadSpec("calls", params={"operation": "allreduce"}))
     with pytest.raises(WorkloadError, match="size = 'large' is of operation: broadcast alone"):
-        check(WorkloadSpec("calls", params={"operation": "gather", "size": "large"}))
+        kinds.CALLS.check(WorkloadSpec("calls", params={"operation": "gather", "size": "large"}))
     with pytest.raises(WorkloadError, match="source = 'any' is of operation: send_recv alone"):
-        check(WorkloadSpec("calls", params={"operation": "batch", "source": "any"}))
+        kinds.CALLS.check(WorkloadSpec("calls", params={"operation": "batch", "source": "any"}))
     with pytest.raises(WorkloadError, match="no traits"):
-        check(WorkloadSpec("calls", traits=("tied",)))
+        kinds.CALLS.check(WorkloadSpec("calls", traits=("tied",)))
 
 
 def test_each_operation_but_a_barrier_has_wrong_calls_and_each_way_to_differ_has_a_world() -> None:
@@ -90,7 +93,7 @@ def test_each_operation_but_a_barrier_has_wrong_calls_and_each_way_to_differ_has
 def test_one_rank_differs_from_the_others_and_only_it(operation: str) -> None:
     for world in range(2, 6):
         (cell,) = wrong_calls.differing(operation, world, "one", {})
-        given = [tensors.arguments(cell, rank, world) for rank in range(world)]
+        given = [wrong_calls.arguments(cell, rank, world) for rank in range(world)]
         shown = [_shown(one, operation in ("gather", "scatter")) for one in given]
         assert len({*shown[1:-1]}) <= 1
         assert shown[-1] not in shown[1:-1]

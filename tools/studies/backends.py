@@ -27,10 +27,10 @@ import psutil
 from shardproof.axes import parts
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
+from shardproof.cases import kinds
 from shardproof.cases.runner import Session
 from shardproof.errors import Problem, SelectionError
 from shardproof.scenarios.matrix import on_backend
-from shardproof.workloads import untrained
 
 #: CPU seconds of the last backend over those of ``BASE``, the median over cases: at most.
 MOST_COST, BASE = 2.0, "gloo"
@@ -66,7 +66,7 @@ def cells_of(cases: Sequence[Case], backends: Sequence[str]) -> list[tuple[Cell,
     those that train nothing: they put a backend itself on trial.
     """
     found: dict[str, tuple[Cell, dict[str, Case]]] = {}
-    trained = [case for case in cases if untrained.of(case.workload) is None]
+    trained = [case for case in cases if kinds.of(case.workload).trains]
     for backend in backends:
         for case in on_backend(trained, backend):
             scenario, system, _, *rest = case.id.split("::")

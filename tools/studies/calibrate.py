@@ -30,7 +30,7 @@ from shardproof.checks import numbers, working_precision
 from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
 from shardproof.files import write_whole
-from shardproof.oracle.training import train
+from shardproof.oracle.training import Way, train
 from shardproof.oracle.truth import Tensors
 from shardproof.workloads import make
 
@@ -119,7 +119,7 @@ def ring_error(dtype: str, seed: int, world: int) -> float:
     def gradients(item: Any, **how: Any) -> Tensors:
         return train(item, OptimizerSpec(), world, 1, **how).steps[0].gradients
 
-    truth, ring = gradients(twin), gradients(workload, fold=ring_fold)
+    truth, ring = gradients(twin), gradients(workload, way=Way(fold=ring_fold))
     zeros = workload.zero_gradient
     if dtype != "float64":
         return max(working_precision.ratios(ring, gradients(workload), truth, zeros).values())

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from shardproof.case import Fault
-from shardproof.cases import leader
+from shardproof.cases import training
 from shardproof.checks import CHECKS, equivalence, working_precision
 from shardproof.contract import Capabilities
 from shardproof.evidence.assembled import Assembled, Evidence
@@ -180,12 +180,12 @@ class RecordIsEmpty(Misjudged):
 
     @classmethod
     def spoil_judge(cls) -> None:
-        sound = leader.records_of
+        sound = training.records_of
 
         def records_of(outcomes: Any) -> list[RankRecord]:
             return [record.without_tensors() for record in sound(outcomes)]
 
-        leader.records_of = records_of
+        training.records_of = records_of
 
 
 @mutant("judge_keeps_no_digests", says="make no whole tensor|digest", killed_by=("active",))

@@ -83,15 +83,9 @@ def _made_otherwise(
                 )
     for rule in _RULES:
         if rule != evidence.declaration.buffers and _may(evidence, rule):
-            run = training.train(
-                workload,
-                case.optimizer,
-                case.data_coordinates,
-                step + 1,
-                rule,
-                precision=case.precision,
-                members=evidence.members if case.changes_members else (),
-            )
+            changing = evidence.members if case.changes_members else ()
+            size, way = (case.data_coordinates, step + 1), training.Way(case.precision, changing)
+            run = training.train(workload, case.optimizer, *size, rule, way)
             yield run.steps[step].buffers[coordinate][name], f"{name!r} follows the rule {rule!r}"
     yield torch.zeros_like(start[name]), f"{name!r} is zero"
 

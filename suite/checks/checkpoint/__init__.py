@@ -1,7 +1,7 @@
 """What is loaded is what was saved, and training goes on as if it had never stopped.
 
 The scenario's ``checkpoints`` say when a case saves and who loads.  Two runs are made beside it
-(``cases/checkpoint_runs.py``).  One saves nothing: the case must have its bits after every step, in
+(``cases/plans/checkpoint.py``).  One saves nothing: the case has its bits after every step, in
 tensors, losses, metrics and generators, also where a save goes on behind training's back.  In the
 other fresh ranks, set up from other values, from which they have trained if the plan says
 ``trained``, load the newest checkpoint and go on from the step that the returned ``extra`` names.

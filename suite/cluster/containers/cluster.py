@@ -45,7 +45,7 @@ _SHARED_MEMORY = "2g"
 NO_HOST = {"com.docker.network.bridge.inhibit_ipv4": "true"}
 #: Tries to remove a cluster, and seconds after which there is no other.
 _REMOVE_TRIES, _REMOVE_SECONDS = 5, 60
-_MODULES = ("shardproof.cases.preloaded", "shardproof.cases.training_run")
+_MODULES = ("shardproof.cases.preloaded", "shardproof.cases.training")
 
 
 @dataclass(frozen=True)

@@ -199,8 +199,9 @@ def _obstacles(cases: Sequence[Case]) -> dict[str, str]:
     """By its id why a case cannot be run by this version, or without a system of its own."""
     from shardproof import registry
     from shardproof.backends import BACKENDS
+    from shardproof.cases import kinds
     from shardproof.registry import preflight
-    from shardproof.workloads import WORKLOADS, untrained
+    from shardproof.workloads import WORKLOADS
 
     gone: dict[str, str] = {}
     for name in dict.fromkeys(case.implementation for case in cases):
@@ -209,7 +210,7 @@ def _obstacles(cases: Sequence[Case]) -> dict[str, str]:
             preflight.check([name])
         except SelectionError as error:
             gone[name] = f"the system is gone: {error.problems[0].what}"
-    told, known = {}, {*WORKLOADS, *untrained.BY_NAME}
+    told, known = {}, {*WORKLOADS, *kinds.UNTRAINED}
     for case in cases:
         if case.implementation in gone:
             told[case.id] = gone[case.implementation]

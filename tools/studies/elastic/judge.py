@@ -102,9 +102,8 @@ def truth_of(history: History, worlds: Sequence[int] = ()) -> Truth:
     told = of_worlds(history, worlds or history.worlds())
     most = max(len(step.members) for step in told)
     workload = workloads.make(history.workload)
-    return training.train(
-        *(workload, history.optimizer, most, history.steps, "per_rank"), members=told
-    )
+    way = training.Way(members=told)
+    return training.train(workload, history.optimizer, most, history.steps, "per_rank", way)
 
 
 def differs_in(one: Judged, other: Judged) -> str:

@@ -1,7 +1,7 @@
 """Every call of a collective operation gives the exact answer, and touches nothing else.
 
 Judged in cases of workload ``calls``: ranks make the calls of a sub-matrix that covers every
-combination of a few factors (``suite/workloads/calls.py``).  Values are small integers and powers
+combination of a few factors (``workload.py``).  Values are small integers and powers
 of two, so the answer is exact in any order of adding: tolerance 0.  Results are poisoned first;
 inputs and the memory around every tensor are compared afterwards, on every rank.  A work that says
 it is done before it can be, or whose result comes after the wait, is told as such.
@@ -12,6 +12,9 @@ or another moment; nor what a call costs (``traffic``).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from shardproof.cases.kinds import judged
 from shardproof.checks import Outcome, Worst
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
@@ -46,22 +49,13 @@ def _gravity(row: ComparisonRow) -> tuple[bool, bool, bool]:
 
 def decide(figures: Figures) -> Outcome:
     """By the rows alone."""
+    nothing = "no call was made: it judges workload calls only"
+    found = judged.outcome("collectives", figures, nothing, "calls")
     rows = figures.compared.get("collectives", [])
-    if not rows:
-        return Outcome("collectives", "skip", "no call was made: it judges workload calls only")
-    wrong = [row for row in rows if row.problem]
-    numbers = {"calls": len(rows), "wrong": len(wrong)}
-    if not wrong:
-        made = [row for row in rows if row.error is not None]
-        if len(made) < len(rows):
-            return Outcome("collectives", "judge error", "a call has no result", figures=numbers)
-        return Outcome("collectives", "pass", f"{len(rows)} calls", figures=numbers)
-    first = wrong[0]
-    message = first.problem
-    if len(wrong) > 1:
-        message += f" (and {len(wrong) - 1} more of {len(rows)} calls)"
-    worst = None
-    if first.error is not None and first.bound is not None:
-        place = first.step, first.phase, first.owner
-        worst = Worst(first.name, *place, first.error, first.bound)
-    return Outcome("collectives", "fail", message, worst, numbers)
+    if found.status == "pass" and any(row.error is None for row in rows):
+        return replace(found, status="judge error", message="a call has no result")
+    first = next((row for row in rows if row.problem), None)
+    if first is None or first.error is None or first.bound is None:
+        return found
+    place = first.step, first.phase, first.owner
+    return replace(found, worst=Worst(first.name, *place, first.error, first.bound))

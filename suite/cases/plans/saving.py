@@ -19,10 +19,10 @@ from torch import nn
 from shardproof import tensor_bytes
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.cases import answers
 from shardproof.contract import Implementation
 from shardproof.evidence.records import Loaded
 from shardproof.ledgers import program_order
+from shardproof.registry import answers
 from shardproof.workloads.draws import read_draws
 from shardproof.workloads.layers import seed_number
 

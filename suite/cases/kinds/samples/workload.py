@@ -45,8 +45,6 @@ USUAL: Mapping[str, Params] = {
     "more-ranks": {"resume_at": 1, "into": 4},
     "fewer-ranks": {"resume_at": 3, "into": 1},
 }
-#: What a sampler may decline: of all but the seed it has no case then.
-ASKED = ("shuffle", "in_order", "seed", *get_args(Tail), "resume", "other_world", "read_ahead")
 
 
 def resolve(spec: WorkloadSpec) -> Params:
@@ -67,7 +65,7 @@ def resolve(spec: WorkloadSpec) -> Params:
 
 
 def asked(spec: WorkloadSpec, world: int) -> list[str]:
-    """What a case of ``world`` data coordinates asks of a sampler, in words of :data:`ASKED`."""
+    """What a case of ``world`` data coordinates asks of a sampler (``Sampling.asked``)."""
     params = resolve(spec)
     needed = {
         "shuffle": params["shuffle"],

@@ -16,7 +16,7 @@ The sub-matrix covers every combination of ``strength`` factors' values:
                 way in both; single: this rank alone
 
 Calls that must raise come after them, then the first call once more, which must still be right
-(``wrong_calls.py``).
+(``wrong.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.workloads import covering, wrong_calls
+from shardproof.cases.kinds.calls import covering, wrong
 from shardproof.workloads.knobs import Knob, Params, WorkloadError, untrained_values
 
 NAME = "calls"
@@ -89,8 +89,8 @@ KNOBS: Mapping[str, Knob] = {
     "others": Knob("kept", choices=("kept", "undefined")),
     # ``large``: one broadcast of more than 2 GiB, and nothing else.
     "size": Knob("usual", choices=("usual", LARGE)),
-    "mistakes": Knob("all", choices=wrong_calls.MISTAKES),
-    "differs": Knob("one", choices=wrong_calls.DIFFERS),
+    "mistakes": Knob("all", choices=wrong.MISTAKES),
+    "differs": Knob("one", choices=wrong.DIFFERS),
 }
 _CHUNKED = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -136,9 +136,9 @@ def sub_matrix(case: Case, offered: Mapping[str, Mapping[str, Sequence[str]]]) -
         for row in covering.covering(factors, params["strength"], fits_for(operation), seed)
     ]
     taken = offered[operation]
-    wrong = list(wrong_calls.mistakes(operation, params["mistakes"], taken))
-    last = wrong_calls.differing(operation, case.world, params["differs"], taken)
-    return [*rows, *wrong, *(rows[:1] if wrong else []), *last]
+    mistaken = list(wrong.mistakes(operation, params["mistakes"], taken))
+    last = wrong.differing(operation, case.world, params["differs"], taken)
+    return [*rows, *mistaken, *(rows[:1] if mistaken else []), *last]
 
 
 def factors_of(
@@ -220,11 +220,3 @@ def described(cell: Cell) -> str:
 def is_wrong(cell: Cell) -> bool:
     """Whether a call must raise."""
     return "mistake" in cell or "differs" in cell
-
-
-def ends_in_a_mismatch(case: Case) -> bool:
-    """Whether the ranks of ``case`` part on purpose: nothing else can be run in them."""
-    if case.workload.name != NAME or case.world == 1:
-        return False
-    params = resolve(case.workload)
-    return params["differs"] != "none" and params["size"] != LARGE

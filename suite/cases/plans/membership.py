@@ -14,10 +14,10 @@ from shardproof import backends
 from shardproof.axes import joint_groups
 from shardproof.backends import faults
 from shardproof.case import Case, Death, data_shares
-from shardproof.cases import answers
 from shardproof.comm import Mesh, PeerGone
 from shardproof.contract import BatchRule, Implementation
 from shardproof.oracle import members
+from shardproof.registry import answers
 
 #: How a step that a member dies in ends on a rank: what it did when the others were to stop.
 Attempt = str

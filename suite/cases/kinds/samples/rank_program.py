@@ -1,8 +1,7 @@
 """What one rank does in a case of workload ``epochs``: ask its sampler, note what it gives.
 
-Nothing is judged here: ``checks/untrained/data.py`` compares what the ranks noted.  Global
-generators differ from rank to rank, as they do in training, so a sampler that draws from them
-shows.
+Nothing is judged here: ``check.py`` compares what the ranks noted.  Global generators differ from
+rank to rank, as they do in training, so a sampler that draws from them shows.
 """
 
 from __future__ import annotations
@@ -12,21 +11,20 @@ import json
 import operator
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
 
-from shardproof import registry
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
+from shardproof.cases.kinds.samples import workload
+from shardproof.cases.kinds.untrained import Program
 from shardproof.contract import SamplerSpec, Sampling
 from shardproof.evidence.records import Drawn, RankRecord
-from shardproof.launch.process_control import cores
-from shardproof.registry.declaration import BrokenContract, Declaration
-from shardproof.workloads import epochs
+from shardproof.registry.declaration import BrokenContract
 
 #: Added to the seed where another one must give another order: further than epochs go.
 OTHER_SEED = 7919
@@ -38,47 +36,45 @@ GENERATORS: Mapping[str, Callable[[], Any]] = {
 }
 
 
+def after(case: Case, leg: int, before: Sequence[RankRecord]) -> SamplesProgram:
+    """The program of a leg, whose ranks get the state that those of the leg ``before`` told."""
+    return SamplesProgram(case, leg, before[0].told_state if before else "")
+
+
 @dataclass(frozen=True)
-class SamplesProgram:
-    """What every rank does in one leg; it travels to ranks that were not forked.
+class SamplesProgram(Program):
+    """Ask a sampler for everything of one leg.
 
     ``state``: what the ranks of the leg before told, as JSON; empty in the first one.
     """
 
-    case: Case
     leg: int = 0
     state: str = ""
 
-    def __call__(self, rank: int, world: int) -> dict[str, Any]:
-        return _Asker(self, rank).run().to_dict()
+    def fill(self, record: RankRecord, system: Any, world: int) -> None:
+        """Note all samples that it gives."""
+        asker = _Asker(self, record, system)
+        asker.whole_runs()
+        if asker.params["resume_at"]:
+            asker.leg()
 
 
 class _Asker:
-    def __init__(self, program: SamplesProgram, rank: int) -> None:
-        self.case, self.rank, self.program = program.case, rank, program
-        self.params = epochs.resolve(self.case.workload)
-        legs = epochs.meshes(self.case)
+    def __init__(self, program: SamplesProgram, record: RankRecord, system: Any) -> None:
+        self.program, self.case, self.record, self.system = program, program.case, record, system
+        self.params = workload.resolve(self.case.workload)
+        legs = workload.meshes(self.case)
         self.is_last = program.leg == len(legs) - 1
         self.mesh = legs[program.leg]
-        self.system = registry.load(self.case.implementation)
-        self.declaration = Declaration.of(self.system, self.case.options)
-        self.drawn: list[Drawn] = []
         #: Threads share their generators: nobody could say who moved them.
         self.has_own_generators = not BACKENDS[self.case.backend].threads
 
-    def run(self) -> RankRecord:
-        """Ask for everything of this leg."""
-        self._whole_runs()
-        if self.params["resume_at"]:
-            self._leg()
-        return RankRecord(self.rank, cores(), self.declaration, drawn=self.drawn)
-
     def _started(self, more_seed: int = 0) -> Sampling:
-        by_rank = epochs.coordinates(self.mesh)
-        sampler = cast("Sampling", self.system())
+        by_rank = workload.coordinates(self.mesh)
+        sampler: Sampling = self.system()
         spec = SamplerSpec(
             self.params["samples"],
-            rank=by_rank[self.rank],
+            rank=by_rank[self.record.rank],
             world=max(by_rank.values()) + 1,
             shuffle=self.params["shuffle"],
             tail=self.params["tail"],
@@ -87,17 +83,18 @@ class _Asker:
         sampler.start(spec, self.case.options)
         return sampler
 
-    def _whole_runs(self) -> None:
+    def whole_runs(self) -> None:
         """Runs that nothing interrupts; later legs need the epochs that follow theirs."""
         sampler, first_leg = self._started(), self.program.leg == 0
         for epoch in range(0 if first_leg else self.params["resume_epoch"], self.params["epochs"]):
             self._note("whole", epoch, sampler)
         if first_leg:
             self._note("again", 0, sampler)
-            if self.params["shuffle"] and "seed" not in self.declaration.declines:
+            if self.params["shuffle"] and "seed" not in self.record.declaration.declines:
                 self._note("seed", 0, self._started(OTHER_SEED))
 
-    def _leg(self) -> None:
+    def leg(self) -> None:
+        """What is asked of a run that stops in this leg, or goes on in it."""
         sampler, epoch = self._started(), self.params["resume_epoch"]
         if self.program.leg:
             sampler.load_state(json.loads(self.program.state))
@@ -114,20 +111,20 @@ class _Asker:
         trained_on = list(itertools.islice(given, taken))
         read = list(itertools.islice(given, ahead))
         state = _as_json(sampler.state(taken))
-        self.drawn += [Drawn("leg", epoch, trained_on, state), Drawn("ahead", epoch, read)]
+        self.record.drawn += [Drawn("leg", epoch, trained_on, state), Drawn("ahead", epoch, read)]
 
     def _note(self, asked: str, epoch: int, sampler: Sampling) -> None:
         if not self.has_own_generators:
-            self.drawn.append(Drawn(asked, epoch, list(self._epoch(sampler, epoch))))
+            self.record.drawn.append(Drawn(asked, epoch, list(self._epoch(sampler, epoch))))
             return
-        number = 1 + self.rank + 1000 * len(self.drawn)
+        number = 1 + self.record.rank + 1000 * len(self.record.drawn)
         torch.manual_seed(number)
         random.seed(number)
         numpy.random.seed(number)
         before = {name: state() for name, state in GENERATORS.items()}
         samples = list(self._epoch(sampler, epoch))
         moved = [name for name, state in GENERATORS.items() if state() != before[name]]
-        self.drawn.append(Drawn(asked, epoch, samples, moved=" and ".join(moved)))
+        self.record.drawn.append(Drawn(asked, epoch, samples, moved=" and ".join(moved)))
 
     def _epoch(self, sampler: Sampling, epoch: int) -> Iterator[int]:
         """What it gives, as plain numbers; one that never ends is cut off."""

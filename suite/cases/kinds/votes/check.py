@@ -1,8 +1,8 @@
 """All ranks end training at one vote, on one best checkpoint and one metric, as the rule says.
 
 Judged in cases of workload ``votes``: ranks vote on scripts of metrics
-(``suite/workloads/votes.py``) and note after each vote whether training is over, which checkpoint
-is the best, and the metric.  First they are compared with each other, then with the rule
+(``workload.py``) and note after each vote whether training is over, which checkpoint is the best,
+and the metric.  First they are compared with each other, then with the rule
 (``StopRule`` in ``suite/contract.py``), applied here to all numbers in one place.  Equality,
 tolerance 0: the scripts' sums and means are exact.  A metric that is not finite is one value: NaN
 and infinities count alike.
@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardproof.backends.errors import name_ranks
+from shardproof.cases.kinds import judged
+from shardproof.cases.kinds.votes import workload
+from shardproof.cases.kinds.votes.workload import Cast, Script
 from shardproof.checks import Outcome
 from shardproof.contract import StopRule
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow, Voted
-from shardproof.workloads import votes
-from shardproof.workloads.votes import Cast, Script
 
 
 class Right(NamedTuple):
@@ -42,8 +44,8 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     if not evidence.records or not evidence.records[0].voted:
         return []
     case, rows = evidence.case, []
-    rule = votes.rule(votes.resolve(case.workload))
-    for number, script in enumerate(votes.scripts(case.workload, case.world)):
+    rule = workload.rule(workload.resolve(case.workload))
+    for number, script in enumerate(workload.scripts(case.workload, case.world)):
         told = [[v for v in record.voted if v.script == number] for record in evidence.records]
         right = list(rulings(rule, script))
         tested = case.world == 1 or any(_differ(own, right) for own in alone(rule, script))
@@ -51,27 +53,22 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         for name, wrong in (("end", _end), ("best", _best), ("metric", _metric)):
             problem = wrong(told, right)
             text = f"{where}: {problem}" if problem else ""
-            error = float(bool(problem))
-            row = ComparisonRow(last, where, name, "all ranks", error, 0.0, tested, problem=text)
-            rows.append(row)
+            rows.append(judged.row(last, where, name, text, tested))
     return rows
 
 
 def decide(figures: Figures) -> Outcome:
     """By the rows alone."""
-    rows = figures.compared.get("stopping", [])
-    if not rows:
-        return Outcome("stopping", "skip", "nobody voted: it judges workload votes only")
-    wrong = [row for row in rows if row.problem]
+    found = judged.outcome("stopping", figures, "nobody voted: it judges workload votes only")
+    if found.status == "skip":
+        return found
+    rows = figures.compared["stopping"]
     untested = sorted({row.phase for row in rows if not row.tested})
-    numbers = {"comparisons": len(rows), "wrong": len(wrong), "not_tested": untested}
-    if wrong:
-        more = f" (and {len(wrong) - 1} more of {len(rows)} comparisons)" if len(wrong) > 1 else ""
-        return Outcome("stopping", "fail", wrong[0].problem + more, figures=numbers)
-    if not any(row.tested for row in rows):
+    found = replace(found, figures={**found.figures, "not_tested": untested})
+    if found.status == "pass" and not any(row.tested for row in rows):
         what = "every rank alone comes to the end of all: give more scripts or votes"
-        return Outcome("stopping", "undecidable", what, figures=numbers)
-    return Outcome("stopping", "pass", f"{len(rows)} comparisons", figures=numbers)
+        return replace(found, status="undecidable", message=what)
+    return found
 
 
 def rulings(rule: StopRule, script: Script) -> Iterator[Right]:

@@ -10,34 +10,25 @@ from __future__ import annotations
 import json
 import marshal
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from shardproof.contract import (
-    OUTER,
-    Batch,
-    Event,
-    Implementation,
-    Kind,
-    Piece,
-    StepResult,
-    is_outer,
-)
+from shardproof.contract import Batch, Event, Implementation, Kind, Piece, StepResult
 from shardproof.ledgers import traffic
-from shardproof.oracle.training import copies
 from shardproof.registry.declaration import BrokenContract
 
 
 def asked(system: object, method: str, value: Any, kinds: Any, wanted: str) -> Any:
     """``value``, which ``method`` returned, if it is of one of ``kinds``."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        raise _broken(system, method, "None" if value is None else type(value).__name__, wanted)
+        raise broken(system, method, "None" if value is None else type(value).__name__, wanted)
     return value
 
 
-def _broken(system: object, method: str, came: str, wanted: str) -> BrokenContract:
+def broken(system: object, method: str, came: str, wanted: str) -> BrokenContract:
+    """The error that says what ``method`` returned, and what is asked."""
     name = (system if isinstance(system, type) else type(system)).__name__
     return BrokenContract(f"{name}.{method} returned {came}, asked is {wanted}")
 
@@ -53,14 +44,14 @@ def pieces(system: Implementation, kind: Kind) -> list[Piece]:
         raise BrokenContract(f"{what}, asked is what this rank holds, without communication")
     for piece in held:
         if not isinstance(piece, Piece):
-            raise _broken(system, method, f"a list with a {type(piece).__name__}", wanted)
+            raise broken(system, method, f"a list with a {type(piece).__name__}", wanted)
         described = _described(piece)
         if described in _sound:
             continue
         for field, wrong, right in _faults(piece):
             if wrong:
                 came = f"a piece {piece.name!r:.80} with {field}={getattr(piece, field)!r:.80}"
-                raise _broken(system, method, came, right)
+                raise broken(system, method, came, right)
         if described is not None:
             _sound.add(described)
     return held
@@ -142,7 +133,7 @@ def progress(system: Implementation) -> int | None:
     wanted = "an int of at least 0, or None"
     told: int | None = asked(system, "progress()", system.progress(), (int, type(None)), wanted)
     if told is not None and told < 0:
-        raise _broken(system, "progress()", str(told), wanted)
+        raise broken(system, "progress()", str(told), wanted)
     return told
 
 
@@ -151,7 +142,7 @@ def number(system: object, method: str, value: Any) -> float | None:
     wanted = "a Tensor of one number, or None"
     asked(system, method, value, (Tensor, float, int, type(None)), wanted)
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise _broken(system, method, f"a {value.dtype} of shape {list(value.shape)}", wanted)
+        raise broken(system, method, f"a {value.dtype} of shape {list(value.shape)}", wanted)
     if value is None:
         return None
     return float(value) if math.isfinite(float(value)) else math.nan
@@ -165,13 +156,14 @@ def evaluation(system: Implementation, batch: Batch) -> float | None:
 def full_state(system: Implementation, kind: Kind) -> dict[str, Tensor]:
     """``full_state(kind)``."""
     method, wanted = f"full_state({kind!r})", "a dict of tensors by name"
-    return _tensors(system, method, system.full_state(kind), wanted)
+    return tensors(system, method, system.full_state(kind), wanted)
 
 
-def _tensors(system: object, method: str, value: Any, wanted: str) -> dict[str, Tensor]:
+def tensors(system: object, method: str, value: Any, wanted: str) -> dict[str, Tensor]:
+    """``value``, which ``method`` returned, if it is a mapping of names to tensors."""
     for name, tensor in asked(system, method, value, Mapping, wanted).items():
         if not _is_text(name) or not isinstance(tensor, Tensor):
-            raise _broken(system, method, f"{{{name!r:.80}: {type(tensor).__name__}}}", wanted)
+            raise broken(system, method, f"{{{name!r:.80}: {type(tensor).__name__}}}", wanted)
     return dict(value)
 
 
@@ -179,7 +171,7 @@ def saved(system: Implementation, value: Any) -> Any:
     """What ``save`` returned: something to wait for, or ``None``."""
     if value is not None and not callable(getattr(value, "wait", None)):
         came = type(value).__name__
-        raise _broken(system, "save(path, extra)", came, "an object with wait(), or None")
+        raise broken(system, "save(path, extra)", came, "an object with wait(), or None")
     return value
 
 
@@ -190,7 +182,7 @@ def extra(system: Implementation, value: Any) -> dict[str, Any]:
     try:
         return dict(json.loads(json.dumps(dict(value))))
     except (TypeError, ValueError) as error:
-        raise _broken(system, "load(path)", f"what JSON cannot hold ({error})", wanted) from None
+        raise broken(system, "load(path)", f"what JSON cannot hold ({error})", wanted) from None
 
 
 def events(system: Implementation) -> list[Event]:
@@ -201,90 +193,7 @@ def events(system: Implementation) -> list[Event]:
         asked(system, "events()", event, Event, wanted)
         fields = (event.order, event.worker, event.step, event.version)
         if not _numbers(fields):
-            raise _broken(system, "events()", f"{event!r:.200}", f"{wanted} of int")
+            raise broken(system, "events()", f"{event!r:.200}", f"{wanted} of int")
         if not isinstance(event.keys, tuple) or not all(map(_is_text, event.keys)):
-            raise _broken(system, "events()", f"keys {event.keys!r:.200}", "a tuple of names")
+            raise broken(system, "events()", f"keys {event.keys!r:.200}", "a tuple of names")
     return listed
-
-
-class Emulated:
-    """``emulator(options)``, whose answers are asked as well."""
-
-    method = "emulator(options)"
-
-    def __init__(self, system: type[Implementation], options: Mapping[str, Any]) -> None:
-        self.system = system
-        try:
-            made = system.emulator(options)
-        except Exception as error:
-            raise self._raised(error) from error
-        self.fold = asked(system, self.method, made, Callable, "a function")
-        self.sent: list[dict[str, Tensor]] = []
-        self.kept: dict[str, Tensor] = {}
-
-    def __call__(self, step: int, parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        try:
-            folded = self.fold(step, parts)
-        except Exception as error:
-            raise self._raised(error) from error
-        wanted, method = "a dict of tensors by name", f"{self.method}.sent"
-        told = asked(self.system, method, getattr(self.fold, "sent", []), (list, tuple), "a list")
-        self.sent = [_tensors(self.system, method, each, wanted) for each in told]
-        kept = getattr(self.fold, "kept", {})
-        self.kept = _tensors(self.system, f"{self.method}.kept", kept, wanted)
-        return _tensors(self.system, f"{self.method}(step, gradients)", folded, wanted)
-
-    def regroup(self, heirs: Sequence[Sequence[int]]) -> None:
-        """Members have changed; an emulator that keeps nothing need not know."""
-        try:
-            getattr(self.fold, "regroup", lambda heirs: None)(heirs)
-        except Exception as error:
-            raise self._raised(error) from error
-
-    def _raised(self, error: Exception) -> BrokenContract:
-        return BrokenContract(f"{self.system.__name__}.{self.method} raised {error!r}")
-
-
-class Meets:
-    """``meeting(options)``, whose answers are asked as well."""
-
-    method = "meeting(options)"
-
-    def __init__(self, system: type[Implementation], options: Mapping[str, Any]) -> None:
-        self.system = system
-        self.made = self._asked(lambda: system.meeting(options))
-
-    def begin(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is kept before the first step."""
-        return self._slots("begin", self._asked(lambda: self.made.begin(copies(parameters))))
-
-    def meets(self, step: int) -> bool:
-        """Whether the update of ``step`` ends in a meeting."""
-        found = self._asked(lambda: self.made.meets(step))
-        return bool(asked(self.system, f"{self.method}.meets", found, bool, "a bool"))
-
-    def meet(
-        self, ends: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The parameters with which all go on, and what is kept."""
-        given = [copies(end) for end in ends], copies(kept)
-        met = self._asked(lambda: self.made.meet(*given))
-        method, wanted = f"{self.method}.meet", "two dicts of tensors by name"
-        parameters, after = asked(self.system, method, met, tuple, wanted)
-        together = _tensors(self.system, method, parameters, wanted)
-        return copies(together), self._slots("meet", after)
-
-    def _slots(self, name: str, kept: Any) -> dict[str, Tensor]:
-        method, wanted = f"{self.method}.{name}", f"slots <parameter>.{OUTER}..., by name"
-        slots = _tensors(self.system, method, kept, wanted)
-        for slot in slots:
-            if not is_outer(slot):
-                raise _broken(self.system, method, repr(slot), wanted)
-        return copies(slots)
-
-    def _asked(self, ask: Callable[[], Any]) -> Any:
-        try:
-            return ask()
-        except Exception as error:
-            told = f"{self.system.__name__}.{self.method} raised {error!r}"
-            raise BrokenContract(told) from error

@@ -1,7 +1,7 @@
 """Every sample once an epoch, in another order each epoch, on any number of ranks, also resumed.
 
 Judged in cases of workload ``epochs``: ranks ask a sampler for several epochs and note what it
-gives (``suite/workloads/epochs.py``).  Their shares together must be all samples; what ranks cannot
+gives (``workload.py``).  Their shares together must be all samples; what ranks cannot
 share evenly is repeated or left out, no more of it than that takes.  A shuffle is one permutation
 of all samples, the same on all ranks, another one in each epoch and for another seed, and the same
 when an epoch is asked for again; no global generator moves.  A run that stops in the middle of an
@@ -22,11 +22,12 @@ from itertools import pairwise
 from typing import Any
 
 from shardproof.backends.errors import name_ranks
+from shardproof.cases.kinds import judged
+from shardproof.cases.kinds.samples import workload
 from shardproof.checks import Outcome
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow, RankRecord
 from shardproof.table import some
-from shardproof.workloads import epochs
 
 #: Two orders that are equal by chance more often than this are not compared.
 CHANCE = 1e-9
@@ -41,26 +42,18 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     if not evidence.records or not evidence.records[0].drawn:
         return []
     legs = [evidence.records, *evidence.later_legs]
-    meshes = epochs.meshes(evidence.case)
-    judged = _Judged(epochs.resolve(evidence.case.workload), evidence.case.workload.seed)
+    meshes = workload.meshes(evidence.case)
+    found = _Judged(workload.resolve(evidence.case.workload), evidence.case.workload.seed)
     for records, mesh in zip(legs, meshes, strict=True):
-        judged.add_leg(_Leg(records, epochs.coordinates(mesh)))
-    judged.resumes()
-    return judged.rows
+        found.add_leg(_Leg(records, workload.coordinates(mesh)))
+    found.resumes()
+    return found.rows
 
 
 def decide(figures: Figures) -> Outcome:
     """By the rows alone."""
-    rows = figures.compared.get("data", [])
-    if not rows:
-        return Outcome("data", "skip", "no sampler was asked: it judges workload epochs only")
-    wrong = [row for row in rows if row.problem]
-    numbers = {"comparisons": len(rows), "wrong": len(wrong)}
-    if not wrong:
-        return Outcome("data", "pass", f"{len(rows)} comparisons", figures=numbers)
-    first = wrong[0]
-    more = f" (and {len(wrong) - 1} more of {len(rows)} comparisons)" if len(wrong) > 1 else ""
-    return Outcome("data", "fail", first.problem + more, figures=numbers)
+    nothing = "no sampler was asked: it judges workload epochs only"
+    return judged.outcome("data", figures, nothing)
 
 
 class _Leg:
@@ -99,9 +92,7 @@ class _Judged:
         self.legs: list[_Leg] = []
 
     def _row(self, epoch: int, phase: str, name: str, problem: str) -> None:
-        error = float(bool(problem))
-        row = ComparisonRow(epoch, phase, name, "all ranks", error, 0.0, problem=problem)
-        self.rows.append(row)
+        self.rows.append(judged.row(epoch, phase, name, problem))
 
     # ----------------------------------------------------------------- runs that nothing interrupts
 
@@ -134,7 +125,7 @@ class _Judged:
     def _coverage(self, leg: _Leg, epoch: int, shares: Shares) -> str:
         """What is wrong with who takes what in an epoch that begins and ends in ``leg``."""
         where = f"in epoch {epoch}"
-        sizes = epochs.shares(self.samples, leg.world, self.tail)
+        sizes = workload.shares(self.samples, leg.world, self.tail)
         if problem := self._foreign(leg, shares, where):
             return problem
         lengths = sorted(map(len, shares), reverse=True)
@@ -270,7 +261,7 @@ class _Judged:
             where = f"in epoch {epoch}" + (", resumed" if number else "")
             if problem := self._foreign(leg, shares, where):
                 return problem
-            sizes = epochs.shares(left, leg.world, self.tail)
+            sizes = workload.shares(left, leg.world, self.tail)
             is_last = number == len(self.legs) - 1
             wanted = sizes if is_last else [min(quota, size) for size in sizes]
             lengths = sorted(map(len, shares), reverse=True)

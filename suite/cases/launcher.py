@@ -1,0 +1,78 @@
+"""Starts the ranks of one case and reads what they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardproof import backends, tensor_bytes
+from shardproof.case import Case
+from shardproof.evidence.held import Shared
+from shardproof.evidence.records import RankRecord
+from shardproof.launch.rank_process import Program
+from shardproof.launch.ranks import Kept, RankOutcome, run_ranks
+
+Run = Callable[..., list[RankOutcome]]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Starts the ranks of one case, each run in a folder of its own below ``workdir``.
+
+    ``run`` is called like ``launch.ranks.run_ranks``; ``kept``: where the ``world`` ranks of the
+    first run may come from, if they are not started for this case.
+    """
+
+    workdir: Path
+    run: Run
+    kept: Kept | None
+    world: int
+
+    @property
+    def cannot_again(self) -> str:
+        """Why ranks cannot run a second time; empty: they can."""
+        elsewhere = "these ranks were started elsewhere: they cannot run a second time"
+        return "" if getattr(self.run, "func", self.run) is run_ranks else elsewhere
+
+    def launch(
+        self, case: Case, program: Program, name: str = "", world: int = 0, keeps: bool = True
+    ) -> list[RankOutcome]:
+        """How each rank ended, with the file of what it returned; one that hangs is an outcome.
+
+        ``name``: of the folder; ``world``: number of ranks (0: as in ``case``); ``keeps``: the
+        program leaves nothing behind in a process, so that ranks may be used again.
+        """
+        world = world or case.world
+        folder = self.workdir / name
+        folder.mkdir(exist_ok=True)
+        limits: dict[str, Any] = {"memory_bytes": int(case.memory_gib * 2**30)}
+        # A kept world of MPI has as many ranks as the case.
+        fits = world == self.world or not backends.BACKENDS[case.backend].mpirun
+        if self.kept and fits and keeps and case.fault is None:
+            limits["kept"] = self.kept
+        disturbances = backends.disturbances_of(case.workload.traits, case.fault)
+        # Calls the program on every rank, in a process or thread of its own.
+        return self.run(
+            case.backend,
+            world,
+            program,
+            folder,
+            case.deadline,
+            case.ledgers,
+            disturbances=disturbances,
+            one_core=disturbances is None,  # where orders are the point, there are more of them
+            **limits,
+        )
+
+
+def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
+    """The records that the ranks left."""
+    files = (outcome.record for outcome in outcomes)
+    records = [RankRecord.from_dict(tensor_bytes.load(f)) for f in files if f is not None]
+    equal: Shared = {}
+    for record in records:
+        for held in record.held():
+            held.share(equal)
+    return records
