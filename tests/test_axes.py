@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,18 +143,15 @@ def test_families_and_cost_models_ask_the_table() -> None:
     from shardproof.costs.model_facts import ModelFacts, TensorFacts
     from shardproof.costs.zero import Zero1
 
-    dense, expert = (
-        TensorFacts("w", (12,), "float64"),
-        TensorFacts("e", (24,), "float64", role="expert"),
-    )
+    dense, expert = TensorFacts("w", (12,), "float64"), TensorFacts("e", (24,), "float64")
     mesh = {"replicate": 2, "shard": 3, "context": 2, "expert": 2}
-    facts = ModelFacts(mesh, {}, (dense,))
+    facts = ModelFacts(mesh, {}, (dense,), roles={"e": "expert"})
     assert facts.group(dense) == facts.group() == "replicate+shard+context+expert"
     assert facts.group(expert) == "replicate+shard+context"
     gradients = 12 * 8
     # D copies become one sum in D - 1 additions: D = 24 for dense parameters, 12 for experts.
     assert FAMILIES["ddp"].bytes(facts)[0] == 2 * (24 - 1) * gradients
-    both = FAMILIES["ddp"].bytes(ModelFacts(mesh, {}, (dense, expert)))[0]
+    both = FAMILIES["ddp"].bytes(replace(facts, parameters=(dense, expert)))[0]
     assert both == 2 * (24 - 1) * gradients + 2 * (12 - 1) * 24 * 8
     # ZeRO shards over shard x context x expert; each of the two groups of 12 sends as much.
     flows = {flow.operation: flow for flow in Zero1(facts).flows()}

@@ -169,7 +169,7 @@ def _copied(facts: ModelFacts, tensors: Iterable[TensorFacts]) -> int:
 def _gathered(facts: ModelFacts, tensors: Iterable[TensorFacts]) -> int:
     """R (F-1) P = (D-R) P: bytes of parameters that are put together from F shards."""
     return sum(
-        _missing(facts, t.role) * t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in tensors
+        _missing(facts, facts.role(t)) * t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in tensors
     )
 
 
