@@ -157,10 +157,15 @@ def joint_groups(mesh: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(along for along in sets if len(along) > 1))
 
 
+def role(name: str) -> str:
+    """What ranks along the axis ``name`` have parts of, as a word."""
+    return next(axis.role for axis in AXES if axis.name == name)
+
+
 def roles() -> tuple[tuple[str, ...], ...]:
     """Axes by role: along those of one role a rank may have another place after a load."""
     kinds = dict.fromkeys(axis.role for axis in AXES)
-    return tuple(tuple(a.name for a in AXES if a.role == role) for role in kinds)
+    return tuple(tuple(a.name for a in AXES if a.role == kind) for kind in kinds)
 
 
 def _of(mesh: Iterable[str]) -> tuple[Axis, ...]:

@@ -165,11 +165,31 @@ class CrossEntropy:
     ignore_index: int = -100
 
 
+#: What a module or a parameter is for, where a strategy treats it apart.  ``heads``: a projection
+#: to all queries, all keys and all values of an ``attention`` module.  ``column`` and ``row``:
+#: layers of a pair, split by output and by input features.  ``classes``: the last layer.
+Role = Literal[
+    "embedding",
+    "positions",
+    "attention",
+    "heads",
+    "column",
+    "row",
+    "classes",
+    "router",
+    "expert",
+]
+
+
 class Build(Protocol):
     """Builds the model of a workload; handed to :meth:`Implementation.setup`."""
 
     #: Dotted names of the repeated blocks, in forward order: units for wrapping and for pipelines.
     units: Sequence[str]
+
+    #: Dotted name of a module or parameter -> what it is for; a parameter without an entry has the
+    #: role of its module.  Empty: the workload does not say, and what needs roles is refused.
+    roles: Mapping[str, Role]
 
     #: What :meth:`loss` is, where it is ``sum(micro.weights * cross_entropy)`` of outputs cast to
     #: the dtype of the weights (``None``: another function).  Who holds only some of the classes

@@ -23,7 +23,7 @@ SUITE, IMPLS = ROOT / "suite", ROOT / "impls"
 PAGE = (ROOT / "docs/architecture.md").read_text()
 
 #: What an implementation may import of the suite.
-FOR_IMPLEMENTATIONS = ("contract", "comm", "schedules", "by_path")
+FOR_IMPLEMENTATIONS = ("contract", "comm", "axes", "schedules", "by_path")
 #: The room that may name implementations: it finds them.
 LOADERS = {"registry"}
 #: Strategies that combine others.

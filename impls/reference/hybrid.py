@@ -60,7 +60,7 @@ from shardproof.contract import (
 from shardproof.impls.reference import ddp, fsdp, tensor, zero1, zero2, zero3
 from shardproof.impls.reference.engine.choices import FORMATS, Training, declared, lossy
 from shardproof.impls.reference.engine.engine import Engine
-from shardproof.impls.reference.engine.handle import Apply, Handle, Local
+from shardproof.impls.reference.engine.handle import Apply, Context, Handle, Local
 from shardproof.impls.reference.engine.norm import power_sum, total_norm
 from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.precision import Precision
@@ -273,7 +273,8 @@ class ReferenceHybrid(ReferencePipeline):
         # First: the other axes then see a smaller model, and need not know that it was split.
         if "tensor" in mesh.axes:
             chosen = self.options.on_layers.resolved(self.build)
-            self.layers = tensor.apply(module, {"tensor": mesh.comm("tensor")}, chosen)
+            context = Context(roles=self.build.roles)
+            self.layers = tensor.apply(module, {"tensor": mesh.comm("tensor")}, chosen, context)
         if not self.is_cut:
             return self.wrap(module)
         stages = super().transform(module, mesh, options)

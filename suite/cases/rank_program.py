@@ -443,7 +443,8 @@ class _WatchedBuild:
         self._build = build
         self._watch = watch
         self._outputs = outputs
-        self.units, self.cross_entropy = build.units, build.cross_entropy
+        self.units, self.roles = build.units, build.roles
+        self.cross_entropy = build.cross_entropy
 
     def __call__(self, device: str = "cpu") -> nn.Module:
         module = self._build(device)

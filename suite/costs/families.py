@@ -1,9 +1,9 @@
 """What every sound member of a family of strategies does, whatever its layout.
 
 A system of one's own is held to its *family* (contract 2): what is cut, what stands whole on every
-rank, and two bounds of the bytes that it sends.  D ranks of all data axes, F of the axis that is
-cut, R = D/F; m rounds; P and G are bytes of the trained parameters and of their gradients, as they
-are sent.
+rank, and two bounds of the bytes that it sends.  D ranks sum a gradient (fewer where it is an
+expert's), F of them hold the shards of a state, R = D/F; m rounds; P and G are bytes of the trained
+parameters and of their gradients, as they are sent.
 
     family    cut                        least bytes a step      a plain member sends
     ddp       nothing                    2 (D-1) G               m 2 (D-1) G + m (D-1) buffers
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from shardproof import strategies
-from shardproof.axes import Cut, cutting, parts
+from shardproof.axes import Cut, cutting, parts, sharded, size, summing
 from shardproof.costs.model import Bound, NoCostModel
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
 from shardproof.costs.pipeline import Pipeline
@@ -151,14 +151,33 @@ def _elements(tensors: Iterable[TensorFacts]) -> int:
 # -------------------------------------------------------------------------------------- bytes sent
 
 
-def _sizes(facts: ModelFacts) -> tuple[int, int, int, int]:
-    """D, R (F-1) = D - R, G and P of the step in question."""
-    ranks = facts.size(facts.group())
-    cut = facts.shards if facts.sharded else ranks
-    now = used(facts.parameters, facts.step)
-    gradients = sum(t.numel * ITEMSIZE[facts.reduction(t.dtype)] for t in now)
-    parameters = sum(t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in now)
-    return ranks, ranks - ranks // cut, gradients, parameters
+def _added(facts: ModelFacts, tensors: Iterable[TensorFacts]) -> int:
+    """(D-1) G: bytes of the additions that make one gradient of D."""
+    return sum(
+        (facts.size(facts.group(t)) - 1) * t.numel * ITEMSIZE[facts.reduction(t.dtype)]
+        for t in tensors
+    )
+
+
+def _copied(facts: ModelFacts, tensors: Iterable[TensorFacts]) -> int:
+    """(D-1) P: bytes of parameters that reach D-1 ranks from one."""
+    return sum(
+        (facts.size(facts.group(t)) - 1) * t.numel * ITEMSIZE[facts.compute(t.dtype)]
+        for t in tensors
+    )
+
+
+def _gathered(facts: ModelFacts, tensors: Iterable[TensorFacts]) -> int:
+    """R (F-1) P = (D-R) P: bytes of parameters that are put together from F shards."""
+    return sum(
+        _missing(facts, facts.role(t)) * t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in tensors
+    )
+
+
+def _missing(facts: ModelFacts, role: str = "") -> int:
+    """D - R: where there is no axis for state, all ranks that sum a gradient share it."""
+    ranks = size(facts.axes, summing(facts.axes, role))
+    return ranks - ranks // size(facts.axes, sharded(facts.axes, role) or summing(facts.axes, role))
 
 
 def _whole_bytes(facts: ModelFacts) -> int:
@@ -168,23 +187,23 @@ def _whole_bytes(facts: ModelFacts) -> int:
 
 
 def _ddp(facts: ModelFacts) -> tuple[Fraction, Fraction]:
-    ranks, _, gradients, _ = _sizes(facts)
-    trained = sum(t.numel * ITEMSIZE[facts.reduction(t.dtype)] for t in facts.trainable)
-    plain = facts.rounds * (ranks - 1) * (2 * trained + facts.float_buffer_bytes)
-    return Fraction(2 * (ranks - 1) * gradients), Fraction(plain)
+    buffers = (facts.size(facts.group()) - 1) * facts.float_buffer_bytes
+    plain = facts.rounds * (2 * _added(facts, facts.trainable) + buffers)
+    return Fraction(2 * _added(facts, used(facts.parameters, facts.step))), Fraction(plain)
 
 
 def _zero1(facts: ModelFacts) -> tuple[Fraction, Fraction]:
-    ranks, _, gradients, parameters = _sizes(facts)
-    moved = 0 if facts.skipped else parameters
-    plain = _ddp(facts)[1] + (ranks - 1) * _whole_bytes(facts)
-    return Fraction((ranks - 1) * (gradients + moved)), plain
+    now, buffers = used(facts.parameters, facts.step), facts.float_buffer_bytes
+    moved = 0 if facts.skipped else _copied(facts, now)
+    whole = _copied(facts, facts.parameters) + (facts.size(facts.group()) - 1) * buffers
+    return Fraction(_added(facts, now) + moved), _ddp(facts)[1] + whole
 
 
 def _zero3(facts: ModelFacts) -> tuple[Fraction, Fraction]:
-    ranks, others, gradients, parameters = _sizes(facts)
-    plain = _ddp(facts)[1] + 3 * facts.rounds * others * _whole_bytes(facts)
-    return Fraction((ranks - 1) * gradients + others * parameters), plain
+    now, buffers = used(facts.parameters, facts.step), facts.float_buffer_bytes
+    whole = _gathered(facts, facts.parameters) + _missing(facts) * buffers
+    least = _added(facts, now) + _gathered(facts, now)
+    return Fraction(least), _ddp(facts)[1] + 3 * facts.rounds * whole
 
 
 def _pipeline(facts: ModelFacts) -> tuple[Fraction, Fraction]:

@@ -47,8 +47,7 @@ class TensorFacts:
     rank gives it a gradient (``None``: none ever does), ``last_use`` the last one (``None``: there
     is no last).  ``strided``: its elements do not lie in row-major order.  ``units``: which units
     a pipeline's stage must have to hold it (what comes before the first unit goes with that, what
-    comes after the last with that one); only told where there is a pipe axis.  ``role``:
-    that of the layer that owns it (``Build.roles``; empty: none is told).
+    comes after the last with that one); only told where there is a pipe axis.
     """
 
     name: str
@@ -60,7 +59,6 @@ class TensorFacts:
     last_use: int | None = None
     strided: bool = False
     units: tuple[int, ...] = ()
-    role: str = ""
 
     @property
     def numel(self) -> int:
@@ -104,7 +102,8 @@ class ModelFacts(Stored):
     that is not once.
 
     Where activations travel along an axis, ``inputs`` are the shapes of all micro-batches by step,
-    data coordinate and window; ``step`` is the step in question.  ``heads`` maps modules that
+    data coordinate and window; ``step`` is the step in question.  ``roles`` are those of
+    ``Build``.  ``heads`` maps modules that
     attend to their numbers of query and of KV heads, ``label_smoothing`` is that of the loss
     (``None``: it is no cross-entropy).  Where there is a pipe axis, ``hidden`` maps such a shape
     (``"4x16"``) to the elements of what each unit but the last one gives for it.
@@ -129,6 +128,7 @@ class ModelFacts(Stored):
     inputs: tuple[tuple[Windows, ...], ...] = ()
     hidden: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     step: int = 0
+    roles: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     label_smoothing: float | None = None
 
@@ -146,7 +146,11 @@ class ModelFacts(Stored):
 
     def group(self, tensor: TensorFacts | None = None) -> str:
         """The axes over which the gradient of ``tensor`` is summed (``None``: a dense one)."""
-        return joined(self.axes, summing(self.axes, tensor.role if tensor else ""))
+        return joined(self.axes, summing(self.axes, self.role(tensor) if tensor else ""))
+
+    def role(self, tensor: TensorFacts) -> str:
+        """What ``tensor``, or the layer that it is named after, is for; empty: nothing told."""
+        return self.roles.get(tensor.name) or self.roles.get(tensor.name.rpartition(".")[0], "")
 
     @property
     def sharded(self) -> str:
@@ -306,7 +310,8 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
         }
         | dict(workload.found.calls),
         inputs=inputs,
-        heads=_heads(model),
+        roles=dict(workload.roles),
+        heads=_heads(model, workload.roles),
         label_smoothing=None if form is None else form.label_smoothing,
         hidden=_hidden(workload, case, inputs if piped else ()),
     )
@@ -339,14 +344,15 @@ def _calls(module: nn.Module) -> Mapping[str, int]:
     return told if isinstance(told, Mapping) else {}
 
 
-def _heads(model: nn.Module) -> dict[str, tuple[int, int]]:
+def _heads(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[int, int]]:
     """Query and KV heads of every module that attends with a fused projection."""
     heads = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "head_size") and hasattr(module, "group"):
-            rows = module.get_parameter("qkv.weight").shape[0]
-            kv = rows // int(module.head_size) // (int(module.group) + 2)
-            heads[name] = kv * int(module.group), kv
+    for projection in (name for name, role in roles.items() if role == "heads"):
+        name = projection.rpartition(".")[0]
+        attention: Any = model.get_submodule(name)
+        rows = model.get_parameter(f"{projection}.weight").shape[0]
+        kv = rows // int(attention.head_size) // (int(attention.group) + 2)
+        heads[name] = kv * int(attention.group), kv
     return heads
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 
 from shardproof.costs import model
@@ -11,13 +11,12 @@ from shardproof.costs.model import Bytes, CostModel, Flow, Local, Operation
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
 from shardproof.costs.stages import comes_apart
 
-#: Layers of a unit whose output features are split, and whose input features are.
-_COLUMNS = ("attention.qkv", "mlp.up", "up")
-ROWS = ("attention.out", "mlp.down", "down")
+#: Roles of layers whose output features are split: of pairs in a unit, and over the vocabulary.
+_COLUMNS, _VOCABULARY = ("heads", "column"), ("embedding", "classes")
+#: Role -> the dimension of a weight that the ranks divide, and what it counts.
+_DIVIDED = {"column": (0, "output"), "row": (1, "input")}
 #: Bytes of losses, norms and factors of a step.
 _SCALARS = 256
-#: Layers over the vocabulary.
-_VOCABULARY = ("embed.token", "head")
 
 
 class TensorParallel(CostModel):
@@ -41,34 +40,28 @@ class TensorParallel(CostModel):
         is_cross_entropy = facts.label_smoothing is not None
         self.is_loss = bool(facts.option("loss_parallel", is_cross_entropy))
 
-    def in_unit(self, layer: str, names: Iterable[str]) -> bool:
-        return any(layer == f"{unit}.{name}" for unit in self.facts.units for name in names)
-
     def heads(self, layer: str) -> tuple[int, int]:
         return self.facts.heads[layer.rpartition(".")[0]]
 
     def elements(self, tensor: TensorFacts, rank: int) -> int:
-        layer = tensor.name.rpartition(".")[0]
+        layer, role = tensor.name.rpartition(".")[0], self.facts.role(tensor)
         if self.ranks == 1 or not self.is_split(tensor):
             return tensor.numel
-        if layer in _VOCABULARY:
+        if role in _VOCABULARY:
             size = tensor.shape[0]
             return tensor.numel // size * chunk(size, self.ranks, self.facts.place(rank, "tensor"))
-        if not layer.endswith("attention.qkv"):
+        if role != "heads":
             return tensor.numel // self.ranks
         queries, kv = self.heads(layer)
         rows = tensor.numel // (queries + 2 * kv)  # elements of a head
         return rows * (queries // self.ranks + 2 * max(1, kv // self.ranks))
 
     def is_split(self, tensor: TensorFacts) -> bool:
-        layer = tensor.name.rpartition(".")[0]
-        if layer in _VOCABULARY or self.in_unit(layer, _COLUMNS):
-            return True
-        return self.is_split_by_columns(tensor)
+        role = self.facts.role(tensor)
+        return role in (*_VOCABULARY, *_COLUMNS) or self.is_split_by_columns(tensor)
 
     def is_split_by_columns(self, tensor: TensorFacts) -> bool:
-        layer, _, leaf = tensor.name.rpartition(".")
-        return leaf == "weight" and self.in_unit(layer, ROWS)
+        return tensor.name.endswith(".weight") and self.facts.role(tensor) == "row"
 
     def terms(self) -> list[tuple[TensorFacts, int]]:
         """Trained tensors of which each rank has one term of the gradient, and how many elements
@@ -79,7 +72,7 @@ class TensorParallel(CostModel):
             layer = tensor.name.rpartition(".")[0]
             if not self.is_split(tensor):
                 terms += [(tensor, tensor.numel)] if self.is_sequence else []
-            elif layer.endswith("attention.qkv") and self.ranks > self.heads(layer)[1]:
+            elif self.facts.role(tensor) == "heads" and self.ranks > self.heads(layer)[1]:
                 queries, kv = self.heads(layer)
                 terms.append((tensor, tensor.numel // (queries + 2 * kv) * 2 * kv))
         return terms
@@ -99,12 +92,11 @@ class TensorParallel(CostModel):
     @property
     def table(self) -> TensorFacts:
         """The embedding of positions."""
-        return next(t for t in self.facts.parameters if t.name == "embed.position.weight")
+        return next(t for t in self.facts.parameters if self.facts.role(t) == "positions")
 
     @property
     def classes(self) -> int:
-        names = ("head.weight", "embed.token.weight")
-        return next(t for t in self.facts.parameters if t.name in names).shape[0]
+        return next(t.shape[0] for t in self.facts.parameters if self.facts.role(t) in _VOCABULARY)
 
     def padded(self, positions: int) -> int:
         """Positions of a sequence when it has been cut for the ranks."""
@@ -116,8 +108,8 @@ class TensorParallel(CostModel):
             return []
         facts, width = self.facts, self.table.shape[1]
         layers = {name for t in facts.parameters for name in t.owners}
-        columns = sum(self.in_unit(name, _COLUMNS) for name in layers)
-        rows = sum(self.in_unit(name, ROWS) for name in layers)
+        columns = sum(facts.roles.get(name) in _COLUMNS for name in layers)
+        rows = sum(facts.roles.get(name) == "row" for name in layers)
         again = bool(facts.option("recompute_every", 0))
         item = ITEMSIZE[self.table.dtype]
         hidden = [n * self.padded(length) * width * item for n, length in self.shapes]
@@ -233,7 +225,7 @@ class TensorParallel(CostModel):
 
 def cannot_share_layers(facts: ModelFacts) -> str:
     """Why the ranks of the tensor axis cannot share heads or hidden sizes (empty: they can)."""
-    cost_model, ranks = TensorParallel(facts), facts.size("tensor")
+    ranks = facts.size("tensor")
 
     def reason(layer: str, what: str, fits: Callable[[int], bool], most: int) -> str:
         valid = ", ".join(str(n) for n in range(1, most + 1) if fits(n))
@@ -248,11 +240,9 @@ def cannot_share_layers(facts: ModelFacts) -> str:
             return reason(f"{name}.qkv", f"{heads} heads and {kv} KV heads", shares, heads)
     for tensor in facts.parameters:
         layer, _, leaf = tensor.name.rpartition(".")
-        if leaf != "weight" or layer.endswith("attention.qkv"):
-            continue
-        for names, dim, what in ((_COLUMNS, 0, "output"), (ROWS, 1, "input")):
-            size = tensor.shape[dim] if cost_model.in_unit(layer, names) else 0
-            if size % ranks:
+        if leaf == "weight" and (role := facts.role(tensor)) in _DIVIDED:
+            dim, what = _DIVIDED[role]
+            if (size := tensor.shape[dim]) % ranks:
                 return reason(layer, f"{size} {what} features", partial(_divides, size), size)
     return ""
 

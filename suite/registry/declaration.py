@@ -187,8 +187,9 @@ class Declaration(Capabilities, Stored):
         if case.deaths and not BACKENDS[case.backend].threads:
             return "a member can die inside a step on in_memory only"
         # One stage as well: PyTorch 2.11's sends to itself.
-        if axes.cutting("layers") in case.mesh and not BACKENDS[case.backend].sends:
-            return f"has stages, and {case.backend} sends nothing from one rank to one other"
+        if (along := axes.sending(case.mesh)) and not BACKENDS[case.backend].sends:
+            what = axes.role(along[0])
+            return f"has {what}, and {case.backend} sends nothing from one rank to one other"
         if "roles" in self.features and not BACKENDS[case.backend].sends:
             return f"has servers, and {case.backend} sends nothing from one rank to one other"
         if _sums_by_sending(case.options) and not BACKENDS[case.backend].sends:

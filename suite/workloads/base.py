@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from shardproof import tensor_bytes
 from shardproof.case import WorkloadSpec
-from shardproof.contract import Batch, CrossEntropy, MicroBatch
+from shardproof.contract import Batch, CrossEntropy, MicroBatch, Role
 from shardproof.workloads import layers
 from shardproof.workloads.draws import generators
 from shardproof.workloads.knobs import Knob, Params, check_traits, lookup, values_of
@@ -116,6 +116,14 @@ class Family(ABC):
         """Dotted names of the repeated blocks of ``model``, in forward order."""
         return tuple(f"blocks.{name}" for name, _ in model.get_submodule("blocks").named_children())
 
+    def roles(self, model: nn.Module) -> Mapping[str, Role]:
+        """What modules of ``model`` are for, as their parents' attribute ``roles`` says."""
+        return {
+            f"{name}.{child}".strip("."): role
+            for name, module in model.named_modules()
+            for child, role in getattr(module, "roles", {}).items()
+        }
+
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
         """The part of ``model`` with units ``start`` to ``stop - 1``."""
         if not isinstance(model, layers.Stack):
@@ -174,6 +182,7 @@ class Family(ABC):
 class ModelBuild:
     def __init__(self, workload: Workload, rank: int, coordinate: int) -> None:
         self.units: Sequence[str] = workload.units
+        self.roles: Mapping[str, Role] = workload.roles
         self.cross_entropy = workload.family.cross_entropy(workload.params)
         self._workload = workload
         self._rank = rank
@@ -276,6 +285,11 @@ class Workload:
     def units(self) -> tuple[str, ...]:
         """Dotted names of the blocks, in forward order."""
         return self.family.units(self.skeleton)
+
+    @cached_property
+    def roles(self) -> Mapping[str, Role]:
+        """What modules are for, by dotted name."""
+        return self.family.roles(self.skeleton)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -19,14 +19,14 @@ too, but it costs many bits a step).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardproof.contract import CrossEntropy, MicroBatch
+from shardproof.contract import CrossEntropy, MicroBatch, Role
 from shardproof.workloads import data
 from shardproof.workloads.base import Family, Picks, Samples
 from shardproof.workloads.knobs import Knob, Params
@@ -69,6 +69,8 @@ def _floor(values: Tensor) -> Tensor:
 class Embed(nn.Module):
     """Symbol plus position: ``(samples, positions)`` of int64 -> ``(..., width)``."""
 
+    roles: ClassVar[Mapping[str, Role]] = {"token": "embedding", "position": "positions"}
+
     def __init__(self, seq: int, width: int, place: Place) -> None:
         super().__init__()
         self.token = Embedding(SYMBOLS, width, **place)
@@ -81,6 +83,8 @@ class Embed(nn.Module):
 
 class Block(nn.Module):
     """``hidden + down(levels(up(levels(hidden))))`` over twice the width."""
+
+    roles: ClassVar[Mapping[str, Role]] = {"up": "column", "down": "row"}
 
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()

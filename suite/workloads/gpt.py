@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardproof.contract import Role
 from shardproof.workloads import data
 from shardproof.workloads.base import Family, Picks, Region, Samples
 from shardproof.workloads.knobs import Knob, Params, WorkloadError
@@ -52,6 +53,8 @@ class Embed(nn.Module):
     ``keyed``: behind the last position stands the dropout key.
     """
 
+    roles: ClassVar[Mapping[str, Role]] = {"token": "embedding", "position": "positions"}
+
     def __init__(self, vocab: int, seq: int, width: int, keyed: bool, place: Place) -> None:
         super().__init__()
         self._keyed = keyed
@@ -71,6 +74,8 @@ class Attention(nn.Module):
     there are follows from what ``qkv`` gives, so that a shard of its rows attends with its own
     heads: some KV heads with all their query heads, or one KV head with some of them.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"": "attention", "qkv": "heads", "out": "row"}
 
     def __init__(self, width: int, heads: int, kv_heads: int, place: Place) -> None:
         super().__init__()
@@ -99,6 +104,8 @@ class Attention(nn.Module):
 
 class Mlp(nn.Module):
     """``down(gelu(up(x)))`` over four times the width."""
+
+    roles: ClassVar[Mapping[str, Role]] = {"up": "column", "down": "row"}
 
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()

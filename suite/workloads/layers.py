@@ -12,11 +12,13 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+
+from shardproof.contract import Role
 
 
 class _Uninitialised:
@@ -85,6 +87,8 @@ class Stack(StackForward):
     and ``tail`` (registered last, applied after the blocks) hold the odd modules that traits ask
     for; without such traits they do not exist.
     """
+
+    roles: ClassVar[Mapping[str, Role]] = {"head": "classes"}
 
     def __init__(
         self,

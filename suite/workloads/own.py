@@ -13,21 +13,22 @@ shapes shows, is tried in ``trial.py`` before anything runs.
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardproof import by_path, contract
-from shardproof.contract import CrossEntropy, MicroBatch
+from shardproof.contract import CrossEntropy, MicroBatch, Role
 from shardproof.workloads import layers
 from shardproof.workloads.base import Family, Found, Picks, Samples, Workload
 from shardproof.workloads.knobs import Params, WorkloadError
@@ -40,6 +41,16 @@ FOUND = (
     *("tied", "tied_over_units", "frozen", "unused", "module_twice", "scalar", "one_element"),
     *("empty", "non_contiguous", "rebound_buffer", "dropout_stateful"),
 )
+#: Pattern of a module's name in the suite's own Transformers -> its role.
+NAMED: Mapping[str, Role] = {
+    r"embed\.token": "embedding",
+    r"embed\.position": "positions",
+    r"blocks\.\d+\.attention": "attention",
+    r"blocks\.\d+\.attention\.qkv": "heads",
+    r"blocks\.\d+\.(mlp\.)?up": "column",
+    r"blocks\.\d+\.(attention\.out|(mlp\.)?down)": "row",
+    r"head": "classes",
+}
 #: The one seed under which models are built.
 _SEED = 0
 #: torch's global generator is everybody's: ranks that are threads build one after the other.
@@ -68,6 +79,8 @@ class OwnWorkload(Family):
     of an ``nn.Sequential``, or of the ``nn.ModuleList`` or ``nn.Sequential`` with most parameters.
     ``stages(model, start, stop)`` gives the part of ``model`` with units ``start`` to ``stop - 1``,
     for pipelines (:meth:`shardproof.contract.Build.stage`); an ``nn.Sequential`` needs none.
+    ``roles`` says what modules or parameters are for (:data:`shardproof.contract.Role`), by dotted
+    name, for strategies that split layers; unless given, by the names of the suite's own GPT.
     """
 
     has_values: ClassVar[bool] = True
@@ -82,11 +95,12 @@ class OwnWorkload(Family):
         *,
         units: Sequence[str] = (),
         stages: Callable[[nn.Module, int, int], nn.Module] | None = None,
+        roles: Mapping[str, Role] | None = None,
         about: str = "a model of a user's own",
     ) -> None:
         self.name, self.about = "an OwnWorkload", about
         self._model, self._loss, self._batch = model, loss, batch
-        self._units, self._stages = tuple(units), stages
+        self._units, self._stages, self._roles = tuple(units), stages, roles
 
     # ------------------------------------------------------------------------------- what it is
 
@@ -120,6 +134,24 @@ class OwnWorkload(Family):
             if name not in names:
                 raise WorkloadError(f"{self.name}: units: the model has no module {name!r}")
         return self._units or _repeated(model)
+
+    def roles(self, model: nn.Module) -> Mapping[str, Role]:
+        """As given, or by name."""
+        names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+        if self._roles is None:
+            return {
+                name: role
+                for name in names
+                for pattern, role in NAMED.items()
+                if re.fullmatch(pattern, name)
+            }
+        for name, role in self._roles.items():
+            if name not in names:
+                raise WorkloadError(f"{self.name}: roles: the model has no {name!r}")
+            if role not in get_args(Role):
+                valid = ", ".join(get_args(Role))
+                raise WorkloadError(f"{self.name}: roles: {name!r} is {role!r}; valid: {valid}")
+        return self._roles
 
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
         """By ``stages``, or a part of the chain that an ``nn.Sequential`` is."""

@@ -23,6 +23,7 @@ from shardproof.contract import CrossEntropy, OptimizerSpec, Piece, Point, Refus
 from shardproof.costs import CostModel, cost_model_class
 from shardproof.costs.expression import facts_of
 from shardproof.impls.reference import tensor
+from shardproof.impls.reference.engine.handle import Context
 from shardproof.impls.reference.tensor import layers, operators
 from shardproof.impls.reference.tensor.cuts import Block, Cut, Split, Uncut
 from shardproof.impls.reference.tensor.loss import cross_entropy
@@ -315,12 +316,12 @@ def test_a_split_sequence_is_rounded_no_more_than_a_whole_one() -> None:
     ((micro, *_), *_) = work.batch(0, 1)[0].windows
 
     def body(rank: int, size: int) -> list[Tensor]:
-        outputs = []
+        outputs, context = [], Context(roles=work.roles)
         for is_sequence in (False, True):
             module = work.build_for(rank)()
             work.load(module)
             options = tensor.Options(sequence_parallel=is_sequence, loss_parallel=False)
-            handle = tensor.apply(module, {"tensor": comm_of(size)}, options)
+            handle = tensor.apply(module, {"tensor": comm_of(size)}, options, context)
             outputs.append(module(micro.inputs).detach())
             handle.close()
         return outputs
@@ -337,7 +338,7 @@ def test_each_rank_holds_its_part_under_the_same_names() -> None:
         names = [name for name, _ in module.named_parameters()]
         forwards = [part.forward for part in module.modules()]
         options = tensor.Options().resolved(work.build_for(rank))
-        handle = tensor.apply(module, {"tensor": comm_of(size)}, options)
+        handle = tensor.apply(module, {"tensor": comm_of(size)}, options, Context(roles=work.roles))
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         assert list(shapes) == names
         handle.close()
@@ -352,6 +353,23 @@ def test_each_rank_holds_its_part_under_the_same_names() -> None:
         assert shapes["blocks.0.mlp.up.bias"] == (24,)
         assert shapes["blocks.0.mlp.down.bias"] == (24,)
         assert shapes["norm.weight"] == (24,)
+
+
+def test_only_layers_that_have_a_role_are_split() -> None:
+    work = workload(kv_heads=2)
+    roles = {name: role for name, role in work.roles.items() if not name.startswith("blocks.0.mlp")}
+
+    def body(rank: int, size: int) -> dict[str, tuple[int, ...]]:
+        module = work.build_for(rank)()
+        options = tensor.Options().resolved(work.build_for(rank))
+        handle = tensor.apply(module, {"tensor": comm_of(size)}, options, Context(roles=roles))
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        handle.close()
+        return shapes
+
+    for shapes in succeed(body, 2):
+        assert shapes["blocks.0.mlp.up.weight"] == (96, 24)
+        assert shapes["blocks.1.mlp.up.weight"] == (48, 24)
 
 
 def test_state_is_gathered_evaluated_and_loaded() -> None:

@@ -6,15 +6,18 @@ import hashlib
 import itertools
 import subprocess
 import sys
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from shardproof import OwnWorkload
 from shardproof.case import WorkloadSpec, split
-from shardproof.contract import Batch, CrossEntropy, MicroBatch, OptimizerSpec, ScalerSpec
+from shardproof.contract import Batch, CrossEntropy, MicroBatch, OptimizerSpec, Role, ScalerSpec
 from shardproof.oracle.training import train
 from shardproof.workloads import (
     TRAITS,
@@ -175,6 +178,34 @@ def test_meta_build(name: str) -> None:
         n for n in ("front", "embed", "blocks", "norm", "final", "head", "tail") if hasattr(real, n)
     ]
     assert all(real.get_submodule(unit) is not None for unit in workload.units)
+
+
+def test_models_say_what_their_layers_are_for() -> None:
+    assert make(spec(params={"layers": 1})).build_for(0).roles == {
+        "embed.token": "embedding",
+        "embed.position": "positions",
+        "blocks.0.attention": "attention",
+        "blocks.0.attention.qkv": "heads",
+        "blocks.0.attention.out": "row",
+        "blocks.0.mlp.up": "column",
+        "blocks.0.mlp.down": "row",
+        "head": "classes",
+    }
+    assert make(spec("digits_cnn")).roles == {"head": "classes"}
+
+
+def test_a_model_of_ones_own_is_given_roles_or_has_those_of_its_names() -> None:
+    def roles(given: Mapping[str, Role] | None) -> Mapping[str, Role]:
+        net = nn.ModuleDict({"up": nn.Linear(4, 8), "head": nn.Linear(8, 2)})
+        own = OwnWorkload(lambda: net, F.cross_entropy, lambda size, generator: (), roles=given)
+        return own.roles(net)
+
+    assert roles(None) == {"head": "classes"}
+    assert roles({"up": "column", "head.weight": "row"}) == {"up": "column", "head.weight": "row"}
+    with pytest.raises(WorkloadError, match="roles: the model has no 'down'"):
+        roles({"down": "row"})
+    with pytest.raises(WorkloadError, match="roles: 'up' is 'wide'; valid: embedding, "):
+        roles({"up": "wide"})  # type: ignore[dict-item]
 
 
 def test_attention_is_causal() -> None:

@@ -7,6 +7,7 @@ rank's part of the vocabulary, smoothing and a vocabulary that does not divide.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.contract import Build, CrossEntropy, MicroBatch
+from shardproof.contract import Build, CrossEntropy, MicroBatch, Role
 from shardproof.impls.mutants import declare
 from shardproof.impls.mutants.triggers import CLIP, SEQUENCE, gpts
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
@@ -182,9 +183,11 @@ class GatherScattersTerms(_Layers):
 class CopiesStartApart(TensorParallel):
     """Replicated parameters start from each rank's own values."""
 
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
+    def __init__(
+        self, module: nn.Module, comm: Comm, options: Options, roles: Mapping[str, Role]
+    ) -> None:
         own = module.get_parameter("norm.weight").detach().clone()
-        super().__init__(module, comm, options)
+        super().__init__(module, comm, options, roles)
         module.get_parameter("norm.weight").data.copy_(own)
 
 

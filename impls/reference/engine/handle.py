@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm
-from shardproof.contract import Kind, OptimizerSpec, Piece
+from shardproof.contract import Kind, OptimizerSpec, Piece, Role
 from shardproof.impls.reference.engine.norm import NormPart, power_sum
 from shardproof.impls.reference.engine.optimizer import param_groups
 from shardproof.impls.reference.parts.reducers import Reducer
@@ -126,11 +126,13 @@ class Context:
 
     ``reducer`` sums gradients over ranks.  ``blocks`` are the model's repeated modules, by name:
     units, where the options name none.  ``host`` is where shards rest, if not on the device.
+    ``roles`` say what modules are for.
     """
 
     reducer: Reducer = field(default_factory=Reducer)
     blocks: Sequence[str] = ()
     host: HostMemory | None = None
+    roles: Mapping[str, Role] = field(default_factory=dict)
 
 
 #: The backend's own collectives; units as the options say; shards on the device.

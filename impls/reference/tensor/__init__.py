@@ -59,7 +59,16 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.comm import Comm, Mesh
-from shardproof.contract import Build, Capabilities, Kind, MicroBatch, OptimizerSpec, Piece, Refused
+from shardproof.contract import (
+    Build,
+    Capabilities,
+    Kind,
+    MicroBatch,
+    OptimizerSpec,
+    Piece,
+    Refused,
+    Role,
+)
 from shardproof.impls.reference.engine.choices import FORMATS, Saved, declared
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.handle import PLAIN, Comms, Context, Handle
@@ -111,14 +120,16 @@ def apply(
 
     ``options`` are resolved.  Afterwards the module's parameters are local ones, under their names.
     """
-    return TensorParallel(module, comms["tensor"], options)
+    return TensorParallel(module, comms["tensor"], options, context.roles)
 
 
 class TensorParallel(Handle):
     """The handle.  ``cuts`` tell how every parameter lies on the ranks of the axis."""
 
-    def __init__(self, module: nn.Module, comm: Comm, options: Options) -> None:
-        self.module, self.comm, self.options = module, comm, options
+    def __init__(
+        self, module: nn.Module, comm: Comm, options: Options, roles: Mapping[str, Role]
+    ) -> None:
+        self.module, self.comm, self.options, self.roles = module, comm, options, roles
         # Before anything is split: afterwards no rank has the whole that rank 0 would send.
         broadcast_tensors(list(named_state(module).values()), comm)
         self.layers = self.make_layers() if comm.size > 1 else []
@@ -157,8 +168,8 @@ class TensorParallel(Handle):
 
     def make_layers(self) -> list[SplitLayer]:
         """The layers that are split, in the order of registration."""
-        gathered = not self.options.loss_parallel
-        return split_layers(self.module, self.comm, self.options.sequence_parallel, gathered)
+        is_sequence, gathered = self.options.sequence_parallel, not self.options.loss_parallel
+        return split_layers(self.module, self.roles, self.comm, is_sequence, gathered)
 
     # ---------------------------------------------------------------------------------- the loss
 
@@ -308,7 +319,7 @@ class ReferenceTensor(Engine):
     def transform(self, module: nn.Module, mesh: Mesh, options: Mapping[str, Any]) -> Handle:
         """Apply the handle along the tensor axis."""
         resolved = parse_options(Options, options).resolved(self.build)
-        self.split = self.handle_type(module, mesh.comm("tensor"), resolved)
+        self.split = self.handle_type(module, mesh.comm("tensor"), resolved, self.build.roles)
         return self.split
 
     def loss(self, micro: MicroBatch) -> Tensor:

@@ -10,7 +10,6 @@ from shardproof.costs.model import CostModel, Flow, NoCostModel, grouped_flow, n
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.pipeline import exchanged
 from shardproof.costs.stages import stages_of
-from shardproof.costs.tensor import ROWS
 from shardproof.costs.upstream.pipelines import TorchPipelining
 from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
 
@@ -41,9 +40,8 @@ class TorchHybrid(TorchTensorParallel):
 
     def rows(self, tensor: TensorFacts, rank: int) -> tuple[int, int]:
         """Rows, and elements of each, that the tensor rank of ``rank`` has before sharding."""
-        whole, (layer, _, leaf) = super().elements(tensor, rank), tensor.name.rpartition(".")
-        rows = tensor.shape[0]
-        if leaf == "weight" and self.in_unit(layer, ROWS):
+        whole, rows = super().elements(tensor, rank), tensor.shape[0]
+        if self.is_split_by_columns(tensor):
             return rows, whole // rows
         rest = tensor.numel // rows
         return whole // rest, rest

@@ -9,7 +9,7 @@ from __future__ import annotations
 from shardproof.axes import cutting
 from shardproof.costs.model import Flow, flow
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
-from shardproof.costs.tensor import ROWS, TensorParallel
+from shardproof.costs.tensor import TensorParallel
 
 #: Bytes of a number of a scaler, of which it keeps four (scale, its inverse, updates since it grew,
 #: whether there is an overflow), and of a rank's number in the tensor that ``DeviceMesh`` keeps.
@@ -57,8 +57,7 @@ class TorchTensorParallel(TensorParallel):
         return [(t, n) for t, n in super().terms() if self.is_styled(t) and not self.is_bias(t)]
 
     def is_bias(self, tensor: TensorFacts) -> bool:
-        layer, _, leaf = tensor.name.rpartition(".")
-        return leaf == "bias" and self.in_unit(layer, ROWS)
+        return tensor.name.endswith(".bias") and self.facts.role(tensor) == "row"
 
     def flows(self) -> list[Flow]:
         facts = self.facts
