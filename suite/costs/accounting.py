@@ -30,6 +30,7 @@ class Accounting:
 
     @property
     def total(self) -> int:
+        """Bytes of all three classes together, per parameter."""
         return self.parameters + self.gradients + self.optimizer
 
     def ratio(self, cost_model: type[CostModel], ranks: int | None) -> Fraction | None:

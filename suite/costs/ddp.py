@@ -24,6 +24,7 @@ class Single(CostModel):
     source = "one process sends nothing"
 
     def flows(self) -> list[Flow]:
+        """Nothing: one process sends to nobody else."""
         return []
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
@@ -39,6 +40,7 @@ class Single(CostModel):
         }
 
     def held_by(self, rank: int) -> Sequence[TensorFacts]:
+        """The parameters of which ``rank`` holds all elements."""
         return self.facts.parameters
 
     def item(self, tensor: TensorFacts) -> int:
@@ -50,6 +52,7 @@ class Single(CostModel):
         return sum(t.numel * self.item(t) for t in used(self.held_by(rank), step))
 
     def local(self, rank: int) -> Local:
+        """Elements by name that ``rank`` holds: every parameter whole."""
         return Local.of(self.facts, {t.name: t.numel for t in self.held_by(rank)})
 
 

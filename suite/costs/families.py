@@ -244,9 +244,11 @@ class HybridFamily(Family):
     features: frozenset[str] = frozenset()
 
     def keeps_activations(self, axes: Mapping[str, int]) -> bool:
+        """Whether a rank keeps activations of several micro-batches, as stages do."""
         return parts(axes, "layers") > 1
 
     def problem(self, facts: ModelFacts, shown: Mapping[int, Shown], balance: float) -> str:
+        """What an axis leaves whole that it must cut, in words; empty: nothing."""
         layers, widths, data = cutting("layers"), cutting("widths"), self.data(facts)
         tensors = facts.size(widths)
         numels = {tensor.name: tensor.numel for tensor in facts.parameters}

@@ -28,6 +28,7 @@ class FSDP(Zero3):
 
     @property
     def is_silent(self) -> bool:
+        """Whether gradients of all but the last round stay on their rank."""
         return bool(self.facts.option("accumulate_without_communication", False))
 
     @property
@@ -65,6 +66,7 @@ class FSDP(Zero3):
         return self.facts.called(unit.name) * self.facts.rounds if unit.name else 0
 
     def flows(self) -> list[Flow]:
+        """Calls and bytes of one step: gathers of units, then reductions of gradients."""
         facts, flows = self.facts, list[Flow]()
         self.refuse_uncalled()
         for unit in self.units:
@@ -155,6 +157,7 @@ class FSDP(Zero3):
         return self.is_silent and self.facts.rounds > 1
 
     def in_flight(self, rank: int, step: int) -> int:
+        """Bytes of gathered units that ``rank`` holds at most at once, with kept chunks."""
         rests = 1 < self.rests < self.facts.shards
         chunks = sum(self.whole_bytes().values()) // self.rests if rests else 0
         return super().in_flight(rank, step) + chunks

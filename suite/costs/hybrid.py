@@ -66,6 +66,7 @@ class Hybrid(CostModel):
 
     @cached_property
     def stages(self) -> Stages:
+        """How the units of the model lie on the stages."""
         return stages_of(self.facts)
 
     def _models(self, pipe: int, tensor: int) -> list[CostModel]:
@@ -82,6 +83,7 @@ class Hybrid(CostModel):
         return models + [self.model([t], [], tensor, tied=True) for t in tied]
 
     def is_tied(self, tensor: TensorFacts) -> bool:
+        """Whether ``tensor`` has a home on more than one stage."""
         return len(self.stages.homes(tensor)) > 1
 
     def model(
@@ -135,6 +137,7 @@ class Hybrid(CostModel):
         return self.models(*at), self.facts.place(rank, self.facts.group())
 
     def flows(self) -> list[Flow]:
+        """Calls and bytes of one step, summed over the axes."""
         facts = self.facts
         flows = [
             replace(one, by_rank=None)  # each model numbers its own ranks
@@ -216,11 +219,13 @@ class Hybrid(CostModel):
         return self.layers.laid_out(self.local(rank).parameters)
 
     def why_not_measured(self) -> str:
+        """Why peaks of this case cannot be compared; empty: they can."""
         every = range(self.facts.world)
         reasons = (model.why_not_measured() for rank in every for model in self.of(rank)[0])
         return next((text for text in reasons if text), "")
 
     def local(self, rank: int) -> Local:
+        """Elements by name that ``rank`` holds of its stages."""
         models, number = self.of(rank)
         parts = [model.local(number) for model in models]
         return Local(

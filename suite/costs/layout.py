@@ -31,6 +31,7 @@ class Flat:
 
     @property
     def dtype(self) -> str:
+        """Dtype of the buffer, that of its members."""
         return self.members[0].dtype
 
     @property
@@ -45,6 +46,7 @@ class Flat:
 
     @property
     def padded(self) -> int:
+        """Elements of the buffer with its padding, a multiple of the ranks."""
         return self.shard_numel * self.shards
 
     def padded_bytes(self, dtype: str | None = None) -> int:
@@ -90,10 +92,12 @@ class Unit:
 
     @property
     def members(self) -> tuple[TensorFacts, ...]:
+        """Tensors of the unit, in the order in which its buffers hold them."""
         return tuple(t for flat in self.flats for t in flat.members)
 
     @property
     def trained(self) -> tuple[Flat, ...]:
+        """Buffers of the unit that get gradients."""
         return tuple(f for f in self.flats if f.members[0].trainable)
 
 

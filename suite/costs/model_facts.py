@@ -62,6 +62,7 @@ class TensorFacts:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -134,6 +135,7 @@ class ModelFacts(Stored):
 
     @property
     def world(self) -> int:
+        """Number of ranks: the product of the axes."""
         return math.prod(self.axes.values())
 
     def size(self, axis: str) -> int:
@@ -229,6 +231,7 @@ class ModelFacts(Stored):
 
     @property
     def float_buffer_bytes(self) -> int:
+        """Bytes of the buffers that hold floating-point numbers."""
         return sum(b.nbytes for b in self.buffers if b.dtype in ITEMSIZE)
 
     @property
@@ -240,6 +243,7 @@ class ModelFacts(Stored):
         return [[by_name[name] for name in names] for names in self.groups]
 
     def option(self, name: str, default: Any) -> Any:
+        """The value of option ``name``, or ``default`` where it is missing or ``None``."""
         value = self.options.get(name)
         return default if value is None else value
 

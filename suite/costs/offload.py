@@ -47,10 +47,12 @@ class Offloaded(CostModel):
 
     @cached_property
     def inner(self) -> Zero1 | Zero3:
+        """The cost model of the strategy as it would be without offload."""
         return self.whole(self.facts)
 
     @property
     def shards_rest_there(self) -> bool:
+        """Whether parameter shards lie in host memory between their uses."""
         return self.facts.option(OPTION, "none") == "parameters"
 
     # The same as without offload.

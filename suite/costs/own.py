@@ -100,7 +100,9 @@ class Answered(CostModel):
         return [Flow(f.axis, f.operation, Fraction(f.bytes), (*f.calls,)) for f in own]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Bytes by class that the class promised for ``rank`` after ``step``."""
         return dict(self.told.resident[f"{rank}/{step}/{updated}"])
 
     def local(self, rank: int) -> Local:
+        """Elements by name that the class promised for ``rank``."""
         return Local(**self.told.local[str(rank)])

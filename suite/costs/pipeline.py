@@ -43,6 +43,7 @@ class Pipeline(Single):
 
     @cached_property
     def stages(self) -> Stages:
+        """How the units of the model lie on the stages."""
         return stages_of(self.facts)
 
     def flows(self) -> list[Flow]:

@@ -44,6 +44,7 @@ class Setting:
 
     @property
     def equal(self) -> bool:
+        """Whether forward and both parts of backward take one unit of time each."""
         return self.forward == self.input_backward == self.weight_backward
 
 

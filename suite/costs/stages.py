@@ -80,10 +80,12 @@ def _where_forwards_are(orders: Sequence[Sequence[str]]) -> list[int]:
 
 
 def split_units(options: Options, units: int, stages: int) -> tuple[range, ...]:
+    """Units of each of ``stages``, as the option ``split`` says or as evenly as possible."""
     ends = [0, *itertools.accumulate(options.get("split") or split(units, stages))]
     return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def stages_of(facts: ModelFacts) -> Stages:
+    """The stages of a case, and the rank of each."""
     place = place_of(facts.options, facts.parts("layers"))
     return Stages(place, split_units(facts.options, len(facts.units), len(place)))

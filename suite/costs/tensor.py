@@ -41,9 +41,11 @@ class TensorParallel(CostModel):
         self.is_loss = bool(facts.option("loss_parallel", is_cross_entropy))
 
     def heads(self, layer: str) -> tuple[int, int]:
+        """Query and key/value heads of the attention that ``layer`` belongs to."""
         return self.facts.heads[layer.rpartition(".")[0]]
 
     def elements(self, tensor: TensorFacts, rank: int) -> int:
+        """Elements of ``tensor`` that ``rank`` holds."""
         layer, role = tensor.name.rpartition(".")[0], self.facts.role(tensor)
         if self.ranks == 1 or not self.is_split(tensor):
             return tensor.numel
@@ -57,10 +59,12 @@ class TensorParallel(CostModel):
         return rows * (queries // self.ranks + 2 * max(1, kv // self.ranks))
 
     def is_split(self, tensor: TensorFacts) -> bool:
+        """Whether ranks hold different parts of ``tensor``."""
         role = self.facts.role(tensor)
         return role in (*_VOCABULARY, *_COLUMNS) or self.is_split_by_columns(tensor)
 
     def is_split_by_columns(self, tensor: TensorFacts) -> bool:
+        """Whether ``tensor`` is the weight of a row-parallel layer, cut along its inputs."""
         return tensor.name.endswith(".weight") and self.facts.role(tensor) == "row"
 
     def terms(self) -> list[tuple[TensorFacts, int]]:
@@ -96,6 +100,7 @@ class TensorParallel(CostModel):
 
     @property
     def classes(self) -> int:
+        """Rows of the vocabulary: the number of classes."""
         return next(t.shape[0] for t in self.facts.parameters if self.facts.role(t) in _VOCABULARY)
 
     def padded(self, positions: int) -> int:
@@ -172,9 +177,11 @@ class TensorParallel(CostModel):
         return [f for _, n in terms for f in self.each("all_reduce", [n] * len(self.shapes)) if n]
 
     def norms(self) -> list[Flow]:
+        """The call that sums squares of the gradient norm over ranks."""
         return model.norm_flow(self.facts, "tensor")
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
+        """Each parameter with its number of elements on ``rank``."""
         return [(t, self.elements(t, rank)) for t in self.facts.parameters]
 
     def communication_at_rest(self, rank: int, step: int) -> int:
@@ -190,6 +197,7 @@ class TensorParallel(CostModel):
         return self.laid_out({t.name: n for t, n in self.parts(rank)})
 
     def laid_out(self, held: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """``held`` by layout: what ranks split, and what each holds whole."""
         split = {t.name for t in self.facts.parameters if self.ranks > 1 and self.is_split(t)}
         return {
             "split": {name: n for name, n in held.items() if name in split},
@@ -220,6 +228,7 @@ class TensorParallel(CostModel):
         return False
 
     def local(self, rank: int) -> Local:
+        """Elements by name that ``rank`` holds."""
         return Local.of(self.facts, {t.name: n for t, n in self.parts(rank)})
 
 

@@ -52,6 +52,7 @@ class Zero1(CostModel):
 
     @cached_property
     def flats(self) -> list[Flat]:
+        """Buckets of the trained parameters in backward order."""
         order = list(reversed(self.facts.trainable))
         limit = int(self.facts.option("bucket_bytes", self.bucket_bytes))
         return buckets(order, limit, self.facts.shards)
@@ -68,10 +69,12 @@ class Zero1(CostModel):
         ]
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
+        """Tensors with their elements in the shards of ``rank``."""
         shard = self.facts.shard_of(rank)
         return [part for flat in self.flats for part in flat.parts(shard)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Bytes by class on ``rank`` after ``step``."""
         facts = self.facts
         narrow = any(facts.compute(flat.dtype) != flat.dtype for flat in self.flats)
         parts = self.parts(rank)
@@ -143,6 +146,7 @@ class Zero1(CostModel):
         return {"communication": buffers, "gradients": Bound(0, self.gradient_bytes(rank, step))}
 
     def local(self, rank: int) -> Local:
+        """Elements by name: whole parameters, own parts of optimizer state."""
         whole = {t.name: t.numel for t in self.facts.parameters}
         return Local.of(self.facts, whole, {t.name: n for t, n in self.parts(rank)})
 
@@ -206,14 +210,17 @@ class Zero3(CostModel):
 
     @cached_property
     def units(self) -> list[Unit]:
+        """Units of the model with their flat buffers."""
         return units(self.facts, self.facts.shards)
 
     @property
     def flats(self) -> list[Flat]:
+        """Flat buffers of all units, in forward order."""
         return [flat for unit in self.units for flat in unit.flats]
 
     @property
     def trained(self) -> list[Flat]:
+        """Flat buffers that get gradients."""
         return [flat for unit in self.units for flat in unit.trained]
 
     @property
@@ -251,6 +258,7 @@ class Zero3(CostModel):
         }
 
     def refuse_uncalled(self) -> None:
+        """:raises NoCostModel: some micro-batch leaves a unit out."""
         for name in self.uncalled:
             text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
             raise model.NoCostModel(text)
@@ -261,6 +269,7 @@ class Zero3(CostModel):
         return (forwards + 1) * self.facts.rounds if forwards else 0
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
+        """Tensors with their elements in the shards of ``rank``."""
         return [part for flat in self.flats for part in flat.parts(self.facts.shard_of(rank))]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
@@ -294,6 +303,7 @@ class Zero3(CostModel):
         return self.communication_at_rest(rank, step)
 
     def local(self, rank: int) -> Local:
+        """Elements by name of the shards that ``rank`` owns."""
         own = Counter[str]()
         for tensor, count in self.parts(rank):
             own[tensor.name] += count
@@ -426,6 +436,7 @@ class Zero3(CostModel):
         return False
 
     def whole_bytes(self) -> dict[str, int]:
+        """Bytes of each called unit once it is gathered, padding included."""
         compute, called = self.facts.compute, self.facts.called
         return {
             unit.name: sum(flat.padded_bytes(compute(flat.dtype)) for flat in unit.flats)

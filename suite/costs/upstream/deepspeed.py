@@ -62,6 +62,7 @@ class DeepSpeedZero0(_DeepSpeed):
         return [f.in_any_calls() for f in flow(facts, facts.group(), "all_reduce", whole + norm)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Bytes by class, without gradients: the engine keeps them in its own buffers."""
         held = super().resident(rank, step, updated)
         return {kind: size for kind, size in held.items() if kind != "gradients"}
 
@@ -117,10 +118,12 @@ class DeepSpeedZero1(_Sharded):
 
     @property
     def flats(self) -> list[Flat]:
+        """One flat partition per parameter group, padded to twice the ranks."""
         return [Flat(tuple(group), self.ranks, multiple=2) for group in self.groups]
 
     @property
     def padded(self) -> list[int]:
+        """Elements of each flat partition with its padding."""
         return [flat.padded for flat in self.flats]
 
     @property
@@ -130,6 +133,7 @@ class DeepSpeedZero1(_Sharded):
         return [each * FP32 * count // self.ranks + counter for count in self.padded]
 
     def flows(self) -> list[Flow]:
+        """Calls and bytes of one step, in the way that the options choose."""
         facts, zero = self.facts, self.zero
         to_owners = (
             not zero.get("use_multi_rank_bucket_allreduce", True)
@@ -179,6 +183,7 @@ class DeepSpeedZero1(_Sharded):
         return held | {"gradients": share if self.facts.clipped else 0}
 
     def local(self, rank: int) -> Local:
+        """Elements by name: whole parameters, own fragments of everything else."""
         own = {tensor.name: count for tensor, count in self.fragments(rank)}
         every = {t.name: t.numel for t in self.facts.parameters}
         return Local(every, own, own if slots(self.facts) else {})
@@ -219,6 +224,7 @@ class DeepSpeedZero3(_Sharded):
     )
 
     def shard(self, tensor: TensorFacts) -> int:
+        """Elements of one rank's part of ``tensor``, padding included."""
         return -(-tensor.numel // self.ranks)
 
     @property
@@ -228,10 +234,12 @@ class DeepSpeedZero3(_Sharded):
 
     @property
     def sharded(self) -> int:
+        """Bytes of one rank of all parameters, in fp32."""
         return FP32 * sum(self.shard(t) for t in self.facts.parameters)
 
     @property
     def trained(self) -> int:
+        """Bytes of one rank of the parameters that are trained, in fp32."""
         return FP32 * sum(self.shard(t) for t in self.facts.trainable)
 
     @property
@@ -263,6 +271,7 @@ class DeepSpeedZero3(_Sharded):
         ]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Bytes by class on ``rank`` after ``step``."""
         held = {"optimizer_state": sum(self.states) if updated >= 0 else 0}
         return held if self.traced else {"parameters": self.sharded} | held
 
@@ -301,6 +310,7 @@ class DeepSpeedZero3(_Sharded):
         return reasons
 
     def local(self, rank: int) -> Local:
+        """Elements by name of the parts that ``rank`` owns."""
         parts = {t.name: chunk(t.numel, self.ranks, rank) for t in self.facts.parameters}
         held = {name: count for name, count in parts.items() if count}
         own = {t.name: held[t.name] for t in self.facts.trainable if t.name in held}

@@ -94,6 +94,7 @@ class DeepSpeedPipeline(Pipeline):
     )
 
     def flows(self) -> list[Flow]:
+        """Messages between stages, and the engine's own calls along them."""
         facts, along = self.facts, cutting("layers")
         messages = [f for f in super().flows() if f.operation in ("send", "recv")]
         norm = [FP32] if facts.clipped else []

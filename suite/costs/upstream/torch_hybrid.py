@@ -47,16 +47,19 @@ class TorchHybrid(TorchTensorParallel):
         return whole // rest, rest
 
     def elements(self, tensor: TensorFacts, rank: int) -> int:
+        """Elements of ``tensor`` that ``rank`` holds of its rows."""
         if not self.is_sharded:
             return super().elements(tensor, rank)
         rows, rest = self.rows(tensor, rank)
         return chunk(rows, self.shards, self.facts.shard_of(rank)) * rest
 
     def padded_elements(self, tensor: TensorFacts, rank: int) -> int:
+        """The same with the padding of uneven rows."""
         rows, rest = self.rows(tensor, rank)
         return -(-rows // self.shards) * rest
 
     def parts(self, rank: int) -> list[tuple[TensorFacts, int]]:
+        """Parameters of the stages of ``rank`` with their elements there."""
         mine = self.facts.place(rank, cutting("layers"))
         held = (t for t in self.facts.parameters if mine in self.stages.ranks(t))
         return [(t, self.elements(t, rank)) for t in held]
@@ -76,6 +79,7 @@ class TorchHybrid(TorchTensorParallel):
         return len(self.facts.inputs[self.facts.step][0]) if self.facts.inputs else 0
 
     def flows(self) -> list[Flow]:
+        """Calls and bytes of one step, summed over the axes."""
         facts = self.facts
         if facts.option("reshard_after_forward", False):
             raise NoCostModel("reshard_after_forward: true gathers as the schedule goes")
@@ -109,6 +113,7 @@ class TorchHybrid(TorchTensorParallel):
             yield from grouped_flow(across, "all_reduce", parts, self.replicas, crossing)
 
     def payload_of(self, members: Iterable[TensorFacts], rank: int) -> int:
+        """Bytes of one gather of ``members``, over all ranks of the shard group."""
         if not self.is_sharded:
             return 0
         return sum(self.padded_elements(t, rank) * self.shards * ITEMSIZE[t.dtype] for t in members)
@@ -138,12 +143,14 @@ class TorchHybrid(TorchTensorParallel):
         return flows
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
+        """Elements of ``tensor`` in the memory of ``rank``, padding included."""
         if self.is_sharded:
             return self.padded_elements(tensor, rank)
         return super().held_elements(tensor, rank)
 
     @property
     def pads_gradients(self) -> bool:
+        """Whether gradients are held with the padding of their shard."""
         return self.is_sharded
 
     #: Buffers of received activations stay, and shards that reductions gave.

@@ -100,21 +100,26 @@ class FSDP2(_Upstream):
 
     @property
     def ranks(self) -> int:
+        """Ranks that share each parameter."""
         return self.facts.shards
 
     @cached_property
     def units(self) -> list[tuple[str, tuple[TensorFacts, ...]]]:
+        """Names of the wrapped units with their tensors."""
         return whole_units(self.facts)
 
     def padded(self, tensor: TensorFacts) -> int:
+        """Elements of ``tensor`` once its rows are padded to a multiple of the ranks."""
         rows, *rest = tensor.shape
         return -(-rows // self.ranks) * self.ranks * math.prod(rest)
 
     def rows(self, tensor: TensorFacts, rank: int) -> int:
+        """Elements of the rows of ``tensor`` that ``rank`` holds."""
         rows, *rest = tensor.shape
         return chunk(rows, self.ranks, self.facts.shard_of(rank)) * math.prod(rest)
 
     def reduced(self, tensor: TensorFacts) -> bool:
+        """Whether the gradient of ``tensor`` is part of a reduce-scatter."""
         if self.facts.option("reduce_scatter_unused_params", False):
             return tensor.trainable
         return tensor.trainable and tensor.first_use is not None
@@ -141,6 +146,7 @@ class FSDP2(_Upstream):
             )
 
     def flows(self) -> list[Flow]:
+        """Calls and bytes of one step: gathers and reductions unit by unit."""
         facts, flows = self.facts, list[Flow]()
         self.refuse_recomputed()
         for (name, members), reduced in zip(self.units, self.reduced_bytes(), strict=True):
@@ -162,6 +168,7 @@ class FSDP2(_Upstream):
         return [*flows, *self.overflow(facts.sharded)]
 
     def reduced_bytes(self) -> list[int]:
+        """Bytes of each unit's reduce-scatter, padding included."""
         return [
             sum(
                 self.padded(t) * ITEMSIZE[self.facts.reduction(t.dtype)]
@@ -178,6 +185,7 @@ class FSDP2(_Upstream):
         return model.grouped_flow(facts.sharded, "all_gather", [payload], k, times)
 
     def called(self, name: str) -> int:
+        """How often one forward calls the unit ``name``; the root once."""
         return self.facts.called(name) if name else 1
 
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
@@ -231,10 +239,12 @@ class FSDP1(_Upstream):
 
     @property
     def kind(self) -> str:
+        """The sharding strategy that the options choose."""
         return str(self.facts.option("sharding_strategy", "FULL_SHARD"))
 
     @property
     def shards(self) -> int:
+        """Ranks that share each flat parameter."""
         return 1 if self.kind == "NO_SHARD" else self.facts.shards
 
     @cached_property
@@ -250,9 +260,11 @@ class FSDP1(_Upstream):
 
     @staticmethod
     def trained(flat: FlatParameter) -> bool:
+        """Whether some member of ``flat`` gets a gradient."""
         return any(t.trainable and t.first_use is not None for t in flat.members)
 
     def flows(self) -> list[Flow]:
+        """Calls and bytes of one step: gathers and reductions of flat parameters."""
         facts, flows = self.facts, list[Flow]()
         self.refuse_recomputed()
         silent = self.reductions < facts.rounds
@@ -306,6 +318,7 @@ class FSDP1(_Upstream):
         return flat.parts(self.facts.shard_of(rank) if self.shards > 1 else 0)
 
     def kept(self, rank: int) -> list[tuple[TensorFacts, int]]:
+        """Tensors with their elements in the shards of ``rank``."""
         return [part for _, flat in self.flats for part in self.parts(flat, rank)]
 
     def gradient_bytes(self, rank: int) -> int:
@@ -317,6 +330,7 @@ class FSDP1(_Upstream):
         )
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Bytes by class on ``rank`` after ``step``."""
         return {
             "parameters": sum(f.shard_bytes() for _, f in self.flats if self.parts(f, rank)),
             "masters": 0,
@@ -349,6 +363,7 @@ class ZeroRedundancyOptimizer(CostModel):
 
     @property
     def ddp(self) -> DDP:
+        """The cost model of the DDP around it."""
         return DDP(self.facts)
 
     @cached_property
@@ -363,6 +378,7 @@ class ZeroRedundancyOptimizer(CostModel):
         return owner
 
     def flows(self) -> list[Flow]:
+        """DDP's calls, and a broadcast of each rank's updated parameters."""
         facts = self.facts
         sent = [t.nbytes for t in facts.trainable]
         if facts.option("parameters_as_bucket_view", False):
@@ -379,6 +395,7 @@ class ZeroRedundancyOptimizer(CostModel):
         return [*moved, *(replace(one, calls=len(sent) * facts.world) for one in copies)]
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
+        """Bytes by class on ``rank`` after ``step``."""
         mine = [(t, t.numel) for t in self.facts.trainable if self.owner[t.name] == rank]
         state = model.state_bytes(self.facts, mine, updated)
         held = self.ddp.resident(rank, step, updated) | {"optimizer_state": state}
@@ -396,6 +413,7 @@ class ZeroRedundancyOptimizer(CostModel):
         return buckets + facts.float_buffer_bytes + 4 * (len(facts.trainable) + 1)
 
     def local(self, rank: int) -> Local:
+        """Elements by name: optimizer state of own parameters only."""
         of_ddp = self.ddp.local(rank)
         own = {n: size for n, size in of_ddp.optimizer.items() if self.owner[n] == rank}
         return Local(of_ddp.parameters, of_ddp.gradients, own)

@@ -57,9 +57,11 @@ class TorchTensorParallel(TensorParallel):
         return [(t, n) for t, n in super().terms() if self.is_styled(t) and not self.is_bias(t)]
 
     def is_bias(self, tensor: TensorFacts) -> bool:
+        """Whether ``tensor`` is the bias of a row-parallel layer, which rank 0 adds."""
         return tensor.name.endswith(".bias") and self.facts.role(tensor) == "row"
 
     def flows(self) -> list[Flow]:
+        """Calls and bytes of one step along the axis."""
         facts = self.facts
         if self.ranks == 1:
             return []
@@ -95,11 +97,13 @@ class TorchTensorParallel(TensorParallel):
         return flow(self.facts, cutting("widths"), "all_reduce", [sum(stacked)])
 
     def held_elements(self, tensor: TensorFacts, rank: int) -> int:
+        """Elements of ``tensor`` in memory: the largest part, as torch pads."""
         if not self.is_split(tensor):
             return tensor.numel
         return max(self.elements(tensor, other) for other in range(self.ranks))
 
     def communication_at_rest(self, rank: int, step: int) -> int:
+        """Zero: torch keeps no buffers between steps."""
         return 0
 
     def unclassified_limit(self, rank: int, step: int) -> int:
