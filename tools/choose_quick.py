@@ -194,6 +194,7 @@ def _texts() -> Iterator[str]:
 
 
 def main() -> None:
+    """Choose the quick tier and write its rules."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--measure", action="store_true", help="measure all cases first")
     parser.add_argument("--seconds", type=float, help="that the tier may cost [what it does]")

@@ -311,6 +311,7 @@ def write(
 
 
 def main() -> None:
+    """Write the scenarios of the covering cases."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--draw", type=int, default=30_000, help="candidates of each kind")
     parser.add_argument("--triples", action="store_true", help="cases for triples")

@@ -133,6 +133,7 @@ def homes(files: Sequence[ScenarioFile]) -> dict[str, dict[str, str]]:
 
 
 def ends(session: Session, cases: Sequence[Case]) -> dict[str, End]:
+    """Verdict and status of each check, by id of the case."""
     results, _ = session.run(cases, lambda result: None)
     return {r.id: (r.verdict, {o.check: o.status for o in r.checks}) for r in results}
 
@@ -227,6 +228,7 @@ def _pairs(case: Case) -> set[tuple[str, str]]:
 
 
 def main() -> None:
+    """Find and write the smallest sizes of scenarios."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("scenarios", nargs="*", help="names (default: all of conformance/)")
     parser.add_argument("--keep", action="store_true", help="only try fewer steps")

@@ -44,6 +44,8 @@ SINGLE, SPLIT = ("gpipe", "1f1b"), ("interleaved_zb", "zb_v", "dualpipe_v")
 
 @dataclass(frozen=True)
 class Setup:
+    """Options, mesh and workload that a campaign draws together."""
+
     options: Options
     mesh: Mapping[str, int]
     workload: str
@@ -59,6 +61,7 @@ class Setup:
 
     @property
     def servers(self) -> int:
+        """Number of ranks that serve parameters."""
         return int(self.options.get("servers", 0))
 
     def windows(self, spec: WorkloadSpec) -> list[list[int]]:
@@ -70,10 +73,12 @@ Condition = Callable[[Setup], bool]
 
 
 def always(setup: Setup) -> bool:
+    """True for every setup."""
     return True
 
 
 def never(setup: Setup) -> bool:
+    """False for every setup."""
     return False
 
 
@@ -140,6 +145,7 @@ def somebody_works(setup: Setup) -> bool:
 
 
 def of_fsdp(setup: Setup) -> bool:
+    """Whether the options of FSDP fit the mesh."""
     return reshards(setup) and whole_nodes(setup)
 
 
@@ -163,11 +169,13 @@ def views_buckets(setup: Setup) -> bool:
 
 
 def own_stages(setup: Setup) -> int:
+    """Stages of the suite's own pipeline schedules."""
     chunks = 2 if setup.options["schedule"] in ("zb_v", "interleaved") else 1
     return setup.parts("layers") * chunks
 
 
 def upstream_stages(setup: Setup) -> int:
+    """Stages of torch's pipeline schedules."""
     return setup.parts("layers") * (1 if setup.options["schedule"] in SINGLE else 2)
 
 

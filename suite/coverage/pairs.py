@@ -77,6 +77,7 @@ class Rule:
     reason: str
 
     def matches(self, pair: Pair) -> bool:
+        """Whether the rule explains ``pair``."""
         return all(
             any(fnmatchcase(name, glob) for glob in globs)
             for name, globs in zip(pair, (self.triggers, self.features), strict=True)
@@ -159,6 +160,7 @@ class Coverage:
 
     @property
     def pairs(self) -> list[Pair]:
+        """Every pair of a trigger and a feature."""
         return [(trigger, name) for name in self.features for trigger in triggers.names()]
 
     @property

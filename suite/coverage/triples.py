@@ -72,6 +72,7 @@ class Triples:
 
     @property
     def met(self) -> set[Triple]:
+        """Triples that some case has."""
         return {*self.quick, *self.full}
 
     def by_strategy(self) -> Table:

@@ -351,6 +351,7 @@ def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
 
 
 def force(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy ``values`` into ``parameters``, by name."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
@@ -460,10 +461,12 @@ def buffers_after(
 
 
 def copies(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Detached copies, by name."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def buffers_of(module: nn.Module) -> Tensors:
+    """Copies of the buffers of ``module``, by name."""
     return copies(dict(module.named_buffers()))
 
 

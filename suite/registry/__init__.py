@@ -40,6 +40,8 @@ _OWN_CLASS = re.compile(r"([A-Za-z_][\w.]*|[^:]+\.py):[A-Za-z_][\w.]*")
 
 
 class UnknownImplementation(SelectionError):
+    """No implementation has this name."""
+
     def __init__(self, name: str, remedy: str) -> None:
         super().__init__(Problem("unknown implementation", remedy, value=name))
 

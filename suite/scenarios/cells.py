@@ -42,6 +42,7 @@ class Cell:
 
     @property
     def system(self) -> str:
+        """The implementation with the label of its options."""
         label = self.implementation.label
         return self.implementation.name + (f"+{label}" if label else "")
 

@@ -42,9 +42,11 @@ class ScenarioFile:
 
     @property
     def name(self) -> str:
+        """The name that the scenario gives itself."""
         return self.scenario.name
 
     def problem(self, path: Iterable[str | int], what: str, remedy: str, value: str) -> Problem:
+        """A problem at the line of the part at ``path``."""
         return Problem(what, remedy, value, self.file, self.node.locate(path))
 
 
@@ -87,6 +89,7 @@ def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
 
 
 def timed_files(folder: Path) -> list[Path]:
+    """Files below ``folder`` that `shardproof bench` times."""
     return [path for path in _yaml_below(folder) if timed(path)]
 
 

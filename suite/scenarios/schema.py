@@ -314,6 +314,7 @@ class FaultPlan(Model):
 
     @property
     def name(self) -> str:
+        """The label of the plan, else its kind."""
         return self.label or self.kind
 
 

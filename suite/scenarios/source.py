@@ -56,6 +56,7 @@ class Node:
     size: int = 1
 
     def plain(self) -> Any:
+        """The value without lines, as plain lists and dictionaries."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):

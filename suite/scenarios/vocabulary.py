@@ -30,6 +30,7 @@ class Vocabulary:
 
 @cache
 def installed() -> Vocabulary:
+    """The names that scenario files may use on this machine."""
     from shardproof import registry, workloads
     from shardproof.backends import BACKENDS
     from shardproof.cases import kinds

@@ -109,6 +109,8 @@ class Pending:
 
 
 class Exchange:
+    """Rows of numbers that the ranks of a script send one another."""
+
     def __init__(
         self,
         rank: int,

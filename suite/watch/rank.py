@@ -156,6 +156,7 @@ class Watch:
     # ------------------------------------------------------------------------------------- hooks
 
     def install(self) -> None:
+        """Hook steps of optimizers and the groups of this process."""
         groups.install()
         groups.send_to(self._calls)
         register_optimizer_step_pre_hook(self._safe(self._before_step))
@@ -383,6 +384,7 @@ class Watch:
 
     @property
     def exchange(self) -> Exchange | None:
+        """The exchange with the other ranks; ``None`` before they met."""
         return self._exchange
 
     def text(self) -> str:

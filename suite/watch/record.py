@@ -68,6 +68,8 @@ class Watched(Stored):
 
 @dataclass
 class RankRecord(Stored):
+    """What one watched rank leaves on disk."""
+
     rank: int
     world: int
     pid: int
@@ -97,6 +99,7 @@ class RankRecord(Stored):
     ended: bool = False
 
     def write(self, folder: Path) -> None:
+        """Write the record into ``folder``, whole."""
         write_whole(folder / f"rank{self.rank}.json", fast_json(self.to_dict()) + b"\n")
 
 
@@ -135,6 +138,7 @@ def read_ends(folder: Path) -> list[End]:
 
 
 def write_ends(folder: Path, ends: Sequence[End]) -> None:
+    """Write how the ranks ended into ``folder``, whole."""
     write_whole(folder / "ends.json", fast_json([end.to_dict() for end in ends]) + b"\n")
 
 

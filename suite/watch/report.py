@@ -43,6 +43,7 @@ class Report:
 
     @property
     def headline(self) -> str:
+        """The verdict and its reason in one line."""
         return f"{self.judged.verdict}: {self.judged.reason}"
 
     def others(self) -> list[str]:

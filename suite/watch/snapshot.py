@@ -27,6 +27,7 @@ class Sums:
 
 
 def of_parameters(tracked: Sequence[Tracked]) -> Sums:
+    """Checksums of the parameters of this rank."""
     return _sums([local(one.parameter) for one in tracked])
 
 

@@ -62,6 +62,7 @@ def _family(name: str) -> Family:
 
 
 def in_lane(lane: Lane) -> list[str]:
+    """Names of the workloads that have a form for ``lane``."""
     return [name for name, family in WORKLOADS.items() if lane != "dyadic" or family.dyadic]
 
 

@@ -180,6 +180,8 @@ class Family(ABC):
 
 
 class ModelBuild:
+    """Builds the model of a workload for one rank (:class:`~shardproof.contract.Build`)."""
+
     def __init__(self, workload: Workload, rank: int, coordinate: int) -> None:
         self.units: Sequence[str] = workload.units
         self.roles: Mapping[str, Role] = workload.roles
@@ -210,6 +212,7 @@ class ModelBuild:
         return self._workload.family.stage(module, start, stop)
 
     def loss(self, outputs: Tensor, micro: MicroBatch) -> Tensor:
+        """Scalar ``sum(micro.weights * token_loss)`` of the outputs of a micro-batch."""
         return self._workload.family.loss(self._workload.params, outputs, micro)
 
 
@@ -298,6 +301,7 @@ class Workload:
 
     @cached_property
     def parameter_names(self) -> list[str]:
+        """Names of all parameters, in the order of the module."""
         return list(self.shapes)
 
     @cached_property
@@ -307,6 +311,7 @@ class Workload:
 
     @cached_property
     def unused(self) -> set[str]:
+        """Names of the trainable parameters that never get a gradient."""
         by_name = {name for name in self.trainable_names if ".unused." in f".{name}"}
         return by_name | self.found.unused
 
@@ -332,15 +337,18 @@ class Workload:
 
     @property
     def depends_on_cut(self) -> bool:
+        """Whether the cut of the batch into micro-batches changes the numbers."""
         return self.family.depends_on_cut(self.params) or any(
             TRAITS[name].by_cut for name in self.traits
         )
 
     @property
     def zero_gradient(self) -> Mapping[str, list[Region]]:
+        """Regions of parameters whose gradient is zero in every step, by name."""
         return self.found.zero_gradient
 
     def load(self, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> None:
+        """Copy ``state`` (default: the initial one) into the tensors of ``module``, by name."""
         layers.load_state(module, self._state if state is None else state)
 
     def prepare(self, steps: int, coordinates: int) -> None:

@@ -52,6 +52,7 @@ class Block(nn.Module):
         self.odd = odd
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Channels ``(samples, channels, 8, 8)`` to the same shape."""
         hidden = F.relu(self.norm(self.conv(hidden)))
         return hidden if self.odd is None else self.odd(hidden)
 
@@ -64,6 +65,7 @@ class Pool(nn.Module):
         self.norm = nn.LayerNorm(16 * channels, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Channels ``(samples, channels, 8, 8)`` to ``(samples, channels * 16)``."""
         return self.norm(F.avg_pool2d(hidden, 2).flatten(1))
 
 
@@ -81,9 +83,11 @@ class DigitsCNN(Family):
     }
 
     def size(self) -> int:
+        """Number of images."""
         return len(data.digits()[1])
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
+        """Blocks of convolutions with the layers that traits ask for."""
         channels, layers = params["channels"], params["layers"]
         middle, ends = layers // 2, ("tied_over_units",)
         stack = self.stack_type(
@@ -113,9 +117,11 @@ class DigitsCNN(Family):
         return stack
 
     def depends_on_cut(self, params: Params) -> bool:
+        """Whether a batch norm normalizes each micro-batch alone."""
         return bool(params["norm"] == "batch")
 
     def samples(self, params: Params, picks: Picks) -> Samples:
+        """Images ``(samples, 1, 8, 8)`` and labels ``(samples,)`` of the picked samples."""
         images, labels = data.digits()
         index = torch.tensor(picks.index)
         pixels = images[index].to(torch.float32)

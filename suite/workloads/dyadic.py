@@ -41,13 +41,17 @@ class Ternary(Linear):
     """A linear layer whose weight counts as -1, 0 or 1; its gradient goes to the weight itself."""
 
     def forward(self, values: Tensor) -> Tensor:
+        """The linear layer with weights rounded to -1, 0 or 1."""
         weight = self.weight
         whole = weight + (weight.clamp(-1, 1).trunc() - weight).detach()
         return F.linear(values, whole, self.bias)
 
 
 class Head(Ternary):
+    """The last layer, whose logits are whole numbers."""
+
     def forward(self, values: Tensor) -> Tensor:
+        """Values ``(..., width)`` to whole logits ``(..., classes)``."""
         return _floor(super().forward(values))
 
 
@@ -59,6 +63,7 @@ class Levels(nn.Module):
         self.low, self.high = low, high
 
     def forward(self, values: Tensor) -> Tensor:
+        """Values cut to their limits and rounded down to whole numbers."""
         return _floor(F.hardtanh(values, self.low, self.high))
 
 
@@ -77,6 +82,7 @@ class Embed(nn.Module):
         self.position = Embedding(seq, width, **place)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(samples, length)`` to whole values ``(samples, length, width)``."""
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         return 2 * self.token(tokens) + self.position(positions)
 
@@ -93,6 +99,7 @@ class Block(nn.Module):
         self.down = Ternary(2 * width, width, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` to values of the same shape."""
         return hidden + self.down(self.inner(self.up(self.enter(hidden))))
 
 
@@ -106,6 +113,7 @@ class DyadicMLP(Family):
     knobs: ClassVar = {"width": Knob(32), "layers": Knob(2), "seq": Knob(8, 2)}
 
     def size(self) -> int:
+        """Number of names."""
         return len(data.character_names())
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
@@ -140,6 +148,7 @@ class DyadicMLP(Family):
         return parts / whole
 
     def cross_entropy(self, params: Params) -> CrossEntropy | None:
+        """None: its loss has exact sums, which a cross-entropy has not."""
         return None
 
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:

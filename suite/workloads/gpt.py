@@ -62,6 +62,7 @@ class Embed(nn.Module):
         self.position = Embedding(seq, width, **place)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(samples, length)`` to ``(samples, length, width)``."""
         tokens = tokens[..., :-1] if self._keyed else tokens
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         return self.token(tokens) + self.position(positions)
@@ -84,6 +85,7 @@ class Attention(nn.Module):
         self.out = Linear(width, width, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Causal attention over ``(samples, length, width)``; the same shape."""
         qkv = self.qkv(hidden)
         samples, length, rows = qkv.shape
         kv_heads = max(1, rows // self.head_size // (self.group + 2))
@@ -113,6 +115,7 @@ class Mlp(nn.Module):
         self.down = Linear(4 * width, width, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` to values of the same shape."""
         return self.down(F.gelu(self.up(hidden)))
 
 
@@ -135,6 +138,7 @@ class Block(nn.Module):
         self.odd = odd
 
     def forward(self, given: Passed) -> Passed:
+        """What a block passes on: ``(samples, length, width)``, bare or in a container."""
         hidden = bare(given)
         hidden = hidden + self.get_submodule(self._kind)(self.laid(self.norm1(hidden)))
         hidden = hidden + self.mlp(self.laid(self.norm2(hidden)))
@@ -173,6 +177,7 @@ class CharnamesGPT(Family):
     }
 
     def check(self, params: Params) -> None:
+        """Refuse sizes that do not divide each other."""
         sizes = {**params, "kv_heads": _kv_heads(params)}
         for divided, by in (("width", "heads"), ("heads", "kv_heads")):
             if sizes[divided] % sizes[by]:
@@ -182,9 +187,11 @@ class CharnamesGPT(Family):
                 )
 
     def size(self) -> int:
+        """Number of names."""
         return len(data.character_names())
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
+        """A small GPT with the layers that traits ask for."""
         width, layers = params["width"], params["layers"]
         middle, keyed = layers // 2, "dropout_counter" in traits
         stack = Stack(

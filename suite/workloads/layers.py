@@ -189,6 +189,7 @@ def _drawn(seed: str, name: str, shape: torch.Size, kind: type[nn.Module]) -> Te
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy ``state`` into the parameters and buffers of ``module``, by name."""
     with torch.no_grad():
         for name, tensor, _ in named_tensors(module):
             tensor.copy_(state[name])

@@ -30,6 +30,7 @@ class Cell(nn.Module):
         self.bias = nn.Parameter(torch.empty(width, **place))
 
     def forward(self, entered: Tensor, state: Tensor) -> Tensor:
+        """One step: input and state ``(samples, width)`` to the next state."""
         return torch.tanh(F.linear(torch.cat([entered, state], -1), self.weight, self.bias))
 
 
@@ -46,6 +47,7 @@ class Recurrence(nn.Module):
         self.cell = Cell(width, place)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(samples, length, width)`` to the state after each position."""
         state, states = torch.zeros_like(hidden[:, 0]), []
         for entered in hidden.unbind(1):
             state = self.cell(entered, state)

@@ -192,44 +192,60 @@ def suggested_groups(traits: Iterable[str]) -> tuple[GroupSpec, ...]:
 
 
 class OneLayer(nn.Module):
+    """A part of a block that consists of one linear layer."""
+
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()
         self.layer = Linear(width, width, **place)
 
 
 class Tied(nn.Module):
+    """Two layers that share one weight."""
+
     def __init__(self, width: int, place: Place) -> None:
         super().__init__()
         self.first, self.second = (Linear(width, width, **place) for _ in range(2))
         self.second.weight = self.first.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` to values of the same shape."""
         return self.second(torch.tanh(self.first(hidden)))
 
 
 class Branch(OneLayer):
+    """A layer whose output is added to the block."""
+
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` to values of the same shape."""
         return torch.tanh(self.layer(hidden))
 
 
 class Frozen(Branch):
+    """A branch whose weight is not trained."""
+
     def __init__(self, width: int, place: Place) -> None:
         super().__init__(width, place)
         self.layer.weight.requires_grad_(False)
 
 
 class Unused(OneLayer):
+    """A layer that no forward calls."""
+
     calls: ClassVar[Mapping[str, int]] = {"layer": 0}
 
     def forward(self, hidden: Tensor) -> None:
+        """Nothing: the layer gets no gradient."""
         return None
 
 
 class Twice(OneLayer):
+    """A layer that each forward calls two times."""
+
     #: Child -> calls per forward, where not one.
     calls: ClassVar[Mapping[str, int]] = {"layer": 2}
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` to values of the same shape."""
         return self.layer(torch.tanh(self.layer(hidden)))
 
 
@@ -245,6 +261,7 @@ class Scale(nn.Module):
         self.factor = nn.Parameter(torch.empty(shape, **place))
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` to values of the same shape."""
         return (0.5 + 0.5 * self.factor) * hidden
 
 
@@ -256,6 +273,7 @@ class Empty(nn.Module):
         self.weight = nn.Parameter(torch.empty(0, width, **place))
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """A sum over no elements, ``(..., 1)``, of a weight without rows."""
         return F.linear(hidden, self.weight).sum(-1, keepdim=True)
 
 
@@ -268,6 +286,7 @@ class Narrow(nn.Module):
         self.up = nn.Parameter(torch.empty(rows, width, **place))
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` to values of the same shape."""
         return torch.tanh(self.down(hidden)) @ self.up
 
 
@@ -279,6 +298,7 @@ class Strided(nn.Module):
         self.weight = nn.Parameter(torch.empty(max(1, width // 2), width, **place).t())
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` to values of the same shape."""
         return F.linear(torch.tanh(hidden[..., : self.weight.shape[1]]), self.weight)
 
 
@@ -326,6 +346,7 @@ class Rebound(nn.Module):
         self.register_buffer("average", torch.empty(width, **place))
 
     def forward(self, hidden: Tensor) -> None:
+        """Nothing; in training the buffer is bound to a new tensor."""
         if self.training:
             mean = hidden.detach().flatten(0, -2).mean(0)
             self.average = 0.9 * self.average + 0.1 * mean
@@ -359,6 +380,7 @@ class StatefulDropout(OneLayer):
         self.generator = torch.Generator()
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Values ``(..., width)`` with a mask drawn from the own generator."""
         added = torch.tanh(self.layer(hidden))
         if not self.training:
             return added

@@ -68,6 +68,7 @@ class Calibration(BaseModel):
 
 
 def thresholds() -> dict[str, float]:
+    """The thresholds of today, by dtype."""
     return {
         "float64": numbers.FP64_BOUND,
         **{d: numbers.WORKING_PRECISION_FACTORS[d] for d in DTYPES if d != "float64"},
@@ -207,6 +208,7 @@ def measure(seeds: int, jobs: int, note: Callable[[str], None] = lambda text: No
 
 
 def lines(measured: Calibration) -> list[str]:
+    """One line a dtype and source of error."""
     return [
         f"{dtype:9} {source:24} clean median {spread.median:.3g}, max {spread.max:.3g}; "
         f"threshold {measured.thresholds[dtype]:g}"

@@ -48,6 +48,7 @@ class Slowed(registry.load(PARENT)):  # type: ignore[misc]
     """The parent, whose every step computes on for a tenth of its own time."""
 
     def step(self, batch: Batch, observe: Observe) -> StepResult:
+        """A step that takes 10 % longer."""
         began = time.perf_counter()
         result: StepResult = super().step(batch, observe)
         until = time.perf_counter() + SLOWDOWN * (time.perf_counter() - began)
@@ -99,6 +100,7 @@ class Counts:
 
 
 def count(lines: Sequence[PairLine]) -> Counts:
+    """Verdicts of equal and of slowed pairs."""
     alike: list[Interval] = []
     slowed: list[PairLine] = []
     ratios = []
@@ -142,6 +144,7 @@ def _share_interval(hits: int, of: int) -> tuple[float, float] | None:
 
 
 def sentences(counts: Counts) -> list[str]:
+    """The counts in words."""
     lines = []
     if counts.alarms_interval is not None:
         low, high = counts.alarms_interval

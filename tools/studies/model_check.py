@@ -113,6 +113,7 @@ def verdict(score: measurement.Score) -> str:
 def tables(
     runs: Sequence[SideRun], scores: Sequence[measurement.Score], machine: alpha_beta.Machine
 ) -> list[Table]:
+    """Predicted next to measured step times."""
     names = [run.name for run in runs]
     predicted, cards = [], []
     for name, score in zip(names, scores, strict=True):
@@ -158,6 +159,7 @@ def markdown(
     machine: alpha_beta.Machine,
     about: str = "",
 ) -> str:
+    """The page of the study."""
     rate = "-" if machine.flop_rate is None else f"{machine.flop_rate / 1e9:.1f} GFLOP/s"
     closing = f"Rates of a rank, all at once: {rate}, {machine.byte_rate / 1e9:.1f} GB/s.\n"
     parts = [INTRODUCTION, *([f"{about}\n"] if about else [])]

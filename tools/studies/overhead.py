@@ -39,13 +39,17 @@ BLOCKS = 8
 
 
 class Null(contract.Implementation):
+    """A system that does nothing: its steps cost what the suite costs."""
+
     strategy = "single"
 
     @classmethod
     def capabilities(cls, options: contract.Options) -> contract.Capabilities:
+        """It runs alone."""
         return contract.Capabilities(max_world=1)
 
     def setup(self, *_: object, **__: object) -> None:
+        """Nothing but a loss of zero."""
         self.loss = torch.zeros(())
 
     def step(self, batch: contract.Batch, observe: contract.Observe) -> contract.StepResult:
@@ -55,6 +59,7 @@ class Null(contract.Implementation):
         return contract.StepResult(loss=self.loss)
 
     def local_state(self, kind: contract.Kind) -> list[contract.Piece]:
+        """Nothing."""
         return []
 
 

@@ -171,6 +171,7 @@ def bubbles(schedule: Schedule, setting: Setting) -> Bubbles:
 
 
 def idle_of(played: Timeline) -> Bubbles:
+    """Idle time of a timeline: of the worst rank, and of the whole."""
     idle = [span - busy for span, busy in zip(played.spans, played.busy, strict=True)]
     return Bubbles(max(idle), played.makespan - max(played.busy))
 

@@ -175,9 +175,11 @@ class Study:
 
     @property
     def counts(self) -> Counter[str]:
+        """Faults by state."""
         return Counter(one.state for one in self.planted)
 
     def sentence(self) -> str:
+        """The counts and the share that was killed, in words."""
         counts = self.counts
         told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
         if able := len(self.planted) - sum(counts[state] for state in _ASIDE) + self.before:
