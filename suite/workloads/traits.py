@@ -235,7 +235,7 @@ class Unused(OneLayer):
 
     def forward(self, hidden: Tensor) -> None:
         """Nothing: the layer gets no gradient."""
-        return None
+        return
 
 
 class Twice(OneLayer):
