@@ -151,33 +151,26 @@ def _elements(tensors: Iterable[TensorFacts]) -> int:
 # -------------------------------------------------------------------------------------- bytes sent
 
 
-def _added(facts: ModelFacts, tensors: Iterable[TensorFacts]) -> int:
-    """(D-1) G: bytes of the additions that make one gradient of D."""
-    return sum(
-        (facts.size(facts.group(t)) - 1) * t.numel * ITEMSIZE[facts.reduction(t.dtype)]
-        for t in tensors
-    )
-
-
-def _copied(facts: ModelFacts, tensors: Iterable[TensorFacts]) -> int:
-    """(D-1) P: bytes of parameters that reach D-1 ranks from one."""
-    return sum(
-        (facts.size(facts.group(t)) - 1) * t.numel * ITEMSIZE[facts.compute(t.dtype)]
-        for t in tensors
-    )
-
-
-def _gathered(facts: ModelFacts, tensors: Iterable[TensorFacts]) -> int:
-    """R (F-1) P = (D-R) P: bytes of parameters that are put together from F shards."""
-    return sum(
-        _missing(facts, facts.role(t)) * t.numel * ITEMSIZE[facts.compute(t.dtype)] for t in tensors
-    )
+def _others(facts: ModelFacts, role: str = "") -> int:
+    """D - 1."""
+    return size(facts.axes, summing(facts.axes, role)) - 1
 
 
 def _missing(facts: ModelFacts, role: str = "") -> int:
-    """D - R: where there is no axis for state, all ranks that sum a gradient share it."""
-    ranks = size(facts.axes, summing(facts.axes, role))
-    return ranks - ranks // size(facts.axes, sharded(facts.axes, role) or summing(facts.axes, role))
+    """R (F-1) = D - R: where there is no axis for state, all D ranks share it."""
+    along = summing(facts.axes, role)
+    ranks = size(facts.axes, along)
+    return ranks - ranks // size(facts.axes, sharded(facts.axes, role) or along)
+
+
+def _moved(
+    facts: ModelFacts,
+    times: Callable[[ModelFacts, str], int],
+    tensors: Iterable[TensorFacts],
+    dtype: Callable[[str], str],
+) -> int:
+    """Bytes of ``tensors``, sent in ``dtype`` as often as the role of each says."""
+    return sum(times(facts, facts.role(t)) * t.numel * ITEMSIZE[dtype(t.dtype)] for t in tensors)
 
 
 def _whole_bytes(facts: ModelFacts) -> int:
@@ -187,23 +180,27 @@ def _whole_bytes(facts: ModelFacts) -> int:
 
 
 def _ddp(facts: ModelFacts) -> tuple[Fraction, Fraction]:
-    buffers = (facts.size(facts.group()) - 1) * facts.float_buffer_bytes
-    plain = facts.rounds * (2 * _added(facts, facts.trainable) + buffers)
-    return Fraction(2 * _added(facts, used(facts.parameters, facts.step))), Fraction(plain)
+    now = used(facts.parameters, facts.step)
+    buffers = _others(facts) * facts.float_buffer_bytes
+    plain = 2 * _moved(facts, _others, facts.trainable, facts.reduction) + buffers
+    least = 2 * _moved(facts, _others, now, facts.reduction)
+    return Fraction(least), Fraction(facts.rounds * plain)
 
 
 def _zero1(facts: ModelFacts) -> tuple[Fraction, Fraction]:
-    now, buffers = used(facts.parameters, facts.step), facts.float_buffer_bytes
-    moved = 0 if facts.skipped else _copied(facts, now)
-    whole = _copied(facts, facts.parameters) + (facts.size(facts.group()) - 1) * buffers
-    return Fraction(_added(facts, now) + moved), _ddp(facts)[1] + whole
+    least, plain = _ddp(facts)
+    now = () if facts.skipped else used(facts.parameters, facts.step)
+    moved = _moved(facts, _others, now, facts.compute)
+    whole = _moved(facts, _others, facts.parameters, facts.compute)
+    return least / 2 + moved, plain + whole + _others(facts) * facts.float_buffer_bytes
 
 
 def _zero3(facts: ModelFacts) -> tuple[Fraction, Fraction]:
-    now, buffers = used(facts.parameters, facts.step), facts.float_buffer_bytes
-    whole = _gathered(facts, facts.parameters) + _missing(facts) * buffers
-    least = _added(facts, now) + _gathered(facts, now)
-    return Fraction(least), _ddp(facts)[1] + 3 * facts.rounds * whole
+    least, plain = _ddp(facts)
+    moved = _moved(facts, _missing, used(facts.parameters, facts.step), facts.compute)
+    whole = _moved(facts, _missing, facts.parameters, facts.compute)
+    whole += _missing(facts) * facts.float_buffer_bytes
+    return least / 2 + moved, plain + 3 * facts.rounds * whole
 
 
 def _pipeline(facts: ModelFacts) -> tuple[Fraction, Fraction]:
