@@ -689,6 +689,9 @@ class Collectives(Untrained):
 
     strategy = "collectives"
     about, workload = "offers collectives", "calls"
+    #: Whether calls go to the backend's own operations: then what that backend does not take
+    #: (``Backend.takes``) is not asked.
+    hands_on: ClassVar[bool] = False
 
     @classmethod
     def offers(

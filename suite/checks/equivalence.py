@@ -282,7 +282,7 @@ def promises_bits(evidence: Figures) -> bool:
     adding = case.world // axes.parts(case.mesh, "layers")  # stages add nothing up between them
     if adding == case.world == 2 or (adding == 1 and exactness == "bitwise"):
         return True
-    return exactness == "bitwise" and backend.in_rank_order
+    return exactness == "bitwise" and backend.adds_in_rank_order
 
 
 def stages_add_in_order(evidence: Figures) -> bool:
