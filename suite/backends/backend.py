@@ -71,6 +71,8 @@ class Backend(ABC):
     mpirun: bool = False
     #: Whether a rank can send a tensor to one other rank, as stages of pipelines do.
     sends: bool = True
+    #: Whether any thread of a rank may make calls.
+    any_thread: bool = True
     #: Whether a rank burns CPU while it waits inside a call.
     polls: bool = False
     #: Whether sums are left folds in rank order, at any world size.
@@ -116,6 +118,10 @@ class Backend(ABC):
         if dist.is_initialized():
             dist.destroy_process_group()
         return True
+
+    def ranks(self, world: int) -> Sequence[int]:
+        """The ranks of ``world`` that run, in order; the record of one may stand for others."""
+        return range(world)
 
     def hub(self, world: int, timeout_s: float) -> Any:
         """What ranks that are threads share, made before they start."""

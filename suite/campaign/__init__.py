@@ -244,8 +244,8 @@ def _drawn(source: random.Random, systems: Sequence[System], most_traits: int) -
     """A case without an id; ``None`` if no batch goes with what is drawn."""
     system = source.choices(systems, [system.chance for system in systems])[0]
     setup = _setup(source, system)
-    declared = registry.load(system.name).capabilities(setup.options)
-    backend = source.choice([name for name in BACKENDS if name in declared.backends])
+    declared = Declaration.of(registry.load(system.name), setup.options)
+    backend = source.choice([name for name in BACKENDS if not declared.denied(name)])
     if math.prod(setup.mesh.values()) > MOST_PROCESSES:
         backend = USUAL
     lane, dtype, policy = _lane(source, setup.workload, system, declared)
@@ -255,7 +255,7 @@ def _drawn(source: random.Random, systems: Sequence[System], most_traits: int) -
         dtype, policy = POLICIES[0]
     if policy:
         setup = replace(setup, options={**setup.options, "precision": dict(policy)})
-        declared = registry.load(system.name).capabilities(setup.options)
+        declared = Declaration.of(registry.load(system.name), setup.options)
     spec = _workload(source, system, setup, lane, declared, most_traits)
     if spec is None:
         return None

@@ -22,6 +22,7 @@ from shardproof.campaign.systems import SYSTEMS, Setup, System
 from shardproof.case import Case, CheckpointPlan
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.registry.declaration import Declaration
 
 SCENARIO = "histories"
 _ID = re.compile(SCENARIO + r"-([0-9]{1,10})::([0-9]{1,6})::")
@@ -156,8 +157,8 @@ def _fits(system: System, setup: Setup, case: Case) -> bool:
     if every and every > len(workloads.make(spec, case.dtype, case.lane).units):
         return False
     options = {**setup.options, **({"precision": case.precision} if case.precision else {})}
-    declared = registry.load(system.name).capabilities(options)
-    if case.dtype not in declared.dtypes or case.backend not in declared.backends:
+    declared = Declaration.of(registry.load(system.name), options)
+    if case.dtype not in declared.dtypes or declared.denied(case.backend):
         return False
     return campaign.can_train(system, setup, spec, declared.declines) and _can_share(setup, case)
 

@@ -204,7 +204,7 @@ def train(
     """Train on the ranks of ``launcher``, in its folder ``name``."""
     workload.prepare(case.steps, case.data_coordinates)
     # Threads could not share module globals; nor can processes that are used again.
-    keeps = "in_memory" in declaration.backends
+    keeps = declaration.runs_on_threads
     return launcher.launch(case, RankProgram(case, workload), name, keeps=keeps)
 
 

@@ -166,7 +166,7 @@ class _Forked:
         launch, parent = self._launch, os.getpid()
         mpirun = None
         if launch.link.mpirun:
-            folder = launch.workdir / "mpi"
+            folder = launch.workdir / "mpirun"
             folder.mkdir()
             mpirun = self._place.enter_context(Mpirun(range(launch.world), folder))
         if launch.link.threads:

@@ -24,7 +24,7 @@ from shardproof.backends import BACKENDS, base, cuda, joined
 from shardproof.bench import leader_tasks
 from shardproof.case import Case, Death
 from shardproof.cases.verdict import decide_case
-from shardproof.checks import Outcome, memory
+from shardproof.checks import Outcome, memory, weighs
 from shardproof.checks.results import CaseResult
 from shardproof.commands import doctor, prove
 from shardproof.compare import exact_figures
@@ -37,7 +37,6 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.parts import reducers
 from shardproof.impls.reference.parts.reducers import Reducer
-from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.registry import load
 from shardproof.registry.declaration import Declaration
@@ -217,9 +216,8 @@ def _record(*rows: MemoryRow) -> RankRecord:
 
 
 def test_memory_is_measured_on_nccl_not_on_gloo() -> None:
-    both = Declaration().backends
     measured = {
-        backend: memory_is_measurable(_case(backend, {"replicate": 2}, ("memory",)), both)
+        backend: weighs(_case(backend, {"replicate": 2}, ("memory",)), Declaration())
         for backend in BACKENDS
     }
     exact = ("in_memory", "nccl", "mpi")

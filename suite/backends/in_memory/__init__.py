@@ -21,6 +21,7 @@ class InMemory(Backend):
 
     name = "in_memory"
     threads = True
+    any_thread = False
     adds_in_rank_order = True
     outlives_members = True
     exact_memory = True

@@ -16,6 +16,7 @@ class Mpi(Backend):
 
     name = "mpi"
     mpirun = True
+    any_thread = False
     polls = True
     adds_in_rank_order = True
     exact_memory = True
