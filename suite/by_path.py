@@ -53,11 +53,14 @@ def at_path(path: str) -> Any:
 
 
 @cache
-def entry_points(group: str) -> Mapping[str, EntryPoint]:
-    """Name -> entry point of ``group`` in the installed packages; imports none of them."""
+def entry_points(group: str) -> Mapping[str, list[EntryPoint]]:
+    """Name -> the entry points of ``group`` that installed packages give it; imports none."""
     from importlib import metadata
 
-    return {point.name: point for point in metadata.entry_points(group=group)}
+    found: dict[str, list[EntryPoint]] = {}
+    for point in metadata.entry_points(group=group):
+        found.setdefault(point.name, []).append(point)
+    return found
 
 
 def import_module(name: str) -> ModuleType:

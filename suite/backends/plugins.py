@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING
 
 from shardproof.backends.backend import Backend, Joining
 from shardproof.by_path import CannotImport, at_path, entry_points
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 GROUP = "shardproof.backends"
 
@@ -45,7 +41,7 @@ class Backends(Mapping[str, Backend]):
         self.own: Mapping[str, Backend] = {backend.name: backend for backend in own}
 
     def __getitem__(self, name: str) -> Backend:
-        return self.own[name] if name in self.own else _loaded(entry_points(GROUP)[name])
+        return self.own[name] if name in self.own else _loaded(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self.own or name in entry_points(GROUP)
@@ -62,24 +58,31 @@ class Backends(Mapping[str, Backend]):
 
 
 @cache
-def _loaded(point: EntryPoint) -> Backend:
-    """The backend that ``point`` names, or a :class:`Broken` one."""
+def _loaded(name: str) -> Backend:
+    """The backend of an entry point, or a :class:`Broken` one."""
+    points = entry_points(GROUP)[name]
+    kind = None
     try:
-        kind = at_path(point.value)
+        kind = at_path(points[0].value)
     except CannotImport as error:
-        return _broken(point, str(error))
+        fault = str(error)
+    else:
+        fault = _fault(name, kind)
+    if len(points) > 1:
+        fault = "is one of two that have this name"
+    if not fault:
+        return kind()
+    owner = f"{dist.name} {dist.version}" if (dist := points[0].dist) else "an unknown package"
+    place = f"{points[0].value} (entry point {name!r} of {owner}, group {GROUP})"
+    remedy = f"correct it, or uninstall {dist.name if dist else 'the package'}"
+    return Broken(name, f"{place} {fault}: {remedy}")
+
+
+def _fault(name: str, kind: object) -> str:
+    """Why ``kind`` is no backend called ``name``; empty: it is."""
     if not (isinstance(kind, type) and issubclass(kind, Backend)):
-        return _broken(point, "is no subclass of shardproof.backends.Backend")
+        return "is no subclass of shardproof.backends.Backend"
     if lacking := sorted(kind.__abstractmethods__):
-        return _broken(point, f"does not define {', '.join(lacking)}")
-    named = getattr(kind, "name", None)
-    if named != point.name:
-        return _broken(point, f"has name = {named!r}, and its entry point is called {point.name!r}")
-    return kind()
-
-
-def _broken(point: EntryPoint, why: str) -> Broken:
-    package = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
-    place = f"{point.value} (entry point {point.name!r} of {package}, group {GROUP})"
-    remedy = f"correct the class, or pip uninstall {point.dist.name if point.dist else 'it'}"
-    return Broken(point.name, f"{place} {why}; {remedy}")
+        return f"does not define {', '.join(lacking)}"
+    own = getattr(kind, "name", None)
+    return "" if own == name else f"has name = {own!r}, which must be that of its entry point"

@@ -427,17 +427,12 @@ def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -
         return ""
     names = {row.name for row in evidence.tensors if row.kind in ("parameters", "buffers")}
     limit = evidence.case.world * (CONTROL_BYTES + CONTROL_BYTES_A_NAME * len(names))
+    ranks = evidence.ranks.values()
     for step, cost_model in zip(evidence.steps, promises, strict=True):
         spent = _payload(evidence, step, floating=False)
-        sends = (
-            c.operation == "send" for r in evidence.ranks.values() for c in step_calls(r, step)
-        )
+        sends = (call.operation == "send" for r in ranks for call in step_calls(r, step))
         # Of a family it is not known who tells shapes: a KiB a message is allowed.
-        shapes = (
-            cost_model.metadata_bytes()
-            if cost_model
-            else 1024 * sum(call.operation == "send" for call in calls)
-        )
+        shapes = cost_model.metadata_bytes() if cost_model else 1024 * sum(sends)
         values = sum(f.bytes for f in cost_model.flows() if f.integers) if cost_model else 0
         own = cost_model.control_limit() if cost_model else None
         most = (limit if own is None else own) + shapes + values

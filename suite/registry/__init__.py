@@ -122,8 +122,7 @@ def load(name: str) -> type[Implementation]:
         return _checked(
             name, _find(name, f"{module}:{export}") if isinstance(export, str) else export
         )
-    point = entry_points(GROUP)[name]
-    return _checked(name, _find(name, point.value))
+    return _checked(name, _find(name, entry_points(GROUP)[name][-1].value))
 
 
 def load_mutant(name: str) -> Mutant:
