@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 
 from shardproof.backends.backend import Backend, Joining
 from shardproof.by_path import CannotImport, at_path, entry_points
@@ -61,7 +62,7 @@ class Backends(Mapping[str, Backend]):
 def _loaded(name: str) -> Backend:
     """The backend of an entry point, or a :class:`Broken` one."""
     points = entry_points(GROUP)[name]
-    kind = None
+    kind: Any = None
     try:
         kind = at_path(points[0].value)
     except CannotImport as error:

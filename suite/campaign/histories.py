@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from shardproof import campaign, registry, workloads
+from shardproof.backends import USUAL, USUAL_PROCESSES
 from shardproof.campaign.systems import SYSTEMS, Setup, System
 from shardproof.case import Case, CheckpointPlan
 from shardproof.contract import Options
@@ -86,7 +87,7 @@ def numbered_case(number: int, seed: int) -> Case:
         base,
         options={**base.options, "checkpoint": chosen},
         # Of saves MPI shows nothing that gloo does not, and takes three times as long.
-        backend="gloo" if base.backend == "gloo" else "in_memory",
+        backend=USUAL_PROCESSES if base.backend == USUAL_PROCESSES else USUAL,
         steps=source.choice((3, 4, 5)),
     )
     save_at = source.randint(1, base.steps - 1)
