@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from shardproof.backends.backend import Backend, Joining
+from shardproof.backends.backend import Algorithms, Backend, Joining, Takes
 from shardproof.backends.gloo import Gloo
 from shardproof.backends.gloo_cuda import GlooCuda
 from shardproof.backends.in_memory import InMemory
@@ -14,7 +14,16 @@ from shardproof.backends.nccl import Nccl
 from shardproof.backends.plugins import Backends
 from shardproof.backends.torch_backend import TorchBackend
 
-__all__ = ["BACKENDS", "USUAL", "USUAL_PROCESSES", "Backend", "Joining", "TorchBackend"]
+__all__ = [
+    "BACKENDS",
+    "USUAL",
+    "USUAL_PROCESSES",
+    "Algorithms",
+    "Backend",
+    "Joining",
+    "Takes",
+    "TorchBackend",
+]
 
 BACKENDS = Backends(InMemory(), Gloo(), GlooCuda(), Nccl(), Mpi())
 #: Where a case runs that names no backend, and where it runs if its ranks must be processes.

@@ -1,8 +1,12 @@
-"""What shardproof must know of the library.  Nothing here imports it before a rank needs it."""
+"""What shardproof must know of the library, which is imported in processes of ranks only."""
 
 from __future__ import annotations
 
-from shardproof.backends import TorchBackend
+from typing import ClassVar
+
+from shardproof.backends import Takes, TorchBackend
+
+REAL = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
 
 
 class Acme(TorchBackend):
@@ -10,15 +14,11 @@ class Acme(TorchBackend):
 
     name = "acme"
     packages = ("acme_collectives",)
-    #: Its gather knows no complex numbers: such calls are not made.
-    takes = {
-        "gather": {
-            "dtype": ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
-        }
-    }
+    #: Its gather knows no complex numbers, so no such call is made.
+    takes: ClassVar[Takes] = {"gather": {"dtype": REAL}}
 
     def load(self) -> None:
-        """Register it with torch, in the process of a rank."""
+        """Register it with torch."""
         import acme_collectives  # noqa: F401
 
 
