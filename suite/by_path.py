@@ -9,11 +9,16 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof.errors import nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 #: Keeps what follows to the program; whoever imports the file does not run it.
 GUARD = '`if __name__ == "__main__":`'
@@ -45,6 +50,17 @@ def at_path(path: str) -> Any:
     if not module or not name:
         raise CannotImport("is no path of the form package.module:name or file.py:name")
     return attribute(import_module(module), name)
+
+
+@cache
+def entry_points(group: str) -> Mapping[str, list[EntryPoint]]:
+    """Name -> the entry points of ``group`` that installed packages give it; imports none."""
+    from importlib import metadata
+
+    found: dict[str, list[EntryPoint]] = {}
+    for point in metadata.entry_points(group=group):
+        found.setdefault(point.name, []).append(point)
+    return found
 
 
 def import_module(name: str) -> ModuleType:

@@ -445,8 +445,8 @@ class Mesh:
         """
         if dist.get_backend() == THREADED:
             raise RuntimeError(
-                "ranks of in_memory are threads and share one environment: leave it out of "
-                "Capabilities.backends"
+                "these ranks are threads and share one environment: declare "
+                "Capabilities(needs=('processes',))"
             )
         port: list[int | None] = [None]
         if self.rank == 0:

@@ -338,6 +338,10 @@ class Event:
 #: ``own``: to the byte, by the cost model that the class brings.
 Depth = Literal["family", "layout", "own"]
 
+#: What a system may need of a backend: ``processes`` (its ranks are no threads), ``values`` (its
+#: program depends on what tensors hold), ``cpu`` (tensors lie there), ``sends`` (from one rank to
+#: one other), ``any_thread`` (calls from a thread that the system starts).
+BackendNeed = Literal["processes", "values", "cpu", "sends", "any_thread"]
 Exactness = Literal["bitwise", "reordered-sum", "lower-precision", "lossy", "stale"]
 BufferRule = Literal["rank0", "per_rank", "synced", "none"]
 #: What becomes of the batch when members join or leave: that of all members stays as it is, or that
@@ -357,8 +361,10 @@ class Capabilities:
     (such cases become ``skip``); ``"clipping"`` and ``"loss_scale"`` (a scaler of losses) may be
     declined likewise, and each in one dtype only: ``"clipping@float64"``.
 
-    ``backends`` leaves out those on which it cannot run: a system with state in module globals
-    cannot have ranks that are threads.  ``points`` are those that every step reaches on every rank;
+    ``needs``: what a backend must have (:data:`BackendNeed`): a system with state in module globals
+    needs ``processes``.  ``denies``: single backends on which it does not run, by name, and why.
+    ``backends``: the only ones on which it runs; empty: all that have what it needs, those of other
+    packages included.  ``points`` are those that every step reaches on every rank;
     a system without a common step has no moment at which gradients are final.  ``exactness`` and
     ``oracle`` belong together: ``plain`` compares with single-process training, ``emulated`` with
     one that imitates the declared loss of precision, ``replay`` with one that repeats
@@ -394,7 +400,9 @@ class Capabilities:
     axes: tuple[str, ...] = (cutting("samples"),)
     max_world: int | None = None
     dtypes: tuple[str, ...] = ("float64", "float32")
-    backends: tuple[str, ...] = ("in_memory", "gloo", "gloo_cuda", "nccl", "mpi")
+    backends: tuple[str, ...] = ()
+    needs: tuple[BackendNeed, ...] = ()
+    denies: Mapping[str, str] = field(default_factory=dict)
     exactness: Exactness = "reordered-sum"
     oracle: OracleKind = "plain"
     emulates: Emulated = "step"
@@ -689,6 +697,9 @@ class Collectives(Untrained):
 
     strategy = "collectives"
     about, workload = "offers collectives", "calls"
+    #: Whether calls go to the backend's own operations: then what that backend does not take
+    #: (``Backend.takes``) is not asked.
+    hands_on: ClassVar[bool] = False
 
     @classmethod
     def offers(

@@ -10,14 +10,13 @@ entry point that is broken ends the cases that use it, and nothing else.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from shardproof import axes
-from shardproof.by_path import CannotImport, at_path
+from shardproof.by_path import CannotImport, at_path, entry_points
 from shardproof.errors import InputError, Problem, nearest
 
 GROUP = "shardproof.strategies"
@@ -194,7 +193,7 @@ def of(name: str) -> Strategy:
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
-    return registered(name) if name in _entry_points() else Strategy(name)
+    return registered(name) if name in entry_points(GROUP) else Strategy(name)
 
 
 def names() -> list[str]:
@@ -204,7 +203,7 @@ def names() -> list[str]:
 
 def registered_names() -> list[str]:
     """The names that installed packages register."""
-    return sorted(_entry_points())
+    return sorted(entry_points(GROUP))
 
 
 @cache
@@ -213,7 +212,7 @@ def registered(name: str) -> Strategy:
 
     :raises BrokenStrategy: it cannot be imported or used, or the name is taken.
     """
-    points = _entry_points()[name]
+    points = entry_points(GROUP)[name]
     if name in STRATEGIES:
         raise broken(name, "has the name of one of the suite's strategies")
     if len(points) > 1:
@@ -230,7 +229,7 @@ def registered(name: str) -> Strategy:
 
 def broken(name: str, what: str) -> BrokenStrategy:
     """The error of a record that cannot be used: ``what`` is wrong with that of ``name``."""
-    points = _entry_points().get(name, [])
+    points = entry_points(GROUP).get(name, [])
     owners = [f"{point.dist.name} {point.dist.version}" for point in points if point.dist]
     where = f"strategy {name!r} of {' and '.join(owners) or 'the suite'} {what}"
     remedy = f"correct its entry point in the group {GROUP!r}, or uninstall the package"
@@ -255,11 +254,3 @@ def _fault(name: str, record: object) -> str:
             if word not in valid:
                 return f"has {what} {word!r}: {nearest(str(word), valid, 'valid')}"
     return ""
-
-
-@cache
-def _entry_points() -> Mapping[str, list[importlib.metadata.EntryPoint]]:
-    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    for point in importlib.metadata.entry_points(group=GROUP):
-        found.setdefault(point.name, []).append(point)
-    return found

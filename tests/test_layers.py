@@ -309,3 +309,20 @@ def test_test_files_have_names_of_their_own() -> None:
     """Or pytest takes one for the other, and collects neither."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert not [name for name, count in names.items() if count > 1]
+
+
+def test_backends_are_named_in_files_of_their_own() -> None:
+    """Others ask for properties (``suite/backends/backend.py``); texts may name one."""
+    from shardproof.backends import BACKENDS
+
+    folder, wrong = SUITE / "backends", []
+    for path in SUITE.rglob("*.py"):
+        own = path.relative_to(folder).parts[0] if path.is_relative_to(folder) else ""
+        wrong += [
+            f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Constant)
+            and node.value in BACKENDS.own
+            and own.removesuffix(".py") != node.value
+        ]
+    assert not wrong, "\n".join(wrong)

@@ -28,40 +28,25 @@ _ALL = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter"),
     *("all_to_all", "send_recv", "batch", "barrier"),
 )
-_WITHOUT_COMPLEX = (
-    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"),
-)
 
 
 class TorchCollectives(Collectives):
     """``dist.all_reduce`` and its kin."""
 
     depth = "layout"
+    hands_on = True
 
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
         if options:
             raise Refused(f"option {next(iter(options))!r}: there are no options")
-        return Capabilities(backends=("in_memory", "gloo", "gloo_cuda", "mpi", "nccl"))
+        return Capabilities()
 
     @classmethod
     def offers(
         cls, options: Options, backend: str, world: int
     ) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-        offered: dict[str, dict[str, tuple[str, ...]]] = {name: {} for name in _ALL}
-        if backend in ("gloo", "gloo_cuda"):
-            offered["gather"] = {"dtype": _WITHOUT_COMPLEX}  # "Invalid scalar type"
-        if backend == "nccl":  # it has no tags, and receives from a rank that is named
-            offered["send_recv"] = offered["batch"] = {"form": ("tensor",)}
-            offered["all_gather"] = {"form": ("tensor", "list")}
-            offered["gather"] = {"dtype": _WITHOUT_COMPLEX}  # "Unconvertible NCCL type"
-            for name in ("all_reduce", "reduce", "reduce_scatter"):
-                offered[name] = {"reduce": ("sum", "avg", "min", "max", "product")}
-        if backend == "gloo_cuda":
-            del offered["send_recv"], offered["batch"]
-            offered["all_reduce"] = {"form": ("tensor",)}  # "unsupported device type cuda"
-            offered["all_to_all"] = {"form": ("tensor", "uneven")}  # before torch 2.13
-        return offered
+        return {name: {} for name in _ALL}
 
     def perform(self, call: Call) -> Sequence[Any]:
         with warnings.catch_warnings():

@@ -94,16 +94,15 @@ class DDPCompressed(PyTorchDDP):
     def capabilities(cls, options: Mapping[str, Any]) -> Capabilities:
         """DDP's, with numbers of the emulation."""
         exact, chosen = super().capabilities(options), parse_options(Options, options).compress
-        backends, declines = exact.backends, exact.declines
+        lossy = replace(exact, exactness="lossy", oracle="emulated")
         if chosen.method == "bf16_hook":
-            backends = ("nccl",)
-        elif chosen.method not in CASTS:
-            backends = tuple(b for b in backends if b != "in_memory")
+            return replace(lossy, backends=("nccl",))
+        if chosen.method in CASTS:
+            return lossy
+        lossy = replace(lossy, needs=(*lossy.needs, "processes"))
         if chosen.method == "powersgd_hook":
-            declines = {**declines, **NO_MATRIX}
-        return replace(
-            exact, backends=backends, declines=declines, exactness="lossy", oracle="emulated"
-        )
+            return replace(lossy, declines={**lossy.declines, **NO_MATRIX})
+        return lossy
 
     @classmethod
     def emulator(cls, options: Mapping[str, Any]) -> CastHook | PowerSGDHook:

@@ -62,7 +62,7 @@ class TorchSampler(Sampling):
             declines["resume"] = f"no {' and '.join(STATE)}: an epoch begins anew"
         elif chosen.resume == "same_world":
             declines["other_world"] = "it counts the samples of one rank"
-        return Capabilities(axes=names(), backends=("in_memory", "gloo", "mpi"), declines=declines)
+        return Capabilities(axes=names(), needs=("cpu",), declines=declines)
 
     def start(self, spec: SamplerSpec, options: Given) -> None:
         self.chosen = parse_options(Options, options)

@@ -34,7 +34,7 @@ class TorchElasticSampler(Sampling):
             "in_order": "it always shuffles",
             "seed": "an order depends on the epoch alone",
         }
-        return Capabilities(backends=("in_memory", "gloo", "mpi"), declines=declines)
+        return Capabilities(needs=("cpu",), declines=declines)
 
     def start(self, spec: SamplerSpec, options: Options) -> None:
         self.spec = spec

@@ -50,7 +50,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Kind, Piece, Refused
 from shardproof.impls.pytorch.adapter import Adapter, unit_features, whole_units
-from shardproof.impls.pytorch.checkpoint.options import PROCESSES, Saved, offered
+from shardproof.impls.pytorch.checkpoint.options import Saved, offered
 from shardproof.impls.pytorch.checkpoint.state import own_name
 from shardproof.impls.pytorch.parts.recompute import checkpoint_units, single_unit
 from shardproof.impls.reference.engine.choices import Training, declared
@@ -162,7 +162,7 @@ class PyTorchFSDP1(Adapter):
         axes = AXES[chosen.sharding_strategy]
         saves = offered(chosen.checkpoint)
         if "checkpoint" in options:  # FSDP1 keeps a profile of its state dicts in a class
-            saves = {"backends": PROCESSES, **saves}
+            saves["needs"] += ("processes",)
         return declared(*features, axes=axes, declines=chosen.declines(), **saves)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:

@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.comm import Mesh
 from shardproof.contract import Capabilities, Depth, Kind, Piece, Refused
 from shardproof.impls.pytorch.adapter import Adapter, unit_features, whole_units
-from shardproof.impls.pytorch.checkpoint.options import DTENSOR_BACKENDS, Saved, offered
+from shardproof.impls.pytorch.checkpoint.options import NO_DTENSOR, Saved, offered
 from shardproof.impls.pytorch.parts.recompute import checkpoint_units, plain, single_unit
 from shardproof.impls.reference.engine.choices import Training, declared
 from shardproof.impls.reference.engine.optimizer import slot_pieces
@@ -125,7 +125,7 @@ class PyTorchFSDP2(Adapter):
         chosen = parse_options(Options, options)
         features = unit_features(chosen.accumulate_without_communication, chosen.precision)
         axes = ("replicate", "shard")
-        saves = offered(chosen.checkpoint, backends=DTENSOR_BACKENDS)
+        saves = offered(chosen.checkpoint, denies=NO_DTENSOR)
         told = {"declines": chosen.declines(), "lacks": chosen.lacks}
         return declared(*features, axes=axes, **told, **saves)
 

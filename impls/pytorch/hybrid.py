@@ -55,7 +55,7 @@ from shardproof.contract import (
 )
 from shardproof.impls.pytorch import pipelining
 from shardproof.impls.pytorch.adapter import whole_units
-from shardproof.impls.pytorch.checkpoint.options import DTENSOR_BACKENDS, SHARDED, offered
+from shardproof.impls.pytorch.checkpoint.options import NO_DTENSOR, SHARDED, offered
 from shardproof.impls.pytorch.fsdp2 import VARYING
 from shardproof.impls.pytorch.pipelining import TORN, TORN_STATE, Pipelining, evaluating, meta
 from shardproof.impls.pytorch.tensor_parallel import (
@@ -131,7 +131,7 @@ class Hybrid(Pipelining):
                 "empty": "RuntimeError: _chunk_cat expects non-empty tensor",
                 "unequal_micro_batches": "windows end in collectives: ranks must run as many",
             },
-            **offered(chosen.checkpoint, SHARDED, TORN_STATE, DTENSOR_BACKENDS),
+            **offered(chosen.checkpoint, SHARDED, TORN_STATE, NO_DTENSOR),
         )
 
     # --------------------------------------------------------------------------------- set-up

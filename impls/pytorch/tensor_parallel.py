@@ -56,7 +56,7 @@ from shardproof.contract import (
     Refused,
 )
 from shardproof.impls.pytorch.adapter import Adapter
-from shardproof.impls.pytorch.checkpoint.options import DTENSOR_BACKENDS, Saved, offered
+from shardproof.impls.pytorch.checkpoint.options import NO_DTENSOR, Saved, offered
 from shardproof.impls.pytorch.tensor_styles import (
     apply_styles,
     copy_number,
@@ -95,7 +95,7 @@ class PyTorchTensorParallel(Adapter):
         """The ``torch_tensor_parallel`` profile."""
         chosen = parse_options(Options, options)
         declines = {"variable_lengths": UNEQUAL} if chosen.sequence_parallel else {}
-        saves = offered(chosen.checkpoint, backends=DTENSOR_BACKENDS)
+        saves = offered(chosen.checkpoint, denies=NO_DTENSOR)
         return declared("tensor", axes=("tensor",), declines=declines, **saves)
 
     def parse(self, options: Mapping[str, Any], mesh: Mesh) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shardproof.contract import Capabilities, Depth, MicroBatch, Refused
-from shardproof.impls.pytorch.checkpoint.options import DTENSOR_BACKENDS, Saved, offered
+from shardproof.impls.pytorch.checkpoint.options import NO_DTENSOR, Saved, offered
 from shardproof.impls.pytorch.tensor_parallel import PyTorchTensorParallel, check_scaler
 from shardproof.impls.pytorch.tensor_styles import parallelize
 from shardproof.impls.reference.engine.choices import declared
@@ -73,7 +73,7 @@ class TensorPlan(PyTorchTensorParallel):
         """As under torch's own styles."""
         chosen = parse_options(Options, options)
         chosen.plan()
-        saves = offered(chosen.checkpoint, backends=DTENSOR_BACKENDS)
+        saves = offered(chosen.checkpoint, denies=NO_DTENSOR)
         return declared("tensor", axes=("tensor",), **saves)
 
     def shard(self, module: nn.Module) -> nn.Module:

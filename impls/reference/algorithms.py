@@ -36,7 +36,7 @@ class Algorithms(Collectives):
     @classmethod
     def capabilities(cls, options: Options) -> Capabilities:
         parse_options(OfBoth, options)
-        return Capabilities(backends=("in_memory", "gloo", "mpi", "nccl"))
+        return Capabilities(needs=("sends",))
 
     @classmethod
     def offers(

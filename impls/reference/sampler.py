@@ -61,7 +61,7 @@ class Sampler(Sampling):
     def capabilities(cls, options: Options) -> Capabilities:
         if options:
             raise Refused(f"option {next(iter(options))!r}: there are no options")
-        return Capabilities(axes=names(), backends=("in_memory", "gloo", "mpi"))
+        return Capabilities(axes=names(), needs=("cpu",))
 
     def start(self, spec: SamplerSpec, options: Options) -> None:
         self.spec = spec

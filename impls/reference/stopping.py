@@ -17,7 +17,7 @@ class ReferenceStopping(Stopping):
     def capabilities(cls, options: Options) -> Capabilities:
         if options:
             raise Refused(f"option {next(iter(options))!r}: there are no options")
-        return Capabilities(backends=("in_memory", "gloo", "mpi"))
+        return Capabilities(needs=("cpu",))
 
     def start(self, rule: StopRule, mesh: Mesh, options: Options) -> None:
         self.consensus = self.consensus_type(rule, mesh.comm("replicate"))

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardproof.backends.backend import Backend
 from shardproof.backends.errors import CollectiveMismatch, differing_calls, name_ranks
 from shardproof.backends.request import Request, chunks, listed, reduction, root_of, rows
 from shardproof.comm import BACKGROUND
@@ -192,6 +193,8 @@ class Injected(Protocol):
 
 #: The fault plan of the calling rank, if it has one (``faults.py``).
 INJECTION: program_order.PerRank[Injected] = program_order.PerRank()
+#: The backend that the calling rank has joined (``joined.py``).
+JOINED: program_order.PerRank[Backend] = program_order.PerRank()
 
 
 class GroupBase(dist.ProcessGroup):

@@ -11,9 +11,9 @@ kills.
 Needs the program-order log, and so ledgers.
 
 A member that dies inside a step (:func:`dying`) is another matter: its rank lives on, to help to
-make the next groups.  Only ``in_memory`` can let go of one member: a native group that lost one may
-fail or wait, depending on who is where.  The others learn of it where they wait for a call that the
-dead has not made.
+make the next groups.  Only a backend that ``outlives_members`` can let go of one: a native group
+that lost one may fail or wait, depending on who is where.  The others learn of it where they wait
+for a call that the dead has not made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from shardproof import comm
-from shardproof.backends import base, in_memory
+from shardproof.backends import base
+from shardproof.backends.backend import Backend
 from shardproof.backends.base import Handle, tell_fault
 from shardproof.backends.futures import OwnHandle
 from shardproof.backends.request import Request
@@ -196,6 +197,12 @@ def _longer(request: Request) -> Request | None:
     )
 
 
+def _backend() -> Backend:
+    backend = base.JOINED.get()
+    assert backend is not None
+    return backend
+
+
 class Died(BaseException):
     """Raised in the member that is to die: no system that catches errors keeps it alive."""
 
@@ -209,7 +216,7 @@ class _Dying:
     def call(self, request: Request, group: object, issue: Callable[[Request], Handle]) -> Handle:
         """Issue ``request``, unless the rank dies of it."""
         if not self.left:
-            in_memory.depart()
+            _backend().depart()
             raise Died
         self.left -= 1
         return issue(request)
@@ -230,5 +237,5 @@ def renew(rank: int, world: int, place: str) -> None:
     ranks, text = range(world), f"the new groups after {place}"
     comm.meet(ranks, rank, f"{place}/gone", text)
     if rank == 0:
-        in_memory.renew()
+        _backend().renew()
     comm.meet(ranks, rank, f"{place}/renewed", text)

@@ -1,46 +1,39 @@
-"""gloo, with a ledger where one is wanted: see :mod:`shardproof.backends.logged`."""
+"""gloo: PyTorch's own backend for processes on CPUs, logged where a ledger is wanted."""
 
 from __future__ import annotations
 
 import os
 import socket
-from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from shardproof.backends.backend import Algorithms, Joining, Takes
+from shardproof.backends.torch_backend import TorchBackend
 
-from shardproof.backends import cuda, logged
+#: Dtypes that its gather takes; NCCL's neither knows complex ones.
+WITHOUT_COMPLEX = (
+    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"),
+)
 
 
-class LoggedGloo(logged.Logged):
-    """Constructed by torch in place of ``ProcessGroupGloo``."""
+class Gloo(TorchBackend):
+    """Over the loopback interface, unless the environment names another."""
 
-    # Not "gloo": DDP's C++ logger looks for a native gloo group behind that name.
-    backend_name = "logged_gloo"
-    torch_name = "gloo"
-    kind = dist.ProcessGroup.BackendType.GLOO
-    native_type: ClassVar[Any] = getattr(c10d, "ProcessGroupGloo", None)
+    name = "gloo"
+    torch_class = "ProcessGroupGloo"
+    takes_over = False
+    delays_far_nodes = True
+    # gloo/allreduce.cc: a ring unless asked otherwise; gloo/broadcast.cc: a binomial tree.
+    algorithms: ClassVar[Algorithms | None] = {
+        "reduce_scatter": ("all-reduce ring",),
+        "reduce": ("ring and gather",),
+    }
+    takes: ClassVar[Takes] = {"gather": {"dtype": WITHOUT_COMPLEX}}  # "Invalid scalar type"
+    remedy = "install a build of torch with distributed and gloo"
 
-    def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
-    ) -> None:
-        native = self.native_type(store, rank, size, timeout=timeout)
-        super().__init__(store, rank, size, timeout, native)
-
-    @classmethod
-    def join(cls, *given: Any, **named: Any) -> None:
-        """As every backend; over the loopback interface unless the environment names another."""
+    def join(self, joining: Joining) -> None:
+        """As every backend of torch, over one interface."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-        super().join(*given, **named)
-
-
-def available(on_gpus: bool = False) -> str | None:
-    """Why gloo cannot be used here (``on_gpus``: with CUDA tensors), ``None`` if it can."""
-    if LoggedGloo.native_type is None or not dist.is_gloo_available():
-        return "this torch is built without gloo"
-    reason = cuda.available(shared=True) if on_gpus else None
-    return f"gloo with CUDA tensors {reason}" if reason else None
+        super().join(joining)
 
 
 def loopback() -> str:

@@ -8,12 +8,12 @@ told at once, by name, before a native group would hang.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.backends import base, errors, in_memory, mpi
+from shardproof.backends import base, errors
 
 #: Most seconds between two looks at who has come, and of the time waited until the next.
 LONGEST_LOOK, LOOK_SHARE = 0.01, 0.1
@@ -59,8 +59,8 @@ def meet(ranks: Sequence[int], own: int, place: str, text: str) -> None:
 
 
 def _fail(error: errors.CommError) -> NoReturn:
-    if in_memory.is_rank():
-        in_memory.give_up(error)  # else whoever learns of it late blames those who raised it
+    if (backend := base.JOINED.get()) is not None:
+        backend.give_up(error)
     raise error
 
 
@@ -71,16 +71,15 @@ class _Evidence:
         self._looked, self._looks = 0.0, 0
         self._seen: object = None
 
-    def look(self, there: Sequence[int], missing: Sequence[int]) -> dict[int, errors.Absence]:
+    def look(self, there: Sequence[int], missing: Sequence[int]) -> Mapping[int, errors.Absence]:
         """Those of ``missing`` who will never come while ``there`` wait.
 
         :raises CommError: the world of all ranks has failed.
         """
-        if in_memory.is_rank():
-            return in_memory.never_coming(there, missing)
-        ended = mpi.ended(missing) if mpi.is_rank() else []
-        if ended:
-            return {rank: errors.Absence("it has ended", ended=True) for rank in ended}
+        backend = base.JOINED.get()
+        known = backend.never_coming(there, missing) if backend is not None else None
+        if known is not None:
+            return known
         now = time.monotonic()
         if now - self._looked < TICK_SECONDS:
             return {}

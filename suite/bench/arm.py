@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from torch.distributed import distributed_c10d as c10d
-
 from shardproof import backends, registry, workloads
 from shardproof.axes import joint_groups, replicas
 from shardproof.bench.clock import Clock, finish
@@ -134,9 +132,7 @@ def _placed(micro: MicroBatch, device: str) -> MicroBatch:
 
 
 def assert_nothing_is_recorded(backend: str) -> None:
-    """Raise unless every ledger of this rank is off and gloo is torch's own, or only delays."""
-    group = c10d.ProcessGroupGloo
-    far = getattr(getattr(group, "disturbances", None), "far", None)
-    native = backend == "in_memory" or not hasattr(group, "native") or far is not None
-    if program_order.current() or traffic.current() or active() or not native:
+    """Raise unless every ledger of this rank is off and the groups are native, or only delay."""
+    recording = backends.BACKENDS[backend].is_recording()
+    if program_order.current() or traffic.current() or active() or recording:
         raise RuntimeError("a ledger is on in a timed run: its cost would be measured")

@@ -61,7 +61,7 @@ class Timed(Stored):
     def cost(self, size: int) -> tuple[float, float]:
         """Rounds, and bytes that the busiest rank sends."""
         if self.algorithm == BACKEND:
-            known = alpha_beta.ALGORITHMS.get(self.backend, {}).get(self.operation, ("ring",))
+            known = alpha_beta.algorithms_of(self.backend).get(self.operation, ("ring",))
             steps, volume = alpha_beta.cost(self.operation, known[0], self.world)
             return float(steps), float(volume) * size
         each = costs.sent(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardproof.axes import replicas
-from shardproof.backends import BACKENDS
+from shardproof.backends import BACKENDS, USUAL_PROCESSES
 from shardproof.bench.clock import Clock, finish
 from shardproof.bench.collective_times import Timed
 from shardproof.bench.leader_tasks import LaunchFailed, on_ranks
@@ -43,7 +43,7 @@ _STARTING = 120.0
 class Request:
     """What to time.  ``algorithms``: these of the suite's (empty: all that serve the world)."""
 
-    backend: str = "gloo"
+    backend: str = USUAL_PROCESSES
     world: int = 2
     algorithms: tuple[str, ...] = ()
     ranks_per_node: int = 0

@@ -133,7 +133,7 @@ def cell_launch(
     plain = replace(wrapped, axes=replicas(1), side=Side(PLAIN))
     sides = {"plain": plain, "wrapped": wrapped} | ({"ranks": ranks} if together else {})
     probed: dict[int, SideRun] = {}
-    if number == 0 and cell.backend in alpha_beta.ALGORITHMS:
+    if number == 0 and alpha_beta.algorithms_of(cell.backend):
         probed[cell.samples(cell.world)] = ranks
         if cell.mode == "strong":  # a rank's batch shrinks: one sample gives the fixed part
             single = replace(cell.workload, global_batch=cell.data_coordinates(cell.world))

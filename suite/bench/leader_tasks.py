@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shardproof.backends import BACKENDS, cuda
+from shardproof.backends import BACKENDS, USUAL, cuda
 from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.model import measurement, step_time
 from shardproof.bench.model.records import RankRounds, Rounds, WatchedStep
@@ -109,7 +109,7 @@ def one_side(task: tuple[str, SideRun, Path]) -> Any:
 
     what, run, workdir = task
     if what == "memory":
-        run = replace(run, backend="in_memory")
+        run = replace(run, backend=USUAL)
     kinds: dict[str, tuple[Any, Callable[[int], Any]]] = {
         "memory": (int, partial(timed_ranks.memory, run)),
         "alone": (AloneRecord, partial(timed_ranks.alone, run, workdir)),

@@ -335,7 +335,7 @@ def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> 
     subject = item.subject
     declared = {key: a.declaration for key, a in answers.items() if a.declaration is not None}
     item.strategies = {key: declaration.strategy for key, declaration in declared.items()}
-    threads = ["in_memory" in declaration.backends for declaration in declared.values()]
+    threads = [declaration.runs_on_threads for declaration in declared.values()]
     item.on_threads = len(threads) == len(answers) and all(threads)
     if isinstance(subject, Cell):
         item.nodes = Nodes.here()

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from shardproof import registry, workloads
 from shardproof.axes import growing, names
-from shardproof.backends import BACKENDS
+from shardproof.backends import BACKENDS, USUAL_PROCESSES
 from shardproof.bench.subjects import LOSS_TOLERANCE, Action, Pair, Side, Subject
 from shardproof.case import WorkloadSpec
 from shardproof.contract import OptimizerSpec, Options
@@ -232,7 +232,7 @@ class SpeedScenario(TimedScenario):
     """A file of pairs."""
 
     workload: BatchModel = Field(description="model, data and batch shape")
-    backend: str = Field("gloo", description="communication backend")
+    backend: str = Field(USUAL_PROCESSES, description="communication backend")
     world: int = Field(2, ge=1, le=1024, description="number of ranks")
     goal: float | None = Field(None, gt=0, description="upper end of A over B, at most")
     pairs: list[PairModel] = Field(min_length=1, description="comparisons")

@@ -23,6 +23,7 @@ from typing import Literal
 from shardproof import axes, registry, workloads
 from shardproof.axes import cutting
 from shardproof.backends import BACKENDS as KNOWN_BACKENDS
+from shardproof.backends import USUAL
 from shardproof.campaign.systems import (
     DYADIC,
     LARGEST_GRID,
@@ -58,7 +59,7 @@ PLANNED = ("checkpoint", "membership")
 UNEQUAL = "unequal_micro_batches"
 STRIDED = "non_contiguous"
 #: Where MPI is missing its cases are skipped.
-BACKENDS = ("in_memory", "gloo", "mpi")
+BACKENDS = tuple(n for n, b in KNOWN_BACKENDS.own.items() if b.device == "cpu" and b.has_values)
 #: Mixed precision: what the model is built in, and the policy.
 POLICIES: Sequence[tuple[str, Policy]] = (
     ("float32", {}),
@@ -243,10 +244,10 @@ def _drawn(source: random.Random, systems: Sequence[System], most_traits: int) -
     """A case without an id; ``None`` if no batch goes with what is drawn."""
     system = source.choices(systems, [system.chance for system in systems])[0]
     setup = _setup(source, system)
-    declared = registry.load(system.name).capabilities(setup.options)
-    backend = source.choice([name for name in BACKENDS if name in declared.backends])
+    declared = Declaration.of(registry.load(system.name), setup.options)
+    backend = source.choice([name for name in BACKENDS if not declared.denied(name)])
     if math.prod(setup.mesh.values()) > MOST_PROCESSES:
-        backend = "in_memory"
+        backend = USUAL
     lane, dtype, policy = _lane(source, setup.workload, system, declared)
     if setup.workload == NORMED and "parameters" in policy:
         policy = {**policy, "buffers": policy["parameters"]}
@@ -254,7 +255,7 @@ def _drawn(source: random.Random, systems: Sequence[System], most_traits: int) -
         dtype, policy = POLICIES[0]
     if policy:
         setup = replace(setup, options={**setup.options, "precision": dict(policy)})
-        declared = registry.load(system.name).capabilities(setup.options)
+        declared = Declaration.of(registry.load(system.name), setup.options)
     spec = _workload(source, system, setup, lane, declared, most_traits)
     if spec is None:
         return None

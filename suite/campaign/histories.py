@@ -18,10 +18,12 @@ from functools import cache
 from typing import Any
 
 from shardproof import campaign, registry, workloads
+from shardproof.backends import USUAL, USUAL_PROCESSES
 from shardproof.campaign.systems import SYSTEMS, Setup, System
 from shardproof.case import Case, CheckpointPlan
 from shardproof.contract import Options
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.registry.declaration import Declaration
 
 SCENARIO = "histories"
 _ID = re.compile(SCENARIO + r"-([0-9]{1,10})::([0-9]{1,6})::")
@@ -85,7 +87,7 @@ def numbered_case(number: int, seed: int) -> Case:
         base,
         options={**base.options, "checkpoint": chosen},
         # Of saves MPI shows nothing that gloo does not, and takes three times as long.
-        backend="gloo" if base.backend == "gloo" else "in_memory",
+        backend=USUAL_PROCESSES if base.backend == USUAL_PROCESSES else USUAL,
         steps=source.choice((3, 4, 5)),
     )
     save_at = source.randint(1, base.steps - 1)
@@ -156,8 +158,8 @@ def _fits(system: System, setup: Setup, case: Case) -> bool:
     if every and every > len(workloads.make(spec, case.dtype, case.lane).units):
         return False
     options = {**setup.options, **({"precision": case.precision} if case.precision else {})}
-    declared = registry.load(system.name).capabilities(options)
-    if case.dtype not in declared.dtypes or case.backend not in declared.backends:
+    declared = Declaration.of(registry.load(system.name), options)
+    if case.dtype not in declared.dtypes or declared.denied(case.backend):
         return False
     return campaign.can_train(system, setup, spec, declared.declines) and _can_share(setup, case)
 

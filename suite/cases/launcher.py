@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import backends, tensor_bytes
+from shardproof.backends.disturbances import disturbances_of
 from shardproof.case import Case
 from shardproof.evidence.held import Shared
 from shardproof.evidence.records import RankRecord
@@ -52,7 +53,7 @@ class Launcher:
         fits = world == self.world or not backends.BACKENDS[case.backend].mpirun
         if self.kept and fits and keeps and case.fault is None:
             limits["kept"] = self.kept
-        disturbances = backends.disturbances_of(case.workload.traits, case.fault)
+        disturbances = disturbances_of(case.workload.traits, case.fault)
         # Calls the program on every rank, in a process or thread of its own.
         return self.run(
             case.backend,

@@ -22,6 +22,7 @@ from shardproof import registry, tensor_bytes
 from shardproof.case import Case
 from shardproof.cases.plans.membership import Membership
 from shardproof.cases.plans.saving import Saving
+from shardproof.checks import weighs
 from shardproof.cluster.nodes.nodes import node_here
 from shardproof.comm import Mesh
 from shardproof.contract import (
@@ -49,7 +50,7 @@ from shardproof.evidence.records import (
 )
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
-from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable, summary
+from shardproof.ledgers.memory import MemoryLedger, summary
 from shardproof.ledgers.memory import watch as watch_memory
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.registry import answers
@@ -88,7 +89,7 @@ class _Rank:
         self.implementation: Implementation | None = None
         log = self.log = program_order.current()
         self.memory: MemoryLedger | None = None
-        if log is not None and memory_is_measurable(case, self.declaration.backends):
+        if log is not None and weighs(case, self.declaration):
             self.memory = MemoryLedger(lambda: log.phase)
         #: The GPU allocator's peak of each step, beside the ledger's.
         self.allocator: list[MemoryRow] = []

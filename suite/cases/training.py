@@ -159,8 +159,10 @@ class TrainingWork(Work):
         return Left(outcomes, [records_of(outcomes)] if root_cause(outcomes) is None else [])
 
     def train_oracle(self, left: Left, cache: Path) -> Truth:
-        """From what the ranks report, where that matters."""
+        """From what the ranks report, where that matters; empty where tensors have no values."""
         (records,) = left.legs
+        if not backends.BACKENDS[self.case.backend].has_values:
+            return Truth()
         shares = {record.steps[0].share for record in records} - {None}
         events = [event for record in records for event in record.history]
         return self.oracle.trained(cache, Ran(len(shares), events))
@@ -204,7 +206,7 @@ def train(
     """Train on the ranks of ``launcher``, in its folder ``name``."""
     workload.prepare(case.steps, case.data_coordinates)
     # Threads could not share module globals; nor can processes that are used again.
-    keeps = "in_memory" in declaration.backends
+    keeps = declaration.runs_on_threads
     return launcher.launch(case, RankProgram(case, workload), name, keeps=keeps)
 
 

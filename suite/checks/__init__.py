@@ -5,21 +5,34 @@ it looks at tensors, ``measure(evidence) -> rows`` before it: one row per compar
 ``phase``, ``name``, ``owner``, ``error``, ``bound``; ``tested: False`` where a spoilt copy passed
 (``error`` is ``None``); or ``problem``, a sentence, where nothing could be compared.  The rows go
 into the run's records, so that ``shardproof verify`` decides again by the same code.
+
+Each check declares in ``NEEDS`` what it can say nothing without, and is skipped there:
+
+    values      tensors have values, so an oracle has something to compare with
+    calls       ledgers are on: calls, phases and events are logged
+    memory      a ledger weighs what ranks hold, and sees it freed where the program frees it
+    every rank  each rank of the world has run; none stands for others
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardproof.backends import BACKENDS, USUAL
 from shardproof.files import Stored
 
 if TYPE_CHECKING:
+    from shardproof.case import Case
     from shardproof.evidence.assembled import Evidence, Figures
     from shardproof.evidence.records import ComparisonRow, RankRecord
+    from shardproof.registry.declaration import Declaration
+
+Need = Literal["values", "calls", "memory", "every rank"]
+Needs = Sequence[Need]
 
 Status = Literal["pass", "fail", "skip", "judge error", "undecidable", "precondition"]
 
@@ -88,15 +101,42 @@ class Outcome(Stored):
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
+def lacking(needs: Needs, case: Case, declaration: Declaration) -> str:
+    """Why a check with ``needs`` can say nothing of ``case``; empty: it can."""
+    backend = BACKENDS[case.backend]
+    for need in needs:
+        if need == "values" and not backend.has_values:
+            return f"tensors have no values on {case.backend}"
+        if need in ("calls", "memory") and not case.ledgers:
+            return "ledgers are off"
+        # A system that needs processes is weighed where memory is freed late: nowhere else runs it.
+        if need == "memory" and not backend.exact_memory and declaration.runs_on_threads:
+            return f"{case.backend} frees late: memory is measured on {USUAL}"
+        if need == "every rank" and len(backend.ranks(case.world)) < case.world:
+            return f"not every rank runs on {case.backend}"
+    return ""
+
+
+def weighs(case: Case, declaration: Declaration) -> bool:
+    """Whether ranks weigh what they hold: it takes time, so the check must be asked for."""
+    return "memory" in case.checks and not lacking(("memory",), case, declaration)
+
+
 def measure(name: str, evidence: Evidence) -> list[ComparisonRow]:
     """What check ``name`` measures of the tensors (nothing, for most)."""
-    rows: Iterable[ComparisonRow] = getattr(_module(name), "measure", lambda _: ())(evidence)
+    check = _module(name)
+    if lacking(check.NEEDS, evidence.case, evidence.declaration):
+        return []
+    rows: Iterable[ComparisonRow] = getattr(check, "measure", lambda _: ())(evidence)
     return list(rows)
 
 
 def decide(name: str, figures: Figures) -> Outcome:
     """What check ``name`` says of figures whose ``compared`` holds what it measured."""
-    outcome: Outcome = _module(name).decide(figures)
+    check = _module(name)
+    if reason := lacking(check.NEEDS, figures.case, figures.declaration):
+        return Outcome(name, "skip", reason)
+    outcome: Outcome = check.decide(figures)
     return outcome
 
 

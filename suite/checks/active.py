@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 
 from shardproof import axes, strategies
-from shardproof.checks import Outcome, first_problem
+from shardproof.checks import Needs, Outcome, first_problem, lacking
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import axis_of, is_compressed, step_calls
 from shardproof.costs import collectives
@@ -32,6 +32,8 @@ from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import SHOWN_AT, RankRecord
 from shardproof.ledgers.traffic import Call
 from shardproof.table import some
+
+NEEDS: Needs = ()
 
 #: Names in one sentence.
 _NAMED = 3
@@ -44,8 +46,8 @@ def decide(evidence: Figures) -> Outcome:
     problem = _sizes(evidence) or _buffer_dtypes(evidence) or _output_dtypes(evidence)
     if problem:
         return Outcome("active", "fail", problem)
-    if not evidence.case.ledgers:
-        return Outcome("active", "skip", "ledgers are off")
+    if unlogged := lacking(("calls",), evidence.case, evidence.declaration):
+        return Outcome("active", "skip", unlogged)
     figures: dict[str, object] = {}
     for problem in (
         _silent_accumulation(evidence),
@@ -110,7 +112,8 @@ def _sizes(evidence: Figures) -> str:
     if evidence.case.changes_members or any(s.skipped for r in evidence.records for s in r.steps):
         return ""
     if evidence.family is not None and facts is not None:
-        shown = {r.rank: Shown(r.steps[-1].shown(), r.steps[-1].places) for r in evidence.records}
+        last_steps = {rank: record.steps[-1] for rank, record in evidence.ranks.items()}
+        shown = {rank: Shown(step.shown(), step.places) for rank, step in last_steps.items()}
         last = replace(facts, step=evidence.steps[-1])
         return evidence.family.problem(last, shown, evidence.declaration.balance)
     if cost_model is None:

@@ -30,9 +30,9 @@ def measure(evidence: Evidence, bound: float) -> list[ComparisonRow]:
 
 
 def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonRow]:
-    records = evidence.records
-    by_rank = {r.rank: one for r in records for one in r.evaluations if one.step == step}
-    if len(by_rank) < len(records):
+    ranks = evidence.ranks
+    by_rank = {n: one for n, r in ranks.items() for one in r.evaluations if one.step == step}
+    if len(by_rank) < len(ranks):
         return _some_refuse(by_rank, "evaluate")
     shares: dict[int, float] = {}
     for rank, evaluation in by_rank.items():
@@ -76,8 +76,9 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
 
 
 def _full_state(evidence: Evidence) -> list[ComparisonRow]:
-    by_rank = {r.rank: r.full_state for r in evidence.records if r.full_state is not None}
-    if len(by_rank) < len(evidence.records):
+    states = {rank: record.full_state for rank, record in evidence.ranks.items()}
+    by_rank = {rank: state for rank, state in states.items() if state is not None}
+    if len(by_rank) < len(states):
         return _some_refuse(by_rank, "have a full_state")
     last = evidence.steps[-1]
     want = {

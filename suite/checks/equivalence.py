@@ -30,7 +30,14 @@ from torch import Tensor
 from shardproof import axes
 from shardproof.backends import BACKENDS
 from shardproof.case import Lane
-from shardproof.checks import Outcome, between_steps, causes, replayed_buffers, working_precision
+from shardproof.checks import (
+    Needs,
+    Outcome,
+    between_steps,
+    causes,
+    replayed_buffers,
+    working_precision,
+)
 from shardproof.checks.causes.fits import some
 from shardproof.checks.numbers import (
     FP64_BOUND,
@@ -58,6 +65,8 @@ from shardproof.costs.expression import FormulaError, evaluate
 from shardproof.costs.stages import DESCENDING, schedule_name, stages_of
 from shardproof.evidence.assembled import Assembled, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+
+NEEDS: Needs = ("values", "every rank")
 
 #: Bound of the loss: a sum of a few hundred terms, added in another order.
 LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0.01}
@@ -282,7 +291,7 @@ def promises_bits(evidence: Figures) -> bool:
     adding = case.world // axes.parts(case.mesh, "layers")  # stages add nothing up between them
     if adding == case.world == 2 or (adding == 1 and exactness == "bitwise"):
         return True
-    return exactness == "bitwise" and backend.in_rank_order
+    return exactness == "bitwise" and backend.adds_in_rank_order
 
 
 def stages_add_in_order(evidence: Figures) -> bool:
@@ -595,7 +604,7 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows, replay
     state = evidence.observed(step, "after_update", "buffers")
     _check_names(state, truth[0], step, "buffers")
     moved = evidence.case.changes_members  # then copies may be numbered by rank
-    shares = {r.rank: r.steps[step].share or 0 for r in evidence.records if moved}
+    shares = {rank: r.steps[step].share or 0 for rank, r in evidence.ranks.items() if moved}
     moment = Moment(rows, step, "buffers", "buffer differs from the rule's")
     wrong: tuple[str, int, Tensor] | None = None
     for name, copies in state.tensors.items():

@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.case import Fault
-from shardproof.checks import Outcome
+from shardproof.checks import Needs, Outcome
 from shardproof.launch.outcome import RankOutcome
+
+NEEDS: Needs = ()
 
 
 def judge_end(

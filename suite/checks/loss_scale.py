@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import Needs, Outcome, Worst
 from shardproof.contract import is_outer
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import OracleStep, TensorRow
+
+NEEDS: Needs = ("values",)
 
 TRAIT = "overflow_on_one_rank"
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from shardproof import axes
-from shardproof.checks import Outcome, Worst, unattributed
+from shardproof.checks import Needs, Outcome, Worst, unattributed
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED
@@ -36,8 +36,9 @@ from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, slots
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
-from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import PHASES
+
+NEEDS: Needs = ("memory",)
 
 #: Bytes that any system may keep beside its state: numbers, votes, an empty bucket.
 _SMALL = 16 << 10
@@ -48,12 +49,6 @@ BytesAt = Mapping[tuple[int, str], Mapping[str, Mapping[str, int]]]
 def decide(evidence: Figures) -> Outcome:
     """Compare every rank's bytes with the cost model of the claimed strategy."""
     case, strategy = evidence.case, evidence.declaration.strategy
-    if not case.ledgers:
-        return Outcome("memory", "skip", "ledgers are off")
-    if not memory_is_measurable(case, evidence.declaration.backends):
-        return Outcome(
-            "memory", "skip", f"{case.backend} frees late: memory is measured on in_memory"
-        )
     if case.changes_members:
         return Outcome("memory", "skip", "members change: no strategy promises memory")
     if evidence.family is not None:

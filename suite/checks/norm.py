@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import math
 
-from shardproof.checks import Outcome, Worst, causes
+from shardproof.checks import Needs, Outcome, Worst, causes
 from shardproof.checks.equivalence import judged_lane
 from shardproof.checks.numbers import FP64_BOUND
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+
+NEEDS: Needs = ("values",)
 
 #: Bound of the relative error by dtype (float32: 100 round-offs; norms are sums of thousands).
 BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16": 0.01}
@@ -32,8 +34,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         return []
     worst = outcome.worst
     rank = int(worst.owner.removeprefix("rank "))
-    record = next(record for record in evidence.records if record.rank == rank)
-    held = record.steps[worst.step].norm
+    held = evidence.ranks[rank].steps[worst.step].norm
     true = _truths(evidence)[worst.step][rank]
     if held is None:
         return []

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from shardproof.checks import Outcome
+from shardproof.checks import Needs, Outcome
 from shardproof.checks.traffic import is_compressed, step_calls
 from shardproof.costs import compression
 from shardproof.costs.model import Prefetch
@@ -29,6 +29,8 @@ from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
 from shardproof.ledgers.traffic import Call
 
+NEEDS: Needs = ("calls",)
+
 #: Steps in which an implementation may still be learning the order of its gradients.
 SETTLING = 2
 REDUCTIONS = ("all_reduce", "reduce_scatter")
@@ -36,8 +38,6 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 def decide(evidence: Figures) -> Outcome:
     """Count the reductions issued in time, for every rank and settled step."""
-    if not evidence.case.ledgers:
-        return Outcome("overlap", "skip", "ledgers are off")
     if evidence.case.world == 1:
         return Outcome("overlap", "skip", "a world of one rank has nothing to overlap")
     if "overlap" not in evidence.declaration.features:

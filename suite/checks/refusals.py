@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardproof.checks import Outcome
+from shardproof.checks import Needs, Outcome
+
+NEEDS: Needs = ()
 
 
 def judge_errors(expected: str, errors: Sequence[Any]) -> Outcome:

@@ -43,13 +43,15 @@ from typing import Any
 from shardproof import axes, workloads
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.checks import Outcome, causes
+from shardproof.checks import Needs, Outcome, causes, weighs
 from shardproof.checks.equivalence import stages_add_in_order
 from shardproof.checks.numbers import FP64_BOUND, Tally, bitwise, relative_frobenius
 from shardproof.checks.two_runs import Pair, with_other
 from shardproof.evidence.assembled import Beside, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
-from shardproof.ledgers.memory.summary import MemoryRow, memory_is_measurable
+from shardproof.ledgers.memory.summary import MemoryRow
+
+NEEDS: Needs = ("values", "every rank")
 
 #: Relations that hold up to the order of sums, and those that hold bit for bit.
 REORDERED = ("split", "permute")
@@ -101,7 +103,7 @@ def _scale(case: Case, _: Figures) -> Case:
 def _recompute(case: Case, evidence: Figures) -> Case:
     """Without recomputation; its memory is measured where this run's is, to compare them."""
     options = {**case.options, "recompute_every": 0}
-    if not memory_is_measurable(evidence.case, evidence.declaration.backends):
+    if not weighs(evidence.case, evidence.declaration):
         return replace(case, options=options)
     return replace(case, options=options, checks=("memory",), ledgers=True)
 
@@ -252,7 +254,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
 
 def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
     """Where a recomputed forward keeps no fewer bytes than one without recomputation."""
-    for record, without in zip(evidence.records, other.records, strict=True):
+    for record, without in zip(evidence.ranks.values(), other.ranks.values(), strict=True):
         here, there = (_activations(run.memory) for run in (record, without))
         for step, most in there.items():
             if here.get(step, 0) >= most:

@@ -18,10 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import Needs, Outcome, Worst
 from shardproof.contract import is_outer
 from shardproof.evidence.assembled import KEPT, Figures
 from shardproof.evidence.records import TensorRow
+
+NEEDS: Needs = ("values", "every rank")
 
 #: Name -> replica -> what is stored of that copy.
 Copies = Mapping[str, Mapping[int, TensorRow]]

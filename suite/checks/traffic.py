@@ -18,12 +18,12 @@ between them (``ledgers/places.py``), and the latter compared alike: HYBRID_SHAR
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from shardproof import strategies
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import Needs, Outcome, Worst
 from shardproof.costs import CostModel, Flow, NoCostModel, compression, cost_model_of
 from shardproof.costs.expression import evaluate
 from shardproof.costs.families import Family
@@ -34,6 +34,8 @@ from shardproof.files import SparselyStored
 from shardproof.ledgers import places
 from shardproof.ledgers.places import Lie
 from shardproof.ledgers.traffic import Call
+
+NEEDS: Needs = ("calls",)
 
 #: Control traffic of a step of data parallelism, per rank: at most this, and this for every name.
 CONTROL_BYTES = 4096
@@ -47,8 +49,6 @@ _ELSEWHERE = "traffic goes through a group that is not of the mesh: no call was 
 def decide(evidence: Figures) -> Outcome:
     """Compare each step's floating-point payload with the cost model or the scenario's formula."""
     case, strategy = evidence.case, evidence.declaration.strategy
-    if not case.ledgers:
-        return Outcome("traffic", "skip", "ledgers are off")
     own = case.expect.get("traffic")
     promise = f"family {evidence.family.name}" if evidence.family else f"{strategy}.payload_bytes"
     promises = [_promise(evidence, step) for step in evidence.steps]
@@ -62,8 +62,8 @@ def decide(evidence: Figures) -> Outcome:
             for key, (calls, size) in sorted(flows_of(evidence, last).items())
         ],
         calls_per_step=len(step_calls(evidence.records[0], last)),
-        setup_bytes=_bytes(evidence, lambda call: call.phase == "setup"),
-        control_bytes=_bytes(evidence, lambda call: not (call.floating or call.phase in _AROUND)),
+        setup_bytes=str(_bytes(evidence, lambda r: (c for c in r.traffic if c.phase == "setup"))),
+        control_bytes=str(_bytes(evidence, _control_calls)),
     )
     # Of a family it is not known which integers are a compressed gradient: all are bounded as one.
     compressed = evidence.depth == "family" and is_compressed(evidence)
@@ -185,11 +185,12 @@ def flows_of(
     """
     flows: Flows = {}
     for record in evidence.records if records is None else records:
+        times = len(record.ranks) if records is None else 1
         for call in step_calls(record, step, floating):
             if len(call.group) > 1:
                 key = axis_of(call.group, evidence.case.mesh), call.operation
                 calls, total = flows.get(key, (0, Fraction(0)))
-                flows[key] = calls + 1, total + call.logical_bytes
+                flows[key] = calls + times, total + times * call.logical_bytes
     return flows
 
 
@@ -201,7 +202,7 @@ def _has_nodes(evidence: Figures) -> bool:
 
 def _between_nodes(evidence: Figures, step: int, promised: Sequence[Flow]) -> list[Between]:
     """What of each promised flow crossed nodes, and what of it had to."""
-    mesh, nodes = evidence.case.mesh, [record.node or 0 for record in evidence.records]
+    mesh, nodes = evidence.case.mesh, [record.node or 0 for record in evidence.ranks.values()]
     wanted: dict[tuple[str, str, bool], list[Fraction | None]] = {}
     for flow in promised:
         groups = places.groups_along(mesh, flow.axis, flow.ranks)
@@ -212,8 +213,8 @@ def _between_nodes(evidence: Figures, step: int, promised: Sequence[Flow]) -> li
     rows = []
     for (axis, operation, integers), across in sorted(wanted.items()):
         calls = [
-            (record.rank, call)
-            for record in evidence.records
+            (rank, call)
+            for rank, record in evidence.ranks.items()
             for call in step_calls(record, step, floating=not integers)
             if call.operation == operation and axis_of(call.group, mesh) == axis
         ]
@@ -362,7 +363,7 @@ def _rank_differs(evidence: Figures, step: int, strategy: str, promised: Sequenc
     wanted: dict[tuple[str, str], list[tuple[int, Fraction]] | None] = {}
     for flow in promised:
         key = flow.axis, flow.operation
-        before = wanted.get(key, [(0, Fraction(0))] * len(evidence.records))
+        before = wanted.get(key, [(0, Fraction(0))] * evidence.case.world)
         if before is None or flow.by_rank is None:
             wanted[key] = None
             continue
@@ -410,9 +411,12 @@ def step_calls(record: RankRecord, step: int, floating: bool = True) -> list[Cal
     ]
 
 
+def _control_calls(record: RankRecord) -> Iterator[Call]:
+    return (c for c in record.traffic if not (c.floating or c.phase in _AROUND))
+
+
 def _payload(evidence: Figures, step: int, floating: bool = True) -> Fraction:
-    calls = (call for record in evidence.records for call in step_calls(record, step, floating))
-    return sum((call.logical_bytes for call in calls), Fraction(0))
+    return _bytes(evidence, lambda record: step_calls(record, step, floating))
 
 
 def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -> str:
@@ -423,9 +427,10 @@ def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -
         return ""
     names = {row.name for row in evidence.tensors if row.kind in ("parameters", "buffers")}
     limit = evidence.case.world * (CONTROL_BYTES + CONTROL_BYTES_A_NAME * len(names))
+    ranks = evidence.ranks.values()
     for step, cost_model in zip(evidence.steps, promises, strict=True):
         spent = _payload(evidence, step, floating=False)
-        sends = (c.operation == "send" for r in evidence.records for c in step_calls(r, step))
+        sends = (call.operation == "send" for r in ranks for call in step_calls(r, step))
         # Of a family it is not known who tells shapes: a KiB a message is allowed.
         shapes = cost_model.metadata_bytes() if cost_model else 1024 * sum(sends)
         values = sum(f.bytes for f in cost_model.flows() if f.integers) if cost_model else 0
@@ -461,10 +466,13 @@ def _too_many_agreements(evidence: Figures) -> str:
     return ""
 
 
-def _bytes(evidence: Figures, counts: Callable[[Call], bool]) -> str:
-    """Logical bytes of the whole run over all ranks, of the calls that count."""
-    calls = (call for record in evidence.records for call in record.traffic if counts(call))
-    return str(sum((call.logical_bytes for call in calls), Fraction(0)))
+def _bytes(evidence: Figures, calls: Callable[[RankRecord], Iterable[Call]]) -> Fraction:
+    """Logical bytes of the ``calls`` of all ranks together."""
+    sizes = (
+        len(record.ranks) * sum((call.logical_bytes for call in calls(record)), Fraction(0))
+        for record in evidence.records
+    )
+    return sum(sizes, Fraction(0))
 
 
 def _text(value: Fraction) -> str:

@@ -21,12 +21,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardproof import strategies
+from shardproof.backends import BACKENDS
+from shardproof.checks import weighs
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.costs.stages import comes_apart
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import ComparisonRow, RankRecord
 from shardproof.ledgers import program_order
-from shardproof.ledgers.memory import MemoryLedger, memory_is_measurable
+from shardproof.ledgers.memory import MemoryLedger
 from shardproof.ledgers.memory.summary import PHASES
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 KIND = "temporary"
 #: Numbers, votes, and flags of a strategy.
 _SMALL = 1024
-_BACKENDS = ("in_memory", "mpi")
 _OURS = ("reference", "mutants")
 _OWN_TEMPORARIES = ("precision", "compress", "recompute_every", "offload")
 
@@ -49,7 +50,9 @@ def why_not(evidence: Figures) -> str:
     is_bounded = strategies.of(declaration.strategy).bounds_temporaries
     if not is_bounded or evidence.family is not None or facts is None:
         return "no strategy of which it is known"
-    if case.backend not in _BACKENDS or not memory_is_measurable(case, declaration.backends):
+    backend = BACKENDS[case.backend]
+    on_cpu = backend.exact_memory and backend.device == "cpu"
+    if not on_cpu or not weighs(case, declaration):
         return f"temporaries are not measured on {case.backend}"
     if case.precision:
         return "mixed precision"

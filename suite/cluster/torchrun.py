@@ -40,8 +40,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from shardproof import backends, tensor_bytes, workloads
-from shardproof.backends import mpi
+from shardproof import tensor_bytes, workloads
+from shardproof.backends import BACKENDS, USUAL_PROCESSES, base, joined
+from shardproof.backends.disturbances import disturbances_of
+from shardproof.backends.mpi import group
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
 from shardproof.cluster.launchers import foreign_records, meeting, roll_call
@@ -118,10 +120,10 @@ class _Guard:
         beats = Path(self._beats.name) / "heartbeat"
         heartbeat.create(beats, 1)
         heartbeat.attach(beats, 0, thread=False)
-        backends.listen(heartbeat)
+        base.listen(heartbeat)
         # A connection of its own: the rank's is busy while the rank waits in the store.
         self._store = self._place.store(serves=False)
-        self._watchdog = Watchdog(beats, 1, backends.BACKENDS[self._case.backend])
+        self._watchdog = Watchdog(beats, 1, BACKENDS[self._case.backend])
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -164,14 +166,14 @@ def _one(
     before = _sockets()
     try:
         workload = workloads.for_case(case)
-        backends.join(
+        joined.join(
             case.backend,
             place.rank,
             place.world,
             dist.PrefixStore(f"case{number}", store),
             case.deadline * LAST_RESORT,
             case.ledgers,
-            disturbances=backends.disturbances_of(case.workload.traits),
+            disturbances=disturbances_of(case.workload.traits),
         )
         record = run_rank(case, workload, place.rank)
         if whole:
@@ -183,11 +185,11 @@ def _one(
             meeting.meet(store, place, f"case{number}/returned", 1.0)
     except Exception as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
         outcome = of_exception(place.rank, error, time.monotonic() - began)
-        backends.tell_failure(error)
-    if outcome.status != "ok" and not backends.BACKENDS[case.backend].mpirun:
+        joined.tell_failure(error)
+    if outcome.status != "ok" and not BACKENDS[case.backend].mpirun:
         _wake_peers(before)
     with contextlib.suppress(RuntimeError):
-        backends.leave()
+        joined.leave()
     gc.collect()
     foreign_records.write_end(folder, foreign_records.RankEnd(outcome, digests))
 
@@ -227,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("scenario", nargs="*", help="file, folder or name (default: as of run)")
     parser.add_argument("--records", type=Path, default=Path("results/records"), metavar="FOLDER")
-    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--backend", default=USUAL_PROCESSES)
     parser.add_argument("--tier", choices=("quick", "full"), default="quick")
     parser.add_argument("-k", dest="expression", default="", metavar="EXPR")
     parser.add_argument("--impl", action="append", default=[], metavar="PATTERN")
@@ -257,7 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.judge is not None:
             return _judge(options.judge, options)
-        over_mpi = options.backend == "mpi"
+        backend = BACKENDS.get(options.backend)
+        over_mpi = backend is not None and backend.mpirun
         place = Place.by_mpi() if over_mpi else Place.find(os.environ)
         selection = Selection(
             scenarios=options.scenario,
@@ -274,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if over_mpi:
             # MPICH ends whoever still runs once all have left MPI, so they leave it together.
             meeting.meet(place.store(), place, "judged", JUDGING_SECONDS)
-            mpi.stop()
+            group.stop()
         return code
     except InputError as error:
         print(error, file=sys.stderr)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from shardproof.axes import cutting
+from shardproof.backends import USUAL, USUAL_PROCESSES
 from shardproof.by_path import only_in_programs
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
 from shardproof.commands.prove_arguments import (
-    USUAL_BACKEND,
     are,
     are_folders,
     dtype_name,
@@ -211,7 +211,7 @@ def prove(
 
     # Once before a process starts, so that bad values are refused at once.
     along = cutting("samples") if axis is None else axis
-    on = [USUAL_BACKEND] if backends is None else several(backends)
+    on = [USUAL] if backends is None else several(backends)
     cases = expanded(along, on)
     if not cases:
         raise SelectionError(Problem("nothing to judge", "name a world, a backend and a lane"))
@@ -225,8 +225,8 @@ def prove(
         if asks_axis or backends is None:
             axes, usable = session.places(name, options)
             along = _only_axis(name, axes) if asks_axis else along
-            if backends is None and usable and USUAL_BACKEND not in usable:
-                on = ["gloo" if "gloo" in usable else usable[0]]
+            if backends is None and usable and USUAL not in usable:
+                on = [USUAL_PROCESSES if USUAL_PROCESSES in usable else usable[0]]
             cases = expanded(along, on)
         cases = session.with_found_traits([replace(case, depth=depth) for case in cases])
         if results is None:

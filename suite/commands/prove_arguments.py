@@ -9,12 +9,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shardproof.backends import USUAL
 from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import GroupSpec, OptimizerSpec, ScalerSpec
 from shardproof.errors import Problem, SelectionError
-
-#: The backend of ``prove``, where the system runs on it.
-USUAL_BACKEND = "in_memory"
 
 
 def are(given: Mapping[str, Any], kind: Any, wanted: str) -> None:
@@ -85,7 +83,7 @@ def rerun(prove: Callable[..., Any], case: Case, call: Mapping[str, Any]) -> str
     usual = inspect.signature(prove).parameters
     own = {
         "meshes": [dict(case.mesh)],
-        "backends": None if case.backend == USUAL_BACKEND else (case.backend,),
+        "backends": None if case.backend == USUAL else (case.backend,),
         "lanes": (case.lane,),
         "clip": (case.optimizer.clip_norm,),
     }

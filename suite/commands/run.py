@@ -178,7 +178,7 @@ def run(
 
             cases = selection.cases(installed())
     if not dry_run and on is None:
-        _require_mpi(cases, backend or ())
+        _require_backends(cases, backend or ())
     if depth:
         cases = [replace(case, depth=depth) for case in cases]
     fit = not (scenarios or resume or rerun_failed or like)
@@ -312,23 +312,24 @@ def wait_for(nodes: Nodes | None) -> None:
             raise typer.Exit(verdicts.NOT_DECIDED) from None
 
 
-def _require_mpi(cases: Sequence[Case], asked: Sequence[str]) -> None:
-    """Cases on MPI that were asked for by name are not skipped where there is none.
+def _require_backends(cases: Sequence[Case], asked: Sequence[str]) -> None:
+    """Cases on a backend that was asked for by name are not skipped where it is missing.
 
-    :raises SelectionError: there is no MPI, or it cannot start as many ranks.
+    :raises SelectionError: it is (but for some on GPUs), or MPI cannot start as many ranks.
     """
     from shardproof.backends import BACKENDS
     from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.launch.mpi import mpirun
 
     for name in asked:
-        worlds = {case.world for case in cases if case.backend == name and BACKENDS[name].mpirun}
-        if not worlds:
+        worlds = {case.world for case in cases if case.backend == name}
+        if not worlds or BACKENDS[name].skips_if_missing:
             continue
-        if reason := BACKENDS[name].available():
+        if reason := BACKENDS[name].available(max(worlds)):
             remedy = "`shardproof doctor` tells what it finds; or leave --backend out"
             raise SelectionError(Problem(reason, remedy, f"--backend {name}"))
-        if Nodes.here() is None and (reason := mpirun.problem(max(worlds))):
+        is_here = BACKENDS[name].mpirun and Nodes.here() is None
+        if is_here and (reason := mpirun.problem(max(worlds))):
             remedy = f"allow it {max(worlds)} ranks on this machine, or choose --world below"
             raise SelectionError(Problem(reason, remedy, f"--backend {name}"))
 

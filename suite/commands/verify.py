@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import strategies
+from shardproof.backends import BACKENDS
+from shardproof.backends.plugins import GROUP
 from shardproof.cases.kills import Pair, parent_case, why_not_killed
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
@@ -144,6 +146,9 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
         return
     try:
         account = Account.from_dict(records.read(path / name))
+        if account.case.backend not in BACKENDS:
+            yield f"{path / name}: {result.id}: {_unknown('backend', account.case.backend, GROUP)}"
+            return
         judged = decide_case(account)
         again, line = (json.loads(json.dumps(standard(r.to_dict()))) for r in (judged, result))
     except (RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
@@ -168,10 +173,12 @@ def _unknown_strategy(account: Account) -> str:
     claimed = account.declaration.strategy if account.declaration else ""
     if not claimed or strategies.of(claimed).is_known:
         return ""
-    return (
-        f"strategy {claimed!r} is not known here: install the package that registers it in "
-        f"{strategies.GROUP!r}, and verify again"
-    )
+    return _unknown("strategy", claimed, strategies.GROUP)
+
+
+def _unknown(what: str, name: str, group: str) -> str:
+    remedy = f"install the package that registers it in {group!r}, and verify again"
+    return f"{what} {name!r} is not known here: {remedy}"
 
 
 def _timed_again(path: Path, line: Line) -> Iterator[str]:

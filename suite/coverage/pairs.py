@@ -22,6 +22,7 @@ import yaml
 
 from shardproof import registry
 from shardproof.axes import cutting
+from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.contract import Refused
 from shardproof.coverage import features, triggers
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from shardproof.registry.declaration import Declaration
 
 RULES = Path(__file__).with_name("reasons.yaml")
-_ON_GPUS = ("nccl", "gloo_cuda")
 #: So many open pairs of a feature are named in a table.
 _NAMED = 4
 #: A trigger and a feature.
@@ -46,7 +46,7 @@ def counts(case: Case) -> bool:
     """
     known = case.skip is not None or case.xfail is not None
     trains = "refuses" not in case.expect and case.steps > 0
-    return trains and not known and case.backend not in _ON_GPUS
+    return trains and not known and BACKENDS.of_record(case.backend).device == "cpu"
 
 
 def taken(cases: Iterable[Case]) -> list[Case]:

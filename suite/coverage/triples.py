@@ -128,4 +128,4 @@ def _can_meet(setup: pairs.Setup, circumstance: str) -> bool:
     if (holds := _KINDS.get(circumstance)) is None:
         return not pairs.why_not(setup, circumstance)
     declared = pairs.declared(setup)
-    return declared is not None and any(map(holds, declared.backends))
+    return declared is not None and any(map(holds, declared.usable()))

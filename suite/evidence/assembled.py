@@ -176,6 +176,11 @@ class Figures(ABC):
         return self.records[0].declaration
 
     @property
+    def ranks(self) -> dict[int, RankRecord]:
+        """Every rank that a record speaks for, with that record, in rank order."""
+        return dict(sorted((rank, each) for each in self.records for rank in each.ranks))
+
+    @property
     def model_facts(self) -> ModelFacts | None:
         """Shapes, modules and options that cost models ask; ``None`` in records without them."""
         return self.facts.model_facts if isinstance(self.facts, CaseFacts) else None

@@ -161,7 +161,8 @@ class RankRecord(Stored):
     ``calls``: the calls that it judged, of workload ``calls``; ``drawn``: what its sampler gave, of
     workload ``epochs``; ``voted``: of workload ``votes``; the account leaves all three out.
     ``loaded``: of a run that goes on from a checkpoint.  ``node``: the number of the node that it
-    ran on; ``None``: there are no nodes.
+    ran on; ``None``: there are no nodes.  ``stands_for``: the ranks that did the same, itself among
+    them, where not every rank of the world ran; empty: itself alone.
     """
 
     rank: int
@@ -184,6 +185,12 @@ class RankRecord(Stored):
     voted: list[Voted] = field(default_factory=list)
     loaded: Loaded | None = None
     node: int | None = None
+    stands_for: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that this record speaks for."""
+        return self.stands_for or (self.rank,)
 
     def calls_of(self, step: int) -> list[Call]:
         """The calls that the rank made in ``step``."""
@@ -215,6 +222,8 @@ class RankRecord(Stored):
     def to_dict(self) -> dict[str, Any]:
         """The stored form, in which the declaration is called ``capabilities``."""
         data = Stored.to_dict(self)
+        if not self.stands_for:
+            del data["stands_for"]
         return data | {"capabilities": data.pop("declaration")}
 
     @classmethod

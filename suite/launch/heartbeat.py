@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.backends import Peer
+from shardproof.backends.base import Peer
 
 NEW, RUNNING, RETURNED, DONE, FAILED = range(5)
 

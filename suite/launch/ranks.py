@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardproof import backends
+from shardproof.backends import BACKENDS, base, faults, joined
 from shardproof.cluster.nodes import asking
 from shardproof.cluster.nodes.condition import Lost
 from shardproof.launch import autopsy, heartbeat, process_control, stacks
@@ -126,32 +126,32 @@ class _SuiteLink:
 
     @property
     def threads(self) -> bool:
-        return backends.BACKENDS[self.name].threads
+        return BACKENDS[self.name].threads
 
     @property
     def polls(self) -> bool:
-        return backends.BACKENDS[self.name].polls
+        return BACKENDS[self.name].polls
 
     @property
     def mpirun(self) -> bool:
-        return backends.BACKENDS[self.name].mpirun
+        return BACKENDS[self.name].mpirun
 
-    def hub(self, world: int, timeout_s: float) -> backends.Hub:
-        return backends.Hub(world, timeout_s)
+    def hub(self, world: int, timeout_s: float) -> Any:
+        return BACKENDS[self.name].hub(world, timeout_s)
 
-    def join(self, rank: int, launch: RankLaunch, hub: backends.Hub) -> None:
-        backends.listen(heartbeat)
-        backends.faults.strike_node = asking.strike
+    def join(self, rank: int, launch: RankLaunch, hub: Any) -> None:
+        base.listen(heartbeat)
+        faults.strike_node = asking.strike
         where = self.name, rank, launch.world, launch.rendezvous, launch.timeout_s
-        backends.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
+        joined.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
         if self.mpirun:
             unlink_segments()
 
     def failed(self, error: BaseException) -> None:
-        backends.tell_failure(error)
+        joined.tell_failure(error)
 
     def leave(self) -> bool:
-        return backends.leave()
+        return joined.leave()
 
 
 class _Forked:
@@ -166,7 +166,7 @@ class _Forked:
         launch, parent = self._launch, os.getpid()
         mpirun = None
         if launch.link.mpirun:
-            folder = launch.workdir / "mpi"
+            folder = launch.workdir / "mpirun"
             folder.mkdir()
             mpirun = self._place.enter_context(Mpirun(range(launch.world), folder))
         if launch.link.threads:

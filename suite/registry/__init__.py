@@ -15,8 +15,6 @@ Mutants are ``mutants/<name>``: listed apart, loaded only when named exactly.
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -24,7 +22,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardproof.by_path import CannotImport, at_path, import_module, is_module, no_module
+from shardproof.by_path import (
+    CannotImport,
+    at_path,
+    entry_points,
+    import_module,
+    is_module,
+    no_module,
+)
 from shardproof.errors import Problem, SelectionError, nearest
 
 if TYPE_CHECKING:
@@ -56,7 +61,7 @@ class BrokenImplementation(RuntimeError):
 
 def names() -> list[str]:
     """Every implementation that can be listed, sorted; mutants apart.  Imports none of them."""
-    return sorted({*_folder(), *_entry_points()})
+    return sorted({*_folder(), *entry_points(GROUP)})
 
 
 def mutant_names() -> list[str]:
@@ -79,7 +84,7 @@ def check(name: str) -> None:
     elif name.startswith(MUTANTS):
         if name not in mutant_names():
             raise UnknownImplementation(name, nearest(name, mutant_names(), "mutants"))
-    elif name not in _folder() and name not in _entry_points():
+    elif name not in _folder() and name not in entry_points(GROUP):
         raise UnknownImplementation(name, nearest(name, names(), "implementations"))
 
 
@@ -117,8 +122,7 @@ def load(name: str) -> type[Implementation]:
         return _checked(
             name, _find(name, f"{module}:{export}") if isinstance(export, str) else export
         )
-    point = _entry_points()[name]
-    return _checked(name, _find(name, point.value))
+    return _checked(name, _find(name, entry_points(GROUP)[name][-1].value))
 
 
 def load_mutant(name: str) -> Mutant:
@@ -191,11 +195,6 @@ def _mutant_modules() -> Mapping[str, str]:
                         ("shardproof.impls", *module)
                     )
     return modules
-
-
-@cache
-def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
-    return {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
 
 
 def _find(name: str, path: str) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args
 
 from shardproof import axes, contract, registry, strategies
-from shardproof.backends import BACKENDS
+from shardproof.backends import BACKENDS, Backend
 from shardproof.case import Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
 from shardproof.errors import nearest
@@ -35,6 +35,14 @@ class BrokenContract(RuntimeError):
     """The implementation did what the contract forbids, or left out what it asks for."""
 
 
+#: Need of a system -> whether a backend has it, and what a backend without it does.
+_NEEDS: Mapping[contract.BackendNeed, tuple[Callable[[Backend], bool], str]] = {
+    "processes": (lambda on: not on.threads, "runs its ranks as threads of one process"),
+    "values": (lambda on: on.has_values, "has no values"),
+    "cpu": (lambda on: on.device == "cpu", "has its tensors on another device"),
+    "sends": (lambda on: on.sends, "sends nothing from one rank to one other"),
+    "any_thread": (lambda on: on.any_thread, "takes calls from the threads of ranks only"),
+}
 _SEVERAL = (tuple, list, set, frozenset), "a tuple of str"
 #: Type of a field's default -> what it may be instead.
 _KINDS: dict[type, tuple[Any, str]] = {
@@ -108,7 +116,8 @@ class Declaration(Capabilities, Stored):
             "declines in": ([d for k in self.declines if (d := k.partition("@")[2])], DTYPES),
             "axes": (self.axes, axes.names()),
             "dtypes": (self.dtypes, DTYPES),
-            "backends": (self.backends, (*BACKENDS, *Capabilities.backends)),
+            "backends": (self.backends, BACKENDS),
+            "needs": (self.needs, _NEEDS),
             "points": (self.points, get_args(contract.Point)),
             "exactness": ((self.exactness,), get_args(contract.Exactness)),
             "oracle": ((self.oracle,), get_args(contract.OracleKind)),
@@ -149,12 +158,33 @@ class Declaration(Capabilities, Stored):
                 return f"the optional package {name!r} is not installed: see docs/install-extras.md"
         return ""
 
+    @property
+    def runs_on_threads(self) -> bool:
+        """Whether ranks of the system may be threads of one process."""
+        return any(b.threads and not self.denied(name) for name, b in BACKENDS.own.items())
+
+    def denied(self, backend: str) -> str:
+        """Why it does not run on ``backend``, whatever the case; empty: it does."""
+        if self.backends and backend not in self.backends:
+            return f"runs on {', '.join(self.backends)} only"
+        if backend in self.denies:
+            return f"does not run on {backend}: {self.denies[backend]}"
+        for need in self.needs:
+            has, otherwise = _NEEDS[need]
+            if not has(BACKENDS[backend]):
+                return f"needs {need}, and {backend} {otherwise}"
+        return ""
+
+    def usable(self) -> tuple[str, ...]:
+        """Backends on which it runs: those that it names, or else the suite's own."""
+        return tuple(name for name in self.backends or BACKENDS.own if not self.denied(name))
+
     def excludes(
         self, backend: str, dtype: str, world: int, axes: Collection[str] = (), missing: str = ""
     ) -> str:
         """Why it cannot run this way; ``missing`` is :meth:`missing_here`; empty: it can."""
-        if backend not in self.backends:
-            return f"runs on {', '.join(self.backends)} only"
+        if reason := self.denied(backend):
+            return reason
         if missing:
             return missing
         foreign = [axis for axis in axes if axis not in self.axes]
@@ -184,16 +214,10 @@ class Declaration(Capabilities, Stored):
         if narrow and NARROW.isdisjoint(self.dtypes):
             wanted, there = ", ".join(sorted(narrow)), ", ".join(self.dtypes)
             return f"has no {wanted} for the policy of precision; its dtypes: {there}"
-        if case.deaths and not BACKENDS[case.backend].threads:
-            return "a member can die inside a step on in_memory only"
-        # One stage as well: PyTorch 2.11's sends to itself.
-        if (along := axes.sending(case.mesh)) and not BACKENDS[case.backend].sends:
-            what = axes.role(along[0])
-            return f"has {what}, and {case.backend} sends nothing from one rank to one other"
-        if "roles" in self.features and not BACKENDS[case.backend].sends:
-            return f"has servers, and {case.backend} sends nothing from one rank to one other"
-        if _sums_by_sending(case.options) and not BACKENDS[case.backend].sends:
-            return f"sums by sending, and {case.backend} sends nothing from one rank to one other"
+        if case.deaths and not BACKENDS[case.backend].outlives_members:
+            return f"a member cannot die inside a step on {case.backend}"
+        if sending := self._sends(case):
+            return f"{sending}, and {case.backend} {_NEEDS['sends'][1]}"
         asked = [f"trait {trait}" for trait in case.workload.traits]
         asked += [] if case.optimizer.clip_norm is None else [CLIPPING]
         asked += [] if case.optimizer.scaler is None else [LOSS_SCALE]
@@ -210,6 +234,16 @@ class Declaration(Capabilities, Stored):
                 f"micro-batches a rank{unequal}"
             )
         return ""
+
+    def _sends(self, case: Case) -> str:
+        """Why ``case`` sends from one rank to one other, if the backend cannot; empty: no such."""
+        if BACKENDS[case.backend].sends:
+            return ""
+        if along := axes.sending(case.mesh):  # one stage as well: PyTorch 2.11's sends to itself
+            return f"has {axes.role(along[0])}"
+        if "roles" in self.features:
+            return "has servers"
+        return "sums by sending" if _sums_by_sending(case.options) else ""
 
     def _declined(self, what: str, dtype: str) -> str | None:
         """In which dtype and why ``what`` is declined; ``None``: it is not."""
@@ -255,7 +289,7 @@ def ask(implementation: str, options: Options, backend: str, dtype: str, world: 
 
 
 def places(system: tuple[str, Options]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Task of a leader: the mesh axes and backends that a system declares under some options."""
+    """Task of a leader: the mesh axes that a system declares, and the backends it runs on."""
     name, options = system
     declared = Declaration.of(registry.load(name), options)
-    return declared.axes, declared.backends
+    return declared.axes, declared.usable()

@@ -104,7 +104,7 @@ def try_abilities(name: str) -> tuple[str, list[str], list[str]]:
     except (Refused, BrokenContract, InputError, registry.BrokenImplementation) as error:
         return str(error), [], []
     fault = declared.problem() or ("" if declared.axes else "declares no axes")
-    return fault, [*declared.axes], [*declared.backends]
+    return fault, [*declared.axes], [*declared.usable()]
 
 
 def check_options(name: str, options: Options, pool: Pool) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardproof.axes import parts
+from shardproof.backends import BACKENDS
 from shardproof.checks.results import CaseResult
 from shardproof.report.tables import Figures
 from shardproof.table import Table
@@ -78,7 +79,7 @@ def pipelines(results: Iterable[CaseResult]) -> list[Pipeline]:
         case, figures = result.case, result.figures("schedule")
         if case.scenario.startswith("bubble") and "in_flight" in figures:
             size = parts(case.mesh, "layers"), case.workload.micro_batches
-            on_threads = case.backend == "in_memory"
+            on_threads = BACKENDS.of_record(case.backend).threads
             groups[(*size, case.implementation, case.system)].append((on_threads, figures))
     return [
         Pipeline(name, ranks, micro, [f for _, f in sorted(members, key=lambda item: item[0])])

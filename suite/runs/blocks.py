@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof import verdicts
+from shardproof.backends import BACKENDS
 from shardproof.checks import CHECKS
 from shardproof.checks.results import CaseResult
 from shardproof.table import some
 
-#: Backends from the cheapest on; all others cost more.
-_CHEAPEST = ("in_memory", "gloo")
 #: Ids that a block names beside that of its simplest case.
 NAMED = 3
 #: What a comparison says of its tensor; a sentence that stands before it is the cause.
@@ -61,7 +60,7 @@ class Failure:
     reason: str
     rerun: str = ""
     implementation: str = ""
-    size: tuple[int, ...] = ()
+    size: tuple[float, ...] = ()
     result: CaseResult | None = None
 
     @property
@@ -111,13 +110,13 @@ def of_result(result: CaseResult) -> Failure:
 
 def size(
     world: int, micro_batches: int, steps: int, backend: str, clipped: bool
-) -> tuple[int, ...]:
+) -> tuple[float, ...]:
     """How much it takes to run a case, for sorting: smaller is simpler."""
-    place = _CHEAPEST.index(backend) if backend in _CHEAPEST else len(_CHEAPEST)
-    return world, micro_batches, steps, place, clipped
+    on = BACKENDS.of_record(backend)
+    return world, micro_batches, steps, on.takes_over, on.default_seconds, clipped
 
 
-def size_of_cell(world: int, backend: str, cell: Mapping[str, Any]) -> tuple[int, ...]:
+def size_of_cell(world: int, backend: str, cell: Mapping[str, Any]) -> tuple[float, ...]:
     """The same of a case as a snapshot keeps it, without what is empty or off."""
     workload, optimizer = cell.get("workload") or {}, cell.get("optimizer") or {}
     micro_batches = workload.get("micro_batches", 1) * workload.get("windows", 1)

@@ -13,12 +13,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.runs.durations import Durations
 
-#: Seconds per case without an earlier duration (4 ranks, two cores).
-DEFAULT_SECONDS = {"in_memory": 0.4}
-OTHER_SECONDS = 0.8
 #: Starting and stopping the launcher.
 START_SECONDS = 4.0
 
@@ -45,7 +43,7 @@ def fit_cases(
     seconds = estimates(
         [(case, durations.estimate(case.id)) for case in cases],
         like=lambda case: case.backend,
-        guess=lambda case: DEFAULT_SECONDS.get(case.backend, OTHER_SECONDS),
+        guess=lambda case: BACKENDS[case.backend].default_seconds,
     )
     expected = {case.id: each for case, each in zip(cases, seconds, strict=True)}
     if minutes is None:

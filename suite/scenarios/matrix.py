@@ -490,15 +490,16 @@ def on_backend(cases: Sequence[Case], backend: str) -> list[Case]:
 
     Cells of it are as their scenarios have them; others on GPUs are left out.  A cell that moves
     keeps ``skip`` and ``xfail`` if it has them on every backend that its scenario runs it on, and
-    it is in the quick tier if it is there on one of them.  Calls do not move to a GPU: another
-    scenario puts that backend on trial, with what is known of it.
+    it is in the quick tier if it is there on one of them.  Calls do not move to a backend that
+    another scenario puts on trial (``has_own_calls``).
     """
     moved: dict[str, Case] = {}
     own = {case.id: case for case in cases if case.backend == backend}
-    on_gpu = BACKENDS[backend].device != "cpu"
-    dropped = {name for name, other in BACKENDS.items() if other.device != "cpu"} | {backend}
+    known = BACKENDS[backend]
     for case in sorted(cases, key=lambda case: case.tier != "quick"):
-        if case.backend in dropped or (on_gpu and kinds.of(case.workload).tests_backend):
+        if case.backend == backend or BACKENDS[case.backend].device != "cpu":
+            continue
+        if known.has_own_calls and kinds.of(case.workload).tests_backend:
             continue
         scenario, system, _, *middle, tier = case.id.split("::")
         cell = "::".join([scenario, system, backend, *middle])

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardproof.backends.gloo import Gloo
 from shardproof.launch import heartbeat
-from shardproof.watch.groups import WatchedGloo
 
 #: Seconds that a rank waits for the others, at most: one of them may be saving the model.
 WAIT_SECONDS = 180.0
@@ -133,7 +133,7 @@ class Exchange:
         own = _Lent(dist.PrefixStore("shardproof_watch", store))
         limit = timedelta(seconds=seconds)
         try:
-            self._group: Any = WatchedGloo.native_type(own, rank, world, timeout=limit)
+            self._group: Any = Gloo().group.native_type(own, rank, world, timeout=limit)
         except RuntimeError as error:
             raise BrokenExchange(str(error).splitlines()[0]) from error
         finally:

@@ -16,8 +16,11 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.backends import base, gloo, mpi, nccl
+from shardproof.backends import base, logged
 from shardproof.backends.errors import name_ranks
+from shardproof.backends.gloo import Gloo
+from shardproof.backends.mpi import group as over_mpi
+from shardproof.backends.nccl import Nccl
 from shardproof.backends.request import Request
 from shardproof.launch import heartbeat
 from shardproof.watch.calls import Calls
@@ -46,19 +49,15 @@ class _Watched(base.GroupBase):
         return label
 
 
-class WatchedGloo(_Watched, gloo.LoggedGloo):
-    """Constructed by torch in place of ``ProcessGroupGloo``."""
-
-
-class WatchedNccl(_Watched, nccl.LoggedNccl):
-    """Constructed by torch in place of ``ProcessGroupNCCL``."""
-
-
-class WatchedMpi(_Watched, mpi.MpiGroup):
+class WatchedMpi(_Watched, over_mpi.MpiGroup):
     """Made in place of the suite's own group over MPI."""
 
 
-_WATCHED = (WatchedGloo, WatchedNccl)
+#: By their names in torch, what is constructed in place of torch's own groups.
+WATCHED: dict[str, type[logged.Logged]] = {
+    native.torch_name: type("Watched", (_Watched, native), {})
+    for native in (Gloo().group, Nccl().group)
+}
 
 
 def send_to(calls: Calls | None) -> None:
@@ -103,7 +102,7 @@ def install() -> None:
         finally:
             _put(True)
             name = backend.rpartition(":")[2]
-            if several or name not in ("gloo", "nccl", mpi.NAME, "undefined", "none", ""):
+            if several or name not in (*WATCHED, over_mpi.NAME, "undefined", "none", ""):
                 unseen.append(f"a group of the backend {backend}")
 
     c10d._new_process_group_helper = watched
@@ -116,12 +115,11 @@ def install() -> None:
             return split(*given, **named)
 
         c10d.split_group = told
-    setattr(mpi, "MpiGroup", WatchedMpi)  # noqa: B010 - mypy takes it for a type
+    setattr(over_mpi, "MpiGroup", WatchedMpi)  # noqa: B010 - mypy takes it for a type
     _put(True)
 
 
 def _put(ours: bool) -> None:
     """Our classes, or torch's own, under the names that torch builds groups from."""
-    for group in _WATCHED:
-        if group.native_type is not None:
-            setattr(c10d, group.native_type.__name__, group if ours else group.native_type)
+    for watched in WATCHED.values():
+        watched.install(ours)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from shardproof.backends import BACKENDS
+from shardproof.backends.nccl import Nccl
 from shardproof.launch import autopsy, heartbeat, process_control, stacks
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.frames import place_in_script
@@ -81,7 +81,7 @@ def run(
             )
             started.append(_Rank(process, End(rank)))
         # Whatever the script's backend is: who waits in a call and burns CPU computes nothing.
-        watchdog = Watchdog(beats, ranks, BACKENDS["nccl"])
+        watchdog = Watchdog(beats, ranks, Nccl())
         _Supervisor(started, watchdog, folder, began, standstill_seconds).run()
     finally:
         _end(started)

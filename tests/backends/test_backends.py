@@ -17,9 +17,9 @@ from neutral_checks import NEUTRAL, STRICTER, data
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof import backends
-from shardproof.backends import errors
-from shardproof.backends.hub import Hub
+from shardproof.backends import errors, joined
+from shardproof.backends.disturbances import Disturbances, disturbances_of
+from shardproof.backends.in_memory.hub import Hub
 from shardproof.ledgers import program_order, traffic
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -282,9 +282,9 @@ def test_a_world_of_no_ranks_and_an_unknown_backend_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one rank, not 0"):
         Hub(0, 1.0)
     with pytest.raises(ValueError, match="unknown backend 'glo'; known: in_memory, gloo"):
-        backends.join("glo", 0, 1, Path(), 1.0, False)
+        joined.join("glo", 0, 1, Path(), 1.0, False)
     with pytest.raises(ValueError, match="needs the hub"):
-        backends.join("in_memory", 0, 2, Path(), 1.0, False, Hub(3, 1.0))
+        joined.join("in_memory", 0, 2, Path(), 1.0, False, Hub(3, 1.0))
 
 
 # ---------------------------------------------------------------------------------- disturbances
@@ -292,7 +292,7 @@ def test_a_world_of_no_ranks_and_an_unknown_backend_are_refused() -> None:
 
 @pytest.mark.parametrize("trait", ["late_results", "poisoned_buffers", "skewed_ranks"])
 def test_correct_programs_do_not_notice_the_weather(trait: str) -> None:
-    disturbances = backends.disturbances_of(("tied", trait))
+    disturbances = disturbances_of(("tied", trait))
     for name in (*NEUTRAL, *STRICTER):
         succeed({**NEUTRAL, **STRICTER}[name], 3, disturbances=disturbances)
 
@@ -308,14 +308,14 @@ def test_a_missing_wait_shows_every_time() -> None:
 
     total = sum(data(r, 1).item() for r in range(3))
     assert succeed(body, 3) == [(total, total)] * 3  # luck: the barrier came later
-    late = succeed(body, 3, disturbances=backends.Disturbances(delay=True))
+    late = succeed(body, 3, disturbances=Disturbances(delay=True))
     assert late == [(data(r, 1).item(), total) for r in range(3)]
-    poisoned = succeed(body, 3, disturbances=backends.Disturbances(poison=True))
+    poisoned = succeed(body, 3, disturbances=Disturbances(poison=True))
     assert all(before != before and after == total for before, after in poisoned)
 
 
 def test_no_weather_is_asked_for() -> None:
-    assert backends.disturbances_of(("tied", "frozen")) is None
+    assert disturbances_of(("tied", "frozen")) is None
 
 
 # --------------------------------------------------------------------------- threads as ranks

@@ -20,11 +20,11 @@ import torch
 from made_case import made_case
 from test_costs import plan
 
-from shardproof.backends import BACKENDS, cuda, gloo
+from shardproof.backends import BACKENDS, base, cuda, joined
 from shardproof.bench import leader_tasks
 from shardproof.case import Case, Death
 from shardproof.cases.verdict import decide_case
-from shardproof.checks import Outcome, memory
+from shardproof.checks import Outcome, memory, weighs
 from shardproof.checks.results import CaseResult
 from shardproof.commands import doctor, prove
 from shardproof.compare import exact_figures
@@ -37,7 +37,6 @@ from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.masters import Masters
 from shardproof.impls.reference.parts import reducers
 from shardproof.impls.reference.parts.reducers import Reducer
-from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.registry import load
 from shardproof.registry.declaration import Declaration
@@ -75,25 +74,25 @@ def test_ranks_share_gpus_in_turn() -> None:
 
 
 def test_a_rank_takes_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardproof import backends
-
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(f"GPU {gpu}"))
     monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
-    joined = lambda rank, *rest: calls.append(f"join {rank}")  # noqa: E731
-    monkeypatch.setattr(gloo.LoggedGloo, "join", joined)
+    monkeypatch.setattr(
+        BACKENDS["gloo"].group, "join_default", lambda place: calls.append(f"join {place.rank}")
+    )
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     torch.backends.cuda.matmul.allow_tf32 = True
-    backends.join("gloo_cuda", 3, 4, Path("meeting"), 1.0, ledgers=False)
+    joined.join("gloo_cuda", 3, 4, Path("meeting"), 1.0, ledgers=False)
     assert calls == ["GPU 1", "init", "join 3"]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
     calls.clear()
-    backends.join("gloo", 3, 4, Path("meeting"), 1.0, ledgers=False)
+    joined.join("gloo", 3, 4, Path("meeting"), 1.0, ledgers=False)
     assert calls == ["join 3"]
+    base.JOINED.set(None, process=True)
 
 
 def test_one_gpu_is_enough_for_all_ranks_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +216,8 @@ def _record(*rows: MemoryRow) -> RankRecord:
 
 
 def test_memory_is_measured_on_nccl_not_on_gloo() -> None:
-    both = Declaration().backends
     measured = {
-        backend: memory_is_measurable(_case(backend, {"replicate": 2}, ("memory",)), both)
+        backend: weighs(_case(backend, {"replicate": 2}, ("memory",)), Declaration())
         for backend in BACKENDS
     }
     exact = ("in_memory", "nccl", "mpi")

@@ -21,14 +21,15 @@ from local_ranks import processes, threads
 from made_case import made_case
 from neutral_checks import NEUTRAL, STRICTER, data, same
 
-from shardproof import backends
-from shardproof.backends import errors, mpi, mpi_found
+from shardproof.backends import errors, joined
+from shardproof.backends.mpi import found as mpi_found
+from shardproof.backends.mpi import group
 from shardproof.commands import run
 from shardproof.errors import SelectionError
 from shardproof.launch.mpi.mpirun import Mpirun, MpirunError
 from shardproof.ledgers import traffic
 
-installed = pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
+installed = pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem()))
 under_mpirun = [installed, pytest.mark.launches]
 
 
@@ -36,7 +37,7 @@ under_mpirun = [installed, pytest.mark.launches]
 
 
 def every_check(rank: int, world: int) -> str:
-    assert dist.get_backend() == mpi.NAME
+    assert dist.get_backend() == group.NAME
     for name, check in {**NEUTRAL, **STRICTER}.items():
         try:
             check(rank, world)
@@ -113,10 +114,10 @@ def fails(rank: int, world: int, how: str) -> list[str]:
     try:
         _FAILURES[how](rank)
     except errors.CommError as error:
-        backends.tell_failure(error)
+        joined.tell_failure(error)
         return [type(error).__name__, str(error)]
     except ValueError as error:
-        backends.tell_failure(error)
+        joined.tell_failure(error)
         return ["own", str(error)]
     return ["none", ""]
 
@@ -269,13 +270,13 @@ class TestUnderOnesOwnMpirun:
 def test_without_mpi4py_or_an_mpirun_the_reason_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda name: None)
-    assert "mpi4py, which is not installed: see docs/install-extras.md" in str(mpi.available())
+    monkeypatch.setattr(mpi_found.importlib.util, "find_spec", lambda name: None)
+    assert "mpi4py, which is not installed: see docs/install-extras.md" in str(mpi_found.problem())
     monkeypatch.undo()
-    monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(mpi_found.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(mpi_found, "find", lambda: None)
-    assert "needs an mpirun, and there is none" in str(mpi.available())
-    assert "shardproof[mpi]" in str(mpi.available())
+    assert "needs an mpirun, and there is none" in str(mpi_found.problem())
+    assert "shardproof[mpi]" in str(mpi_found.problem())
 
 
 def _program(folder: Path, name: str, says: str) -> Path:
@@ -321,13 +322,13 @@ def test_asked_for_by_name_it_is_bad_input_where_it_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = [made_case("reference/ddp", {"replicate": 4}, backend="mpi")]
-    monkeypatch.setattr(mpi, "available", lambda: "MPI needs an mpirun, and there is none")
+    monkeypatch.setattr(mpi_found, "problem", lambda: "MPI needs an mpirun, and there is none")
     with pytest.raises(SelectionError, match=r"there is none \(--backend mpi\) - `shardproof doc"):
-        run._require_mpi(chosen, ["mpi"])
-    run._require_mpi(chosen, [])  # not asked for by name: skipped
+        run._require_backends(chosen, ["mpi"])
+    run._require_backends(chosen, [])  # not asked for by name: skipped
     says = "There are not enough slots available in the system"
     script = _program(tmp_path / "bin", "mpirun", f"echo '{says}'; exit 1")
-    monkeypatch.setattr(mpi, "available", lambda: None)
+    monkeypatch.setattr(mpi_found, "problem", lambda: None)
     monkeypatch.setattr(mpi_found, "find", lambda: mpi_found.Mpi(str(script), "MPICH", "made up"))
     with pytest.raises(SelectionError, match=f"{says}.* allow it 4 ranks on this machine"):
-        run._require_mpi(chosen, ["mpi"])
+        run._require_backends(chosen, ["mpi"])

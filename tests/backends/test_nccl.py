@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof import backends, contract, workloads
-from shardproof.backends import BACKENDS, cuda, logged, nccl
+from shardproof import contract, workloads
+from shardproof.backends import BACKENDS, Joining, base, cuda, joined, logged, nccl
 from shardproof.backends.disturbances import Disturbances
 from shardproof.bench import clock, collectives
 from shardproof.bench.arm import Arm
@@ -26,6 +26,7 @@ from shardproof.cases import rank_program
 from shardproof.commands import prove
 from shardproof.ledgers import program_order, traffic
 
+LoggedNccl = BACKENDS["nccl"].group
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
@@ -37,8 +38,8 @@ def test_the_reason_is_named() -> None:
 
 
 def test_one_gpu_is_too_few_for_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl.LoggedNccl, "native_type", object)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    nccl = BACKENDS["nccl"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert nccl.available(1) is None
     assert nccl.available(2) == (
@@ -71,15 +72,16 @@ def all_join(gpus: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> 
     joined: list[int] = []
     own = threading.local()
     monkeypatch.setattr(cuda, "identity", lambda: gpus[own.rank])
+    monkeypatch.setattr(cuda, "take", lambda rank: None)
     monkeypatch.setattr(
-        logged.Logged, "join", classmethod(lambda cls, rank, *rest: joined.append(rank))
+        LoggedNccl, "join_default", classmethod(lambda cls, place: joined.append(place.rank))
     )
     heard = ["joined"] * len(gpus)
 
     def join(rank: int) -> None:
         own.rank = rank
         try:
-            nccl.LoggedNccl.join(rank, len(gpus), folder / "meeting", 20.0, True)
+            BACKENDS["nccl"].join(Joining(rank, len(gpus), folder / "meeting", 20.0, True))
         except RuntimeError as error:
             heard[rank] = str(error)
 
@@ -113,22 +115,19 @@ def test_a_rank_of_nccl_takes_its_gpu_and_settings_before_it_meets_the_others(
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: done.append(f"GPU {gpu}"))
     monkeypatch.setattr(torch.cuda, "init", lambda: done.append("init"))
     monkeypatch.setattr(
-        nccl.LoggedNccl, "join", classmethod(lambda cls, rank, *_: done.append(f"join {rank}"))
+        nccl, "refuse_shared_gpus", lambda store, rank, world: done.append(f"meet {rank}")
     )
-    backends.join("nccl", 5, 8, tmp_path / "meeting", 1.0, ledgers=False)
-    assert done == ["GPU 5", "init", "join 5"]
+    monkeypatch.setattr(LoggedNccl, "join_default", classmethod(lambda cls, joining: None))
+    joined.join("nccl", 5, 8, tmp_path / "meeting", 1.0, ledgers=False)
+    assert done[:3] == ["GPU 5", "init", "meet 5"]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-@pytest.mark.parametrize("name", ["nccl", "logged_nccl"])
-def test_what_nccl_joined_nccl_leaves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[str] = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda: name)
-    for kind in (nccl.LoggedNccl, backends.gloo.LoggedGloo):
-        told = classmethod(lambda cls: left.append(cls.__name__))
-        monkeypatch.setattr(kind, "leave", told)
-    assert backends.leave() and left == ["LoggedNccl"]
+def test_what_nccl_joined_nccl_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[bool] = []
+    monkeypatch.setattr(LoggedNccl, "install", lambda ours: left.append(ours))
+    base.JOINED.set(BACKENDS["nccl"], process=True)
+    assert joined.leave() and left == [False] and base.JOINED.get() is None
 
 
 # ------------------------------------------------------------------------------------------ clocks
@@ -234,16 +233,16 @@ class _GlooWithOptions:
 
 
 @pytest.fixture
-def wrapper(monkeypatch: pytest.MonkeyPatch) -> Callable[[], nccl.LoggedNccl]:
+def wrapper(monkeypatch: pytest.MonkeyPatch) -> Callable[[], logged.Logged]:
     """Makes the group of NCCL of one rank, with gloo inside."""
-    monkeypatch.setattr(nccl.LoggedNccl, "native_type", _GlooWithOptions)
-    monkeypatch.setattr(nccl.LoggedNccl, "torch_name", "gloo")
-    monkeypatch.setattr(nccl.LoggedNccl, "kind", dist.ProcessGroup.BackendType.GLOO)
+    monkeypatch.setattr(LoggedNccl, "native_type", _GlooWithOptions)
+    monkeypatch.setattr(LoggedNccl, "torch_name", "gloo")
+    monkeypatch.setattr(LoggedNccl, "kind", dist.ProcessGroup.BackendType.GLOO)
     options = SimpleNamespace(_timeout=timedelta(seconds=20))
-    return lambda: nccl.LoggedNccl(dist.HashStore(), 0, 1, options)
+    return lambda: LoggedNccl(dist.HashStore(), 0, 1, options)
 
 
-def test_the_wrapper_hands_on_and_logs(wrapper: Callable[[], nccl.LoggedNccl]) -> None:
+def test_the_wrapper_hands_on_and_logs(wrapper: Callable[[], logged.Logged]) -> None:
     log = program_order.RankLog()
     program_order.install(log, process=True)
     traffic.install(traffic.TrafficLedger(log), process=True)
@@ -263,7 +262,7 @@ def test_the_wrapper_hands_on_and_logs(wrapper: Callable[[], nccl.LoggedNccl]) -
 
 
 def test_what_torch_asks_of_the_wrapper_the_backend_answers(
-    wrapper: Callable[[], nccl.LoggedNccl], monkeypatch: pytest.MonkeyPatch
+    wrapper: Callable[[], logged.Logged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, value = wrapper(), torch.ones(2)
     group._set_sequence_number_for_group()
@@ -293,7 +292,7 @@ def test_what_torch_asks_of_the_wrapper_the_backend_answers(
 
 
 def test_a_call_on_the_caller_s_own_stream_has_no_work_and_is_done(
-    wrapper: Callable[[], nccl.LoggedNccl], monkeypatch: pytest.MonkeyPatch
+    wrapper: Callable[[], logged.Logged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As NCCL answers a synchronous call since torch 2.8."""
     group, value = wrapper(), torch.ones(2)
@@ -305,7 +304,7 @@ def test_a_call_on_the_caller_s_own_stream_has_no_work_and_is_done(
 
 
 def test_calls_of_a_batch_begin_together_and_end_by_one_work(
-    wrapper: Callable[[], nccl.LoggedNccl], monkeypatch: pytest.MonkeyPatch
+    wrapper: Callable[[], logged.Logged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else two ranks that send to each other would wait for each other on their streams."""
     group, done = wrapper(), list[str]()
@@ -317,6 +316,7 @@ def test_calls_of_a_batch_begin_together_and_end_by_one_work(
     native = {name: makes(name) for name in ("_start_coalescing", "send", "recv")}
     native["_end_coalescing"] = makes("_end_coalescing", work)
     monkeypatch.setattr(group, "native", SimpleNamespace(**native))
+    monkeypatch.setattr(group, "backend", SimpleNamespace(supports_coalescing=True))
 
     def isend(tensor: torch.Tensor, group: Any, tag: int, group_dst: int) -> None:
         group.send([tensor], group_dst, tag)
@@ -333,7 +333,7 @@ def test_calls_of_a_batch_begin_together_and_end_by_one_work(
     try:
         one = {"tensor": torch.ones(2), "group": group, "tag": 0, "group_peer": 0}
         posted: list[Any] = [SimpleNamespace(op=op, **one) for op in (isend, irecv)]
-        (together,) = nccl._batch(posted)
+        (together,) = logged._batch(posted)
         assert checked == posted  # by torch, as it does
         began = list(done)
         together.wait()
@@ -351,15 +351,15 @@ def test_calls_of_a_batch_begin_together_and_end_by_one_work(
 
 def test_other_groups_send_a_batch_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(nccl, "_TORCH_BATCH", lambda posted: asked.append(posted) or [])
+    monkeypatch.setattr(logged, "_TORCH_BATCH", lambda posted: asked.append(posted) or [])
     posted: list[Any] = [SimpleNamespace(group=object())]
-    assert nccl._batch(posted) == [] and asked == [posted]
+    assert logged._batch(posted) == [] and asked == [posted]
 
 
 def test_the_wrapper_carries_disturbances_out(
-    wrapper: Callable[[], nccl.LoggedNccl], monkeypatch: pytest.MonkeyPatch
+    wrapper: Callable[[], logged.Logged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl.LoggedNccl, "disturbances", Disturbances(skew_s=1e-6, poison=True))
+    monkeypatch.setattr(LoggedNccl, "disturbances", Disturbances(skew_s=1e-6, poison=True))
     group, output = wrapper(), torch.ones(2)
     monkeypatch.setattr(group, "native", SimpleNamespace(all_gather_single=lambda *given: None))
     group.all_gather_single(output, torch.zeros(2))
@@ -370,4 +370,4 @@ def test_the_wrapper_carries_disturbances_out(
 def test_torch_would_build_it_by_name() -> None:
     """torch 2.11 to 2.13 look these names up when they make a group."""
     assert hasattr(c10d, "default_pg_timeout")
-    assert issubclass(nccl.LoggedNccl, dist.ProcessGroup)
+    assert issubclass(LoggedNccl, dist.ProcessGroup)

@@ -16,8 +16,9 @@ from local_ranks import processes, threads
 from made_case import made_case
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof import backends
-from shardproof.backends import errors, mpi
+from shardproof.backends import errors, joined
+from shardproof.backends.in_memory.hub import Hub
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import GENERAL
@@ -27,10 +28,8 @@ from shardproof.contract import OptimizerSpec
 from shardproof.ledgers import traffic
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.launches]
-
-MPI = pytest.param(
-    "mpi", marks=pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
-)
+NO_MPI = mpi_found.problem()
+MPI = pytest.param("mpi", marks=pytest.mark.skipif(NO_MPI is not None, reason=str(NO_MPI)))
 ON_ALL = pytest.mark.parametrize("backend", ["in_memory", "gloo", MPI])
 
 
@@ -141,7 +140,7 @@ def failing(rank: int, world: int, how: str) -> list[str]:
     except (errors.CommError, LookupError) as error:
         if dist.get_backend() == "gloo" and how in ("elsewhere", "raises"):
             raise  # only the launcher can end gloo's ranks
-        backends.tell_failure(error)
+        joined.tell_failure(error)
         return [type(error).__name__, str(error)]
     return ["none", ""]
 
@@ -223,7 +222,7 @@ def test_who_does_not_come_is_named(
 @pytest.mark.parametrize("how", ["returns", "raises"])
 def test_a_rank_that_ends_is_named(backend: str, how: str, tmp_path: Path) -> None:
     if backend == "in_memory":
-        hub = backends.Hub(4, 20.0)
+        hub = Hub(4, 20.0)
 
         def body(rank: int, world: int) -> None:
             mesh = Mesh({"replicate": world})

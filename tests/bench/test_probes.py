@@ -167,7 +167,7 @@ def test_compute_is_measured_without_a_message_between_ranks(
     assert step_time.slowest([record["steps"] for record in told])[0][0] == slow[0]
 
 
-OPERATIONS = tuple(op for op in alpha_beta.ALGORITHMS["gloo"])
+OPERATIONS = tuple(op for op in alpha_beta.algorithms_of("gloo"))
 
 
 @pytest.mark.parametrize("world", [2, 3])

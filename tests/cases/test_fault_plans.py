@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardproof.backends import mpi
 from shardproof.backends.errors import CollectiveMismatch, RankFailed
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import OF_NODES, Case, Fault
 from shardproof.cases import verdict
 from shardproof.cases.runner import run_cases
@@ -203,7 +203,7 @@ def test_earlier_results_of_a_run_are_kept_and_verify_agrees(tmp_path: Path) -> 
 def test_autopsies_of_random_plans_are_right() -> None:
     """On every backend of this machine; more: `python -m tools.studies autopsies`."""
     cases = autopsies.planned(8, seed=1)
-    wanted = {"in_memory", "gloo", *(["mpi"] if mpi.available() is None else [])}
+    wanted = {"in_memory", "gloo", *(["mpi"] if mpi_found.problem() is None else [])}
     assert {case.backend for case in cases} == wanted
     assert len({case.fault.kind for case in cases if case.fault is not None}) >= 5
     with autopsies.busy_cores():

@@ -27,6 +27,7 @@ from shardproof import registry
 from shardproof.contract import GroupSpec, OptimizerSpec, Piece, Refused, ScalerSpec
 from shardproof.impls.pytorch.checkpoint import folders
 from shardproof.impls.pytorch.checkpoint.blocks import Blocks
+from shardproof.registry.declaration import Declaration
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -228,7 +229,10 @@ def test_formats_that_a_system_cannot_have_are_refused_with_what_it_can() -> Non
             kind.capabilities({"checkpoint": {"format": form}})
     ddp = registry.load("pytorch/ddp")
     assert ddp.capabilities({}).checkpoints == ("dcp", "dcp_async", "full")
-    assert "in_memory" not in ddp.capabilities({"checkpoint": {"format": "dcp_async"}}).backends
+    declared = Declaration.of(ddp, {"checkpoint": {"format": "dcp_async"}})
+    assert declared.usable() == ("gloo", "gloo_cuda", "nccl")
+    fsdp1 = Declaration.of(registry.load("pytorch/fsdp1"), {"checkpoint": {"format": "dcp"}})
+    assert not fsdp1.runs_on_threads and fsdp1.usable() == ("gloo", "gloo_cuda", "nccl", "mpi")
 
 
 def test_blocks_are_written_and_read_one_by_one() -> None:

@@ -13,18 +13,17 @@ from shardproof.evidence.records import Evaluation
 def test_a_system_that_evaluates_and_then_refuses_is_told() -> None:
     first = Evaluation(2, 0, 1.0, [])
     records = [SimpleNamespace(rank=rank, evaluations=[first], full_state=None) for rank in (0, 1)]
-    evidence: Any = SimpleNamespace(records=records, steps=range(4))
+    evidence: Any = SimpleNamespace(records=records, ranks=dict(enumerate(records)), steps=range(4))
     (row,) = between_steps.measure(evidence, 1e-12)
     assert row.problem == "evaluates before step 2, and refuses before the last step"
-    never: Any = SimpleNamespace(
-        records=[SimpleNamespace(rank=0, evaluations=[], full_state=None)], steps=range(4)
-    )
+    silent = SimpleNamespace(rank=0, evaluations=[], full_state=None)
+    never: Any = SimpleNamespace(records=[silent], ranks={0: silent}, steps=range(4))
     assert between_steps.measure(never, 1e-12) == []
 
 
 def test_a_loss_that_is_no_number_is_told_as_that() -> None:
     told = Evaluation(1, 0, math.nan, [])
     records = [SimpleNamespace(rank=rank, evaluations=[told], full_state=None) for rank in (0, 1)]
-    evidence: Any = SimpleNamespace(records=records, steps=range(2))
+    evidence: Any = SimpleNamespace(records=records, ranks=dict(enumerate(records)), steps=range(2))
     (row,) = between_steps.measure(evidence, 1e-12)
     assert row.problem == "evaluation: the loss of rank 0 is nan"

@@ -14,6 +14,7 @@ import torch
 from made_case import made_case
 from test_costs import plan
 
+from shardproof import checks
 from shardproof.case import WorkloadSpec
 from shardproof.cases import leader
 from shardproof.cases.runner import run_cases
@@ -230,11 +231,11 @@ def test_peaks_are_bounded_on_both_sides(amount: int, bad: bool) -> None:
 def test_memory_says_why_it_does_not_judge() -> None:
     found = figures()
     found.case.backend = "gloo"
-    assert "in_memory" in memory.decide(found).message
+    assert "in_memory" in checks.decide("memory", found).message
     found.declaration = replace(found.declaration, backends=("gloo",))
-    assert memory.decide(found).status == "pass"
+    assert checks.decide("memory", found).status == "pass"
     found.declaration = replace(found.declaration, strategy="of_its_own")
-    assert memory.decide(found).status == "skip"
+    assert checks.decide("memory", found).status == "skip"
 
 
 def test_a_skipped_update_makes_no_state() -> None:

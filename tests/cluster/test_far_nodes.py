@@ -20,8 +20,8 @@ from made_case import made_case
 from made_engine import MadeEngine, assert_refused_at_once, made_cluster
 from real_engine import left_of, real_engine
 
-from shardproof.backends import Disturbances, logged
-from shardproof.backends.disturbances import FarNodes
+from shardproof.backends import logged
+from shardproof.backends.disturbances import Disturbances, FarNodes
 from shardproof.backends.request import Request
 from shardproof.cluster import shape
 from shardproof.cluster.containers import caps, cluster, node_caps

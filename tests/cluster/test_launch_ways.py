@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.backends import mpi, mpi_found
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.cluster.launchers.place import LAUNCHERS
 from shardproof.verdicts import BAD_INPUT
 
@@ -69,7 +69,7 @@ def test_every_rank_by_hand(tmp_path: Path) -> None:
 
 
 def test_under_the_users_own_mpirun_over_gloo(tmp_path: Path) -> None:
-    if reason := mpi.available():
+    if reason := mpi_found.problem():
         pytest.skip(reason)
     found = mpi_found.find()
     assert found is not None

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from made_case import made_case
 
-from shardproof.backends import mpi
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import Session
 from shardproof.cluster.nodes.condition import CUT_OFF, QUESTION, WELL, Inquiry, Lost
@@ -146,7 +146,7 @@ class TestAgents:
         assert found == run(CLEAN, None) and all(digests for _, digests in found.values())
         nothing_stays(pids)
 
-    @pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
+    @pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem()))
     @pytest.mark.skipif(not as_host(0), reason="needs hosts' names of its own")
     def test_agents_start_the_daemons_of_an_mpirun(
         self, agents: tuple[Nodes, list[int]], monkeypatch: pytest.MonkeyPatch

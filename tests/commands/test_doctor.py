@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.backends import BACKENDS, gloo
+from shardproof.backends import BACKENDS
+from shardproof.backends.gloo import Gloo
 from shardproof.cluster import doctor as cluster
 from shardproof.commands import doctor
 from shardproof.commands.doctor import nccl
@@ -22,8 +23,10 @@ from shardproof.runs.header import Gpu
 H100 = Gpu(name="NVIDIA H100", memory="81559 MiB", driver="580.65.06")
 
 
-def by_what(**tried: list[Finding]) -> dict[str, Finding]:
-    return {f.what.removeprefix("backend "): f for f in doctor._backends(tried)}
+def by_what(tried: list[Finding] | None = None) -> dict[str, Finding]:
+    """The findings of all backends, where those of ``tried`` are about gloo."""
+    found = doctor._backends({Gloo: tried or []})
+    return {f.what.removeprefix("backend "): f for f in found}
 
 
 # --------------------------------------------------------------------------------------- backends
@@ -40,7 +43,7 @@ def test_every_backend_is_told_of() -> None:
 
 
 def test_a_backend_without_its_build_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo.LoggedGloo, "native_type", None)
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     finding = by_what()["gloo"]
     assert (finding.state, finding.found) == ("note", "this torch is built without gloo")
     assert "install a build of torch" in finding.remedy
@@ -48,7 +51,7 @@ def test_a_backend_without_its_build_says_what_to_install(monkeypatch: pytest.Mo
 
 def test_what_failed_when_it_was_tried_is_why_a_backend_cannot_run() -> None:
     wrong = Finding("interface of gloo", "bad", "there is no eth77", "unset it")
-    finding = by_what(gloo=[Finding("a", "good", "b"), wrong])["gloo"]
+    finding = by_what([Finding("a", "good", "b"), wrong])["gloo"]
     assert finding.state == "bad" and finding.remedy == "unset it"
     assert finding.found == "interface of gloo: there is no eth77"
 

@@ -16,7 +16,7 @@ import torch
 from commands import pytest_here, python
 
 from shardproof import prove, verdicts
-from shardproof.backends import mpi, mpi_found
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import WorkloadSpec
 from shardproof.commands import doctor
 from shardproof.contract import OptimizerSpec
@@ -311,7 +311,7 @@ def test_doctor_names_an_mpirun_that_does_not_fit(
     script = tmp_path / "mpirun"
     script.write_text("#!/bin/sh\necho 'AssertionError: each process is alone' >&2; exit 1\n")
     script.chmod(0o755)
-    monkeypatch.setattr(mpi, "available", lambda: None)
+    monkeypatch.setattr(mpi_found, "problem", lambda: None)
     monkeypatch.setattr(mpi_found, "find", lambda: mpi_found.Mpi(str(script), "MPICH", "made up"))
     (finding,) = doctor._mpi()
     assert finding.state == "bad" and "each process is alone" in finding.found
@@ -324,6 +324,6 @@ def test_doctor_tells_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert findings["memory"].state == "bad" and findings["memory"].remedy
     assert findings["results"].state == "good"
     assert findings["gloo over loopback"].state == "good"
-    assert findings["mpi"].state == ("good" if mpi.available() is None else "note")
-    assert "mpi slots" in findings or mpi.available() is not None
+    assert findings["mpi"].state == ("good" if mpi_found.problem() is None else "note")
+    assert "mpi slots" in findings or mpi_found.problem() is not None
     assert all(finding.remedy for finding in findings.values() if finding.state != "good")

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shardproof.backends import mpi
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.contract import OptimizerSpec
@@ -39,7 +39,7 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 WITH_MPI = [
     pytest.mark.launches,
-    pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available())),
+    pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem())),
 ]
 BACKENDS = ("in_memory", "gloo", pytest.param("mpi", marks=WITH_MPI))
 Results = dict[str, dict[str, Any]]

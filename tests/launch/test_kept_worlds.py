@@ -17,7 +17,7 @@ import pytest
 import torch
 from made_case import made_case
 
-from shardproof.backends import mpi
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import Session
 from shardproof.launch import rank_service
@@ -27,7 +27,7 @@ HERE = str(Path(__file__).parents[1] / "support")
 SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16})
 under_mpirun = [
     pytest.mark.launches,
-    pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available())),
+    pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem())),
 ]
 
 

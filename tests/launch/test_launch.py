@@ -25,8 +25,8 @@ from commands import python
 from kept_fork_server import KeptForkServer
 
 from shardproof import tensor_bytes
-from shardproof.backends import mpi
 from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.launch import heartbeat, process_control
 from shardproof.launch import pool as pool_module
 from shardproof.launch.fork_server import REPRODUCIBLE, ForkServer, ForkServerError
@@ -40,7 +40,7 @@ HERE = str(Path(__file__).parents[1] / "support")
 BUDGET = 3.0
 WITH_MPI = [
     pytest.mark.launches,
-    pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available())),
+    pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem())),
 ]
 BACKENDS = ("in_memory", "gloo", pytest.param("mpi", marks=WITH_MPI))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.backends import Backend
+from shardproof.backends import BACKENDS
 from shardproof.launch import heartbeat, process_control, watchdog
 from shardproof.launch.diagnosis import RankProcess, diagnose
 from shardproof.launch.outcome import mark_consequences, root_cause
@@ -26,7 +26,8 @@ class World:
         self.beats = folder / "heartbeat"
         heartbeat.create(self.beats, world)
         self.writers = [heartbeat.Writer(self.beats, rank) for rank in range(world)]
-        self.watchdog = Watchdog(self.beats, world, Backend("made_up", threads=False, polls=polls))
+        backend = BACKENDS["mpi" if polls else "gloo"]
+        self.watchdog = Watchdog(self.beats, world, backend)
         self.letters, self.shares = ["S"] * world, [0.0] * world
         self._cpu = [0.0] * world
         self._processes = [RankProcess(rank, (rank,)) for rank in range(world)]
@@ -189,7 +190,7 @@ def test_what_a_kept_process_computed_before_is_not_a_ranks(
     computed = {0: 500.0}  # of the process, and of its threads once they run
     activity = lambda _, thread=0: ("R", computed.get(thread, 0.0))  # noqa: E731
     monkeypatch.setattr(process_control, "activity_of", activity)
-    watchdog = Watchdog(beats, 2, Backend("made_up", threads=True, polls=False))
+    watchdog = Watchdog(beats, 2, BACKENDS["in_memory"])
     process = [RankProcess(7, (0, 1))]
     watchdog.begin(process)
     watchdog.look(process)
@@ -224,7 +225,7 @@ def test_a_rank_that_is_killed_before_it_tells_its_stack_waited_as_it_noted(
     made = world()
     all_wait(made)
     made.writers[1].wait(False)
-    link = Backend("made_up", threads=False)
+    link = BACKENDS["gloo"]
     launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, False, (), 0.0)
     for beat in heartbeat.read(made.beats):
         thread = f"Thread 0x{beat.thread:x} (most recent call first):\n"
@@ -244,7 +245,7 @@ def test_an_exit_by_mpi_is_a_consequence_where_another_rank_was_killed(
     mpirun: bool, tmp_path: Path
 ) -> None:
     """MPI ends a rank that lost its peer, which may be seen before the peer's own end."""
-    link = Backend("made_up", threads=False, mpirun=mpirun)
+    link = BACKENDS["mpi" if mpirun else "gloo"]
     launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, False, (), 0.0)
     heartbeat.create(launch.heartbeat, 2)
     processes = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import python
 
-from shardproof import registry
+from shardproof import by_path, registry
 from shardproof.cases import kills
 from shardproof.checks import CHECKS
 from shardproof.contract import Implementation
@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         file = getattr(sys.modules[name], "__file__", None) or ""
         if file.startswith(str(tmp_path)):
             del sys.modules[name]
-    registry._entry_points.cache_clear()
+    by_path.entry_points.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------ listing
@@ -106,7 +106,7 @@ def test_entry_points_are_listed_and_loaded(folder: Path) -> None:
     (info / "entry_points.txt").write_text(
         "[shardproof.implementations]\nguest/mine = guest_ddp:Mine\nplain = guest_ddp:Mine\n"
     )
-    registry._entry_points.cache_clear()
+    by_path.entry_points.cache_clear()
     importlib.invalidate_caches()
     assert "guest/mine" in registry.names()
     assert registry.load("guest/mine").__name__ == "Mine"

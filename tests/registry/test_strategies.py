@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import here
 
-from shardproof import axes, registry, strategies
+from shardproof import axes, by_path, registry, strategies
 from shardproof.costs import cost_model_class
 from shardproof.costs.families import FAMILIES, family_of
 from shardproof.costs.model import CostModel
@@ -49,9 +49,8 @@ Install = Callable[..., None]
 
 def forget() -> None:
     """What this process knows of installed packages."""
-    for known in (strategies._entry_points, strategies.registered, cost_model_class):
+    for known in (by_path.entry_points, strategies.registered, cost_model_class):
         known.cache_clear()
-    registry._entry_points.cache_clear()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from local_ranks import processes, succeed
 from torch import Tensor
 
-from shardproof import backends
+from shardproof.backends.in_memory.hub import Hub
 from shardproof.comm import Comm, Mesh, Op
 from shardproof.contract import Refused
 from shardproof.costs import collectives as costs
@@ -242,7 +242,7 @@ def test_several_are_under_way_at_once(disturbed: bool) -> None:
             work.wait()  # a second time changes nothing
             assert torch.equal(data, wanted)
 
-    hub = backends.Hub(6, 20.0, delay=disturbed, poison=disturbed)
+    hub = Hub(6, 20.0, delay=disturbed, poison=disturbed)
     succeed(body, 6, hub=hub)
 
 

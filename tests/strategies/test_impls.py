@@ -15,7 +15,7 @@ from local_ranks import processes, succeed
 from torch import Tensor, nn
 
 from shardproof import registry, workloads
-from shardproof.backends import Disturbances
+from shardproof.backends.disturbances import Disturbances
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import (

@@ -13,7 +13,7 @@ from local_ranks import succeed
 from torch import Tensor, nn
 
 from shardproof import workloads
-from shardproof.backends import Disturbances
+from shardproof.backends.disturbances import Disturbances
 from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, OptimizerSpec, Point, Refused

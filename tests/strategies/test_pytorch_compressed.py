@@ -37,7 +37,7 @@ def declines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = DDPCompressed.capabilities
 
     def capabilities(options: Any) -> Capabilities:
-        return replace(declared(options), declines={}, backends=("in_memory",))
+        return replace(declared(options), declines={}, needs=())
 
     monkeypatch.setattr(DDPCompressed, "capabilities", capabilities)
 
@@ -79,12 +79,12 @@ def test_it_declines_them(trait: str) -> None:
 
 def test_ranks_that_draw_from_one_generator_are_no_threads() -> None:
     reason = Declaration.of(DDPCompressed, POWERSGD).excludes_case(case(2), "")
-    assert reason == "runs on gloo, gloo_cuda, nccl, mpi only"
+    assert reason == "needs processes, and in_memory runs its ranks as threads of one process"
 
 
 def test_hooks_that_round_run_on_threads_and_take_any_shape() -> None:
-    casts = DDPCompressed.capabilities({"compress": {"method": "fp16_hook"}})
-    assert "in_memory" in casts.backends
+    casts = Declaration.of(DDPCompressed, {"compress": {"method": "fp16_hook"}})
+    assert casts.runs_on_threads
     assert not casts.declines.keys() & {"scalar", "empty", "non_contiguous"}
 
 

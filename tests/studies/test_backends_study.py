@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from made_case import made_case
 
-from shardproof.backends import mpi
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import Case, WorkloadSpec
 from tests.support.commands import study as run_study
 from tools.studies import backends as study
@@ -88,7 +88,7 @@ def test_more_than_twice_the_cpu_of_gloo_at_four_ranks_is_wrong() -> None:
 
 
 @pytest.mark.launches
-@pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
+@pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem()))
 @pytest.mark.timeout(400)
 def test_real_cells_have_equal_bits_and_take_cpu() -> None:
     """And another seed has other bits: the comparison can fail."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shardproof import registry
+from shardproof import by_path
 from shardproof.launch.fork_server import (
     ENVIRONMENT,
     FOREIGN,
@@ -50,7 +50,7 @@ def run_placed(placed: _Placed) -> object:
     sys.path[:] = placed.path
     tempfile.tempdir = None
     importlib.invalidate_caches()
-    registry._entry_points.cache_clear()  # of the packages that were on the path before
+    by_path.entry_points.cache_clear()  # of the packages that were on the path before
     for name, value in placed.changed.items():
         module, _, constant = name.partition(":")
         setattr(importlib.import_module(module), constant, value)

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof import backends, tensor_bytes
+from shardproof import tensor_bytes
+from shardproof.backends import joined
+from shardproof.backends.disturbances import Disturbances
 from shardproof.backends.errors import CommError
+from shardproof.backends.in_memory.hub import Hub
 from shardproof.launch.pool import Pool
 from shardproof.launch.ranks import root_cause, run_ranks
 
@@ -22,17 +25,17 @@ BUDGET_SECONDS = 60.0
 def threads(
     body: Body,
     world: int,
-    hub: backends.Hub | None = None,
+    hub: Hub | None = None,
     ledgers: bool = False,
-    disturbances: backends.Disturbances | None = None,
+    disturbances: Disturbances | None = None,
 ) -> tuple[list[Any], list[BaseException | None]]:
     """Run ``body(rank, world)`` on threads; per rank what it returned and what it raised."""
-    hub = hub or backends.Hub(world, 20.0)
+    hub = hub or Hub(world, 20.0)
     results: list[Any] = [None] * world
     errors: list[BaseException | None] = [None] * world
 
     def live(rank: int) -> None:
-        backends.join("in_memory", rank, world, Path(), 20.0, ledgers, hub, disturbances)
+        joined.join("in_memory", rank, world, Path(), 20.0, ledgers, hub, disturbances)
         try:
             results[rank] = body(rank, world)
         except BaseException as error:  # noqa: BLE001 - handed to the test
@@ -41,7 +44,7 @@ def threads(
         else:
             hub.rank_done(rank)
         finally:
-            backends.leave()
+            joined.leave()
 
     ranks = [threading.Thread(target=live, args=(r,), daemon=True) for r in range(world)]
     for thread in ranks:

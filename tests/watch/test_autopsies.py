@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shardproof.backends import mpi
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.launch import process_control
 from shardproof.watch import calls, record
 from tests.support import watched_script
@@ -198,17 +198,18 @@ import shardproof.watch
 import sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from shardproof.backends import mpi
+from shardproof.backends import Joining
+from shardproof.backends.mpi import group
 from shardproof.launch import process_control
-mpi.join(0, 1, Path(sys.argv[1]), 60.0)
+group.join(Joining(0, 1, Path(sys.argv[1]), 60.0, ledgers=False))
 dist.all_reduce(torch.ones(3))
-mpi.leave()
-mpi.stop()
+group.leave()
+group.stop()
 """
 
 
 @pytest.mark.launches
-@pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
+@pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem()))
 def test_calls_over_mpi_are_in_the_log(tmp_path: Path) -> None:
     (tmp_path / "over_mpi.py").write_text(OVER_MPI)
     given = {"RANK": "0", "WORLD_SIZE": "1", "SHARDPROOF_WATCH_RESULTS": str(tmp_path / "found")}

@@ -165,7 +165,7 @@ def summary(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], 
 def promises_bits(cell: Cell, one: str, other: str) -> bool:
     """Whether a right system has equal bits on both backends."""
     if cell.lane == "bitwise":
-        ordered = BACKENDS[one].in_rank_order and BACKENDS[other].in_rank_order
+        ordered = BACKENDS[one].adds_in_rank_order and BACKENDS[other].adds_in_rank_order
         return ordered or cell.adding <= 2
     return cell.lane == "dyadic"
 

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from shardproof import registry, verdicts
+from shardproof.backends import BACKENDS
 from shardproof.bench import sides
 from shardproof.bench.launches import SideRun
 from shardproof.bench.leader_tasks import LaunchFailed
@@ -185,12 +186,12 @@ def run(
     if world < 2 or rounds < 2:
         remedy = "at least 2 of each"
         raise SelectionError(Problem("too few ranks or rounds", remedy, f"{world}, {rounds}"))
-    if backend not in alpha_beta.ALGORITHMS:
-        remedy = nearest(backend, alpha_beta.ALGORITHMS, "backends")
+    if not alpha_beta.algorithms_of(backend):
+        remedy = nearest(backend, filter(alpha_beta.algorithms_of, BACKENDS), "backends")
         raise SelectionError(Problem("no cost formulas for this backend", remedy, backend))
     runs = runs_of(implementation, backend, world)
     began, load = time.monotonic(), os.getloadavg()[0]
-    ladder = dict.fromkeys(alpha_beta.ALGORITHMS[backend], LADDER)
+    ladder = dict.fromkeys(alpha_beta.algorithms_of(backend), LADDER)
     try:
         with Session() as session:
             measured = session.measure_rounds(runs, rounds, ladder)

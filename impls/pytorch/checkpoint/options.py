@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardproof.contract import Capabilities, Refused
+from shardproof.contract import Refused
 from shardproof.impls.reference.engine.options import at_least
 
 #: What ``get_state_dict`` takes: a module and its optimizer.
 FORMATS = ("dcp", "dcp_async", "full")
 #: Stages of several ranks: torch gathers no full state dict of these.
 SHARDED = ("dcp", "dcp_async")
-#: ``async_save`` calls collectives on a thread of its own, which is no rank where ranks are
-#: threads, and may not call MPI.
-ASYNC_BACKENDS = ("gloo", "gloo_cuda", "nccl")
-ANY_BACKEND = Capabilities.backends
-#: The all-gather below DTensor ends the process, or never ends, on gloo with CUDA tensors
-#: (pytorch/pytorch#152645, #132471).
-DTENSOR_BACKENDS = ("in_memory", "gloo", "nccl", "mpi")
-#: Where ranks are processes.
-PROCESSES = (*ASYNC_BACKENDS, "mpi")
+#: Backends that cannot gather what lies below DTensor, and why.
+NO_DTENSOR = {
+    "gloo_cuda": "its all-gather ends the process, or never ends (pytorch/pytorch#152645, #132471)"
+}
 
 
 @dataclass(frozen=True)
@@ -46,9 +41,9 @@ def offered(
     chosen: Checkpoints,
     formats: Sequence[str] = FORMATS,
     why: str = "",
-    backends: Sequence[str] = ANY_BACKEND,
+    denies: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What ``Capabilities`` say of a system on ``backends`` that can save in ``formats``.
+    """What ``Capabilities`` say of a system that can save in ``formats``, but where it ``denies``.
 
     :raises Refused: another format was chosen; ``why`` it is not there.
     """
@@ -56,5 +51,6 @@ def offered(
         raise Refused(
             f"option 'checkpoint.format' = {chosen.format!r}: {why}; valid: {', '.join(formats)}"
         )
-    able = ASYNC_BACKENDS if chosen.format == "dcp_async" else ANY_BACKEND
-    return {"checkpoints": tuple(formats), "backends": tuple(b for b in backends if b in able)}
+    # async_save calls collectives on a thread of its own.
+    needs = ("any_thread",) if chosen.format == "dcp_async" else ()
+    return {"checkpoints": tuple(formats), "denies": denies or {}, "needs": needs}

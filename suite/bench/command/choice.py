@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from shardproof.backends import BACKENDS, USUAL_PROCESSES
 from shardproof.bench.command import collectives
 from shardproof.commands import options
 from shardproof.commands.console import echo
@@ -164,7 +165,7 @@ def _typed(context: typer.Context, given: Any, names: Sequence[str]) -> list[Pai
         name="pair",
         a=a,
         b=b,
-        backend=given.backend or "gloo",
+        backend=given.backend or USUAL_PROCESSES,
         world=given.world or 2,
         workload=sides.spec_of(given.workload, given.size, params, *batch, 0),
         optimizer=sides.default_optimizer(given.optimizer),
@@ -213,7 +214,7 @@ def _changed(pairs: Sequence[Pair], given: Any, request: Request) -> list[Pair]:
     if FailOn.goal in request.fail_on and all(pair.goal is None for pair in pairs):
         what, remedy = "--fail-on goal: no pair here has a goal", "give one, e.g. --goal 1.10"
         raise SelectionError(Problem(what, remedy, ids[0]))
-    if given.profile and any(pair.backend == "in_memory" for pair in pairs):
+    if given.profile and any(BACKENDS[pair.backend].threads for pair in pairs):
         remedy = "profile on gloo: threads of one process share its clocks"
         raise SelectionError(Problem("--profile needs ranks that are processes", remedy))
     return pairs

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from shardproof import verdicts
-from shardproof.backends import BACKENDS
+from shardproof.backends import BACKENDS, USUAL_PROCESSES
 from shardproof.bench import collective_times, collectives, sides
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.cluster.nodes.nodes import Nodes
@@ -61,7 +61,7 @@ def chosen(context: typer.Context, nodes: Nodes | None) -> collectives.Request:
     refuse(context)
     given: Any = SimpleNamespace(**context.params)
     request = collectives.Request(
-        given.backend or "gloo",
+        given.backend or USUAL_PROCESSES,
         given.world or (2 if nodes is None else nodes.places),
         tuple(given.algorithm or ()),
         given.ranks_per_node or (0 if nodes is None or nodes.count == 1 else nodes.ranks_per_node),

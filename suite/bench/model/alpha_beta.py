@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
+from shardproof.backends import BACKENDS
 from shardproof.bench.model.records import Call, GroupRecord, ProbeRecord
 from shardproof.errors import Problem, SelectionError, nearest
 
@@ -133,21 +134,15 @@ COSTS: dict[tuple[str, str], Formula] = {
 
 #: By the first of its algorithms.
 _RINGS = {operation: names[:1] for operation, names in _ALGORITHMS.items()}
-#: Backend -> operation -> what it may be carried out by; of several the cheapest counts.
-ALGORITHMS: dict[str, dict[str, tuple[str, ...]]] = {
-    # gloo/allreduce.cc: a ring unless asked otherwise; gloo/broadcast.cc: a binomial tree.
-    "gloo": _RINGS | {"reduce_scatter": ("all-reduce ring",), "reduce": ("ring and gather",)},
-    # tuning.cc takes the faster one for each size; broadcast and reduce have a ring only.
-    "nccl": _RINGS
-    | {
-        "all_reduce": ("ring", "double tree"),
-        "broadcast": ("pipelined ring",),
-        "reduce": ("pipelined ring",),
-    },
-    # Part r straight to rank r: as many messages as a ring's, of the same sizes.
-    "mpi": _RINGS | {"all_reduce": ("ring", "direct"), "reduce": ("direct",)},
-    "in_memory": {op: ("message" if op == "send" else "fold",) for op in _RINGS},
-}
+
+
+def algorithms_of(backend: str) -> Mapping[str, Sequence[str]]:
+    """Operation -> algorithms that may carry it out, of which the cheapest counts.
+
+    Empty: the backend's are not known.
+    """
+    known = BACKENDS.get(backend)
+    return {} if known is None or known.algorithms is None else {**_RINGS, **known.algorithms}
 
 
 def cost(operation: str, algorithm: str, ranks: int) -> Cost:
@@ -316,7 +311,7 @@ def _group(backend: str, ranks: int, records: Sequence[GroupRecord]) -> Group:
     fits = {
         # By the first algorithm that the backend has for it.
         operation: fit(
-            *(operation, ALGORITHMS[backend][operation][0], ranks, by_payload),
+            *(operation, algorithms_of(backend)[operation][0], ranks, by_payload),
             busy=_busy(backend, operation, records),
         )
         for operation, by_payload in times.items()
@@ -327,7 +322,7 @@ def _group(backend: str, ranks: int, records: Sequence[GroupRecord]) -> Group:
 
 def _busy(backend: str, operation: str, records: Sequence[GroupRecord]) -> float:
     """Mean cores of a rank during ``operation``; threads of one process cannot be told apart."""
-    if backend == "in_memory":
+    if BACKENDS[backend].threads:
         return 1.0
     wall, used = (math.fsum(r.used[operation][i] for r in records) for i in (0, 1))
     return used / wall if wall else 1.0

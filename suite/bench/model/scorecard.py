@@ -61,7 +61,7 @@ def card(
 
 def unscored(backend: str, mesh: Mapping[str, int]) -> str:
     """Why there is no prediction for a side on ``mesh``; empty: there is one."""
-    if backend not in alpha_beta.ALGORITHMS:
+    if not alpha_beta.algorithms_of(backend):
         return f"there are no cost formulas for backend {backend}"
     split = [axis for axis in axes.splitting(mesh) if mesh[axis] > 1]
     if split:  # a rank alone cannot compute its part of a model

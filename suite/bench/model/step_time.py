@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
-from shardproof.bench.model.alpha_beta import ALGORITHMS, Links
+from shardproof.backends import BACKENDS
+from shardproof.bench.model.alpha_beta import Links, algorithms_of
 from shardproof.bench.model.messages import Window
 from shardproof.bench.model.records import Call
 from shardproof.costs import CostModel, ModelFacts
@@ -162,12 +163,9 @@ def overlap_of(backend: str, cores_per_rank: float | None, threads: int = 1) -> 
 
     ``cores_per_rank``: physical cores of the machine over its ranks; ``None``: not known.
     """
-    if backend == "nccl":
-        return "full", "copies and sums run beside the kernels of the step, on streams of their own"
-    if backend == "in_memory":
-        return "none", "the threads of all ranks share one interpreter; the last one works for all"
-    if backend == "mpi":
-        return "none", "bytes move only while a rank waits for them"
+    known = BACKENDS[backend]
+    if known.hides_latency is not None:
+        return "full" if known.hides_latency else "none", known.hides_because
     if cores_per_rank is not None and cores_per_rank >= threads + 1:
         return "full", f"{backend}'s threads have a core beside the {threads} that compute"
     return "none", f"every core computes: what {backend}'s threads do, they take from compute"
@@ -193,13 +191,15 @@ def predict(
 
     :raises Unmodelled: an operation without a fit, or a backend without cost formulas.
     """
-    if backend not in ALGORITHMS:
-        raise Unmodelled(f"no cost formulas for backend {backend}: {', '.join(ALGORITHMS)}")
+    algorithms_by = algorithms_of(backend)
+    if not algorithms_by:
+        known = ", ".join(filter(algorithms_of, BACKENDS))
+        raise Unmodelled(f"no cost formulas for backend {backend}: {known}")
     alpha = beta = busy = waiting = 0.0
     for call in calls:
         if call.operation == "recv" or call.ranks < 2:
             continue
-        algorithms = ALGORITHMS[backend].get(call.operation)
+        algorithms = algorithms_by.get(call.operation)
         fit = links.of(call)
         if algorithms is None or fit is None:
             along = f" along {call.axis}" if links.along else ""

@@ -152,9 +152,9 @@ def pieces(
     evidence: Evidence, step: int, point: str, kind: str
 ) -> Iterator[tuple[int, list[Piece]]]:
     """Every rank with its own pieces of ``kind`` at a moment (step -1: after ``setup``)."""
-    for record in evidence.records:
+    for rank, record in evidence.ranks.items():
         kinds = record.initial if step < 0 else record.steps[step].observed.get(point, {})
-        yield record.rank, list(kinds.get(kind, ()))
+        yield rank, list(kinds.get(kind, ()))
 
 
 def known(evidence: Evidence, step: int = 0) -> dict[str, float]:

@@ -68,7 +68,7 @@ def _over_axes(
 ) -> Iterator[tuple[float, str]]:
     """Sums of squares over some axes of the mesh, with every copy counted or none."""
     mesh = {axis: size for axis, size in evidence.case.mesh.items() if size > 1}
-    where = {record.rank: record.coordinate for record in evidence.records}
+    where = {at: record.coordinate for at, record in evidence.ranks.items()}
     for count in range(len(mesh) + 1):
         for axes in combinations(mesh, count):
             peers = [r for r in own if _meets(where[rank], where[r], axes)]

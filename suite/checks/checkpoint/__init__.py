@@ -33,9 +33,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from shardproof import workloads
+from shardproof import checks, workloads
 from shardproof.case import Case, Lane
-from shardproof.checks import Outcome, causes, memory, traffic
+from shardproof.checks import Needs, Outcome, causes
 from shardproof.checks.checkpoint.loaded import OPTION, buffers_go_on, is_same, what_was_loaded
 from shardproof.checks.checkpoint.steps import same_step
 from shardproof.checks.equivalence import compare_steps, exact
@@ -44,8 +44,10 @@ from shardproof.checks.two_runs import with_other
 from shardproof.evidence.assembled import Beside, Continued, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 
+NEEDS: Needs = ("values", "every rank")
+
 #: Checks of what the strategy promises that who loads is judged by, too, if the case names them.
-PROMISES = {"memory": memory.decide, "traffic": traffic.decide}
+PROMISES = ("memory", "traffic")
 #: What they compare.
 _PROMISED = "all that is promised"
 
@@ -171,7 +173,7 @@ def _is_saved_again(again: Beside | None, loaded: Continued, rows: list[Comparis
 def _is_as_promised(loaded: Continued, rows: list[ComparisonRow]) -> None:
     """What is held and sent in the steps that follow, where the case judges that."""
     for name in loaded.case.checks if loaded.steps else ():
-        outcome = PROMISES[name](loaded)
+        outcome = checks.decide(name, loaded)
         if outcome.status == "fail":
             raise Differs(f"after the load, {name}: {outcome.message}")
         if outcome.status == "pass":

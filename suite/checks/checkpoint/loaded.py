@@ -57,7 +57,7 @@ def _progress(base: Evidence, other: Continued) -> None:
     """Whether every rank was given back what the caller saved."""
     plan = other.case.checkpoint
     assert plan is not None
-    extras = {r.rank: r.loaded.extra for r in other.records if r.loaded is not None}
+    extras = {n: r.loaded.extra for n, r in other.ranks.items() if r.loaded is not None}
     steps = {rank: _step_of(extra) for rank, extra in extras.items()}
     # A fault may have come before the last save.
     saved = [plan.save_at] if "unsaved" in base.beside else [*plan.saved_at]

@@ -24,11 +24,13 @@ from functools import partial
 
 from torch import Tensor
 
-from shardproof.checks import Outcome, causes
+from shardproof.checks import Needs, Outcome, causes
 from shardproof.checks.compression.slots import RESIDUAL, Slot, inherited, slots_of
 from shardproof.checks.numbers import Differs, Moment, Tally
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+
+NEEDS: Needs = ("values", "every rank")
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:

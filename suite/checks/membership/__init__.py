@@ -13,10 +13,12 @@ system that does not tell its progress, whether it would have gone on at the rig
 from __future__ import annotations
 
 from shardproof.backends.errors import name_ranks
-from shardproof.checks import Outcome
+from shardproof.checks import Needs, Outcome
 from shardproof.checks.membership import samples
 from shardproof.evidence.assembled import Figures
 from shardproof.oracle import members
+
+NEEDS: Needs = ("every rank",)
 
 
 def decide(figures: Figures) -> Outcome:

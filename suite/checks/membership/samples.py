@@ -12,7 +12,8 @@ def problem(figures: Figures, step: int) -> str:
     """A sentence on the samples of ``step`` (empty: they are right)."""
     now = figures.members[step]
     due = range(now.first, now.first + now.size)
-    taken = {r.rank: r.steps[step].samples for r in figures.records if r.steps[step].present}
+    steps = {rank: record.steps[step] for rank, record in figures.ranks.items()}
+    taken = {rank: its.samples for rank, its in steps.items() if its.present}
     if sorted(sample for own in taken.values() for sample in own) == [*due]:
         return ""
     for rank, own in taken.items():

@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 from shardproof import axes, strategies
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.checks import Outcome, Worst, first_problem
+from shardproof.checks import Needs, Outcome, Worst, first_problem, lacking, weighs
 from shardproof.checks.schedule.announced import (
     BubbleRatios,
     WindowFigures,
@@ -73,12 +73,13 @@ from shardproof.costs.stages import split_units
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import ComparisonRow, LoggedEvent, RankRecord
 from shardproof.files import SparselyStored
-from shardproof.ledgers.memory import memory_is_measurable
 from shardproof.ledgers.program_order import Done
 from shardproof.schedules import Action, Timeline, most_in_flight, simulate
 
 if TYPE_CHECKING:
     from shardproof.evidence.assembled import Evidence
+
+NEEDS: Needs = ()
 
 #: Bytes of losses and other numbers that live as long as a step.
 _SCALARS = 64
@@ -95,8 +96,8 @@ def decide(evidence: Figures) -> Outcome:
     if wrong:
         return not_run(wrong)
     figures = ScheduleFigures({size: window_figures(s) for size, s in evidence.schedules.items()})
-    if not case.ledgers:
-        what = "ledgers are off: what was run is not known"
+    if unlogged := lacking(("calls",), case, evidence.declaration):
+        what = f"{unlogged}: what was run is not known"
         return Outcome("schedule", "skip", what, None, figures.to_dict())
     problem = first_problem(evidence, partial(_wrong_run, evidence)) or _wrong_waits(evidence)
     if problem:
@@ -342,7 +343,7 @@ def measured(evidence: Figures, step: int) -> MeasuredFigures | None:
 def why_not_measured(evidence: Figures) -> str:
     """Why activations are not judged here; empty: they are."""
     case, facts = evidence.case, evidence.model_facts
-    if not memory_is_measurable(case, evidence.declaration.backends):
+    if not weighs(case, evidence.declaration):
         return "no memory ledger"
     if facts is None or not evidence.schedules or not facts.inputs:
         return "no schedule or no model facts"

@@ -12,7 +12,7 @@ waits for it before.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardproof.axes import cutting
@@ -142,7 +142,7 @@ def waits_too_long(evidence: Figures, step: int) -> str:
 
 
 def _pipelines(evidence: Figures) -> Iterator[list[RankRecord]]:
-    by_rank: Mapping[int, RankRecord] = {record.rank: record for record in evidence.records}
+    by_rank = evidence.ranks
     for record in evidence.records:
         if record.coordinate[cutting("layers")] == 0:
             ranks = _pipeline_of(evidence, record)

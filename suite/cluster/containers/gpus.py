@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Self
 
+from shardproof.backends import BACKENDS
 from shardproof.cluster.containers import image_inputs
 from shardproof.cluster.containers.engine import NoCluster
 
@@ -41,10 +42,9 @@ class Gpus:
 
     @classmethod
     def of(cls, backends: Collection[str], ranks_per_node: int) -> Self:
-        """What ``--backend`` asks for: NCCL a GPU for each rank; ranks of gloo_cuda share one."""
-        if "nccl" in backends:
-            return cls(ranks_per_node)
-        return cls(1 if "gloo_cuda" in backends else 0)
+        """What ``--backend`` asks for: a GPU for each rank, or one that the ranks share."""
+        asked = (BACKENDS[name] for name in backends if name in BACKENDS)
+        return cls(max((backend.devices(ranks_per_node) for backend in asked), default=0))
 
     def numbers(self, node: int) -> list[int]:
         """Those of ``node``, as the driver counts them."""

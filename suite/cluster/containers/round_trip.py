@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof import tensor_bytes
+from shardproof.backends import USUAL_PROCESSES
 from shardproof.cluster.nodes.nodes import NodeGone, Nodes
 from shardproof.launch.ranks import root_cause, run_ranks
 from shardproof.launch.workspace import Workspace
@@ -33,7 +34,7 @@ def measured(nodes: Nodes) -> list[float]:
     """
     with Workspace() as folder:
         program = partial(trips, nodes.ranks_per_node)
-        where = "gloo", nodes.places, program, folder, _BUDGET
+        where = USUAL_PROCESSES, nodes.places, program, folder, _BUDGET
         outcomes = run_ranks(*where, ledgers=False, start=nodes.start)
         if (cause := root_cause(outcomes)) is not None:
             raise NodeGone(cause.sentence())

@@ -22,8 +22,7 @@ from queue import Queue
 import psutil
 import torch.distributed as dist
 
-from shardproof import backends
-from shardproof.backends import mpi
+from shardproof.backends.mpi import Mpi, group
 from shardproof.errors import LaunchError, Problem
 from shardproof.launch.mpi.mpirun import unlink_segments
 
@@ -78,9 +77,10 @@ class Place:
 
         :raises LaunchError: there is no MPI, or not the one whose ``mpirun`` started this.
         """
-        if reason := backends.BACKENDS["mpi"].available():
-            raise LaunchError(Problem(reason, "or choose another --backend", "--backend mpi"))
-        found = mpi.start()
+        if reason := Mpi().available():
+            remedy = "or choose another --backend"
+            raise LaunchError(Problem(reason, remedy, f"--backend {Mpi.name}"))
+        found = group.start()
         comm = found.COMM_WORLD
         rank, world = comm.Get_rank(), comm.Get_size()
         here = comm.Split_type(found.COMM_TYPE_SHARED)
@@ -89,7 +89,7 @@ class Place:
             if int(os.environ.get(names.world, world)) != world:
                 what = f"MPI knows of {world} ranks, but the launcher started "
                 remedy = "use the mpirun of the MPI that mpi4py finds, or --backend gloo"
-                problem = Problem(what + os.environ[names.world], remedy, "--backend mpi")
+                problem = Problem(what + os.environ[names.world], remedy, f"--backend {Mpi.name}")
                 raise LaunchError(problem)
         store, place = None, ("", 0)
         if rank == 0:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from shardproof.backends import BACKENDS, Disturbances
-from shardproof.backends.disturbances import FarNodes
+from shardproof.backends import BACKENDS
+from shardproof.backends.disturbances import Disturbances, FarNodes
 from shardproof.case import OF_NODES, Fault
 from shardproof.cluster.nodes import asking
 from shardproof.cluster.nodes.asking import FOLDER as FOLDER
@@ -31,8 +31,6 @@ from shardproof.launch.ranks import RanksGone
 ENVIRONMENT = "SHARDPROOF_CLUSTER"
 #: Seconds that an agent has to go as well where a keeper has gone, and where a rank was killed.
 _TELL_SECONDS, _DYING_SECONDS = 10.0, 1.0
-#: Backends whose calls ranks delay, by the messages of gloo's algorithms.
-_DELAYED_BY_RANKS = ("gloo", "gloo_cuda")
 #: ``nodes`` and ``ranks_per_node``; and for ``run.json`` the ``command`` that was typed, its
 #: ``commit``, and what is ``told`` of the cluster.
 Facts = Mapping[str, Any]
@@ -96,7 +94,8 @@ class Nodes:
 
     def not_far(self, backend: str) -> str | None:
         """Why messages of a backend are not delayed as declared; ``None``: they are."""
-        if not self.far_seconds or BACKENDS[backend].threads or backend in _DELAYED_BY_RANKS:
+        known = BACKENDS[backend]
+        if not self.far_seconds or known.threads or known.delays_far_nodes:
             return None
         return f"the kernel has no netem, and ranks delay messages of gloo only, not of {backend}"
 

@@ -14,6 +14,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from shardproof.backends import BACKENDS, Backend
+from shardproof.backends.gloo import Gloo, loopback
+from shardproof.backends.mpi import Mpi
 from shardproof.commands.doctor import nccl
 from shardproof.commands.doctor.finding import Finding
 from shardproof.launch.process_control import cores
@@ -41,38 +44,28 @@ def examine(results: Path, with_engine: bool = True) -> Iterator[Finding]:
     of_gloo, of_mpi = [_interface(), _gloo()], list(_mpi())
     yield from (*of_gloo, *of_mpi)
     yield from nccl.examine()
-    yield from _backends({"gloo": of_gloo, "gloo_cuda": of_gloo, "mpi": of_mpi})
+    yield from _backends({Gloo: of_gloo, Mpi: of_mpi})
     if with_engine:
         yield _engine()
 
 
-def _backends(tried: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+def _backends(tried: Mapping[type[Backend], Sequence[Finding]]) -> Iterator[Finding]:
     """Whether cases of each backend can run here; ``tried``: what was found out by trying."""
-    from shardproof.backends import BACKENDS
-
     for name, backend in BACKENDS.items():
-        what, failed = f"backend {name}", [f for f in tried.get(name, ()) if f.state == "bad"]
+        found = [f for kind, each in tried.items() if isinstance(backend, kind) for f in each]
+        what, failed = f"backend {name}", [f for f in found if f.state == "bad"]
         reason = backend.available()
         if reason:
-            yield Finding(what, "note", reason, _REMEDIES.get(name, "see docs/install-extras.md"))
+            yield Finding(what, "note", reason, backend.remedy)
         elif failed:
             yield Finding(what, "bad", f"{failed[0].what}: {failed[0].found}", failed[0].remedy)
         else:
-            yield Finding(what, "good", _reach(name))
+            yield Finding(what, "good", _reach(backend))
 
 
-#: What to do for a backend that cannot run here; cases on it are skipped.
-_REMEDIES = {
-    "gloo": "install a build of torch with distributed and gloo",
-    "gloo_cuda": "run on a machine with a GPU, with a build of torch with CUDA; skipped until then",
-    "nccl": "run on a machine with a GPU for each rank, or on gloo_cuda, where ranks share GPUs",
-    "mpi": "pip install 'shardproof[mpi]', or your system's Open MPI or MPICH with mpi4py",
-}
-
-
-def _reach(name: str) -> str:
-    """How many ranks ``name`` takes here."""
-    if name != "nccl":
+def _reach(backend: Backend) -> str:
+    """How many ranks ``backend`` takes here."""
+    if backend.device != "cuda" or backend.shares_devices:
         return "can run here, at any number of ranks"
     import torch
 
@@ -193,8 +186,6 @@ def _name() -> Finding:
 
 def _interface() -> Finding:
     """What gloo listens on: the loopback, unless the environment names another interface."""
-    from shardproof.backends.gloo import loopback
-
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     there = [name for _, name in socket.if_nameindex()]
     missing = [name for name in filter(None, chosen.split(",")) if name not in there]
@@ -251,14 +242,14 @@ assert world.allreduce(1) == 2
 
 def _mpi() -> Iterator[Finding]:
     """Which MPI there is, whether mpi4py is of the same, and whether ranks may outnumber cores."""
-    from shardproof.backends import mpi, mpi_found
+    from shardproof.backends.mpi import found as mpi_found
     from shardproof.launch.mpi import mpirun
 
-    reason = mpi.available()
+    reason = mpi_found.problem()
     found = mpi_found.find()
     if reason or found is None:
         remedy = f"cases on mpi are skipped here; {mpi_found.REMEDY}"
-        yield Finding("mpi", "note", reason or "", remedy)
+        yield Finding(Mpi.name, "note", reason or "", remedy)
         return
     command = [*found.command(2), sys.executable, "-m", "mpi4py", "-c", _MPI_PAIR]
     with tempfile.TemporaryDirectory() as folder:
@@ -276,9 +267,9 @@ def _mpi() -> Iterator[Finding]:
     where = f"{found.family} ({found.version}), {found.mpirun}"
     if code:
         remedy = "have one MPI only: mpi4py must find the library whose mpirun is found"
-        yield Finding("mpi", "bad", f"{where}: {text}", remedy)
+        yield Finding(Mpi.name, "bad", f"{where}: {text}", remedy)
         return
-    yield Finding("mpi", "good", f"{where}: two processes talk")
+    yield Finding(Mpi.name, "good", f"{where}: two processes talk")
     ranks = max(8, 2 * cores())
     if problem := mpirun.problem(ranks):
         remedy = "allow more slots: no batch system's limits, no hostfile, or fewer --world"

@@ -10,6 +10,7 @@ import difflib
 import os
 from collections.abc import Iterator
 
+from shardproof.backends.gloo_cuda import GlooCuda
 from shardproof.commands.doctor.finding import Finding
 
 #: What NCCL reads after ``NCCL_``: its source, 2.30, names of older versions, and torch's
@@ -96,10 +97,9 @@ def _gpus() -> Finding:
     """The GPUs that torch can use, or why it can use none: no fault, cases there are skipped."""
     import torch
 
-    from shardproof.backends import BACKENDS
     from shardproof.runs.machine import gpus
 
-    reason, listed = BACKENDS["gloo_cuda"].available(), gpus()
+    reason, listed = GlooCuda().available(), gpus()
     if reason is None:
         return Finding("GPUs", "good", ", ".join(gpu.name for gpu in listed) or "usable by torch")
     if not listed:

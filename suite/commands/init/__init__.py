@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from shardproof import VERSION, verdicts
+from shardproof.backends import USUAL
 from shardproof.commands import options, run
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
@@ -187,7 +188,7 @@ def written(
     quoted = ", ".join(f'"{axis}": 2' for axis in axes)
     worlds = f"meshes=[{{{quoted}}}]" if len(axes) > 1 else "worlds=(2, 3)"
     # What prove takes for granted.
-    places = "" if not backends or "in_memory" in backends else f', backends=("{backends[0]}",)'
+    places = "" if not backends or USUAL in backends else f', backends=("{backends[0]}",)'
     values = {
         "@IMPL@": impl,
         "@MESHES@": worlds + places,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from shardproof.backends import mpi_found
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.cluster.nodes import daemon
 from shardproof.launch import process_control
 from shardproof.launch.mpi.stand_in import DESCRIPTOR

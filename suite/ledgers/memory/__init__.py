@@ -7,7 +7,7 @@ process meanwhile, ``log`` is the written log: plain data that is classed and re
 from shardproof.ledgers.memory.installed import at_release, communicated, watch
 from shardproof.ledgers.memory.log import MemoryLog, Peak
 from shardproof.ledgers.memory.recorder import MemoryLedger
-from shardproof.ledgers.memory.summary import memory_is_measurable, summary
+from shardproof.ledgers.memory.summary import summary
 
 __all__ = [
     "MemoryLedger",
@@ -17,5 +17,4 @@ __all__ = [
     "communicated",
     "summary",
     "watch",
-    "memory_is_measurable",
 ]

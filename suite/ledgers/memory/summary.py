@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardproof.ledgers.memory.log import Levels, MemoryLog
 
-if TYPE_CHECKING:
-    from shardproof.case import Case
-
-#: Backends on which the ledger is exact; gloo's threads free late.
-EXACT = ("in_memory", "nccl", "mpi")
 #: Phases whose peaks are kept.
 PHASES = ("forward", "backward", "update")
 
@@ -34,16 +27,6 @@ class MemoryRow:
     device: str
     kind: str
     bytes: int
-
-
-def memory_is_measurable(case: Case, backends: Sequence[str]) -> bool:
-    """Whether the memory of ``case`` is measured, for a system that runs on ``backends``.
-
-    It takes time, so the check must be asked for; of a system that needs processes memory is
-    measured on gloo.
-    """
-    exact = case.backend in EXACT or "in_memory" not in backends
-    return case.ledgers and "memory" in case.checks and exact
 
 
 def summary(log: MemoryLog) -> list[MemoryRow]:

@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from shardproof import verdicts
 from shardproof.axes import parts
+from shardproof.backends import BACKENDS
 from shardproof.checks.results import CaseResult
 from shardproof.report.drawings import svg
 from shardproof.runs import records
@@ -78,7 +79,7 @@ def _telling(result: CaseResult) -> tuple[bool, bool, int, int]:
     """Broken ones first, then processes, then those with more micro-batches and ranks to show."""
     case, broke = result.case, verdicts.kind(result.verdict) in verdicts.RED
     more = min(case.workload.micro_batches, 16), min(parts(case.mesh, "layers"), 4)
-    return not broke, case.backend == "in_memory", -more[0], -more[1]
+    return not broke, BACKENDS.of_record(case.backend).threads, -more[0], -more[1]
 
 
 Action = Mapping[str, Any]
@@ -107,7 +108,7 @@ def _timeline(folder: Path, result: CaseResult) -> Timeline:
     for lane in lanes.values():
         lane.sort(key=lambda row: row["begin"])
     notes = [] if clocked else ["No clocks in this record: distances are numbers of events."]
-    if case.backend == "in_memory":
+    if BACKENDS.of_record(case.backend).threads:
         notes.append("Ranks are threads here, which take turns in Python.")
     if len(lanes) > LANES:
         notes.append(f"The first {LANES} of {case.world} ranks.")

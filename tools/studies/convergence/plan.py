@@ -197,9 +197,9 @@ def _require_taken(item: SystemModel, model: ConvergenceScenario) -> None:
         declared = Declaration.of(registry.load(item.implementation), item.options)
     except Refused as refusal:
         raise SelectionError(Problem(str(refusal), "correct the option", _name(item))) from None
-    if model.backend in BACKENDS and model.backend not in declared.backends:
-        what = f"{_name(item)} runs on {', '.join(declared.backends)} only"
-        raise SelectionError(Problem(what, "choose one of these", model.backend))
+    if model.backend in BACKENDS and (reason := declared.denied(model.backend)):
+        remedy = f"choose one of {', '.join(declared.usable())}"
+        raise SelectionError(Problem(f"{_name(item)} {reason}", remedy, model.backend))
 
 
 def _name(item: SystemModel) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shardproof.backends import BACKENDS
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.kinds.calls import workload
 from shardproof.cases.kinds.kind import Untrained
@@ -31,6 +32,8 @@ class Calls(Untrained):
         from shardproof.cases.kinds.calls.rank_program import CallsProgram
 
         offered = system.offers(case.options, case.backend, case.world)
+        if system.hands_on:
+            offered = workload.within(offered, BACKENDS[case.backend].takes)
         if cells := workload.sub_matrix(case, offered):
             return [(case.world, lambda _: CallsProgram(case, cells))]
         operation = workload.resolve(case.workload)["operation"]

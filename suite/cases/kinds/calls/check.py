@@ -15,9 +15,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardproof.cases.kinds import judged
-from shardproof.checks import Outcome, Worst
+from shardproof.checks import Needs, Outcome, Worst
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
+
+NEEDS: Needs = ("values",)
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:

@@ -108,7 +108,23 @@ def resolve(spec: WorkloadSpec) -> Params:
     return params
 
 
-def sub_matrix(case: Case, offered: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Cell]:
+#: Operation -> factor -> values that are offered; of a factor that is not named, all.
+Offered = Mapping[str, Mapping[str, Sequence[str]]]
+
+
+def within(offered: Offered, takes: Mapping[str, Mapping[str, Sequence[str]] | None]) -> Offered:
+    """What is ``offered`` of what a backend ``takes`` (:attr:`Backend.takes`)."""
+    both = {}
+    for operation, factors in offered.items():
+        limits = takes.get(operation, {})
+        if limits is not None:
+            own = {name: factors.get(name, values) for name, values in limits.items()}
+            common = {name: [v for v in own[name] if v in limits[name]] for name in own}
+            both[operation] = {**factors, **common}
+    return both
+
+
+def sub_matrix(case: Case, offered: Offered) -> list[Cell]:
     """The calls that ``case`` makes of what its system offers; empty: it offers none."""
     params = resolve(case.workload)
     operation = params["operation"]

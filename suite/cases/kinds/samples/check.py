@@ -24,10 +24,12 @@ from typing import Any
 from shardproof.backends.errors import name_ranks
 from shardproof.cases.kinds import judged
 from shardproof.cases.kinds.samples import workload
-from shardproof.checks import Outcome
+from shardproof.checks import Needs, Outcome
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow, RankRecord
 from shardproof.table import some
+
+NEEDS: Needs = ("every rank",)
 
 #: Two orders that are equal by chance more often than this are not compared.
 CHANCE = 1e-9

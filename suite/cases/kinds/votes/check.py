@@ -25,10 +25,12 @@ from shardproof.backends.errors import name_ranks
 from shardproof.cases.kinds import judged
 from shardproof.cases.kinds.votes import workload
 from shardproof.cases.kinds.votes.workload import Cast, Script
-from shardproof.checks import Outcome
+from shardproof.checks import Needs, Outcome
 from shardproof.contract import StopRule
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow, Voted
+
+NEEDS: Needs = ("values", "every rank")
 
 
 class Right(NamedTuple):

@@ -2,28 +2,26 @@
 
 Processes that an ``mpirun`` started; one thread of each calls MPI.  The default group has a copy of
 ``COMM_WORLD``, every other group a communicator of its members, freed with the group.  What the
-calls do is in ``mpi_messages.py`` and ``mpi_calls.py``; ``launch/mpi/mpirun.py`` starts ranks.
+calls do is in ``messages.py`` and ``calls.py``; ``launch/mpi/mpirun.py`` starts ranks.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.backends import mpi_found
+from shardproof.backends.backend import Joining
 from shardproof.backends.base import GroupBase, Handle, blocked
 from shardproof.backends.disturbances import Disturbances, poison
 from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
 from shardproof.backends.request import Request, check
 
 if TYPE_CHECKING:
-    from shardproof.backends.mpi_calls import Call, Calls
+    from shardproof.backends.mpi.calls import Call, Calls
 
 #: torch keeps ``mpi`` for a backend of its own, which no wheel of torch contains.
 NAME = "shardproof_mpi"
@@ -35,7 +33,7 @@ class _World:
     """What the groups of this process share, from :func:`join` to :func:`leave`."""
 
     def __init__(self, comm: Any, store: dist.Store, disturbances: Disturbances | None) -> None:
-        from shardproof.backends.mpi_calls import Calls
+        from shardproof.backends.mpi.calls import Calls
 
         self.comm, self.disturbances = comm, disturbances
         self.calls: Calls = Calls(store)
@@ -71,11 +69,11 @@ class MpiGroup(GroupBase):
     """This rank's side of a group; ``ranks`` are global ones, in group order."""
 
     backend_name = NAME
-    #: Ranks of one machine; what others wait in tells the store (``mpi_calls.py``).
+    #: Ranks of one machine; what others wait in tells the store (``calls.py``).
     compares = True
 
     def __init__(self, world: _World, ranks: tuple[int, ...], name: str, timeout: timedelta):
-        from shardproof.backends.mpi_messages import MPI, Mail
+        from shardproof.backends.mpi.messages import MPI, Mail
 
         super().__init__(ranks.index(world.rank), len(ranks), timeout)
         self._world, self._members, self._name = world, ranks, name
@@ -123,7 +121,7 @@ class MpiGroup(GroupBase):
 
     def shutdown(self) -> None:
         """Free the communicator, unless calls were left unfinished on it."""
-        from shardproof.backends.mpi_calls import MPI
+        from shardproof.backends.mpi.calls import MPI
 
         comm, self._comm = self._comm, None
         if comm is None or self._world.unfinished:
@@ -156,42 +154,31 @@ def start() -> Any:
 
 def stop() -> None:
     """Finalise MPI, unless calls are left that nobody will answer: it might wait for them."""
-    from shardproof.backends.mpi_calls import MPI, abandoned
+    from shardproof.backends.mpi.calls import MPI, abandoned
 
     if MPI.Is_initialized() and not MPI.Is_finalized() and not abandoned:
         MPI.Finalize()
 
 
-def join(
-    rank: int,
-    world: int,
-    rendezvous: Path | dist.Store,
-    timeout_s: float,
-    disturbances: Disturbances | None = None,
-) -> None:
-    """Join the default group of the ``world`` processes of an ``mpirun``.
+def join(joining: Joining) -> None:
+    """Join the default group of the processes of an ``mpirun``.
 
-    :raises RuntimeError: this process is not rank ``rank`` of so many.
+    :raises RuntimeError: MPI gives this process another rank, or another number of ranks.
     """
     global _world
-    comm = start().COMM_WORLD
+    comm, rank, world = start().COMM_WORLD, joining.rank, joining.world
     if (comm.Get_rank(), comm.Get_size()) != (rank, world):
         raise RuntimeError(
             f"MPI calls this rank {comm.Get_rank()} of {comm.Get_size()}, not {rank} of {world}: "
             f"start it by mpirun -np {world}, of the same MPI as mpi4py's"
         )
-    limit = timedelta(seconds=timeout_s)
+    limit, store = joining.timeout, joining.store
     c10d.default_pg_timeout = limit  # of groups made later
-    store = dist.FileStore(str(rendezvous), world) if isinstance(rendezvous, Path) else rendezvous
     announce_delayed_reduction()
-    _world = _World(comm, dist.PrefixStore(NAME, store), disturbances)
+    _world = _World(comm, dist.PrefixStore(NAME, store), joining.disturbances)
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     dist.init_process_group(NAME, rank=rank, world_size=world, store=store, timeout=limit)
-
-
-def is_rank() -> bool:
-    return _world is not None
 
 
 def ended(ranks: Sequence[int]) -> list[int]:
@@ -218,10 +205,3 @@ def leave() -> bool:
     if dist.is_initialized():
         dist.destroy_process_group()
     return not left.unfinished
-
-
-def available() -> str | None:
-    """Why ranks cannot talk by MPI here, ``None`` if they can."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return "MPI needs the package mpi4py, which is not installed: see docs/install-extras.md"
-    return mpi_found.problem()

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, meeting in a :class:`~shardproof.backends.hub.Hub`.
+"""Ranks as threads of one process, meeting in a :class:`~shardproof.backends.in_memory.hub.Hub`.
 
 A full ``torch.distributed`` backend: upstream DDP, FSDP2, DTensor and pipelining run on it
 unchanged. Registered as ``threaded``, the one name by which DeviceMesh keeps the caches of threads
@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardproof.backends import arithmetic, errors, world
+from shardproof.backends import arithmetic
 from shardproof.backends.base import GroupBase, Handle
 from shardproof.backends.disturbances import Disturbances, poison
 from shardproof.backends.futures import OwnHandle
-from shardproof.backends.hub import Hub, Pending
+from shardproof.backends.in_memory import world
+from shardproof.backends.in_memory.hub import Hub, Pending
 from shardproof.backends.request import Request, check
-
-__all__ = ["Hub", "join", "leave"]
 
 NAME = "threaded"
 _RANK = threading.local()
@@ -136,35 +134,15 @@ def join(rank: int, hub: Hub, disturbances: Disturbances | None = None) -> None:
             sys.excepthook = hook
 
 
-def is_rank() -> bool:
-    return getattr(_RANK, "hub", None) is not None
-
-
-def never_coming(there: Sequence[int], missing: Sequence[int]) -> dict[int, errors.Absence]:
-    """Those of ``missing`` who will never come to ``there``, who wait outside of any call.
-
-    :raises CommError: the world has failed.
-    """
+def hub() -> Hub:
+    """The hub of the calling rank."""
     hub: Hub = _RANK.hub
-    return hub.never_coming(there, missing)
-
-
-def give_up(error: errors.CommError) -> None:
-    """Raise ``error`` on every rank."""
-    hub: Hub = _RANK.hub
-    hub.give_up(error)
+    return hub
 
 
 def depart() -> None:
-    """The calling rank is gone from all groups that there are: who waits for it is told."""
-    hub: Hub = _RANK.hub
-    hub.depart(_RANK.rank)
-
-
-def renew() -> None:
-    """Let all groups begin anew; nobody is in a call."""
-    hub: Hub = _RANK.hub
-    hub.renew()
+    """Take the calling rank out of all groups; ranks that wait for it learn of it."""
+    hub().depart(_RANK.rank)
 
 
 def leave() -> None:

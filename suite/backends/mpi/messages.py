@@ -14,7 +14,7 @@ the number of ranks:
 Messages of collectives carry in their tag the call's number and a digest of what all ranks must
 agree on.  Calls that do not match never meet, so they corrupt nothing.
 
-Imported by ranks only, after ``mpi.start``: importing it needs mpi4py.
+Imported by ranks only, after ``group.start``: importing it needs mpi4py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -95,5 +96,7 @@ def _ask(mpirun: str) -> Mpi | None:
 
 
 def problem() -> str | None:
-    """Why there is no MPI here; ``None``: there is."""
+    """Why ranks cannot talk by MPI here; ``None``: they can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "MPI needs the package mpi4py, which is not installed: see docs/install-extras.md"
     return None if find() is not None else f"MPI needs an mpirun, and there is none: {REMEDY}"

@@ -5,7 +5,7 @@ core is given up, first for others that want it, then for a time that grows with
 move only while some call is polled; nothing is overlapped with computing.  Ranks that wait for long
 compare what they wait in through the store.
 
-Imported by ranks only, after ``mpi.start``: importing it needs mpi4py.
+Imported by ranks only, after ``group.start``: importing it needs mpi4py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpi4py import MPI
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.backends import errors
-from shardproof.backends.mpi_messages import STEPS, Mail, Message, Steps
+from shardproof.backends.mpi.messages import STEPS, Mail, Message, Steps
 from shardproof.backends.request import Request
 from shardproof.errors import said
 
