@@ -44,7 +44,7 @@ from shardproof.contract import Capabilities, OptimizerSpec, Options, Refused
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry import preflight
 from shardproof.registry.declaration import Declaration
-from shardproof.scenarios.matrix import OVERFLOW
+from shardproof.scenarios.rules import OVERFLOW
 from shardproof.workloads import TRAITS
 
 _ID = re.compile(r"campaign-([0-9]{1,10})::([0-9]{1,6})::")

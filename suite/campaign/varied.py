@@ -22,7 +22,8 @@ from shardproof.contract import Options, Refused, ScalerSpec
 from shardproof.coverage import features, pairs, triggers
 from shardproof.registry.declaration import Declaration
 from shardproof.scenarios.load import SHIPPED, find
-from shardproof.scenarios.matrix import OVERFLOW, expand, substitute
+from shardproof.scenarios.matrix import expand, substitute
+from shardproof.scenarios.rules import OVERFLOW
 from shardproof.scenarios.vocabulary import installed
 
 #: Sums of these come out in one order only: a promise of one mesh and one cut.

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
+from shardproof.case import WorkloadSpec
+from shardproof.files import from_plain
 from shardproof.scenarios import schema
 
 #: The outermost first: the order of the cases.
@@ -50,9 +53,8 @@ class Cell:
     def key(self) -> tuple[str, ...]:
         """What distinguishes cells; the middle of the id."""
         variant = f"[{self.workload.label}]" if self.workload else ""
-        variant += f"[{self.fault.name}]" if self.fault else ""
-        variant += f"[{self.checkpoint.label}]" if self.checkpoint else ""
-        variant += f"[{self.membership.label}]" if self.membership else ""
+        plans = self.fault, self.checkpoint, self.membership
+        variant += "".join(f"[{plan_name(plan)}]" for plan in plans if plan)
         optimizer = "none"
         if self.optimizer is not None:
             optimizer = self.optimizer.label or self.optimizer.name
@@ -66,6 +68,30 @@ class Cell:
             clip,
             self.lane + (f"-{self.precision.label}" if self.precision else ""),
         )
+
+
+def workload_of(
+    scenario: schema.Scenario,
+    variant: schema.WorkloadChoice | None,
+    size: schema.QuickSize | None = None,
+) -> WorkloadSpec:
+    """The scenario's workload with the changes of ``variant``, in the ``size`` of the quick tier.
+
+    What a variant gives itself stays, and one of another name keeps its size.
+    """
+    values = scenario.workload.model_dump()
+    if size is not None and (variant is None or variant.name is None):
+        params = values["params"] | size.params
+        values |= size.model_dump(exclude_none=True, exclude={"steps"}) | {"params": params}
+    if variant is not None:
+        own = variant.model_dump(exclude={"label", "expect"}, exclude_none=True)
+        values |= {**own, "params": {**values["params"], **own.get("params", {})}}
+    return from_plain(WorkloadSpec, values)
+
+
+def plan_name(plan: Any) -> str:
+    """The label of a plan of any kind; of a fault plan without one its kind; empty: no plan."""
+    return (plan.label or plan.kind) if plan else ""
 
 
 def mesh_name(mesh: Iterable[tuple[str, int]]) -> str:
@@ -83,9 +109,9 @@ _NAMES: Mapping[str, Callable[[Cell], tuple[str, ...]]] = {
     "optimizer": lambda cell: (cell.key[4],),
     "lane": lambda cell: (cell.lane,),
     "precision": lambda cell: (cell.precision.label if cell.precision else "",),
-    "fault": lambda cell: (cell.fault.name if cell.fault else "",),
-    "checkpoint": lambda cell: (cell.checkpoint.label if cell.checkpoint else "",),
-    "membership": lambda cell: (cell.membership.label if cell.membership else "",),
+    "fault": lambda cell: (plan_name(cell.fault),),
+    "checkpoint": lambda cell: (plan_name(cell.checkpoint),),
+    "membership": lambda cell: (plan_name(cell.membership),),
 }
 
 

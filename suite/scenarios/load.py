@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 from shardproof.scenarios.schema import Matrix, Scenario
 from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read, value_text
+from shardproof.scenarios.vocabulary import Vocabulary
 
 #: Scenarios shipped with the suite, used if the working folder has no ``scenarios/``.
 SHIPPED = (Path(__file__).parent / "files").resolve()
@@ -48,6 +49,10 @@ class ScenarioFile:
     def problem(self, path: Iterable[str | int], what: str, remedy: str, value: str) -> Problem:
         """A problem at the line of the part at ``path``."""
         return Problem(what, remedy, value, self.file, self.node.locate(path))
+
+    def check_names(self, vocabulary: Vocabulary) -> None:
+        """Raise :class:`ScenarioError` for every name that ``vocabulary`` does not have."""
+        _as(Scenario, self.node, self.file, vocabulary)
 
 
 def load(path: Path) -> ScenarioFile:
@@ -239,9 +244,9 @@ def _validate(node: Node, file: str) -> ScenarioFile:
     return ScenarioFile(_as(Scenario, node, file), file, node)
 
 
-def _as(kind: type[Shape], node: Node, file: str) -> Shape:
+def _as(kind: type[Shape], node: Node, file: str, vocabulary: Vocabulary | None = None) -> Shape:
     try:
-        return kind.model_validate(node.plain())
+        return kind.model_validate(node.plain(), context=vocabulary)
     except ValidationError as error:
         details = error.errors(include_url=False)
         raise ScenarioError([_problem(detail, node, file, kind) for detail in details]) from None
@@ -266,6 +271,11 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
         is_key = "[key]" in detail["loc"]
         what = f"unknown key {where}" if is_key else f"{where}: unknown value"
         remedy = nearest(str(detail["input"]), valid, "valid keys" if is_key else "valid names")
+    elif kind == "unknown_name":
+        what, remedy = (
+            detail["msg"],
+            nearest(str(detail["input"]), context["known"], f"{context['kind']}s"),
+        )
     elif kind == "value_error":
         what, remedy = f"{where}: {context.get('error', detail['msg'])}", f"correct it{about}"
     else:

@@ -17,24 +17,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from shardproof.backends import BACKENDS
-from shardproof.case import Case, WorkloadSpec
+from shardproof.case import Case
 from shardproof.cases import kinds
 from shardproof.contract import OptimizerSpec
-from shardproof.errors import Problem, ScenarioError, nearest
+from shardproof.errors import Problem, ScenarioError
 from shardproof.files import from_plain
-from shardproof.scenarios import member_plans, plans, schema
-from shardproof.scenarios.cells import AXES, Cell, matches
+from shardproof.scenarios import plans, rules, schema
+from shardproof.scenarios.cells import AXES, Cell, matches, workload_of
 from shardproof.scenarios.load import SHIPPED, ScenarioFile
 from shardproof.scenarios.vocabulary import Vocabulary
 
-#: Keys and numbers that lead to a part of a file.
-Keys = list[str | int]
 MAX_CELLS = 20_000
-#: The trait that needs a loss scaler.
-OVERFLOW = "overflow_on_one_rank"
 _DEFAULT_LR = {"sgd": 0.1, "adamw": 3e-3}
 #: Fewer bits absorb less of another order of adding, so equal bits are harder to reach.
 DTYPES = {
@@ -69,31 +65,29 @@ class _Expansion:
         self.problems: list[Problem] = []
 
     def cases(self) -> list[Case]:
-        self._check_names()
-        self._stop_if_faulty()
+        self.file.check_names(self.vocabulary)
+        self._stop_at(rules.problems(self.file, self.vocabulary))
         cells = self.cells()
-        self._check_cells(cells)
-        self.problems += plans.problems_of_cells(self.file, cells)
-        self.problems += member_plans.problems_of_cells(self.file, cells)
+        self.has_several_clips = len({cell.clip for cell in cells} - {None}) > 1
+        self.problems += rules.problems_of_cells(self.file, self.vocabulary, cells)
         skips, xfails, quick = (self._marks(cells, key) for key in ("skip", "xfail", "quick"))
-        self._stop_if_faulty()
-        clips = {cell.clip for cell in cells} - {None}
+        self._stop_at()
         cases = []
         for cell in cells:
             tier = cell.tier or ("quick" if cell.key in quick else self.scenario.tier)
-            marks = skips.get(cell.key), xfails.get(cell.key)
-            case = self._case(cell, tier, *marks, several_clips=len(clips) > 1)
+            case = self._case(cell, tier, skips.get(cell.key), xfails.get(cell.key))
             small = self._small(case, cell) if tier == "quick" else case
             if small != case:
-                self._check_can_be_built(["quick_size"], small.workload)
-                self._stop_if_faulty()
+                at: rules.Keys = ["quick_size"]
+                spec = small.workload
+                self._stop_at(rules.cannot_be_built(self.file, self.vocabulary, at, spec))
                 whole = f"{case.id.removesuffix('quick')}full"
                 cases.append(small)
                 case = dataclasses.replace(case, id=whole, tier="full")
             cases.append(case)
         if self.scenario.quick_size and len(cases) == len(cells):
             self._add(["quick_size"], "changes no quick case", "correct or remove it", "quick_size")
-            self._stop_if_faulty()
+            self._stop_at()
         return cases
 
     def _small(self, case: Case, cell: Cell) -> Case:
@@ -101,89 +95,16 @@ class _Expansion:
         size = self.scenario.quick_size
         if size is None:
             return case
-        workload = self._workload(cell.workload, size)
+        workload = workload_of(self.scenario, cell.workload, size)
         return dataclasses.replace(case, workload=workload, steps=size.steps or case.steps)
 
-    def _stop_if_faulty(self) -> None:
+    def _stop_at(self, problems: Iterable[Problem] = ()) -> None:
+        self.problems += problems
         if self.problems:
             raise ScenarioError(self.problems)
 
     def _add(self, path: Sequence[str | int], what: str, remedy: str, value: str) -> None:
         self.problems.append(self.file.problem(path, what, remedy, value))
-
-    def _check_names(self) -> None:
-        scenario = self.scenario
-        for index, check in enumerate(scenario.checks):
-            self._check_name(["checks", index], "check", check)
-        for path, axes in self._parts():
-            self._check_axes(path, axes)
-        for path, expect in self._expectations():
-            other = expect.relation
-            if isinstance(other, schema.SameAs) and other.same_as.implementation is not None:
-                place = [*path, "relation", "same_as", "implementation"]
-                self._check_name(place, "implementation", other.same_as.implementation)
-        self.problems += plans.problems(self.file, self.vocabulary)
-        self.problems += member_plans.problems(self.file)
-        refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
-        refuses = any(e.refuses for e in (scenario.expect, *refusing))
-        if refuses != ("refusals" in scenario.checks):
-            self._add(
-                ["checks"],
-                "expect.refuses and the check `refusals` belong together",
-                "give both or neither",
-                ", ".join(scenario.checks),
-            )
-
-    def _check_axes(self, path: Keys, axes: schema.Matrix | schema.Include) -> None:
-        for index, choice in enumerate(axes.implementation):
-            place = [*path, "implementation", index, "name"]
-            self._check_name(place, "implementation", choice.name)
-        for index, backend in enumerate(axes.backend):
-            self._check_name([*path, "backend", index], "backend", backend)
-        variants: Sequence[schema.WorkloadChoice | None] = axes.workload
-        if not variants and isinstance(axes, schema.Matrix):
-            variants = (None,)
-        for index, variant in enumerate(variants):
-            at: Keys = ["workload"] if variant is None else [*path, "workload", index]
-            self._check_workload(at, variant)
-
-    def _check_name(self, path: Keys, kind: str, name: str) -> bool:
-        known = getattr(self.vocabulary, f"{kind}s")
-        if name in known or (kind in ("implementation", "workload") and ":" in name):
-            return True  # a user's own: its place is asked for later
-        self._add(path, f"unknown {kind}", nearest(name, known, f"{kind}s"), name)
-        return False
-
-    def _parts(self) -> Iterator[tuple[Keys, schema.Matrix | schema.Include]]:
-        yield ["matrix"], self.scenario.matrix
-        for index, include in enumerate(self.scenario.include):
-            yield ["include", index], include
-
-    def _expectations(self) -> Iterator[tuple[Keys, schema.Expect]]:
-        """Every ``expect`` of the file and its path, overriding ones first."""
-        for axis in ("workload", "implementation"):
-            for path, axes in self._parts():
-                for index, choice in enumerate(getattr(axes, axis)):
-                    if choice.expect is not None:
-                        yield [*path, axis, index, "expect"], choice.expect
-        yield ["expect"], self.scenario.expect
-
-    def _check_workload(self, path: Keys, variant: schema.WorkloadChoice | None) -> None:
-        spec = self._workload(variant)
-        at: Keys = [*path, "name"] if variant is None or variant.name else ["workload", "name"]
-        if not self._check_name(at, "workload", spec.name):
-            return
-        known = [
-            self._check_name([*path, "traits", index], "trait", trait)
-            for index, trait in enumerate(spec.traits)
-        ]
-        if all(known):
-            self._check_can_be_built(path, spec)
-
-    def _check_can_be_built(self, path: Keys, spec: WorkloadSpec) -> None:
-        if (fault := self.vocabulary.fault_of(spec)) is not None:
-            remedy = "correct it, or see `shardproof list traits`"
-            self._add(path, f"this workload cannot be built: {fault}", remedy, spec.name)
 
     def cells(self) -> list[Cell]:
         scenario = self.scenario
@@ -207,120 +128,29 @@ class _Expansion:
                 self._add(["exclude", index], "matches nothing", remedy, rule.reason)
             for key in gone:
                 del cells[key]
-        self._stop_if_faulty()
+        self._stop_at()
         if not cells:
             self._add(["exclude"], "leaves no cell", "exclude less", scenario.name)
         return list(cells.values())
 
     def _product(
-        self, path: Keys, matrix: schema.Matrix, include: schema.Include | None
+        self, path: rules.Keys, matrix: schema.Matrix, include: schema.Include | None
     ) -> Iterator[Cell]:
         def axis(name: str) -> list[Any]:
             own: list[Any] = getattr(include, name) if include is not None else []
             return own or getattr(matrix, name) or [None]
 
-        planned: dict[str, list[Any]] = {
-            "fault": [*self.scenario.faults] or [None],
-            "checkpoint": [*self.scenario.checkpoints] or [None],
-            "membership": [*self.scenario.membership] or [None],
-        }
-        axes = {name: planned.get(name) or axis(name) for name in AXES}
+        planned = {own.axis: getattr(self.scenario, own.key) for own in plans.SECTIONS}
+        axes = {n: (planned[n] or [None]) if n in planned else axis(n) for n in AXES}
         meshes = sum(math.prod(map(len, choice.values())) for choice in axes["mesh"])
         count = meshes * math.prod(len(axes[name]) for name in AXES if name != "mesh")
         if count > MAX_CELLS:
             self._add(path, f"more than {MAX_CELLS:,} cells", "split the scenario", f"{count:,}")
-            self._stop_if_faulty()
+            self._stop_at()
         axes["mesh"] = [mesh for choice in axes["mesh"] for mesh in _meshes(choice)]
         tier = include.tier if include is not None else None
         for values in itertools.product(*axes.values()):
             yield Cell(**dict(zip(AXES, values, strict=True)), tier=tier)
-
-    def _check_cells(self, cells: Sequence[Cell]) -> None:
-        for cell in cells:
-            for path, what, remedy in self._faults(cell):
-                self._add(path, what, remedy, " ".join(filter(None, cell.key)))
-                return
-
-    def _faults(self, cell: Cell) -> Iterator[tuple[Keys, str, str]]:
-        workload = self._workload(cell.workload)
-        kind, checks = kinds.of(workload), {*self.scenario.checks}
-        if kind.trains == (cell.optimizer is None):
-            yield (
-                ["matrix", "optimizer"],
-                "no optimizer" if kind.trains else f"workload {workload.name} trains nothing",
-                "name one, e.g. sgd" if kind.trains else "leave the optimizer out",
-            )
-        for name, each in kinds.UNTRAINED.items():
-            check, asked = each.only_check, each is kind
-            if asked != (check in checks) or (asked and checks - each.also != {check}):
-                yield (
-                    ["checks"],
-                    f"workload {name} and the check `{check}` belong together",
-                    "give both, and no other check, or neither",
-                )
-        if not kind.trains and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
-            yield (
-                ["matrix", "lane"],
-                f"{workload.name} are compared bit for bit, and have no clip and no precision",
-                "write lane: bitwise",
-            )
-        if (
-            OVERFLOW in workload.traits
-            and cell.optimizer is not None
-            and cell.optimizer.scaler is None
-        ):
-            yield (
-                ["matrix", "optimizer"],
-                f"trait {OVERFLOW} needs a loss scaler, which skips its infinite gradients",
-                "give the optimizer a scaler, e.g. {name: sgd, scaler: {interval: 2}}",
-            )
-        if ("relations" in self.scenario.checks) != (self._related(cell).relation is not None):
-            yield (
-                ["checks"],
-                "expect.relation and the check `relations` belong together",
-                f"give both or neither: {', '.join(get_args(schema.RelationName))} or same_as",
-            )
-        if (other := self._other(cell)) is not None:
-            mesh, choice = dict(cell.mesh), cell.implementation
-            again = {**choice.options, **other.options} == choice.options
-            if again and other.implementation in (None, choice.name) and other.mesh in (None, mesh):
-                yield (
-                    self._relation_at(cell),
-                    "same_as describes the case itself: the second run must differ",
-                    "name another implementation, mesh or options",
-                )
-            ranks, own = (math.prod(sizes.values()) for sizes in (other.mesh or mesh, mesh))
-            if ranks != own:
-                yield (
-                    [*self._relation_at(cell), "same_as", "mesh"],
-                    f"same_as runs on {ranks} ranks, the case on {own}",
-                    "move a factor from one axis to another",
-                )
-        if cell.lane == "dyadic" and workload.name not in self.vocabulary.dyadic:
-            yield (
-                ["matrix", "lane"],
-                f"workload {workload.name} has no form for lane dyadic, which needs small integers",
-                f"workloads that have one: {', '.join(self.vocabulary.dyadic)}",
-            )
-        if cell.lane in ("bitwise", "dyadic") and cell.clip is not None:
-            yield (
-                ["matrix", "lane"],
-                f"lane {cell.lane} needs clipping off: a norm's sum has no fixed order",
-                f"exclude {{lane: {cell.lane}, clip: ...}}, or take lane fp64",
-            )
-
-    def _related(self, cell: Cell) -> schema.Expect:
-        own = (cell.workload and cell.workload.expect, cell.implementation.expect)
-        return next((e for e in own if e and e.relation is not None), self.scenario.expect)
-
-    def _other(self, cell: Cell) -> schema.Other | None:
-        relation = self._related(cell).relation
-        return relation.same_as if isinstance(relation, schema.SameAs) else None
-
-    def _relation_at(self, cell: Cell) -> Keys:
-        given = self._related(cell)
-        at = next(path for path, expect in self._expectations() if expect is given)
-        return [*at, "relation"]
 
     def _marks(self, cells: Sequence[Cell], section: str) -> dict[tuple[str, ...], Any]:
         """Key -> the first matching rule of ``section``, for every matched cell."""
@@ -334,18 +164,6 @@ class _Expansion:
             for key in keys:
                 marks.setdefault(key, rule)
         return marks
-
-    def _workload(
-        self, variant: schema.WorkloadChoice | None, size: schema.QuickSize | None = None
-    ) -> WorkloadSpec:
-        values = self.scenario.workload.model_dump()
-        if size is not None and (variant is None or variant.name is None):
-            params = values["params"] | size.params
-            values |= size.model_dump(exclude_none=True, exclude={"steps"}) | {"params": params}
-        if variant is not None:
-            own = variant.model_dump(exclude={"label", "expect"}, exclude_none=True)
-            values |= {**own, "params": {**values["params"], **own.get("params", {})}}
-        return from_plain(WorkloadSpec, values)
 
     def _expect(self, cell: Cell) -> dict[str, Any]:
         """The scenario's expectations, overridden by the implementation's and the variant's."""
@@ -373,13 +191,12 @@ class _Expansion:
         tier: str,
         skip: schema.Rule | None,
         xfail: schema.KnownFailure | None,
-        several_clips: bool,
     ) -> Case:
         scenario, choice = self.scenario, cell.implementation
         variant, system, backend, mesh, optimizer, clip, lane = cell.key
-        if not several_clips:
+        if not self.has_several_clips:
             clip = "noclip" if cell.clip is None else "clip"
-        workload = self._workload(cell.workload)
+        workload = workload_of(scenario, cell.workload)
         name = f"{scenario.name}{variant}"
         policy: dict[str, str] = {}
         if cell.precision is not None:
@@ -408,14 +225,11 @@ class _Expansion:
             xfail=xfail.reason if xfail else None,
             xfail_says=tuple(xfail.says) if xfail else (),
             source=self._source(choice),
-            fault=plans.fault(cell.fault) if cell.fault else None,
-            checkpoint=plans.checkpoint(cell.checkpoint) if cell.checkpoint else None,
-            membership=member_plans.membership(cell.membership),
-            deaths=member_plans.deaths(cell.membership),
+            **plans.fields(cell),
         )
 
     def _source(self, choice: schema.ImplementationChoice) -> str:
-        for path, axes in self._parts():
+        for path, axes in rules.parts(self.scenario):
             for index, own in enumerate(axes.implementation):
                 if own is choice:
                     line = self.file.node.locate([*path, "implementation", index])

@@ -1,132 +1,225 @@
-"""What a scenario does to its cells beside training: planned faults, and checkpoints.
+"""What a scenario plans beside training: faults, checkpoints, members that change.
 
-Each plan gives every cell once more.
+Each plan gives every cell once more.  :data:`SECTIONS` has a row for each section of plans: what a
+case gets of a plan, what is wrong with one in its scenario, and why a cell cannot carry one out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from shardproof.case import CheckpointPlan, Fault
-from shardproof.errors import Problem, nearest
+from shardproof.backends import BACKENDS
+from shardproof.case import CheckpointPlan, Death, Fault
+from shardproof.errors import Problem
 from shardproof.scenarios import schema
-from shardproof.scenarios.cells import Cell, mesh_name
+from shardproof.scenarios.cells import Cell, mesh_name, plan_name
 from shardproof.scenarios.load import ScenarioFile
-from shardproof.scenarios.vocabulary import Vocabulary
 
-#: Phases before all steps, and those of systems that save.
-_BEFORE, _OF_CHECKPOINTS = ("setup", "load"), ("save", "load")
-
-
-def fault(plan: schema.FaultPlan) -> Fault:
-    """``plan`` as a case has it."""
-    expect = plan.expect
-    return Fault(
-        **plan.model_dump(exclude={"label", "expect"}),
-        verdicts=tuple(expect.verdict),
-        blames=expect.rank,
-        says=tuple(expect.says),
-    )
+Keys = list[str | int]
+#: Where in a plan, what is wrong there, the remedy, and the value.
+Wrong = tuple[Keys, str, str, Any]
 
 
-def checkpoint(plan: schema.CheckpointPlan) -> CheckpointPlan:
-    """``plan`` as a case has it."""
+@dataclass(frozen=True)
+class Section:
+    """A section of plans, an axis of cells, and the check that judges them.
+
+    ``fields``: those of a case with a plan; ``wrong``: with a plan in its scenario, whatever its
+    cells; ``unfit``: what a plan asks for and a cell cannot do.
+    """
+
+    key: str
+    axis: str
+    check: str
+    fields: Callable[[Any], dict[str, Any]]
+    wrong: Callable[[Any, schema.Scenario], Iterator[Wrong]]
+    unfit: Callable[[Any, Cell], Iterator[Wrong]]
+
+
+# --------------------------------------------------------------------------------------- faults
+
+
+def _fault(plan: schema.FaultPlan) -> dict[str, Any]:
+    given, expect = plan.model_dump(exclude={"label", "expect"}), plan.expect
+    given |= {"verdicts": tuple(expect.verdict), "blames": expect.rank}
+    return {"fault": Fault(**given, says=tuple(expect.says))}
+
+
+def _wrong_fault(plan: schema.FaultPlan, scenario: schema.Scenario) -> Iterator[Wrong]:
+    # Set-up and load come before all steps.
+    valid = [0] if plan.phase in ("setup", "load") else [*range(scenario.steps)]
+    if plan.phase in ("save", "load") and not scenario.checkpoints:
+        remedy = "plan checkpoints, or name another phase"
+        yield ["phase"], "nothing is saved or loaded", remedy, plan.phase
+    elif plan.phase == "save":
+        saved = [set(_saves(one).saved_at) for one in scenario.checkpoints]
+        valid = sorted(done - 1 for done in set.intersection(*saved))
+    if plan.step not in valid:
+        remedy = f"valid: {valid[0]} to {valid[-1]}" if valid else "valid: none"
+        yield ["step"], f"no step that has a phase {plan.phase}", remedy, plan.step
+
+
+def _unfit_fault(plan: schema.FaultPlan, cell: Cell) -> Iterator[Wrong]:
+    shown = mesh_name(cell.mesh)
+    remedy = f"valid: 0 to {cell.world - 1}, or exclude {{mesh: {shown}}}"
+    for keys, rank in ((("rank",), plan.rank), (("expect", "rank"), plan.expect.rank)):
+        if rank is not None and rank >= cell.world:
+            yield [*keys], f"no such rank in {shown}", remedy, rank
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+
+
+def _saves(plan: schema.CheckpointPlan) -> CheckpointPlan:
     given = plan.into.model_dump(exclude_none=True) if plan.into else {}
-    if plan.into is not None and plan.into.precision is not None:
-        policy = plan.into.precision.model_dump(exclude={"label"}, exclude_none=True)
-        given["precision"] = policy
+    if "precision" in given:
+        del given["precision"]["label"]
     return CheckpointPlan(plan.save_at, plan.saves, given, plan.again_at or 0, plan.trained)
 
 
-def problems(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
+def _wrong_checkpoint(plan: schema.CheckpointPlan, scenario: schema.Scenario) -> Iterator[Wrong]:
+    last, save, again = scenario.least_steps - 1, plan.save_at, plan.again_at
+    if save > last:
+        remedy = f"valid: 1 to {last}" if last else "give the scenario more steps"
+        yield ["save_at"], "no step follows the save", remedy, save
+    if again is not None and not save <= again <= last:
+        remedy = f"valid: {save} to {last}" if save <= last else "give the scenario more steps"
+        yield ["again_at"], "again_at must lie between save_at and the last step", remedy, again
+    for key in ("again_at", "trained"):
+        if scenario.faults and (given := getattr(plan, key)):
+            yield [key], f"{key} cannot be combined with a fault plan", "leave it out", given
+    # Steps after the load have numbers of their own.
+    if plan.trained > save:
+        yield ["trained"], "trained must not exceed save_at", f"valid: 0 to {save}", plan.trained
+    if plan.saves > save:
+        yield ["saves"], "more saves than steps before them", f"valid: 1 to {save}", plan.saves
+    if plan.into and plan.into.precision and (built := plan.into.precision.built):
+        what = "the run that loads is built in the dtype of the run that saves"
+        yield ["into", "precision", "built"], what, "leave it out", built
+
+
+# ----------------------------------------------------------------------------------- membership
+
+
+def _members(plan: schema.MembershipPlan) -> dict[str, Any]:
+    members = {str(change.step): tuple(change.members) for change in plan.changes}
+    deaths = tuple(Death(**death.model_dump()) for death in plan.deaths)
+    return {"membership": members, "deaths": deaths}
+
+
+def _wrong_members(plan: schema.MembershipPlan, scenario: schema.Scenario) -> Iterator[Wrong]:
+    if not plan.changes and not plan.deaths:
+        yield [], "no rank joins, leaves or dies", "plan a change or a death", plan.label
+    last = scenario.least_steps - 1
+    for key in ("changes", "deaths"):
+        for place, entry in enumerate(getattr(plan, key)):
+            if entry.step > last:
+                remedy = f"valid: 0 to {last}"
+                yield [key, place, "step"], "there is no such step", remedy, entry.step
+
+
+def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
+    shown = mesh_name(cell.mesh)
+    without = f"or exclude {{reason: ..., mesh: {shown}, membership: {plan.label}}}"
+    if len(cell.mesh) > 1:
+        yield [], "members change on a mesh of one axis only", f"take one, {without}", shown
+        return
+    if plan.deaths and not BACKENDS[cell.backend].threads:
+        able = ", ".join(name for name, backend in BACKENDS.items() if backend.threads)
+        there = f"{{reason: ..., backend: {cell.backend}, membership: {plan.label}}}"
+        remedy = f"run it on backend: {able}, or also there and exclude {there}"
+        yield ["deaths"], f"a member can die inside a step on {able} only", remedy, cell.backend
+    now = list(range(cell.world))
+    # Changes come before their step, deaths within.
+    planned = [(one.step, False, at) for at, one in enumerate(plan.changes)]
+    planned += [(one.step, True, at) for at, one in enumerate(plan.deaths)]
+    changed: set[int] = set()
+    for step, is_death, at in sorted(planned):
+        if is_death:
+            rank = plan.deaths[at].rank
+            where: Keys = ["deaths", at, "rank"]
+            if rank not in now:
+                remedy = f"valid: {', '.join(map(str, now))}, {without}"
+                yield where, f"rank {rank} is no member of step {step}", remedy, rank
+            now = [one for one in now if one != rank]
+            if not now:
+                yield where, f"no member is left of step {step}", "let one live", rank
+            continue
+        if step in changed:
+            yield ["changes", at, "step"], "two changes before one step", "make them one", step
+        changed.add(step)
+        members = plan.changes[at].members
+        for what, remedy in _unfit_change(members, now, step, cell):
+            yield ["changes", at, "members"], what, f"{remedy}, {without}", members
+        now = members
+
+
+def _unfit_change(
+    members: Sequence[int], before: Sequence[int], step: int, cell: Cell
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with the ``members`` from ``step`` on, and a remedy."""
+    if not members:
+        yield "a change that leaves no member", "name a rank at least"
+    if any(rank >= cell.world for rank in members):
+        yield f"no such rank in {mesh_name(cell.mesh)}", f"valid: 0 to {cell.world - 1}"
+    if list(members) != sorted({*members}):
+        yield "members must ascend, each named once", f"write {sorted({*members})}"
+    if list(members) == list(before):
+        yield f"a change that changes nothing before step {step}", "name others, leave it out"
+    if step and members and not {*members} & {*before}:
+        what = f"no member of step {step - 1} remains to synchronize the new ones"
+        yield what, f"name one of {', '.join(map(str, before))} as well"
+
+
+SECTIONS = (
+    Section("faults", "fault", "faults", _fault, _wrong_fault, _unfit_fault),
+    Section(
+        *("checkpoints", "checkpoint", "checkpoint"),
+        lambda plan: {"checkpoint": _saves(plan)},
+        _wrong_checkpoint,
+        lambda plan, cell: iter(()),
+    ),
+    Section(*("membership",) * 3, _members, _wrong_members, _unfit_members),
+)
+
+
+def fields(cell: Cell) -> dict[str, Any]:
+    """What a case has of the plans of its cell."""
+    planned = ((section, getattr(cell, section.axis)) for section in SECTIONS)
+    return {k: v for own, plan in planned if plan is not None for k, v in own.fields(plan).items()}
+
+
+def problems(file: ScenarioFile) -> Iterator[Problem]:
     """What is wrong with plans whatever their cells."""
-    scenario = file.scenario
-    for name, plans, noun in (
-        ("faults", [plan.name for plan in scenario.faults], "fault plan"),
-        ("checkpoint", [plan.label for plan in scenario.checkpoints], "checkpoint plan"),
-    ):
-        key = "faults" if name == "faults" else "checkpoints"
-        if bool(plans) != (name in scenario.checks):
-            what = f"{noun}s and the check `{name}` belong together"
-            yield file.problem(["checks"], what, "give both or neither", ", ".join(scenario.checks))
-        for index, label in enumerate(plans):
-            if label in plans[:index]:
-                what = f"{noun} named twice"
-                yield file.problem([key, index], what, "give it a label", label)
-    yield from _faults(file)
-    yield from _checkpoints(file, vocabulary)
-
-
-def _faults(file: ScenarioFile) -> Iterator[Problem]:
-    scenario = file.scenario
-    for index, plan in enumerate(scenario.faults):
-        last = 0 if plan.phase in _BEFORE else scenario.steps - 1
-        valid = [*range(last + 1)]
-        if plan.phase in _OF_CHECKPOINTS and not scenario.checkpoints:
-            what = f"fault plan {plan.name}: nothing is saved or loaded"
-            remedy = "plan checkpoints, or name another phase"
-            yield file.problem(["faults", index, "phase"], what, remedy, plan.phase)
-        elif plan.phase == "save":
-            saved = [set(checkpoint(one).saved_at) for one in scenario.checkpoints]
-            valid = sorted(done - 1 for done in set.intersection(*saved))
-        if plan.step not in valid:
-            what = f"fault plan {plan.name}: no step that has a phase {plan.phase}"
-            shown = f"{valid[0]} to {valid[-1]}" if valid else "none"
-            yield file.problem(["faults", index, "step"], what, f"valid: {shown}", str(plan.step))
-
-
-def _checkpoints(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
-    scenario = file.scenario
-    for index, plan in enumerate(scenario.checkpoints):
-        at: list[str | int] = ["checkpoints", index]
-        few = scenario.quick_size and scenario.quick_size.steps
-        last = min(scenario.steps, few or scenario.steps) - 1
-        if plan.save_at > last:
-            what = f"checkpoint plan {plan.label}: no step follows the save"
-            remedy = f"valid: 1 to {last}" if last else "give the scenario more steps"
-            yield file.problem([*at, "save_at"], what, remedy, str(plan.save_at))
-        if plan.again_at is not None and not plan.save_at <= plan.again_at <= last:
-            what = f"checkpoint plan {plan.label}: who loads saves before the load or after the end"
-            remedy = "give the scenario more steps"
-            if plan.save_at <= last:
-                remedy = f"valid: {plan.save_at} to {last}"
-            yield file.problem([*at, "again_at"], what, remedy, str(plan.again_at))
-        if plan.again_at is not None and scenario.faults:
-            what = f"checkpoint plan {plan.label}: beside faults who loads does not save in turn"
-            yield file.problem([*at, "again_at"], what, "leave it out", str(plan.again_at))
-        if plan.trained and scenario.faults:
-            what = f"checkpoint plan {plan.label}: beside faults who loads has not trained"
-            yield file.problem([*at, "trained"], what, "leave it out", str(plan.trained))
-        if plan.trained > plan.save_at:
-            # Steps after the load have numbers of their own.
-            what = f"checkpoint plan {plan.label}: who loads has made more steps than who saved"
-            remedy = f"valid: 0 to {plan.save_at}"
-            yield file.problem([*at, "trained"], what, remedy, str(plan.trained))
-        if plan.saves > plan.save_at:
-            what = f"checkpoint plan {plan.label}: more saves than steps before them"
-            remedy = f"valid: 1 to {plan.save_at}"
-            yield file.problem([*at, "saves"], what, remedy, str(plan.saves))
-        if plan.into and plan.into.precision and plan.into.precision.built:
-            what = f"checkpoint plan {plan.label}: who loads is built in the dtype of who saved"
-            where = [*at, "into", "precision", "built"]
-            yield file.problem(where, what, "leave it out", plan.into.precision.built)
-        name = plan.into.implementation if plan.into else None
-        if name is not None and name not in vocabulary.implementations and ":" not in name:
-            remedy = nearest(name, vocabulary.implementations, "implementations")
-            where = [*at, "into", "implementation"]
-            yield file.problem(where, "unknown implementation", remedy, name)
+    checks = file.scenario.checks
+    for section in SECTIONS:
+        plans = getattr(file.scenario, section.key)
+        if bool(plans) != (section.check in checks):
+            what = f"{section.axis} plans and the check `{section.check}` belong together"
+            yield file.problem(["checks"], what, "give both or neither", ", ".join(checks))
+        names = [*map(plan_name, plans)]
+        for index, plan in enumerate(plans):
+            if names[index] in names[:index]:
+                what = f"{section.axis} plan named twice"
+                yield file.problem([section.key, index], what, "give it a label", names[index])
+            for wrong in section.wrong(plan, file.scenario):
+                yield _problem(file, section, index, wrong)
 
 
 def problems_of_cells(file: ScenarioFile, cells: Sequence[Cell]) -> Iterator[Problem]:
-    """Whether every fault plan names ranks that all of its cells have."""
-    for index, plan in enumerate(file.scenario.faults):
-        own = [cell for cell in cells if cell.fault is plan]
-        if not own:
-            continue
-        cell = min(own, key=lambda one: one.world)
-        shown = mesh_name(cell.mesh)
-        remedy = f"valid: 0 to {cell.world - 1}, or exclude {{mesh: {shown}}}"
-        for keys, rank in ((["rank"], plan.rank), (["expect", "rank"], plan.expect.rank)):
-            if rank is not None and rank >= cell.world:
-                what = f"fault plan {plan.name}: no such rank in {shown}"
-                yield file.problem(["faults", index, *keys], what, remedy, str(rank))
+    """The first thing that a plan asks for and its cells cannot do, of each plan."""
+    for section in SECTIONS:
+        for index, plan in enumerate(getattr(file.scenario, section.key)):
+            own = [cell for cell in cells if getattr(cell, section.axis) is plan]
+            own.sort(key=lambda cell: cell.world)
+            if first := next((w for cell in own for w in section.unfit(plan, cell)), None):
+                yield _problem(file, section, index, first)
+
+
+def _problem(file: ScenarioFile, section: Section, index: int, wrong: Wrong) -> Problem:
+    keys, what, remedy, value = wrong
+    name = plan_name(getattr(file.scenario, section.key)[index])
+    what = f"{section.axis} plan {name}: {what}"
+    return file.problem([section.key, index, *keys], what, remedy, str(value))

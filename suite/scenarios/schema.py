@@ -1,8 +1,8 @@
 """The shape of a scenario file, as pydantic models; :func:`json_schema` exports it for editors.
 
-This module checks only the shape.  The expansion of the matrix (:mod:`shardproof.scenarios.matrix`)
-checks that names of implementations, traits and checks exist and that every rule matches a cell,
-because that depends on what is installed.
+This module checks the shape.  Names of implementations, backends, workloads, traits and checks are
+looked up only where a vocabulary is given as the context of the validation, because they depend on
+what is installed.  What does not go together is in ``rules.py``.
 
 A single value may stand for a list of one.
 """
@@ -22,10 +22,11 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     Tag,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from shardproof import axes
 from shardproof.case import FaultKind, FaultPhase
@@ -90,10 +91,29 @@ Sizes = Many[Size]
 Mesh = Annotated[dict[AxisName, Sizes], Field(min_length=1)]
 
 
+def _known(kind: str) -> AfterValidator:
+    """A name that the vocabulary lists as ``kind``; a user's own (with a colon) is asked later."""
+
+    def look_up(name: str, info: ValidationInfo) -> str:
+        if info.context is None or (":" in name and kind in ("implementation", "workload")):
+            return name
+        if name not in (known := getattr(info.context, f"{kind}s")):
+            found = {"kind": kind, "known": sorted(known)}
+            raise PydanticCustomError("unknown_name", "unknown {kind}", found)
+        return name
+
+    return AfterValidator(look_up)
+
+
+_Implementation = Annotated[str, Field(min_length=1), _known("implementation")]
+_Workload = Annotated[str, Field(min_length=1), _known("workload")]
+_Trait = Annotated[str, _known("trait")]
+
+
 class Other(Model):
     """A second run: another implementation, mesh or options."""
 
-    implementation: str | None = Field(None, min_length=1, description="default: the case's own")
+    implementation: _Implementation | None = Field(None, description="default: the case's own")
     options: Values = Field(
         default_factory=dict,
         description="all options of another implementation; for the same implementation, changes "
@@ -145,7 +165,7 @@ class Expect(Model):
 class ImplementationChoice(Model):
     """An implementation and its options; a bare name stands for `{name: ...}`."""
 
-    name: str = Field(min_length=1, description="family/name, or package.module:Class")
+    name: _Implementation = Field(description="family/name, or package.module:Class")
     options: Values = Field(default_factory=dict, description="passed to setup()")
     label: Label | None = Field(None, description="name of the options in ids and tables")
     expect: Expect | None = Field(None, description="overrides the scenario's expect")
@@ -225,8 +245,8 @@ class PrecisionChoice(Model):
 class Workload(Model):
     """Model, data and batch shape; `shardproof list traits` shows the traits."""
 
-    name: str = Field(min_length=1, description="a workload of the suite")
-    traits: list[str] = Field(default_factory=list, description="trigger conditions")
+    name: _Workload = Field(description="a workload of the suite")
+    traits: list[_Trait] = Field(default_factory=list, description="trigger conditions")
     seed: int = Field(0, ge=0, lt=2**31)
     global_batch: int = Field(24, ge=1, le=4096, description="samples in one optimizer step")
     micro_batches: int = Field(2, ge=1, le=64, description="per data coordinate and window")
@@ -238,8 +258,8 @@ class WorkloadChoice(Model):
     """A value of the workload axis: a label, and changes to the scenario's workload."""
 
     label: Label = Field(description="name of the variant in ids")
-    name: str | None = None
-    traits: list[str] | None = None
+    name: _Workload | None = None
+    traits: list[_Trait] | None = None
     seed: int | None = Field(None, ge=0, lt=2**31)
     global_batch: int | None = Field(None, ge=1, le=4096)
     micro_batches: int | None = Field(None, ge=1, le=64)
@@ -259,6 +279,8 @@ class QuickSize(Model):
 Implementations = Many[Named[ImplementationChoice]]
 Optimizers = Many[Named[OptimizerChoice]]
 Words = Many[Annotated[str, Field(min_length=1)]]
+Backends = Many[Annotated[str, Field(min_length=1), _known("backend")]]
+Checks = Many[Annotated[str, Field(min_length=1), _known("check")]]
 Meshes = Many[Mesh]
 Clips = Many[Clip | None]
 Lanes = Many[LaneName]
@@ -270,7 +292,7 @@ class Matrix(Model):
     """The axes; every combination of their values is a case."""
 
     implementation: Implementations = Field(description="systems under test")
-    backend: Words = Field(description="communication backend")
+    backend: Backends = Field(description="communication backend")
     mesh: Meshes = Field(description="axes and sizes; a list of sizes gives one mesh each")
     optimizer: Optimizers = Field(
         [], description="sgd, adamw or a mapping; none where the workload trains nothing"
@@ -312,14 +334,9 @@ class FaultPlan(Model):
     label: Label | None = Field(None, description="name of the plan in ids; default: its kind")
     expect: FaultExpect = Field(description="{verdict, rank, says}: what must come of it")
 
-    @property
-    def name(self) -> str:
-        """The label of the plan, else its kind."""
-        return self.label or self.kind
-
 
 class Into(Other):
-    """Who loads a checkpoint."""
+    """The run that loads a checkpoint."""
 
     precision: PrecisionChoice | None = Field(
         None, description="its policy of mixed precision; null: the case's own"
@@ -327,7 +344,7 @@ class Into(Other):
 
 
 class CheckpointPlan(Model):
-    """When a case saves, and who loads; every plan gives each cell once more."""
+    """When a case saves, and which run loads; every plan gives each cell once more."""
 
     label: Label = Field(description="name of the plan in ids")
     save_at: int = Field(ge=1, description="steps that are done when the last save begins")
@@ -338,14 +355,13 @@ class CheckpointPlan(Model):
     again_at: int | None = Field(
         None,
         ge=1,
-        description="steps that are done when who loads saves in turn; those of save_at: right "
-        "after the load, into another folder; null: it does not",
+        description="steps that are done when the run that loads saves, too; those of save_at: "
+        "right after the load, into another folder; null: it saves nothing",
     )
     trained: int = Field(
         0,
         ge=0,
-        description="steps that who loads has made before the load, from other values: a run that "
-        "goes back to a checkpoint; 0: it is fresh",
+        description="steps the restoring run trains before it loads, from other values (0: none)",
     )
 
 
@@ -415,7 +431,7 @@ class Include(Model):
     reason: Reason
     tier: Tier | None = Field(None, description="tier of these cells")
     implementation: Implementations = Field([], description="systems under test")
-    backend: Words = Field([], description="communication backend")
+    backend: Backends = Field([], description="communication backend")
     mesh: Meshes = Field([], description="axes and sizes")
     optimizer: Optimizers = Field([], description="sgd, adamw or a mapping")
     clip: Clips = Field([], description="largest global gradient norm; null: no clipping")
@@ -436,7 +452,7 @@ class Scenario(Model):
     workload: Workload = Field(description="model, data and batch shape")
     matrix: Matrix = Field(description="axes, multiplied into cells")
     steps: int = Field(3, ge=1, le=3000, description="optimizer steps")
-    checks: Words = Field(description="what is judged; `shardproof list checks` shows all")
+    checks: Checks = Field(description="what is judged; `shardproof list checks` shows all")
     expect: Expect = Field(
         default_factory=lambda: Expect.model_validate({}), description="costs and refusals"
     )
@@ -461,6 +477,12 @@ class Scenario(Model):
     )
     deadline: float = Field(60.0, gt=0, le=3600, description="CPU seconds that a rank may compute")
     memory_gib: float = Field(8.0, gt=0.5, description="resident memory of one rank process")
+
+    @property
+    def least_steps(self) -> int:
+        """Steps of its shortest cases."""
+        few = self.quick_size and self.quick_size.steps
+        return min(self.steps, few or self.steps)
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:

@@ -51,10 +51,10 @@ def test_a_plan_gives_every_cell_once_more() -> None:
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ("changes: [{step: 1, members: []}]", "a change that leaves nobody"),
+        ("changes: [{step: 1, members: []}]", "a change that leaves no member"),
         ("changes: [{step: 1, members: [0, 3]}]", "no such rank in replicate3"),
-        ("changes: [{step: 1, members: [0, 2, 2]}]", "rank 2 joins twice"),
-        ("changes: [{step: 1, members: [2, 0]}]", "members do not ascend"),
+        ("changes: [{step: 1, members: [0, 2, 2]}]", "members must ascend, each named once ([0, 2, 2]) - write [0, 2]"),
+        ("changes: [{step: 1, members: [2, 0]}]", "members must ascend, each named once ([2, 0]) - write [0, 2]"),
         ("changes: [{step: 1, members: [0, 1, 2]}]", "changes nothing before step 1"),
         ("changes: [{step: 4, members: [0]}]", "there is no such step (4) - valid: 0 to 3"),
         (
@@ -63,16 +63,16 @@ def test_a_plan_gives_every_cell_once_more() -> None:
         ),
         (
             "changes: [{step: 1, members: [0]}, {step: 2, members: [1]}]",
-            "nobody of the members before step 2 stays, to bring the others up to date",
+            "no member of step 1 remains to synchronize the new ones",
         ),
         ("deaths: [{rank: 3, step: 1}]", "rank 3 is no member of step 1"),
         ("deaths: [{rank: 1, step: 1}, {rank: 1, step: 2}]", "rank 1 is no member of step 2"),
         (
             "deaths: [{rank: 0, step: 1}, {rank: 1, step: 1}, {rank: 2, step: 1}]",
-            "nobody is left of step 1",
+            "no member is left of step 1",
         ),
         ("deaths: [{rank: 1, step: 9}]", "there is no such step"),
-        ("", "nobody joins, leaves or dies"),
+        ("", "no rank joins, leaves or dies"),
     ],
 )
 def test_what_cannot_be_planned(plan: str, says: str) -> None:

@@ -1,0 +1,159 @@
+"""What of a scenario does not go together, though its shape is right: sections, checks and axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from shardproof.case import WorkloadSpec
+from shardproof.cases import kinds
+from shardproof.errors import Problem
+from shardproof.scenarios import plans, schema
+from shardproof.scenarios.cells import Cell, workload_of
+from shardproof.scenarios.load import ScenarioFile
+from shardproof.scenarios.vocabulary import Vocabulary
+
+#: Keys and numbers that lead to a part of a file.
+Keys = list[str | int]
+#: Where something is wrong, what, and the remedy.
+Wrong = tuple[Keys, str, str]
+#: The trait that needs a loss scaler.
+OVERFLOW = "overflow_on_one_rank"
+
+
+def parts(scenario: schema.Scenario) -> Iterator[tuple[Keys, schema.Matrix | schema.Include]]:
+    """Each group of axes and the keys to it: the matrix, then what is included."""
+    yield ["matrix"], scenario.matrix
+    for index, include in enumerate(scenario.include):
+        yield ["include", index], include
+
+
+def problems(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
+    """What is wrong with a file of known names, whatever its cells."""
+    scenario = file.scenario
+    for path, axes in parts(scenario):
+        variants: Sequence[schema.WorkloadChoice | None] = axes.workload
+        if not variants and isinstance(axes, schema.Matrix):
+            variants = (None,)
+        for index, variant in enumerate(variants):
+            at: Keys = ["workload"] if variant is None else [*path, "workload", index]
+            yield from cannot_be_built(file, vocabulary, at, workload_of(scenario, variant))
+    yield from plans.problems(file)
+    refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
+    refuses = any(expect.refuses for expect in (scenario.expect, *refusing))
+    if refuses != ("refusals" in scenario.checks):
+        what = "expect.refuses and the check `refusals` belong together"
+        yield file.problem(["checks"], what, "give both or neither", ", ".join(scenario.checks))
+
+
+def cannot_be_built(
+    file: ScenarioFile, vocabulary: Vocabulary, path: Keys, spec: WorkloadSpec
+) -> Iterator[Problem]:
+    """Why the workload at ``path`` is none."""
+    if (fault := vocabulary.fault_of(spec)) is not None:
+        what, remedy = f"this workload cannot be built: {fault}", "`shardproof list traits`"
+        yield file.problem(path, what, f"correct it, or see {remedy}", spec.name)
+
+
+def problems_of_cells(
+    file: ScenarioFile, vocabulary: Vocabulary, cells: Sequence[Cell]
+) -> Iterator[Problem]:
+    """What is wrong with the first cell of which something is, and with plans for their cells."""
+    for cell in cells:
+        wrong = [*_wrong(file.scenario, vocabulary, cell)]
+        for path, what, remedy in wrong[:1]:
+            yield file.problem(path, what, remedy, " ".join(filter(None, cell.key)))
+        if wrong:
+            break
+    yield from plans.problems_of_cells(file, cells)
+
+
+def _wrong(scenario: schema.Scenario, vocabulary: Vocabulary, cell: Cell) -> Iterator[Wrong]:
+    workload = workload_of(scenario, cell.workload)
+    yield from _of_kind(scenario, workload, cell)
+    scaler = cell.optimizer and cell.optimizer.scaler
+    if OVERFLOW in workload.traits and cell.optimizer is not None and scaler is None:
+        yield (
+            ["matrix", "optimizer"],
+            f"trait {OVERFLOW} needs a loss scaler, which skips its infinite gradients",
+            "give the optimizer a scaler, e.g. {name: sgd, scaler: {interval: 2}}",
+        )
+    yield from _of_relation(scenario, cell)
+    if cell.lane == "dyadic" and workload.name not in vocabulary.dyadic:
+        yield (
+            ["matrix", "lane"],
+            f"workload {workload.name} has no form for lane dyadic, which needs small integers",
+            f"workloads that have one: {', '.join(vocabulary.dyadic)}",
+        )
+    if cell.lane in ("bitwise", "dyadic") and cell.clip is not None:
+        yield (
+            ["matrix", "lane"],
+            f"lane {cell.lane} needs clipping off: a norm's sum has no fixed order",
+            f"exclude {{lane: {cell.lane}, clip: ...}}, or take lane fp64",
+        )
+
+
+def _of_kind(scenario: schema.Scenario, workload: WorkloadSpec, cell: Cell) -> Iterator[Wrong]:
+    """What does not go with the kind of the workload."""
+    kind, checks = kinds.of(workload), {*scenario.checks}
+    if kind.trains == (cell.optimizer is None):
+        yield (
+            ["matrix", "optimizer"],
+            "no optimizer" if kind.trains else f"workload {workload.name} trains nothing",
+            "name one, e.g. sgd" if kind.trains else "leave the optimizer out",
+        )
+    for name, each in kinds.UNTRAINED.items():
+        check, asked = each.only_check, each is kind
+        if asked != (check in checks) or (asked and checks - each.also != {check}):
+            yield (
+                ["checks"],
+                f"workload {name} and the check `{check}` belong together",
+                "give both, and no other check, or neither",
+            )
+    if not kind.trains and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
+        yield (
+            ["matrix", "lane"],
+            f"{workload.name} are compared bit for bit, and have no clip and no precision",
+            "write lane: bitwise",
+        )
+
+
+def _of_relation(scenario: schema.Scenario, cell: Cell) -> Iterator[Wrong]:
+    """What is wrong with the relation of the cell, or its absence."""
+    own = cell.workload and cell.workload.expect, cell.implementation.expect
+    given = next((e for e in own if e and e.relation is not None), scenario.expect)
+    if ("relations" in scenario.checks) != (given.relation is not None):
+        yield (
+            ["checks"],
+            "expect.relation and the check `relations` belong together",
+            f"give both or neither: {', '.join(get_args(schema.RelationName))} or same_as",
+        )
+    if not isinstance(given.relation, schema.SameAs):
+        return
+    other, mesh, choice = given.relation.same_as, dict(cell.mesh), cell.implementation
+    at = [*_keys_of(scenario, given), "relation"]
+    again = {**choice.options, **other.options} == choice.options
+    if again and other.implementation in (None, choice.name) and other.mesh in (None, mesh):
+        yield (
+            at,
+            "same_as describes the case itself: the second run must differ",
+            "name another implementation, mesh or options",
+        )
+    ranks = math.prod((other.mesh or mesh).values())
+    if ranks != cell.world:
+        yield (
+            [*at, "same_as", "mesh"],
+            f"same_as runs on {ranks} ranks, the case on {cell.world}",
+            "move a factor from one axis to another",
+        )
+
+
+def _keys_of(scenario: schema.Scenario, expect: schema.Expect) -> Keys:
+    """Where the file has ``expect``."""
+    for path, axes in parts(scenario):
+        for axis in ("workload", "implementation"):
+            for index, choice in enumerate(getattr(axes, axis)):
+                if choice.expect is expect:
+                    return [*path, axis, index, "expect"]
+    return ["expect"]
