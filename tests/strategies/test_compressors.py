@@ -18,8 +18,9 @@ from shardproof.comm import Comm, Mesh
 from shardproof.contract import OptimizerSpec, Refused, ScalerSpec
 from shardproof.impls.reference import ddp, fsdp, hybrid, naive_ddp, zero1
 from shardproof.impls.reference.engine.choices import Compress, Reduction
-from shardproof.impls.reference.engine.summing import Summing
+from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.summing import Summing
 from shardproof.impls.reference.parts.compressors.compressor import Compressor
 from shardproof.impls.reference.parts.compressors.draws import count, first_factor, mask
 from shardproof.impls.reference.parts.compressors.emulators import emulator
