@@ -20,6 +20,7 @@ from shardproof.impls.reference import ddp, fsdp, hybrid, naive_ddp, zero1
 from shardproof.impls.reference.engine.choices import Compress, Reduction
 from shardproof.impls.reference.engine.engine import Engine
 from shardproof.impls.reference.engine.options import parse_options
+from shardproof.impls.reference.engine.summing import Summing
 from shardproof.impls.reference.parts.compressors.compressor import Compressor
 from shardproof.impls.reference.parts.compressors.draws import count, first_factor, mask
 from shardproof.impls.reference.parts.compressors.emulators import emulator
@@ -57,7 +58,7 @@ def gradients(seed: int, shapes: Mapping[str, Sequence[int]] = SHAPES) -> Tensor
 
 def reducer(chosen: Compress, rank: int, ranks: int) -> Compressor:
     """What the engine makes of the option."""
-    kind: type[Compressor] = getattr(Engine, f"{chosen.method}_type")
+    kind: type[Compressor] = getattr(Summing, f"{chosen.method}_type")
     return kind(chosen, rank, ranks, Reducer())
 
 

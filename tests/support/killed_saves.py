@@ -23,12 +23,12 @@ from local_ranks import succeed
 from shardproof.comm import Mesh
 from shardproof.contract import Piece
 from shardproof.impls.reference.checkpoint.agreement import State
+from shardproof.impls.reference.checkpoint.checkpointing import Checkpointing
 from shardproof.impls.reference.checkpoint.convert import tensor_of
 from shardproof.impls.reference.checkpoint.errors import NotCommitted
 from shardproof.impls.reference.checkpoint.manifest import MANIFEST, About
 from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
 from shardproof.impls.reference.checkpoint.root import Branch, folders
-from shardproof.impls.reference.engine.engine import Engine
 
 FORMATS = ("sharded", "asynchronous", "full")
 ELEMENTS = 100_000
@@ -40,7 +40,7 @@ def save(root: Path, form: str, branch: Branch | None, first: int, last: int) ->
     """Save steps ``first`` to ``last`` of two ranks; the file ``done`` names the last committed."""
 
     def body(rank: int, world: int) -> None:
-        saver = getattr(Engine, f"{form}_type")(root, Mesh({"shard": 2}), 2, branch)
+        saver = getattr(Checkpointing, f"{form}_type")(root, Mesh({"shard": 2}), 2, branch)
         own = (rank * ELEMENTS // 2, (rank + 1) * ELEMENTS // 2)
         for step in range(first, last + 1):
             tensor = torch.full((own[1] - own[0],), float(step))

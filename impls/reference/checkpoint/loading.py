@@ -295,7 +295,7 @@ class Loading:
         branch = Branch(manifest.run, (manifest.id, *manifest.before), seen)
         notes = tuple(self.notes())
         for note in notes if self.rank == 0 else ():
-            warnings.warn(f"{folder}: {note}", CheckpointWarning, stacklevel=4)
+            warnings.warn(f"{folder}: {note}", CheckpointWarning, stacklevel=5)
         return Loaded(folder, branch, manifest.about, tuple(self.left_out), notes, self.bytes_read)
 
     def notes(self) -> Iterator[str]:
