@@ -23,7 +23,7 @@ OTHER_WORDS = {
         # a strategy or a feature
         *("strategies.py", "costs/families.py", "costs/upstream/torch_tensor.py"),
         # a form of calls, of hidden states and of pieces
-        *("cases/kinds/calls", "workloads/gpt.py", "registry/answers.py"),
+        *("cases/kinds/calls", "backends", "workloads/gpt.py", "registry/answers.py"),
         # rows of records
         *("runs/records.py", "compare/reproduced.py", "report/limits.py"),
     ),
