@@ -61,27 +61,20 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
         "faults": mutant.fault is not None,
         "membership": bool(mutant.membership or mutant.deaths),
     }
+    names = ("backend", "workload", "optimizer", "lane", "dtype", "steps", "checkpoint", "fault")
+    mappings = ("mesh", "precision", "expect", "membership")
+    fields = {name: getattr(mutant, name) for name in names}
+    fields |= {name: dict(getattr(mutant, name)) for name in mappings}
+    mixed = {"precision": fields["precision"]} if mutant.precision else {}
     own = Case(
         id=f"mutants/{mutant.name}::{mutant.backend}" + (f"::{depth}" if depth else ""),
         scenario="mutants",
         implementation=f"mutants/{mutant.name}",
-        backend=mutant.backend,
-        mesh=dict(mutant.mesh),
-        workload=mutant.workload,
-        optimizer=mutant.optimizer,
-        lane=mutant.lane,
         checks=(*checks, *(name for name, asked in more.items() if asked)),
-        options=dict(mutant.options)
-        | ({"precision": dict(mutant.precision)} if mutant.precision else {}),
-        dtype=mutant.dtype,
-        precision=dict(mutant.precision),
-        steps=mutant.steps,
-        expect=dict(mutant.expect),
-        checkpoint=mutant.checkpoint,
-        fault=mutant.fault,
-        membership=dict(mutant.membership),
+        options=dict(mutant.options) | mixed,
         deaths=tuple(mutant.deaths),
         depth=depth,
+        **fields,
     )
     return Pair(mutant, own, parent_case(own, mutant.parent))
 

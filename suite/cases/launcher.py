@@ -1,19 +1,22 @@
-"""Starts the ranks of one case and reads what they leave."""
+"""Starts the ranks of one case and reads what they leave; what is done in a case."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardproof import backends, tensor_bytes
 from shardproof.backends.disturbances import disturbances_of
 from shardproof.case import Case
+from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
 from shardproof.evidence.records import RankRecord
 from shardproof.launch.rank_process import Program
 from shardproof.launch.ranks import Kept, RankOutcome, run_ranks
+from shardproof.oracle.truth import Truth
 
 Run = Callable[..., list[RankOutcome]]
 
@@ -77,3 +80,32 @@ def records_of(outcomes: Sequence[RankOutcome]) -> list[RankRecord]:
         for held in record.held():
             held.share(equal)
     return records
+
+
+@dataclass
+class Left:
+    """How ranks ended, and the records of each leg of the run; no records where a rank broke."""
+
+    outcomes: list[RankOutcome]
+    legs: list[list[RankRecord]] = field(default_factory=list)
+
+
+class Work(ABC):
+    """The work of one case."""
+
+    @property
+    def no_oracle_because(self) -> str:
+        """Why no oracle can be trained; empty: one can, or none is needed."""
+        return ""
+
+    @abstractmethod
+    def run(self, case: Case, launcher: Launcher) -> Left:
+        """Run the ranks of ``case``, which is as plans want the first run."""
+
+    @abstractmethod
+    def train_oracle(self, left: Left, cache: Path) -> Truth:
+        """What the records are compared with; oracles that several cases share lie in ``cache``."""
+
+    @abstractmethod
+    def evidence(self, left: Left, truth: Truth) -> Evidence:
+        """What the checks look at."""

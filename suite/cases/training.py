@@ -11,8 +11,7 @@ from shardproof import backends, costs, registry, workloads
 from shardproof.axes import cutting, parts
 from shardproof.case import Case
 from shardproof.cases.kinds.kind import Schedules
-from shardproof.cases.kinds.work import Left, Work
-from shardproof.cases.launcher import Launcher, records_of
+from shardproof.cases.launcher import Launcher, Left, Work, records_of
 from shardproof.cases.rank_program import run_rank, workload_facts
 from shardproof.checks.schedule import announced
 from shardproof.contract import Implementation, Refused

@@ -404,8 +404,18 @@ FAULT = "faults:\n  - {kind: kill, rank: 0, step: 0, phase: PHASE, expect: {verd
     ("old", "new", "line", "says"),
     [
         ("save_at: 2", "save_at: 3", 13, "no step follows the save (3) - valid: 1 to 2"),
-        ("save_at: 2", "save_at: 1, again_at: 3", 13, "must lie between save_at and the last step (3) - valid: 1 to 2"),
-        ("save_at: 2", "save_at: 2, again_at: 1", 13, "again_at must lie between save_at and the last step (1) - v"),
+        (
+            "save_at: 2",
+            "save_at: 1, again_at: 3",
+            13,
+            "must lie between save_at and the last step (3) - valid: 1 to 2",
+        ),
+        (
+            "save_at: 2",
+            "save_at: 2, again_at: 1",
+            13,
+            "again_at must lie between save_at and the last step (1) - v",
+        ),
         ("save_at: 2", "save_at: 3, again_at: 3", 13, "(3) - give the scenario more steps"),
         ("saves: 2", "trained: 3", 13, "trained must not exceed save_at (3) - valid: 0 to 2"),
         ("saves: 2", "saves: 3", 13, "more saves than steps before them (3) - valid: 1 to 2"),

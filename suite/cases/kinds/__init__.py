@@ -6,22 +6,21 @@
 
 Each folder holds the row of the table below (``__init__.py``), the workload (``workload.py``), the
 program of a rank (``rank_program.py``) and the check (``check.py``).  Scenarios, commands and the
-verdict ask a ``kind.py``; a leader asks it for a ``work.py``, which it runs.
+verdict ask a ``kind.py``; a leader asks it for the work of a case (``cases/launcher.py``).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from shardproof.cases.kinds.calls import Calls
-from shardproof.cases.kinds.kind import Kind, Untrained
-from shardproof.cases.kinds.samples import Samples
+from shardproof.cases.kinds.calls import CALLS
+from shardproof.cases.kinds.kind import Kind
+from shardproof.cases.kinds.samples import SAMPLES
 from shardproof.cases.kinds.trained import Trained
-from shardproof.cases.kinds.votes import Votes
+from shardproof.cases.kinds.votes import VOTES
 
-#: Those that train no model, and all of them by the name of the workload.
-CALLS, SAMPLES, VOTES = Calls(), Samples(), Votes()
-UNTRAINED: dict[str, Untrained] = {kind.name: kind for kind in (CALLS, SAMPLES, VOTES)}
+#: By the name of the workload, those that train no model.
+UNTRAINED = {kind.name: kind for kind in (CALLS, SAMPLES, VOTES)}
 _TRAINED = Trained()
 
 

@@ -6,19 +6,21 @@ This module imports nothing that runs a case: scenarios and commands ask kinds a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardproof.case import Case, Lane, WorkloadSpec
-from shardproof.cases.kinds.work import Leg, Work
 from shardproof.contract import Implementation
-from shardproof.contract import Untrained as UntrainedSystem
 from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Schedule
 from shardproof.workloads.knobs import Params
 
 if TYPE_CHECKING:
+    from shardproof.cases.launcher import Work
     from shardproof.evidence.account import Account
+    from shardproof.evidence.records import RankRecord
+    from shardproof.launch.rank_process import Program
 
 #: Pipeline schedules by micro-batches of a window.
 Schedules = Mapping[int, Schedule]
@@ -55,34 +57,33 @@ class Kind(ABC):
         return False
 
 
+#: The world of a leg, and its program, made from the records of the leg before (the first: none).
+Leg = tuple[int, "Callable[[Sequence[RankRecord]], Program]"]
+
+
+def _nothing(*_: object) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
 class Untrained(Kind):
     """A kind that trains no model: it calls systems of one kind, and has one check.
 
-    ``name``: of the workload; ``system``: the class of systems; ``only_check``: judges its cases
-    alone, but for ``also``; ``lacks``: why another system has no such case.
+    ``name``: of the workload; ``system``: a subclass of :class:`~shardproof.contract.Untrained`;
+    ``only_check``: judges its cases alone, but for ``also``; ``lacks``: why another system has no
+    such case; ``resolve``: all knobs of a workload; ``legs``: what ranks do, leg by leg, or why the
+    system has nothing to do; ``declines``: what a case asks and the system says it does not do.
     """
 
+    name: str
+    system: type[Any]
+    only_check: str
+    lacks: str
+    resolve: Callable[[WorkloadSpec], Params]
+    legs: Callable[[Case, Any], Sequence[Leg] | str]
+    declines: Callable[[Declaration, Case], str] = _nothing
+    also: frozenset[str] = frozenset()
     trains = False
-    name: ClassVar[str]
-    system: ClassVar[type[UntrainedSystem]]
-    only_check: ClassVar[str]
-    also: ClassVar[frozenset[str]] = frozenset()
-    lacks: ClassVar[str]
-
-    @abstractmethod
-    def resolve(self, spec: WorkloadSpec) -> Params:
-        """All knobs of ``spec``.
-
-        :raises WorkloadError: an unknown knob, or a value that does not fit.
-        """
-
-    @abstractmethod
-    def legs(self, case: Case, system: Any) -> Sequence[Leg] | str:
-        """What ranks do, leg by leg; or why ``system`` has nothing to do in ``case``."""
-
-    def declines(self, declaration: Declaration, case: Case) -> str:
-        """What ``case`` asks that a system of this kind declines; empty: nothing."""
-        return ""
 
     def check(self, spec: WorkloadSpec, lane: Lane = "fp64") -> None:
         """Resolve the knobs."""

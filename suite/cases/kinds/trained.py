@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from shardproof import workloads
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.cases.kinds.kind import Kind, Schedules
-from shardproof.cases.kinds.work import Work
 from shardproof.contract import Implementation
 from shardproof.registry.declaration import Declaration
 
 if TYPE_CHECKING:
+    from shardproof.cases.launcher import Work
     from shardproof.evidence.account import Account
 
 

@@ -6,18 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardproof import registry
 from shardproof.case import Case
-from shardproof.cases.kinds.work import Left, Leg, Work
-from shardproof.cases.launcher import Launcher, records_of
+from shardproof.cases.launcher import Launcher, Left, Work, records_of
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.records import RankRecord, WorkloadFacts
 from shardproof.launch.process_control import cores
 from shardproof.launch.ranks import root_cause
 from shardproof.oracle.truth import Truth
 from shardproof.registry.declaration import Declaration
+
+if TYPE_CHECKING:
+    from shardproof.cases.kinds.kind import Leg
 
 
 @dataclass(frozen=True)

@@ -7,37 +7,30 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from shardproof.case import Case, WorkloadSpec
-from shardproof.cases.kinds.kind import Untrained
+from shardproof.case import Case
+from shardproof.cases.kinds.kind import Leg, Untrained
 from shardproof.cases.kinds.samples import workload
-from shardproof.cases.kinds.work import Leg
 from shardproof.contract import Sampling
 from shardproof.registry.declaration import Declaration
-from shardproof.workloads.knobs import Params
 
 
-class Samples(Untrained):
-    """Epochs of a sampler; a run that resumes has several legs."""
+def _declines(declaration: Declaration, case: Case) -> str:
+    for word in workload.asked(case.workload, case.data_coordinates):
+        if word in declaration.declines:
+            return f"declines {word}: {declaration.declines[word]}"
+    return ""
 
-    name = workload.NAME
-    system = Sampling
-    only_check = "data"
-    lacks = "is no sampler"
 
-    def resolve(self, spec: WorkloadSpec) -> Params:
-        """All knobs."""
-        return workload.resolve(spec)
+def _legs(case: Case, system: Any) -> Sequence[Leg]:
+    from shardproof.cases.kinds.samples.rank_program import after
 
-    def declines(self, declaration: Declaration, case: Case) -> str:
-        """What is asked of the sampler that it says it does not do."""
-        for word in workload.asked(case.workload, case.data_coordinates):
-            if word in declaration.declines:
-                return f"declines {word}: {declaration.declines[word]}"
-        return ""
+    meshes = enumerate(workload.meshes(case))
+    return [(math.prod(mesh.values()), partial(after, case, leg)) for leg, mesh in meshes]
 
-    def legs(self, case: Case, system: Any) -> Sequence[Leg]:
-        """The ranks of each leg get the state that those of the leg before told."""
-        from shardproof.cases.kinds.samples.rank_program import after
 
-        meshes = enumerate(workload.meshes(case))
-        return [(math.prod(mesh.values()), partial(after, case, leg)) for leg, mesh in meshes]
+SAMPLES = Untrained(
+    *(workload.NAME, Sampling, "data", "is no sampler"),
+    resolve=workload.resolve,
+    legs=_legs,
+    declines=_declines,
+)
