@@ -19,9 +19,10 @@ from typing import Any
 
 from shardproof import registry
 from shardproof.case import Case
-from shardproof.cases import kinds, plans
+from shardproof.cases import kinds
 from shardproof.cases.kinds.kind import Schedules
 from shardproof.cases.launcher import Launcher, Run
+from shardproof.cases.plans.all_plans import plans_of
 from shardproof.cases.plans.plan import Place
 from shardproof.cases.verdict import decide_case, measure_case, problem_of
 from shardproof.checks.results import CaseResult
@@ -143,7 +144,7 @@ def _evidence(account: Account, place: Place) -> Evidence | None:
     if work is None:
         return None
     # 2. Run the ranks, as the plans of the case want the first run.
-    own_plans, first = plans.of(case), case
+    own_plans, first = plans_of(case), case
     for plan in own_plans:
         first = plan.first(first, place)
     with _timed(account, "ranks"):
