@@ -9,18 +9,19 @@ import json
 import os
 import stat
 import tempfile
-import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from fractions import Fraction
-from functools import cache, partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, Self, TypeVar
 
 import pydantic_core
+import pydantic_core.core_schema
 
 from shardproof.errors import Problem, SelectionError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -36,6 +37,9 @@ UNWRITABLE = (
 )
 #: Bytes of a file that is read at once, and of one line.
 MOST_BYTES, MOST_LINE = 1 << 30, 64 << 20
+
+#: Type -> what reads and writes its stored form.
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
 
 def open_input(path: Path) -> BinaryIO:
@@ -148,24 +152,29 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
 class Stored:
     """A dataclass that is stored as JSON: a mapping of all its fields, nested ones as well.
 
-    Tuples become lists, frozensets sorted lists, fractions ``"numerator/denominator"``; tensors
-    stay as they are, for files of :mod:`shardproof.tensor_bytes`.  Reading goes by the annotations.
+    Tensors stay as they are, for files of :mod:`shardproof.tensor_bytes`.  A field whose type JSON
+    has no form for is annotated with its :class:`Form`.
     """
 
     __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "arbitrary_types_allowed": True,
+    }
 
     def to_dict(self) -> dict[str, Any]:
         """The stored form; :meth:`from_dict` reads it."""
-        return _by_field(self)
+        data: dict[str, Any] = to_plain(self)
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The instance that :meth:`to_dict` described.
 
-        :raises TypeError: ``data`` has other fields, or lacks one without a default.
+        :raises TypeError: ``data`` has other fields, lacks one without a default, or has one that
+            cannot be converted to its type.
         """
-        instance: Self = _made(cls, data)
-        return instance
+        return from_plain(cls, data)
 
 
 class SparselyStored(Stored):
@@ -180,161 +189,84 @@ class SparselyStored(Stored):
         return {n: v for n, v in whole.items() if v is not None or defaults[n] is not None}
 
 
-def to_plain(value: Any) -> Any:
-    """The stored form of ``value``, which may hold dataclasses."""
-    kind = type(value)
-    if kind in _AS_THEY_ARE:
-        return value
-    if kind is tuple or kind is list:
-        return [v if type(v) in _AS_THEY_ARE else to_plain(v) for v in value]
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    if isinstance(value, Mapping):
-        return {k: v if type(v) in _AS_THEY_ARE else to_plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [v if type(v) in _AS_THEY_ARE else to_plain(v) for v in value]
-    if isinstance(value, frozenset):
-        return sorted(value)
-    if isinstance(value, Fraction):
-        return f"{value.numerator}/{value.denominator}"
-    return _by_field(value) if dataclasses.is_dataclass(value) else value
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """Annotates a type with its stored form: ``read`` makes the value of it, ``write`` the form."""
+
+    read: Callable[[Any], Any] | None = None
+    write: Callable[[Any], Any] | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        """What pydantic asks of an annotation."""
+        core = pydantic_core.core_schema
+        schema: Any = core.no_info_plain_validator_function(self.read) if self.read else None
+        schema = schema or handler(source)
+        if self.write:
+            schema["serialization"] = core.plain_serializer_function_ser_schema(self.write)
+        return schema
+
+
+#: Stored as ``"numerator/denominator"``.
+Exact = Annotated[Fraction, Form(Fraction, lambda value: f"{value.numerator}/{value.denominator}")]
+
+
+def _number(value: Any) -> float:
+    if type(value) in (int, float) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise ValueError("Input should be a number")
+
+
+#: Infinity and NaN, which JSON lacks, are stored as text.
+Number = Annotated[float, Form(_number)]
+
+
+def to_plain(value: Any, kind: Any = None) -> Any:
+    """The stored form of ``value``; ``kind``: its type, where that is no dataclass."""
+    return _adapter(kind or type(value)).dump_python(value, warnings=False)
 
 
 def from_plain(kind: type[T], data: Any) -> T:
-    """The value of type ``kind`` whose stored form is ``data``."""
-    value: T = _reader(kind)(data)  # type: ignore[arg-type]  # types are hashable
-    return value
+    """The value of type ``kind`` whose stored form is ``data``.
+
+    :raises TypeError: ``data`` is no stored form of ``kind``.
+    """
+    with _one_line():
+        value: T = _adapter(kind).validate_python(data)
+        return value
 
 
-def read_annotations() -> None:
-    """Read those of every stored class that is imported, so that no forked process has to."""
+def from_others(kind: type[T], data: Any) -> T:
+    """As :func:`from_plain`, of what others may have written: no value is converted to its type.
+
+    :raises TypeError: also where a number is given as text, say.
+    """
+    with _one_line():
+        value: T = _adapter(kind).validate_json(fast_json(data), strict=True)
+        return value
+
+
+def learn_forms() -> None:
+    """Work out the forms of all stored classes imported so far, before a process is forked."""
     kinds = [Stored]
     for kind in kinds:
         kinds += kind.__subclasses__()
         if dataclasses.is_dataclass(kind):
-            field_names(kind)
-            _readers(kind)
+            _adapter(kind)
 
 
-def require_types(value: Any) -> None:
-    """Ask whether the fields of a dataclass, read from what others wrote, are as annotated.
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:
+        from pydantic import TypeAdapter
 
-    :raises TypeError: one is not.
-    """
-    kind: Any = type(value)
-    for name, fits in _fitting(kind).items():
-        if not fits(getattr(value, name)):
-            raise TypeError(f"{name} is {getattr(value, name)!r:.80}")
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
-Fits = Callable[[Any], bool]
-
-
-@cache
-def _fitting(kind: type) -> dict[str, Fits]:
-    """What tells for each field of a dataclass whether a value is as annotated."""
-    return {name: _fits(hint) for name, hint in _hints(kind).items()}
-
-
-@cache
-def _fits(kind: Any) -> Fits:
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (UnionType, typing.Union):
-        either = [_fits(part) for part in parts]
-        return lambda value: any(fits(value) for fits in either)
-    if origin is typing.Literal:
-        return lambda value: isinstance(value, str)
-    if dataclasses.is_dataclass(kind):
-        return lambda value: (
-            isinstance(value, typing.cast(type, kind))
-            and all(
-                fits(getattr(value, name))
-                for name, fits in _fitting(typing.cast(type, kind)).items()
-            )
-        )
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        of_values = _fits(parts[1])
-        return lambda value: isinstance(value, Mapping) and all(map(of_values, value.values()))
-    if isinstance(origin, type) and issubclass(origin, Collection):
-        item = _fits(parts[0])
-        return lambda value: isinstance(value, tuple | list | frozenset) and all(map(item, value))
-    if kind is float:  # what is not finite is text in JSON
-        return lambda value: type(value) in (int, float) or value in ("nan", "inf", "-inf")
-    return lambda value: kind not in _AS_THEY_ARE or type(value) is kind
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    # torch is not imported for the sake of an annotation.
-    hints = typing.get_type_hints(kind, localns={"Tensor": Any})
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-_AS_THEY_ARE = frozenset((str, int, float, bool, NoneType))
-
-Reader = Callable[[Any], Any]
-
-
-def _by_field(value: Any) -> dict[str, Any]:
-    names, held = field_names(type(value)), value.__getattribute__  # type: ignore[arg-type]
-    items = [(name, held(name)) for name in names]
-    return {n: v if type(v) in _AS_THEY_ARE else to_plain(v) for n, v in items}
-
-
-@cache
-def field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
-
-
-def _made(kind: Any, data: Mapping[str, Any]) -> Any:
-    readers = _readers(kind)
-    return kind(**{n: readers[n](v) if n in readers else v for n, v in data.items()})
-
-
-@cache
-def _readers(kind: Any) -> dict[str, Reader]:
-    """A reader for each field of a dataclass that is not stored as it is."""
-    readers = {name: _reader(hint) for name, hint in _hints(kind).items()}
-    return {name: reader for name, reader in readers.items() if reader is not _same}
-
-
-@cache
-def _reader(kind: Any) -> Reader:
-    """What makes a value of type ``kind`` of its stored form."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (UnionType, typing.Union):
-        readers = [reader for reader in map(_reader, parts) if reader is not _same]
-        return _optional(readers[0]) if readers else _same
-    if hasattr(kind, "from_dict"):
-        reader: Reader = kind.from_dict
-        return reader
-    if dataclasses.is_dataclass(kind):
-        return partial(_made, kind)
-    if origin is frozenset or kind is Fraction:
-        return origin or Fraction
-    if not isinstance(origin, type) or not issubclass(origin, Collection):
-        return _same
-    if issubclass(origin, Mapping):
-        return _mapping(_reader(parts[1]))
-    part = _reader(parts[0]) if origin is not tuple or parts[1:] == (...,) else _same
-    return _items(part, tuple if origin is tuple else list)
-
-
-def _same(data: Any) -> Any:
-    return data
-
-
-def _optional(reader: Reader) -> Reader:
-    return lambda data: None if data is None else reader(data)
-
-
-def _mapping(reader: Reader) -> Reader:
-    if reader is _same:
-        return _same
-    return lambda data: {key: reader(item) for key, item in data.items()}
-
-
-def _items(reader: Reader, kind: type) -> Reader:
-    if reader is _same:
-        return _same if kind is list else kind
-    return lambda data: kind(map(reader, data))
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except pydantic_core.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise TypeError(f"{place}: {first['msg']}, not {first['input']!r:.80}") from None

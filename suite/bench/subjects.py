@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardproof.axes import sharing, size
 from shardproof.case import WorkloadSpec
@@ -65,6 +65,9 @@ class Timed(Stored, ABC):
     ``workload`` is that of a step of all ranks.  ``deadline`` is in seconds, of a launch.
     """
 
+    #: Lines have an ``id`` besides.
+    __pydantic_config__ = Stored.__pydantic_config__ | {"extra": "ignore"}
+
     name: str
     backend: str
     world: int
@@ -85,10 +88,6 @@ class Timed(Stored, ABC):
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"id": self.id}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        return super().from_dict({key: value for key, value in data.items() if key != "id"})
 
 
 @dataclass(frozen=True, kw_only=True)

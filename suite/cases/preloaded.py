@@ -8,7 +8,7 @@ import importlib
 from shardproof import registry
 from shardproof.checks import CHECKS
 from shardproof.costs import cost_model_class
-from shardproof.files import read_annotations
+from shardproof.files import learn_forms
 from shardproof.strategies import STRATEGIES
 
 # With the parts that systems import when options ask for them: no rank pays for these, either.
@@ -16,4 +16,4 @@ for module in (*CHECKS.values(), *registry.modules("reference"), *registry.modul
     importlib.import_module(module)
 for strategy in STRATEGIES:
     cost_model_class(strategy)
-read_annotations()
+learn_forms()

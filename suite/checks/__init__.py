@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardproof.backends import BACKENDS, USUAL
-from shardproof.files import Stored
+from shardproof.files import Number, Stored
 
 if TYPE_CHECKING:
     from shardproof.case import Case
@@ -66,13 +66,8 @@ class Worst:
     step: int
     phase: str
     owner: str
-    error: float
-    bound: float
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Worst:
-        """The tensor that a stored outcome names; JSON has no infinity but as text."""
-        return cls(**{**data, "error": float(data["error"]), "bound": float(data["bound"])})
+    error: Number
+    bound: Number
 
     @property
     def place(self) -> str:

@@ -9,26 +9,27 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from shardproof.case import Case
 from shardproof.checks import Outcome
 from shardproof.contract import Depth, Options
-from shardproof.files import Stored, field_names, require_types
+from shardproof.files import Form, Number, Stored, from_others
 from shardproof.registry import MUTANTS
 
 
 class _Line(Stored):
     """A line without the keys of ``cases.jsonl`` that are ``None`` and optional."""
 
+    __pydantic_config__ = Stored.__pydantic_config__ | {"extra": "ignore"}
     OPTIONAL: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The line without its ``kind``."""
-        fields = super().to_dict()
-        return {k: v for k, v in fields.items() if v is not None or k not in self.OPTIONAL}
+        whole = super().to_dict()
+        return {k: v for k, v in whole.items() if v is not None or k not in self.OPTIONAL}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -37,21 +38,15 @@ class _Line(Stored):
         :raises TypeError: ``data`` lacks a field (lines have all but the optional ones), or one is
             of another type.
         """
-        kind: Any = cls  # types are hashable
-        fields = _known(kind, data)
-        lacking = {*field_names(kind)} - {*fields, *cls.OPTIONAL}
+        kind: Any = cls
+        lacking = {each.name for each in fields(kind)} - {*data, *cls.OPTIONAL}
         if lacking:
             raise TypeError(f"lacks {', '.join(sorted(lacking))}")
-        if isinstance(fields.get("case"), Mapping):
-            fields["case"] = _known(Case, fields["case"])
-        line = super().from_dict(fields)
-        require_types(line)
-        return line
-
-
-def _known(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    names = field_names(kind)
-    return {key: value for key, value in data.items() if key in names}
+        case = data.get("case")
+        if isinstance(case, Mapping):
+            known = {each.name: case[each.name] for each in fields(Case) if each.name in case}
+            data = {**data, "case": known}
+        return from_others(cls, data)
 
 
 #: In the command that reruns a case of ``prove``: its run, where there is no folder yet.
@@ -94,6 +89,16 @@ def _argument(case: Case, folder: Path | None) -> str:
 _FRACTION = re.compile(r"\d{1,40}(/[1-9]\d{0,39})?", re.ASCII)
 
 
+def _bytes(text: Any) -> str:
+    if isinstance(text, str) and _FRACTION.fullmatch(text):
+        return text
+    raise ValueError("Input should be a number of bytes")
+
+
+#: A fraction as text.
+Bytes = Annotated[str, Form(_bytes)]
+
+
 @dataclass
 class CaseResult(_Line):
     """What became of a case.
@@ -112,34 +117,17 @@ class CaseResult(_Line):
     verdict: str
     reason: str = ""
     checks: list[Outcome] = field(default_factory=list)
-    seconds: float = 0.0
-    worst_error: float | None = None
-    bound: float | None = None
-    bytes_sent: str | None = None
-    bytes_expected: str | None = None
+    seconds: Number = 0.0
+    worst_error: Number | None = None
+    bound: Number | None = None
+    bytes_sent: Bytes | None = None
+    bytes_expected: Bytes | None = None
     rerun: str = ""
     record: str | None = None
     data: str | None = None
     depth: Depth | None = None
     loss_factor: str | None = None
     seen: tuple[str, ...] | None = None
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The result in a line of ``cases.jsonl``.
-
-        :raises TypeError: as for any line, or bytes that are no fraction.
-        """
-        result = super().from_dict(data)
-        for figure in (result.bytes_sent, result.bytes_expected):
-            if figure and not _FRACTION.fullmatch(figure):
-                raise TypeError(f"no number of bytes: {figure!r:.80}")
-        # JSON has no infinity: it is stored as text.
-        result.seconds = float(result.seconds)
-        result.worst_error, result.bound = (
-            None if value is None else float(value) for value in (result.worst_error, result.bound)
-        )
-        return result
 
     def check(self, name: str) -> Outcome | None:
         """What the check ``name`` says; ``None``: it was not asked, or did not come to it."""
@@ -170,7 +158,7 @@ class Kill(_Line):
     verdict: str
     reason: str
     lane: str
-    margin: float | None
+    margin: Number | None
     seconds: float
     crash_says: str = ""
     depth: str | None = None

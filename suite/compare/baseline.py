@@ -16,7 +16,7 @@ from typing import Any
 
 from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import DAMAGE, read_input, require_types, write_whole
+from shardproof.files import DAMAGE, from_others, read_input, write_whole
 from shardproof.runs import run_folder
 from shardproof.runs.integrity import require_unedited
 
@@ -151,11 +151,9 @@ def read(path: Path) -> Snapshot:
         if document.get("format") != FORMAT:
             what = f"is a baseline of format {document.get('format')!r}, this suite reads {FORMAT}"
             raise SelectionError(Problem(what, AGAIN, file=str(path)))
-        versions = [Version(**row) for row in document["versions"]]
+        versions = [from_others(Version, row) for row in document["versions"]]
         if not versions:
             raise ValueError("no versions")
-        for version in versions:
-            require_types(version)
         return Snapshot(
             name=str(document["name"]),
             hardware=str(document["hardware"]),

@@ -21,6 +21,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.compare import exact_figures
 from shardproof.compare.exact_figures import Json, JsonObject
 from shardproof.errors import Problem, SelectionError
+from shardproof.files import Stored
 from shardproof.runs.header import Invocation
 from shardproof.runs.run_folder import Run
 
@@ -62,7 +63,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Version:
+class Version(Stored):
     """What judged: versions of the suite and of what it computes with."""
 
     suite: str

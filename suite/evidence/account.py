@@ -10,14 +10,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from shardproof import tensor_bytes
 from shardproof.case import Case
 from shardproof.evidence.assembled import Evidence, Figures, StoredFigures
-from shardproof.files import Stored
+from shardproof.files import Form, Stored
 from shardproof.launch.outcome import RankOutcome
 from shardproof.oracle.truth import Tensors, Truth
 from shardproof.registry.declaration import Declaration
@@ -54,6 +54,10 @@ class WholeTensor:
     data: str
 
 
+#: Figures are written and read by :class:`Account` itself, since reading them takes the case.
+_APART = Form(lambda figures: figures, lambda figures: None)
+
+
 @dataclass
 class Account(Stored):
     """What became of one case.  Empty texts and ``None``: it did not come to that.
@@ -77,7 +81,7 @@ class Account(Stored):
     fault: str = ""
     leader: LeaderEnd | None = None
     outcomes: list[RankOutcome] = field(default_factory=list)
-    figures: Figures | None = None
+    figures: Annotated[Figures | None, _APART] = None
     whole: list[WholeTensor] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     data_digest: str = ""
@@ -85,6 +89,7 @@ class Account(Stored):
     def to_dict(self) -> dict[str, Any]:
         """The stored form, without tensors; :meth:`from_dict` reads it."""
         data = super().to_dict()
+        data["figures"] = None if self.figures is None else self.figures.to_dict()
         for outcome in data["outcomes"]:
             outcome["record"] = None  # the file of a rank's record is gone when the case is over
         return data

@@ -245,19 +245,18 @@ class Figures(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """The stored form, without tensors; :meth:`StoredFigures.from_dict` reads it."""
-        facts = self.model_facts
+        facts, own = self.model_facts, self.own_costs
+        rows = {check: [row.to_dict() for row in found] for check, found in self.compared.items()}
         return {
             "records": [record.without_tensors().to_dict() for record in self.records],
             "oracle": self.oracle.to_dict(),
             "workload": self.workload.to_dict(),
             "facts": {name: str(value) for name, value in self.facts.items()},
             "plan": None if facts is None else facts.to_dict(),
-            "own_costs": to_plain(self.own_costs),
-            "compared": to_plain(self.compared),
-            "schedules": {
-                str(size): to_plain(schedule) for size, schedule in self.schedules.items()
-            },
-            "tensors": to_plain(self.tensors),
+            "own_costs": None if own is None else own.to_dict(),
+            "compared": rows,
+            "schedules": {str(size): plan.to_dict() for size, plan in self.schedules.items()},
+            "tensors": to_plain(self.tensors, list[TensorRow]),
         }
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from shardproof.contract import Event
 from shardproof.evidence.held import Held
-from shardproof.files import SparselyStored, Stored
+from shardproof.files import Form, SparselyStored, Stored
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.program_order import Done
 from shardproof.ledgers.traffic import Call
@@ -23,7 +23,7 @@ from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.registry.declaration import Declaration
 
 #: Pieces of a rank by kind of state.
-Pieces = Mapping[str, Held]
+Pieces = Mapping[str, Annotated[Held, Form(Held.from_dict, Held.to_dict)]]
 #: Number, kind and name of an entry of the program-order log.
 LoggedEvent = tuple[int, str, str]
 
@@ -180,7 +180,7 @@ class RankRecord(Stored):
     unmatched: list[str] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     full_state: Mapping[str, TensorDigest] | None = None
-    calls: list[ComparisonRow] = field(default_factory=list)
+    calls: list[Compared] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
     voted: list[Voted] = field(default_factory=list)
     loaded: Loaded | None = None
@@ -288,6 +288,10 @@ class ComparisonRow(Stored):
         if not self.tested:
             return place | {"tested": False}
         return place | {"owner": self.owner, "error": self.error, "bound": self.bound}
+
+
+#: A row as records keep it.
+Compared = Annotated[ComparisonRow, Form(write=ComparisonRow.to_dict)]
 
 
 @dataclass(frozen=True, slots=True)

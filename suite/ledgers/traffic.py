@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from shardproof.files import Stored
+from shardproof.files import Exact, Stored
 from shardproof.ledgers.program_order import PerRank, Phase, RankLog, inside_backward
 
 #: What :attr:`Call.released` is of a tensor that is still there.
@@ -41,7 +41,7 @@ class Call(Stored):
     axis: str
     dtype: str
     payload_bytes: int
-    logical_bytes: Fraction
+    logical_bytes: Exact
     phase: Phase
     inside_backward: bool
     units_before: int

@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from shardproof import axes, contract, registry, strategies
 from shardproof.backends import BACKENDS, Backend
 from shardproof.case import Case
 from shardproof.contract import Capabilities, Depth, Implementation, Options, Refused, Sampling
 from shardproof.errors import nearest
-from shardproof.files import Stored
+from shardproof.files import Form, Stored
 from shardproof.workloads.base import DTYPES
 from shardproof.workloads.traits import TRAITS
 
@@ -61,6 +61,7 @@ class Declaration(Capabilities, Stored):
     whether it goes on with other members.
     """
 
+    features: Annotated[frozenset[str], Form(frozenset, sorted)] = frozenset()
     strategy: str = ""
     depth: Depth = "layout"
     reconfigures: bool = True

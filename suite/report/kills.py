@@ -35,7 +35,7 @@ def table(kills: Sequence[Kill]) -> Table:
             *(_mark(check in kill.killed_by, check in kill.failing) for check in columns),
             kill.parent,
             kill.lane,
-            "-" if kill.margin is None else f"{float(kill.margin):.1e}",
+            "-" if kill.margin is None else f"{kill.margin:.1e}",
             *([kill.why_not] if survivors else []),
         )
         for kill in kills

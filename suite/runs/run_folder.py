@@ -38,10 +38,11 @@ from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import (
     DAMAGE,
     UNWRITABLE,
+    from_others,
     lines_of,
     open_input,
+    read_fast_json,
     read_input,
-    require_types,
     write_whole,
 )
 from shardproof.runs import code, shard
@@ -391,8 +392,7 @@ def read_plan(path: Path) -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for raw in read_input(file).splitlines() if file.exists() else ():
         try:
-            case = Case.from_dict(json.loads(raw))
-            require_types(case)
+            case = from_others(Case, json.loads(raw))
         except DAMAGE:
             continue  # cut off by a kill, before any case of that invocation ran
         cases[case.id] = case
@@ -515,7 +515,7 @@ def _lines(path: Path, strict: bool = False) -> Iterator[tuple[int, Line]]:
         return
     for number, raw in enumerate(lines_of(path), 1):
         try:
-            line = json.loads(raw)
+            line = read_fast_json(raw)
         except (ValueError, RecursionError):
             if strict and raw.endswith(b"\n"):
                 remedy = "`shardproof verify` tells what else was changed"

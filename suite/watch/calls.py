@@ -38,7 +38,7 @@ from typing import Any
 
 from shardproof.backends.errors import members_of
 from shardproof.backends.request import Request
-from shardproof.files import Stored
+from shardproof.files import Exact, Stored
 from shardproof.launch.frames import is_of_script, is_shown
 from shardproof.ledgers.program_order import inside_backward
 
@@ -88,7 +88,7 @@ class Total(Stored):
     calls: int = 0
     payload_bytes: int = 0
     #: This rank's share of what is sent, in the model of the traffic ledger.
-    logical_bytes: Fraction = field(default_factory=Fraction)
+    logical_bytes: Exact = field(default_factory=Fraction)
 
 
 @dataclass(frozen=True)

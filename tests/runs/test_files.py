@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
-from shardproof.files import SparselyStored, Stored, from_plain, write_whole
+from shardproof.files import Exact, Form, SparselyStored, Stored, from_plain, write_whole
 
 
 @pytest.mark.parametrize("data", ["ä\n", "ä\n".encode(), [b"\xc3", b"\xa4\n"]])
@@ -47,7 +48,7 @@ def test_an_interrupt_leaves_the_old_file(tmp_path: Path) -> None:
 @dataclass(frozen=True)
 class Inner:
     name: str
-    share: Fraction = Fraction(1)
+    share: Exact = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Outer(Stored):
     inner: Inner
     pairs: tuple[tuple[int, int], ...] = ()
     by_name: Mapping[str, Sequence[Inner]] = field(default_factory=dict)
-    features: frozenset[str] = frozenset()
+    features: Annotated[frozenset[str], Form(frozenset, sorted)] = frozenset()
     other: Inner | None = None
     note: str | None = None
 
@@ -69,7 +70,7 @@ class Sparse(SparselyStored):
 def test_a_dataclass_comes_back_from_its_stored_form() -> None:
     third = Inner("b", Fraction(1, 3))
     outer = Outer(Inner("a"), ((1, 2), (3, 4)), {"x": [third]}, frozenset("zy"), third)
-    stored = outer.to_dict()
+    stored = json.loads(json.dumps(outer.to_dict()))
     assert stored == {
         "inner": {"name": "a", "share": "1/1"},
         "pairs": [[1, 2], [3, 4]],
@@ -78,9 +79,9 @@ def test_a_dataclass_comes_back_from_its_stored_form() -> None:
         "other": {"name": "b", "share": "1/3"},
         "note": None,
     }
-    assert Outer.from_dict(json.loads(json.dumps(stored))) == outer
+    assert Outer.from_dict(stored) == outer
     assert Outer.from_dict({"inner": {"name": "a"}}) == Outer(Inner("a"))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'new'"):
+    with pytest.raises(TypeError, match="new: Unexpected keyword argument, not 1"):
         Outer.from_dict({"inner": {"name": "a"}, "new": 1})
     assert from_plain(dict[str, list[Inner]], {"x": [{"name": "a"}]}) == {"x": [Inner("a")]}
 

@@ -31,7 +31,7 @@ from shardproof.bench.leader_tasks import LaunchFailed, on_ranks
 from shardproof.case import WorkloadSpec, data_shares
 from shardproof.comm import Mesh
 from shardproof.contract import Batch, Implementation, OptimizerSpec, Options, StopRule
-from shardproof.files import Stored
+from shardproof.files import Exact, Stored
 from shardproof.impls.reference.parts.consensus import Consensus
 from shardproof.ledgers import program_order, traffic
 from shardproof.workloads import Workload
@@ -101,7 +101,7 @@ class RankEnd(Stored):
     losses: list[float]
     reached: int | None
     steps: int
-    sent: Fraction
+    sent: Exact
     why: str
     seconds: list[float] = field(default_factory=list)
 
