@@ -38,30 +38,17 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 def decide(evidence: Figures) -> Outcome:
     """Count the reductions issued in time, for every rank and settled step."""
-    if evidence.case.world == 1:
-        return Outcome("overlap", "skip", "a world of one rank has nothing to overlap")
-    if "overlap" not in evidence.declaration.features:
-        return Outcome("overlap", "skip", "not part of what this strategy claims")
+    if (outcome := _not_judged(evidence)) is not None:
+        return outcome
     cost_model = evidence.cost_model()
-    if cost_model is not None and (reason := cost_model.why_overlap_is_not_judged()):
-        return Outcome("overlap", "skip", reason)
-    if cost_model is None and is_compressed(evidence):
-        return Outcome("overlap", "skip", compression.BY_OTHER_CALLS)
     ahead = cost_model.prefetch() if cost_model is not None else None
     settled = [step for step in evidence.steps if step >= SETTLING]
-    if not settled:
-        return Outcome("overlap", "precondition", f"needs more than {SETTLING} steps")
     counts = OverlapFigures()
     gathers: list[int] = []
     depths: dict[str, int] = {}
     unlearned = False
     for record in evidence.records:
         for step in settled:
-            calls = [
-                call
-                for call in step_calls(record, step)
-                if call.operation in REDUCTIONS and call.phase == "backward"
-            ]
             begun = [event[1:] for event in record.events_of(step)]
             units = _begins(record, step, ("backward",))
             several = len({unit for kind, unit in begun if kind == "backward" and unit}) > 1
@@ -71,12 +58,10 @@ def decide(evidence: Figures) -> Outcome:
             if ahead is not None and not any(_begins(record, s, ("backward",)) for s in before):
                 unlearned = True  # its own order is not known yet
                 continue
-            late = [call for call in calls if not call.inside_backward]
-            early = [call for call in calls if call.issued < units[-1]]
-            exposed = [call for call in early if not _computed_while_under_way(call, units)]
-            counts.reductions += len(calls)
-            counts.issued_inside_backward += len(calls) - len(late)
-            counts.hidden += len(early) - len(exposed)
+            made = _reductions(record, step, units)
+            counts.reductions += len(made.calls)
+            counts.issued_inside_backward += len(made.calls) - len(made.late)
+            counts.hidden += len(made.early) - len(made.exposed)
             # A bucket with a parameter that this rank did not use can only leave after backward.
             allowed, waits, problem = int(evidence.workload.unused_possible), False, ""
             if ahead is not None and cost_model is not None:
@@ -88,24 +73,9 @@ def decide(evidence: Figures) -> Outcome:
                 depths = {phase: max(most, depths.get(phase, 0)) for phase, most in deepest.items()}
                 problem = _wrong_gathers(ahead, rounds, gathers[-1], deepest)
             # How many may leave late, and what hides them, only a layout tells.
-            told = not problem and evidence.depth == "layout"
-            if told and len(late) > allowed:
-                problem = (
-                    f"{len(late)} of {len(calls)} gradient reductions start after backward has "
-                    f"ended, when nothing computes beside them ({allowed} allowed)"
-                )
-            elif told and exposed and (ahead is None or ahead.watched):
-                problem = (
-                    f"{len(exposed)} of {len(early)} gradient reductions that start early enough "
-                    "are waited for at once: no unit begins its backward while they are under way"
-                )
-            # Gradients that wait for a round in which only others compute leave late, and a single
-            # unit has no other behind it.
-            elif not problem and len(calls) > 2 and not early and not waits and several:
-                problem = (
-                    f"none of {len(calls)} gradient reductions starts before the last unit begins "
-                    "its backward: all other units compute while nothing is under way"
-                )
+            most = allowed if evidence.depth == "layout" else None
+            watched = ahead is None or ahead.watched
+            problem = problem or _wrong_reductions(made, most, watched, waits or not several)
             if problem:
                 message = f"rank {record.rank}, step {step}: {problem}"
                 return Outcome("overlap", "fail", message, None, counts.to_dict())
@@ -128,6 +98,76 @@ class OverlapFigures(SparselyStored):
     hidden: int = 0
     gathers_ahead: int | None = None
     depth: Mapping[str, int] | None = None
+
+
+def _not_judged(evidence: Figures) -> Outcome | None:
+    """The outcome where there is nothing to count; ``None``: there is."""
+    if evidence.case.world == 1:
+        return Outcome("overlap", "skip", "a world of one rank has nothing to overlap")
+    if "overlap" not in evidence.declaration.features:
+        return Outcome("overlap", "skip", "not part of what this strategy claims")
+    cost_model = evidence.cost_model()
+    if cost_model is not None and (reason := cost_model.why_overlap_is_not_judged()):
+        return Outcome("overlap", "skip", reason)
+    if cost_model is None and is_compressed(evidence):
+        return Outcome("overlap", "skip", compression.BY_OTHER_CALLS)
+    if all(step < SETTLING for step in evidence.steps):
+        return Outcome("overlap", "precondition", f"needs more than {SETTLING} steps")
+    return None
+
+
+@dataclass(frozen=True)
+class _Reductions:
+    """Gradient reductions of one rank and step, by when they start and are waited for.
+
+    ``late``: after backward has ended; ``early``: before the last unit begins its backward;
+    ``exposed``: early ones that are waited for before another unit begins.
+    """
+
+    calls: list[Call]
+    late: list[Call]
+    early: list[Call]
+    exposed: list[Call]
+
+
+def _reductions(record: RankRecord, step: int, units: list[int]) -> _Reductions:
+    """The reductions in backward of ``step``; ``units``: where units begin their backward."""
+    calls = [
+        call
+        for call in step_calls(record, step)
+        if call.operation in REDUCTIONS and call.phase == "backward"
+    ]
+    late = [call for call in calls if not call.inside_backward]
+    early = [call for call in calls if call.issued < units[-1]]
+    exposed = [call for call in early if not _computed_while_under_way(call, units)]
+    return _Reductions(calls, late, early, exposed)
+
+
+def _wrong_reductions(made: _Reductions, most: int | None, watched: bool, unhidden: bool) -> str:
+    """What is wrong with the reductions of one rank and step (``""``: nothing).
+
+    ``most``: how many may start late (``None``: not promised).  ``watched``: the log has the begin
+    of every unit.  ``unhidden``: it may be that none starts early.
+    """
+    calls, late, early, exposed = made.calls, made.late, made.early, made.exposed
+    if most is not None and len(late) > most:
+        return (
+            f"{len(late)} of {len(calls)} gradient reductions start after backward has "
+            f"ended, when nothing computes beside them ({most} allowed)"
+        )
+    if most is not None and exposed and watched:
+        return (
+            f"{len(exposed)} of {len(early)} gradient reductions that start early enough "
+            "are waited for at once: no unit begins its backward while they are under way"
+        )
+    # Gradients that wait for a round in which only others compute leave late, and a single
+    # unit has no other behind it.
+    if len(calls) > 2 and not early and not unhidden:
+        return (
+            f"none of {len(calls)} gradient reductions starts before the last unit begins "
+            "its backward: all other units compute while nothing is under way"
+        )
+    return ""
 
 
 def _wrong_gathers(ahead: Prefetch, rounds: int, early: int, deepest: Mapping[str, int]) -> str:

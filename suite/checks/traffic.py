@@ -53,18 +53,7 @@ def decide(evidence: Figures) -> Outcome:
     promise = f"family {evidence.family.name}" if evidence.family else f"{strategy}.payload_bytes"
     promises = [_promise(evidence, step) for step in evidence.steps]
     sent = [_payload(evidence, step) for step in evidence.steps]
-    last = evidence.steps[-1]
-    figures = TrafficFigures(
-        formula=own or promise,
-        bytes_sent=str(sent[-1]),
-        sent=[
-            Sent(*key, calls, str(size))
-            for key, (calls, size) in sorted(flows_of(evidence, last).items())
-        ],
-        calls_per_step=len(step_calls(evidence.records[0], last)),
-        setup_bytes=str(_bytes(evidence, lambda r: (c for c in r.traffic if c.phase == "setup"))),
-        control_bytes=str(_bytes(evidence, _control_calls)),
-    )
+    figures = _counted(evidence, own or promise, sent[-1])
     # Of a family it is not known which integers are a compressed gradient: all are bounded as one.
     compressed = evidence.depth == "family" and is_compressed(evidence)
     for step, value, cost_model in zip(evidence.steps, sent, promises, strict=True):
@@ -76,22 +65,7 @@ def decide(evidence: Figures) -> Outcome:
                 expected = cost_model.payload()
             except NoCostModel as error:
                 return Outcome("traffic", "skip", str(error), None, figures.to_dict())
-            flows = cost_model.flows()
-            figures.source = cost_model.source
-            figures.flows = [Sent(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
-            _set_textbook(figures, cost_model)
-            floats, integers = ([f for f in flows if f.integers is kind] for kind in (False, True))
-            counted = _integers(evidence, step, integers)
-            value += sum((size for _, size in counted.values()), Fraction(0))
-            if step == last:
-                rows = sorted(counted.items())
-                figures.sent = [*figures.sent, *(Sent(*k, n, str(size)) for k, (n, size) in rows)]
-            message = _flow_differs(step, strategy, flows_of(evidence, step), floats)
-            message = message or _flow_differs(step, strategy, counted, integers, " of integers")
-            message = message or _rank_differs(evidence, step, strategy, floats)
-            if not message and _has_nodes(evidence):
-                figures.between_nodes = _between_nodes(evidence, step, flows)
-                message = _between_differs(figures.between_nodes, step, strategy)
+            value, message = _against(evidence, step, value, cost_model, figures)
         elif evidence.family is not None:
             low, high = figures.within = _family_bounds(evidence, evidence.family, step)
             if compressed:
@@ -168,6 +142,48 @@ class TrafficFigures(SparselyStored):
     bytes_expected: str | None = None
     within: tuple[int, int] | None = None
     between_nodes: Sequence[Between] | None = None
+
+
+def _counted(evidence: Figures, formula: str, last_sent: Fraction) -> TrafficFigures:
+    """What the ranks sent, as figures: the last step's flows, set-up and control."""
+    last = evidence.steps[-1]
+    return TrafficFigures(
+        formula=formula,
+        bytes_sent=str(last_sent),
+        sent=[
+            Sent(*key, calls, str(size))
+            for key, (calls, size) in sorted(flows_of(evidence, last).items())
+        ],
+        calls_per_step=len(step_calls(evidence.records[0], last)),
+        setup_bytes=str(_bytes(evidence, lambda r: (c for c in r.traffic if c.phase == "setup"))),
+        control_bytes=str(_bytes(evidence, _control_calls)),
+    )
+
+
+def _against(
+    evidence: Figures, step: int, value: Fraction, cost_model: CostModel, figures: TrafficFigures
+) -> tuple[Fraction, str]:
+    """``value`` with the integers that are promised, and how ``step`` differs from its cost model
+    (``""``: it does not); ``figures`` get what the model says.
+    """
+    strategy = evidence.declaration.strategy
+    flows = cost_model.flows()
+    figures.source = cost_model.source
+    figures.flows = [Sent(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
+    _set_textbook(figures, cost_model)
+    floats, integers = ([f for f in flows if f.integers is kind] for kind in (False, True))
+    counted = _integers(evidence, step, integers)
+    value += sum((size for _, size in counted.values()), Fraction(0))
+    if step == evidence.steps[-1]:
+        rows = sorted(counted.items())
+        figures.sent = [*figures.sent, *(Sent(*k, n, str(size)) for k, (n, size) in rows)]
+    message = _flow_differs(step, strategy, flows_of(evidence, step), floats)
+    message = message or _flow_differs(step, strategy, counted, integers, " of integers")
+    message = message or _rank_differs(evidence, step, strategy, floats)
+    if not message and _has_nodes(evidence):
+        figures.between_nodes = _between_nodes(evidence, step, flows)
+        message = _between_differs(figures.between_nodes, step, strategy)
+    return value, message
 
 
 #: (axis, operation) -> calls and logical bytes, summed over ranks.

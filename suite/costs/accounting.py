@@ -53,10 +53,15 @@ class Accounting:
 KNOWN = {
     accounting.id: accounting
     for accounting in (
+        # Adam with everything in fp32: two slots of 4 bytes.
         Accounting("A32", 4, 4, 8, built=4),
+        # ZeRO's K = 12: fp32 master and two fp32 slots beside 16-bit parameters and gradients.
         Accounting("A16", 2, 2, 12, built=4),
+        # As A16, but gradients are summed and kept in fp32 (Megatron's main gradients).
         Accounting("M18", 2, 4, 12, built=4),
+        # Adam in bf16 throughout: no master, slots of 2 bytes.
         Accounting("B8", 2, 2, 4, built=2),
+        # bf16 and SGD without momentum: no state at all.
         Accounting("S4", 2, 2, 0, built=2),
     )
 }

@@ -33,6 +33,7 @@ from shardproof.costs.model_facts import ModelFacts
 #: Elements of a piece of the double binary tree, at most.
 PIECE = 1 << 17
 #: A vector to be all-reduced has a lane for each so many elements, up to this many lanes.
+#  The implementation has the same constants; tests/strategies/test_collectives.py compares them.
 LANE, MOST_LANES = 1 << 18, 4
 #: The collectives of the backend itself.
 BACKEND = "backend"
@@ -122,6 +123,8 @@ def double_binary_tree(rank: int, ranks: int, length: int, piece: int = PIECE) -
     # The place of a rank in the second tree: mirrored, or shifted by one where N is odd.
     places = rank, (rank + 1) % ranks if ranks % 2 else ranks - 1 - rank
     edges = [_neighbours(place, ranks) for place in places]
+    # Up and down a tree's depth; every further piece follows one round behind.  The first half is
+    # the longer one.
     rounds = 2 * (ranks.bit_length() - 1) + pieces[0] - 1
     messages = sum(n * count for n, count in zip(edges, pieces, strict=True))
     return Sent(rounds, messages, sum(n * half for n, half in zip(edges, halves, strict=True)))
@@ -132,6 +135,8 @@ def hierarchical(rank: int, ranks: int, length: int, ranks_per_node: int) -> Sen
     node, place = divmod(rank, ranks_per_node)
     nodes, share = ranks // ranks_per_node, chunk(length, ranks_per_node, place)
     across = ring(node, nodes, share)
+    #     ranks of 2 nodes       ring in a node, all chunks      ring across, the rank's own chunk
+    #     0 1 2 | 3 4 5          0-1-2-0 and 3-4-5-3             0-3, 1-4, 2-5
     # Rounds are those of the whole group: of its largest chunk, which is the first.
     rounds = ring(0, nodes, chunk(length, ranks_per_node, 0)).rounds
     return ring(place, ranks_per_node, length) + Sent(rounds, across.messages, across.elements)
@@ -227,6 +232,7 @@ def flow(
         each = times * group // facts.world
         places = [facts.place(rank, axis) for rank in range(facts.world)]
         by_rank = tuple((each * calls[at], Fraction(each * sizes[at])) for at in places)
+    # Logical bytes count where they are sent: a receive adds a call and no byte.
     total, made = Fraction(times * sum(sizes)), times * sum(calls)
     return [Flow(axis, "send", total, made, by_rank), Flow(axis, "recv", Fraction(0), made)]
 
@@ -240,6 +246,7 @@ def scratch(facts: ModelFacts, operation: str, ranks: int, elements: int) -> int
     if name == BACKEND or ranks == 1 or operation == "all_gather":
         return 0
     if name == "ring":
+        # Rings combine one chunk before the next arrives; the largest chunk counts.
         return -(-elements // ranks)
     if name == "hierarchical":
         return -(-elements // nodes)
@@ -251,6 +258,9 @@ def _folded(rank: int, ranks: int, length: int, inside: Callable[[int, int, int]
     """``inside`` of a power of two, for any number of ranks; see collectives/fold.py."""
     if not length:
         return Sent(0, 0, 0)
+    # N = 6, P = 4, x = 2: even ranks below 2 x are guests of the rank at their right.
+    #     rank     0 -> 1   2 -> 3   4   5     a guest sends its vector in a round before
+    #     place         0        1   2   3     and gets the result in a round after
     power = 1 << (ranks.bit_length() - 1)
     extra = ranks - power
     rounds = inside(0, power, length).rounds + 2 * (extra > 0)
@@ -267,6 +277,10 @@ def _doubling(rank: int, ranks: int, length: int) -> Sent:
 
 
 def _halving_doubling(rank: int, ranks: int, length: int) -> Sent:
+    # Rank 5 (binary 101) of 8, in chunks; halving goes down this list, doubling up:
+    #     j = 2   sibling block 0-3, own block 4-7
+    #     j = 1   sibling block 6-7, own block 4-5
+    #     j = 0   sibling block 4,   own block 5
     levels = range(ranks.bit_length() - 1)
     own = [block(length, ranks, rank >> j << j, 1 << j) for j in levels]
     beside = [block(length, ranks, (rank >> j ^ 1) << j, 1 << j) for j in levels]
@@ -286,6 +300,11 @@ def _neighbours(place: int, ranks: int) -> int:
     An even place is a leaf.  An odd one has a left child, and a right one if any place follows in
     its subtree: it has 2^h - 1 places at its left, with h the lowest zero bit of ``place``.
     """
+    #          3            6 places: the root is the only one without a parent,
+    #        /   \          5 has no right child, because no place follows
+    #       1     5
+    #      / \   /
+    #     0   2 4
     has_parent = place != (1 << (ranks.bit_length() - 1)) - 1
     if place % 2 == 0:
         return int(has_parent)

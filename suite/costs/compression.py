@@ -83,6 +83,7 @@ def _calls(
     is_narrow = (option.get("dtype") or built) != built
     members = [t for t in flat.members if t.numel]
     if method == "cast" and scattered:
+        # A narrow sum would round at every addition: values travel, each rank adds its part wide.
         kind: Operation = "all_to_all" if is_narrow else "reduce_scatter"
         return [(kind, flat.padded * item, False)]
     if method in ("cast", "randomk"):
@@ -90,6 +91,7 @@ def _calls(
         kind = "all_to_all" if is_narrow else "all_reduce"
         return [(kind, values * item, False)] * (2 if is_narrow else 1)
     if method == "topk":
+        # Every rank chooses other elements, so nothing can be summed on the way: all are gathered.
         values = ranks * sum(map(option_count(option), members))
         return [("all_gather", values * item, False), ("all_gather", values * _INDEX, True)]
     if method in _HOOKS:
@@ -98,6 +100,7 @@ def _calls(
         first, second = _factors(option, members)
         both = (first, second) if second else (first,)
         return [("all_reduce", elements * wide, False) for elements in both]
+    # Bits travel as whole bytes per tensor, and each rank adds a magnitude per tensor.
     bits, magnitudes = sum(-(-t.numel // 8) for t in members), ranks * len(members) * wide
     up: list[tuple[Operation, int, bool]] = [
         ("all_gather", magnitudes, False),
@@ -110,13 +113,16 @@ def _by_hook(facts: ModelFacts, flat: Flat) -> list[int]:
     """Bytes of the all-reduces of torch's hooks (default_hooks.py, powerSGD_hook.py)."""
     option, item = chosen(facts), ITEMSIZE[facts.reduction(flat.dtype)]
     if option["method"] in ("fp16_hook", "bf16_hook"):
+        # Two bytes an element in either 16-bit dtype.
         return [2 * flat.numel]
     if facts.step < option.get("start", 2):
         return [item * flat.numel]
     if option["method"] == "batched_hook":
+        # The bucket becomes one square matrix: both factors have as many rows as it has.
         return [item * option.get("rank", 1) * math.ceil(math.sqrt(flat.numel))] * 2
     rest, lefts, rights = 0, 0, 0
     for tensor in flat.members:
+        # torch's min_compression_rate is 2: a smaller gain is not worth the products.
         n1, n2, r = _matrix({"rank": option.get("rank", 1)}, tensor, worth=2)
         rest, lefts, rights = rest + (not r) * tensor.numel, lefts + n1 * r, rights + n2 * r
     return [item * elements for elements in (rest, lefts, rights)]
@@ -135,6 +141,7 @@ def drawn_on_host(facts: ModelFacts, step: int) -> int:
 
 def option_count(option: Mapping[str, Any]) -> Any:
     """Elements that are sent of a tensor: its share, rounded up."""
+    # By the digits of the option: the float 0.1 is a little more than 1/10, and ceil would add 1.
     density = Fraction(str(option["density"]))
     return lambda tensor: math.ceil(density * tensor.numel)
 

@@ -98,6 +98,8 @@ class DDP(Single):
         The bytes are the same: every algorithm sends, over all ranks, a multiple of the elements.
         """
         apart, together = [Flat((t,), 1) for t in tensors], layouts(tensors, 1)
+        #     fewest   |a b c d|          one bucket a dtype
+        #     most     |a|b|c|d|          one bucket a tensor; a system may split in between
         fewest, most = (self.moved(operation, flats) for flats in (together, apart))
         # A bucket may have lanes where its tensors, alone, have none, or fewer than all at once.
         slack = collectives.most_lanes(self.facts, operation, [flat.numel for flat in together])

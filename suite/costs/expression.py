@@ -167,6 +167,7 @@ def parse(text: str) -> Term:
         raise FormulaError(text, MAX_TEXT, f"longer than {MAX_TEXT} characters")
     if foreign := _FOREIGN.search(text):
         raise FormulaError(text, foreign.start() + 1, f"unexpected {foreign[0]!r}")
+    # Newlines within a formula would end the expression for Python's parser.
     text = re.sub(r"\s", " ", text.strip())
     try:
         return _term(ast.parse(f"{text}\n", mode="eval").body, text)
@@ -186,6 +187,7 @@ def _term(node: ast.expr, text: str) -> Term:
 
     match node:
         case ast.Constant() if _NUMBER.fullmatch(shown):
+            # From the text: through a float 0.1 would not be 1/10.
             value = Fraction(shown)
             return lambda facts: value
         case ast.UnaryOp(ast.USub(), operand):

@@ -83,6 +83,7 @@ class Family:
         """Fewest and most bytes of a step, over all ranks; what loses precision may send fewer."""
         least, plain = self.bytes(facts)
         if not is_exact:
+            # Compressed gradients have no least, but some byte must be sent.
             least = min(least, Fraction(1))
         most = int(plain * Fraction(overhead)) + facts.world * _NUMBERS
         return Bound(int(least), most if facts.world > 1 else 0)
@@ -128,6 +129,7 @@ class Family:
         rank, most = max(counts.items(), key=lambda item: item[1])
         if total > largest and most >= total:
             return f"rank {rank} holds all {total:,} elements of the {kind}, {self.name} cuts them"
+        # A tensor may lie whole on one rank, however many elements it has.
         limit = max(int(balance * total / size), largest)
         if self.is_balanced and most > limit:
             return (
@@ -192,6 +194,7 @@ def _zero1(facts: ModelFacts) -> tuple[Fraction, Fraction]:
     now = () if facts.skipped else used(facts.parameters, facts.step)
     moved = _moved(facts, _others, now, facts.compute)
     whole = _moved(facts, _others, facts.parameters, facts.compute)
+    # Half of an all-reduce's least is a reduce-scatter's: (D-1) G.
     return least / 2 + moved, plain + whole + _others(facts) * facts.float_buffer_bytes
 
 

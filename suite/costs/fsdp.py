@@ -87,6 +87,8 @@ class FSDP(Zero3):
         if shards == 1:
             return compression.flows(facts, facts.replicated, "all_reduce", self.reduced, times)
         reduced = [flat.payload(facts.reduction(flat.dtype)) for flat in self.reduced]
+        #   0 1 2 3      2 replicas of 4 shards: reduce-scatter along a row, then all-reduce down
+        #   4 5 6 7      a column, of the quarter that is left
         payloads = [(elements // shards, item) for elements, item in reduced]
         return collectives.flow(facts, facts.replicated, "all_reduce", payloads, times)
 
@@ -118,6 +120,7 @@ class FSDP(Zero3):
             follows = self.facts.option("prefetch_forward", 1) and not self.uncalled
             gathers += count if follows else 0
             if self.facts.option("prefetch_backward", 1) and self.rests > 1:
+                # What is kept whole (rests over 1 rank) has nothing to gather in backward.
                 gathers += count - self.first_of_backward
         scatters, crosses = (
             self.facts.size(axis) > 1 for axis in (self.facts.sharded, self.facts.replicated)

@@ -62,6 +62,9 @@ class Hybrid(CostModel):
         self.has_data = bool(facts.data_axes)
         self.data = str(facts.option("data", "ddp")) if self.has_data else Single.strategy
         self.is_cut = facts.parts("layers") > 1
+        #                 tensor 0   tensor 1
+        #   pipe rank 0      a          b       the data ranks of one cell share its list of models:
+        #   pipe rank 1      c          d       one a stage, and one a tensor tied over stages
         self.models = lru_cache(maxsize=None)(self._models)
 
     @cached_property
@@ -118,8 +121,10 @@ class Hybrid(CostModel):
             options=options,
             parameters=local,
             buffers=tuple(buffers),
+            # Stages exchange a tied tensor's gradient once a step: it is reduced after that, once.
             micro_batches=tuple(min(n, 1) for n in rounds) if tied else rounds,
             groups=tuple(group for group in groups if group),
+            # The norm is counted once, over all axes, in flows().
             clipped=False,
             inputs=(),
             hidden={},
@@ -146,6 +151,7 @@ class Hybrid(CostModel):
             for model in self.models(pipe, tensor)
             for one in model.flows()
         ]
+        # One fp64 scalar along each axis of the mesh, one axis after the other.
         norm = [8] if facts.clipped else []
         return [
             *flows,

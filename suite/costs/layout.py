@@ -73,10 +73,12 @@ class Flat:
 
     def parts(self, shard: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` of what one shard holds; a tensor of none lies where it starts."""
+        #   |a a a a a b|b b c c c .|    11 elements, 2 shards of 6: b lies in both, '.' is padding
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         held = []
         for tensor, (start, stop) in zip(self.members, self.spans, strict=True):
             first, last = max(start, low), min(stop, high)
+            # A tensor without elements at the very end would lie behind the last shard.
             home = min(start // self.shard_numel, self.shards - 1) if self.shard_numel else 0
             if first < last or (start == stop and home == shard):
                 held.append((tensor, max(0, last - first)))
@@ -125,6 +127,7 @@ def buckets(tensors: Sequence[TensorFacts], limit: int, shards: int) -> list[Fla
     for tensor in tensors:
         now = filling.setdefault(tensor.dtype, [])
         if now and sum(t.nbytes for t in now) + tensor.nbytes > limit:
+            # Full buckets come first; those that are still filling come after all of them.
             full.append(now)
             now = filling[tensor.dtype] = []
         now.append(tensor)
@@ -141,6 +144,7 @@ def units(facts: ModelFacts, shards: int) -> list[Unit]:
     members: dict[str, list[TensorFacts]] = {name: [] for name in ("", *chosen)}
     for tensor in facts.parameters:
         homes = {_innermost(owner, chosen) for owner in tensor.owners}
+        # A tied parameter with owners in two units must be whole whenever either computes.
         members[homes.pop() if len(homes) == 1 else ""].append(tensor)
     return [Unit(name, layouts(held, shards)) for name, held in members.items() if held]
 
@@ -164,6 +168,7 @@ def _of_size(facts: ModelFacts, names: Sequence[str], least: int) -> list[str]:
     """Modules with at least ``least`` elements that no unit inside them holds, inner ones first."""
     free = {t.name: t for t in facts.parameters}
     chosen = set()
+    # Inner modules choose first: what they take no longer counts for the modules around them.
     for name in sorted(names, key=lambda n: -n.count(".")):
         inside = [t for t in free.values() if all(within(o, name) for o in t.owners)]
         if sum(t.numel for t in inside) >= least:

@@ -22,6 +22,7 @@ class LocalSGD(Single):
     #: What ``every`` is where the options do not say.
     every = 8
     #: Steps counted before the first one: with 1, ranks meet after step H - 1.
+    #     H = 3    steps  0 1 2* 3 4 5*    with 1;   0* 1 2 3* 4 5    with 0 (PostLocalSGD)
     ahead = 1
 
     def flows(self) -> list[Flow]:
@@ -129,6 +130,7 @@ class ParameterServer(Single):
     def owner(self) -> Mapping[str, int]:
         """The server of each trained parameter: the largest first, each to who has least."""
         sizes, names, owner = [0] * self.servers, [0] * self.servers, {}
+        # Equal sizes go to the server with fewer names, so that empty tensors are spread, too.
         for tensor in sorted(self.facts.trainable, key=lambda tensor: -tensor.numel):
             least = min(range(self.servers), key=lambda s: (sizes[s], names[s]))
             owner[tensor.name] = least
@@ -139,6 +141,7 @@ class ParameterServer(Single):
     def lives(self, worker: int, turn: int) -> bool:
         """Whether ``worker`` makes its pull or push number ``turn``."""
         dies: Mapping[str, int] = self.facts.option("dies", {})
+        # A worker's turns: 2 s is its pull of step s, 2 s + 1 its push.
         return not dies or worker != dies["worker"] or turn < dies["turns"]
 
     def states(self, updated: int) -> int:
@@ -164,6 +167,7 @@ class ParameterServer(Single):
         if order == "burst" and not dies:
             if step % (bound + 1) < bound:
                 return [(0, step)]
+            # Staleness 2: worker 0 is alone in two steps, then each other makes up its three.
             others = range(1, self.workers)
             return [(0, step), *((w, step - bound + n) for w in others for n in range(bound + 1))]
         raise NoCostModel(f"order {order!r} follows no formula of what comes in which step")
@@ -175,6 +179,7 @@ class ParameterServer(Single):
         if len(kinds) > 1:
             raise NoCostModel(f"parameters of {len(kinds)} dtypes go in one message")
         item = ITEMSIZE[next(iter(kinds))]
+        # A flag for each parameter and a version for each server travel as floats with the values.
         message = item * (sum(t.numel for t in trained) + len(trained) + self.servers)
         met = self.served(step)
         answered = sum(self.lives(worker, 2 * own) for worker, own in met)

@@ -295,6 +295,7 @@ def grouped_flow(
     sizes = [payload for payload in payloads if payload]
     if ranks == 1 or not sizes:
         return []
+    # Over all ranks: an all-reduce is a reduce-scatter and an all-gather of (N - 1) payloads each.
     factor = 2 * (ranks - 1) if operation == "all_reduce" else ranks - 1
     total = Fraction(factor * sum(sizes) * times)
     return [

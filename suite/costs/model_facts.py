@@ -264,6 +264,7 @@ class ModelFacts(Stored):
 
 def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFacts:
     """The facts of ``case``; ``model`` is its model, built on the meta device."""
+    # By identity: a tied parameter is one object under several names.
     owners: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(tensor), []).append(name.rpartition(".")[0])
@@ -397,6 +398,7 @@ def _hidden(
 def slots(facts: ModelFacts) -> int:
     """State tensors of the optimizer that have their parameter's shape."""
     if facts.optimizer == "adamw":
+        # First and second moment.
         return 2
     return int(facts.momentum != 0)
 

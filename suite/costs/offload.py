@@ -115,6 +115,8 @@ class Offloaded(CostModel):
         return [(t, n) for t, n in self.inner.parts(rank) if t.trainable]
 
     def _moved_shards(self, inner: Zero3) -> dict[str, int]:
+        #   host -> device    a shard, as often as its unit is gathered
+        #   device -> host    the reduced shard of its gradient, once
         lifted = sum(
             inner.gathers_per_step(unit) * flat.shard_bytes(self.facts.compute(flat.dtype))
             for unit in inner.units

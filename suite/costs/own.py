@@ -59,6 +59,7 @@ def answers(cost_model: type[CostModel], facts: ModelFacts, skipped: Sequence[bo
         told = cost_model(in_step(facts, step, is_skipped)).flows()
         own = (OwnFlow(f.axis, f.operation, str(Fraction(f.bytes)), f.range) for f in told)
         flows.append(tuple(own))
+    # A step is observed before its update, with the state of the last one, and after it.
     moments, updated = {(last, last)}, -1
     for step, is_skipped in enumerate(skipped):
         moments.add((step, updated))

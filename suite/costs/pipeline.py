@@ -54,6 +54,8 @@ class Pipeline(Single):
     def messages(self) -> Iterator[Message]:
         """Every message of the step between neighbouring stages, both directions."""
         facts, place = self.facts, self.stages.place
+        #     stage 0 --activation--> stage 1 --activation--> stage 2
+        #     stage 0 <---gradient--- stage 1 <---gradient--- stage 2
         item = self.item(facts.trainable[0])
         boundaries = [
             (units.stop - 1, (place[stage], place[stage + 1]))
@@ -72,6 +74,7 @@ class Pipeline(Single):
         facts = self.facts
         for tensor in used(facts.parameters, facts.step):
             copies = facts.world // facts.size("pipe")
+            # Each end sends its gradient to every other and adds up what it gets.
             for ends in permutations(self.stages.ranks(tensor), 2):
                 yield from (Message(tensor.numel * self.item(tensor), ends),) * copies
 
@@ -100,5 +103,6 @@ def exchanged(messages: Iterable[Message], share: int = 1) -> list[Flow]:
     total, count = sum(between.values(), Fraction(0)), len(messages)
     return [
         Flow("pipe", "send", total, count, between=between),
+        # Logical bytes count where they are sent.
         Flow("pipe", "recv", Fraction(0), count),
     ]

@@ -63,6 +63,8 @@ class ClosedForm:
 
 def _lockstep(setting: Setting) -> Fraction:
     """GPipe and 1F1B; with chunks the ramps are shorter by as much as a chunk is."""
+    #     rank 0   F0 F1 .  .  B0 B1      GPipe, p = 2, m = 2, T_F = T_B + T_W: rank 0 idles for
+    #     rank 1   .  F0 F1 B0 B1 .       (p - 1) (T_F + T_B + T_W) between its F1 and its B0
     return (setting.ranks - 1) * setting.work / setting.chunks
 
 
@@ -112,10 +114,12 @@ FORMS: dict[str, ClosedForm] = {
         _lockstep,
         lambda s, rank: min(s.micro_batches, s.ranks - rank),
     ),
+    # Counted in chunks: at v = 2 the first rank holds up to 3 p - 1 of them.
     "interleaved": ClosedForm(f"{_NARAYANAN}.2", _lockstep, _lockstep, _interleaved_held),
     "zb_h1": ClosedForm(
         f"{_ZERO_BUBBLE}, section 2", _h1, _h1, lambda s, rank: min(s.micro_batches, s.ranks)
     ),
+    # Its makespan differs from its span: ranks start one T_F apart, and no work fills that.
     "zb_h2": ClosedForm(
         f"{_ZERO_BUBBLE}, section 2",
         _h2,

@@ -59,6 +59,10 @@ def place_of(options: Options, ranks: int) -> tuple[int, ...]:
     fields: Options = chosen if isinstance(chosen, Mapping) else {}
     if "orders" in fields:
         return tuple(fields.get("place") or _where_forwards_are(fields["orders"]))
+    # Ranks of the stages, for 2 ranks:
+    #     one chunk               0 1
+    #     two, round and round    0 1 0 1
+    #     there and back          0 1 1 0     neighbours 1, 1 send no message
     name = schedule_name(options)
     if name in V_SHAPED:
         return (*range(ranks), *reversed(range(ranks)))

@@ -56,6 +56,8 @@ class TensorParallel(CostModel):
             return tensor.numel // self.ranks
         queries, kv = self.heads(layer)
         rows = tensor.numel // (queries + 2 * kv)  # elements of a head
+        # A fused projection has rows of Q, K and V.  Where there are more ranks than KV heads, each
+        # rank has a copy of one: its gradient is a term of a sum (see terms).
         return rows * (queries // self.ranks + 2 * max(1, kv // self.ranks))
 
     def is_split(self, tensor: TensorFacts) -> bool:
@@ -118,6 +120,8 @@ class TensorParallel(CostModel):
         again = bool(facts.option("recompute_every", 0))
         item = ITEMSIZE[self.table.dtype]
         hidden = [n * self.padded(length) * width * item for n, length in self.shapes]
+        #   forward    x --> column --> row --[sum]--> y      the row's output is a partial sum,
+        #   backward   dx <--[sum]-- column <-- row <-- dy    and so is dx, the gradient of its input
         # One more of each: what leaves the embedding, what enters the head.
         into, out = columns + 1, rows + 1
         calls: list[tuple[Operation, int]]
@@ -147,6 +151,7 @@ class TensorParallel(CostModel):
         """Numbers a target in the dtype of its weight, or whole logits."""
         item = ITEMSIZE[self.table.dtype]
         if self.is_loss:
+            # The split loss works in fp32 at least, whatever the logits are in.
             wide = max(item, ITEMSIZE["float32"])
             return self.of_targets([n * length * wide for n, length in self.shapes])
         classes = -(-self.classes // self.ranks) * self.ranks

@@ -53,6 +53,7 @@ class Zero1(CostModel):
     @cached_property
     def flats(self) -> list[Flat]:
         """Buckets of the trained parameters in backward order."""
+        # Backward makes the gradients of the last layers first, so their bucket is full first.
         order = list(reversed(self.facts.trainable))
         limit = int(self.facts.option("bucket_bytes", self.bucket_bytes))
         return buckets(order, limit, self.facts.shards)
@@ -186,6 +187,8 @@ class Zero2(Zero1):
         if held_up or facts.shards == 1:
             return {"gradients": bounds["gradients"]}
         sizes = [flat.padded_bytes(facts.reduction(flat.dtype)) for flat in self.flats]
+        #     bucket      1  2  3  4  5          filled from the left
+        #     state       r  f  b                r: being reduced, f: filling, b: next, begun
         whole = sorted(sizes, reverse=True)[:3]
         shard = max(map(self.kept_bytes, self.flats), default=0)
         high = sum(whole) + shard + self.communication_at_rest(rank, step)
@@ -314,6 +317,9 @@ class Zero3(CostModel):
         the whole backward is reduced late if that may end without one of its gradients.
         """
         inner = [unit for unit in self.units if unit.name in self.facts.units]
+        #     unit         1  2  3  4  5         forward, one unit ahead
+        #     computes           x
+        #     gathered           x  x            4 comes while 3 computes; 1 and 2 have been freed
         ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
         gathers = 0
         if self.facts.shards > 1:
@@ -402,6 +408,7 @@ class Zero3(CostModel):
         whole = reduced.values() if self.adds_up else _with_root(reduced, 1)
         shards = facts.shards
         arriving = sum(_with_root(reduced, 1)) // shards
+        # Sums in another dtype than the shard's wait in buffers of their own until they crossed.
         cast = any(facts.reduction(flat.dtype) != flat.dtype for flat in self.trained)
         on_host = facts.option("offload", "none") == "parameters"
         if on_host or (cast and facts.replicas > 1):

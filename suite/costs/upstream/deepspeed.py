@@ -143,6 +143,7 @@ class DeepSpeedZero1(_Sharded):
         whole = [sum(t.nbytes for t in facts.trainable)]
         norms = [FP32] * len(self.padded) if zero.get("compute_grad_norm", True) else []
         gathered = [FP32 * count for count in self.padded]
+        # An all-reduce sends every rank the whole sum, of which a partition keeps 1/N.
         how = "reduce" if to_owners else "all_reduce"
         moved = [
             *flow(facts, facts.sharded, how, whole, self.reductions),  # type: ignore[arg-type]

@@ -71,6 +71,8 @@ class TorchPipelining(Pipeline):
         }
         total = 0
         for micro_batches, shape in seen:
+            #   input, gradient of the input     2 x the boundary before the stage
+            #   gradient of the output           1 x the boundary after it
             hidden = facts.hidden[shape_key(shape)]
             for stage in self.stages.of(facts.place(rank, cutting("layers"))):
                 units = self.stages.units[stage]

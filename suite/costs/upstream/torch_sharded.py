@@ -108,6 +108,8 @@ class FSDP2(_Upstream):
         """Names of the wrapped units with their tensors."""
         return whole_units(self.facts)
 
+    #   FSDP2   a a | a .    b | b     2 ranks, a of 3 rows, b of 2: each is cut and padded
+    #   FSDP1   a a a | . b b          fp32: one vector, b begins at a multiple of 16 bytes
     def padded(self, tensor: TensorFacts) -> int:
         """Elements of ``tensor`` once its rows are padded to a multiple of the ranks."""
         rows, *rest = tensor.shape
@@ -385,6 +387,7 @@ class ZeroRedundancyOptimizer(CostModel):
             owned = Counter[int]()
             for tensor in facts.trainable:
                 owned[self.owner[tensor.name]] += tensor.nbytes
+            # A rank without parameters broadcasts one fp32 number.
             sent = [owned[rank] or 4 for rank in range(facts.world)]
         moved = self.ddp.flows()
         if facts.skipped:
