@@ -47,7 +47,7 @@ def cores(text: str) -> float:
 
 def bandwidth(text: str) -> int:
     """Bits per second of ``100mbit`` or ``1gbit``; 0 of ``unlimited``."""
-    from shardproof.launch.rates import bits_per_second
+    from shardproof.launch.nodes import bits_per_second
 
     try:
         return bits_per_second(text)

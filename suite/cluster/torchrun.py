@@ -54,7 +54,7 @@ from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.fork_server import REPRODUCIBLE
 from shardproof.launch.fork_server_main import import_lazy_modules
 from shardproof.launch.outcome import RankOutcome, of_exception
-from shardproof.launch.ranks import LAST_RESORT
+from shardproof.launch.rank_process import LAST_RESORT
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
 from shardproof.scenarios import vocabulary
 from shardproof.scenarios.selection import Selection

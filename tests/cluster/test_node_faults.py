@@ -16,6 +16,7 @@ import pytest
 from made_case import made_case
 from made_engine import assert_refused_at_once
 from real_engine import left_of, real_engine
+from shardproof.launch.rank_keeper import ended_for_memory
 
 from shardproof.case import Case, Fault
 from shardproof.cluster import fault_plans
@@ -25,7 +26,6 @@ from shardproof.cluster.containers.node_faults import NodeFaults
 from shardproof.cluster.fault_plans import Plan
 from shardproof.cluster.nodes import asking
 from shardproof.errors import SelectionError
-from shardproof.launch.rank_keeper import ended_for_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 

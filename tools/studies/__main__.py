@@ -261,9 +261,9 @@ def convergence(
     Exit codes: 0 every method is what its scenario expects, 1 one is not, 2 bad input, 3 dense
     training misses the target, or ranks broke.
     """
-    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.commands import supervision
     from shardproof.commands.console import make_console, print_line
+    from shardproof.launch.nodes import Nodes
     from tools.studies.convergence import plan
     from tools.studies.convergence import study as of_studies
 

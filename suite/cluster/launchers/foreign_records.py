@@ -24,6 +24,8 @@ from shardproof.evidence.account import Account
 from shardproof.evidence.records import Pieces, RankRecord
 from shardproof.files import DAMAGE, Stored, write_whole
 from shardproof.launch.outcome import RankOutcome, mark_consequences
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import RankHost
 from shardproof.runs.machine import image
 from shardproof.tensor_bytes import digest, dtype_name
 
@@ -269,6 +271,19 @@ def _digests_of(folder: Path, rank: int) -> dict[str, str]:
     return {} if end is None else end.digests
 
 
+class LeftRanks(RankHost):
+    """Ranks that another launcher started; how they ended is known."""
+
+    cannot_again = "these ranks were started elsewhere: they cannot run a second time"
+
+    def __init__(self, outcomes: Sequence[RankOutcome]) -> None:
+        self._outcomes = outcomes
+
+    def run(self, launch: RankLaunch) -> list[RankOutcome]:
+        """How they ended."""
+        return [*self._outcomes]
+
+
 def results_of(
     records: Path, cache: Path
 ) -> Iterator[tuple[Case, tuple[Account, CaseResult] | None]]:
@@ -284,7 +299,7 @@ def results_of(
         if outcomes is None and not case.skip:
             yield case, None
             continue
-        account, result = judge_case(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
+        account, result = judge_case(case, folder, cache, LeftRanks(outcomes or []))
         if outcomes:
             result.seconds = max(outcome.ended for outcome in outcomes)
         yield case, (account, result)
