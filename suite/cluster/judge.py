@@ -1,7 +1,8 @@
 """Judge what ranks left: ``python -m shardproof.cluster.judge RECORDS [--results FOLDER]``.
 
 RECORDS is a folder of the rank program (``shardproof.cluster.torchrun``), which starts this where
-it judges itself.  A run folder like that of ``shardproof run``.
+it judges itself.  A run folder like that of ``shardproof run``.  ``-- COMMAND...`` is run before:
+it starts the ranks, and ends with the words of the rank program.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -135,22 +138,86 @@ def _line(result: CaseResult) -> str:
     return f"{result.verdict:<10} {result.id}{figures}  {result.seconds:.2f} s{reason}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def after(command: Sequence[str], records: Path, node: int) -> int | None:
+    """Run ``command``, which starts the ranks of this node, or of all nodes; an exit code, or
+    ``None``: this process has to judge what they left in ``records``.
+
+    A rank that hangs or dies takes rank 0 along, so rank 0 cannot judge that.  Node 0 judges; the
+    others end with 0 once there is something to judge: where a node fails, Kubernetes and clouds
+    end the job, and node 0 with it.
+
+    :raises SystemExit: this process was told to end, and so have the ranks.
+    """
+    before = foreign_records.plan_digest(records)
+    code = _ended([*command, "--records", str(records), "--no-judge"])
+    if foreign_records.plan_digest(records) == before:
+        print(f"the ranks ended with code {code} before any case: no verdict", file=sys.stderr)
+        return code or verdicts.BROKEN
+    if code:
+        print(f"the ranks ended with code {code}: what they left is judged", file=sys.stderr)
+    return verdicts.HELD if node else None
+
+
+def _ended(command: Sequence[str]) -> int:
+    """Its exit code, as a shell tells it.
+
+    Who is told to end ends without a verdict, once the ranks have.  SIGINT comes from a terminal,
+    which sends it to the command as well.
+    """
+    ends: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def told(signum: int, _: object) -> None:
+        ends.append(signum)
+        if process is not None and signum == signal.SIGTERM:
+            process.terminate()
+
+    before = {each: signal.signal(each, told) for each in (signal.SIGTERM, signal.SIGINT)}
+    process = subprocess.Popen(command)
+    if signal.SIGTERM in ends:
+        process.terminate()
+    code = process.wait()
+    for each, handler in before.items():
+        signal.signal(each, handler)
+    if ends:
+        raise SystemExit(128 + ends[0])
+    return code if code >= 0 else 128 - code
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m shardproof.cluster.judge", description=(__doc__ or "").split("\n\n")[1]
+        prog="python -m shardproof.cluster.judge",
+        usage="%(prog)s [RECORDS] [options] [-- COMMAND...]",
+        description=(__doc__ or "").split("\n\n")[1],
     )
-    parser.add_argument("records", type=Path, metavar="RECORDS")
+    where = "folder of the rank program (default, with COMMAND: RESULTS/records)"
+    parser.add_argument("records", nargs="?", type=Path, metavar="RECORDS", help=where)
     where = "run folder of the verdicts (default: a new one beside RECORDS)"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=where)
     parser.add_argument("--against", type=Path, metavar="RECORDS", help="compare digests")
     parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
+    parser.add_argument("--node", type=int, default=0, help="number of this node; 0 judges")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge as the command line says; the exit code."""
+    words = sys.argv[1:] if arguments is None else [*arguments]
+    end = words.index("--") if "--" in words else len(words)
+    own, command, parser = words[:end], words[end + 1 :], _parser()
+    given = parser.parse_args(own)
+    records = given.records
+    if command and records is None and given.results is not None:
+        records = given.results / "records"
+    if records is None:
+        parser.error("RECORDS is needed" + (", or --results" if command else ""))
+    if command and (code := after(command, records, given.node)) is not None:
+        return code
     for name, value in REPRODUCIBLE.items():  # MKL asks at its first product
         os.environ.setdefault(name, value)
-    words = sys.argv[1:] if arguments is None else [*arguments]
-    given = parser.parse_args(words)
-    command = ["python", "-m", "shardproof.cluster.judge", *words]
+    typed = ["python", "-m", "shardproof.cluster.judge", *words]
     try:
-        return judge(given.records, given.results, given.against, given.prune, command)
+        return judge(records, given.results, given.against, given.prune, typed)
     except InputError as error:
         print(error, file=sys.stderr)
         return verdicts.BAD_INPUT

@@ -25,17 +25,16 @@ from made_case import made_case
 from made_engine import MadeEngine, assert_refused_at_once, made_cluster
 from real_engine import compose, left_of, real_engine
 
-from shardproof.cluster import command as cluster_command
-from shardproof.cluster import torchrun
-from shardproof.cluster.containers import caps, cluster
+from shardproof.cluster import head, torchrun
+from shardproof.cluster.containers import caps, cluster, head_command
 from shardproof.cluster.containers import engine as engine_room
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
 from shardproof.cluster.launchers import foreign_records
-from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.contract import Piece
 from shardproof.errors import SelectionError
 from shardproof.evidence.records import RankRecord
+from shardproof.launch.nodes import Nodes
 from shardproof.registry.declaration import Declaration
 from shardproof.runs import machine
 from shardproof.verdicts import BAD_INPUT, INTERRUPTED
@@ -73,7 +72,7 @@ def test_the_head_is_told_which_rank_lies_where(
     engine = MadeEngine()
     cluster.run(engine, made_cluster(tmp_path), ["run"], print)
     ((_, words), named) = engine.executed[-1]
-    assert words[-4:] == ["python3", "-m", "shardproof", "run"]
+    assert words[-2:] == [head_command._PID, "run"]
     for name, value in named["environment"].items():
         monkeypatch.setenv(name, value)
     nodes = Nodes.here()
@@ -169,7 +168,7 @@ def test_bad_input_is_told_before_anything_is_built(
 def test_results_that_cannot_be_written_are_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SelectionError, match="results cannot be written: Not a directory"):
-        cluster_command._made(tmp_path / "file" / "run")
+        head.writable(tmp_path / "file" / "run")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="of files of root only")
@@ -179,9 +178,9 @@ def test_a_folder_that_no_container_can_read_is_told(
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o700)
     with pytest.raises(SelectionError, match="user 10001, who cannot read this folder"):
-        cluster_command._own([], ["mine:Mine"])
+        head.own_folders([], ["mine:Mine"])
     tmp_path.chmod(0o755)
-    assert cluster_command._own([], ["mine:Mine"]) == [tmp_path]
+    assert head.own_folders([], ["mine:Mine"]) == [tmp_path]
 
 
 # ---------------------------------------------------------------------------------- one machine
