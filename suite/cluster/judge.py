@@ -24,7 +24,7 @@ from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.cluster.launchers import foreign_records, roll_call
-from shardproof.cluster.launchers.foreign_records import Comparison, read_plan
+from shardproof.cluster.launchers.foreign_records import read_plan
 from shardproof.commands.console import make_console
 from shardproof.commands.supervision import Interrupts, open_folder, supervised
 from shardproof.errors import InputError
@@ -35,28 +35,21 @@ from shardproof.runs.run_folder import read
 if TYPE_CHECKING:
     from shardproof.runs.run_folder import RunFolder
 
-#: Digests of all ranks beside those of other records, by lane.
-DIGESTS = "digests.json"
-
 
 def judge(
     records: Path,
     results: Path | None = None,
-    against: Path | None = None,
     prune: bool = False,
     command: Sequence[str] = (),
 ) -> int:
     """Judge ``records`` into the run folder ``results`` and print it; returns the exit code.
 
-    Without ``results`` the folder is a new one beside ``records``.  With ``against``, digests that
-    differ in an exact lane count as broken, too.  ``prune`` removes the tensors of cases that held;
-    whole tensors are kept for failures only.
+    Without ``results`` the folder is a new one beside ``records``.  ``prune`` removes the tensors
+    of cases that held; whole tensors are kept for failures only.
 
-    :raises SelectionError: no plan in ``records`` or ``against``, or ``results`` cannot be written.
+    :raises SelectionError: no plan in ``records``, or ``results`` cannot be written.
     """
     plan = read_plan(records)
-    if against is not None:
-        read_plan(against)
     torch.set_num_threads(1)
     waiting = {case.id: case for case in plan.cases}
 
@@ -72,12 +65,6 @@ def judge(
             counts = verdicts.count(counted)
             code = verdicts.exit_code(counts)
             print(verdicts.summary(counts, left), flush=True)
-            if against is not None:
-                rows = foreign_records.compare(records, against)
-                left += sum(row.left for row in rows)
-                _tell(rows, run)
-                if any(row.unequal and row.lane in foreign_records.EXACT_LANES for row in rows):
-                    code = verdicts.BROKEN
             return verdicts.NOT_DECIDED if left and code == verdicts.HELD else code
 
         def interrupted() -> None:
@@ -113,13 +100,6 @@ def _judge_all(
                 if prune and verdicts.kind(result.verdict) in verdicts.GREEN:
                     _drop_tensors(records, case)
     return counted, left
-
-
-def _tell(rows: Sequence[Comparison], run: RunFolder) -> None:
-    for row in rows:
-        print(f"digests against local processes, {row.sentence()}", flush=True)
-    lanes = [{"lane": r.lane, "equal": r.equal, "unequal": r.unequal} for r in rows]
-    run.write(DIGESTS, json.dumps(lanes, indent=1) + "\n")
 
 
 def _drop_tensors(records: Path, case: Case) -> None:
@@ -194,7 +174,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("records", nargs="?", type=Path, metavar="RECORDS", help=where)
     where = "run folder of the verdicts (default: a new one beside RECORDS)"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=where)
-    parser.add_argument("--against", type=Path, metavar="RECORDS", help="compare digests")
     parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
     parser.add_argument("--node", type=int, default=0, help="number of this node; 0 judges")
     return parser
@@ -217,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     typed = ["python", "-m", "shardproof.cluster.judge", *words]
     try:
-        return judge(records, given.results, given.against, given.prune, typed)
+        return judge(records, given.results, given.prune, typed)
     except InputError as error:
         print(error, file=sys.stderr)
         return verdicts.BAD_INPUT

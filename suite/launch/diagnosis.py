@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,13 +176,13 @@ class _Dead:
         if rank in process.hung:
             return None
         try:
-            fields = json.loads(self.launch.end(rank).read_text())
+            outcome = RankOutcome.stored(self.launch.end(rank))
         except FileNotFoundError:
             return None
         crashed_later = process.signal is not None and not process.reason
-        if fields["status"] == "ok" and crashed_later and len(process.ranks) == 1:
+        if outcome.status == "ok" and crashed_later and len(process.ranks) == 1:
             return None
-        return RankOutcome(rank, **fields)
+        return outcome
 
     def _from_outside(self, last: heartbeat.Heartbeat) -> RankOutcome:
         process = self.process

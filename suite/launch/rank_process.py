@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import os
 import signal
 import sys
@@ -26,7 +25,6 @@ import torch
 
 from shardproof import tensor_bytes
 from shardproof.backends import BACKENDS, Backend, base, joined
-from shardproof.files import write_whole
 from shardproof.launch import heartbeat, process_control, stacks
 from shardproof.launch.mpi.mpirun import unlink_segments
 from shardproof.launch.outcome import RankOutcome, of_exception
@@ -192,13 +190,13 @@ def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]
         else:
             hub.rank_done(rank)
         finished = joined.leave()
-        _write_end(launch, RankOutcome(rank, "ok", ended=ended))
+        RankOutcome(rank, "ok", ended=ended).store(launch.end(rank))
         writer.state(heartbeat.DONE)
         return 0, finished
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
         outcome = of_exception(rank, error, time.monotonic() - launch.began)
         try:
-            _write_end(launch, outcome)
+            outcome.store(launch.end(rank))
         except OSError:  # nor is there room to say so, but in memory that is there already
             writer.announce_exit(f"{outcome.error_type}: {outcome.message}")
         writer.state(heartbeat.FAILED)
@@ -207,15 +205,6 @@ def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]
         else:
             joined.tell_failure(error)
         return 1 if outcome.exit_code is None else outcome.exit_code & 0xFF, False
-
-
-def _write_end(launch: RankLaunch, outcome: RankOutcome) -> None:
-    names = (
-        *("status", "error_type", "message", "traceback", "is_comm_error", "consequence"),
-        *("exit_code", "ended", "blames", "method", "place"),
-    )
-    fields = {name: getattr(outcome, name) for name in names}
-    write_whole(launch.end(outcome.rank), json.dumps(fields))
 
 
 def _join(launch: RankLaunch, rank: int, hub: Hub | None) -> None:

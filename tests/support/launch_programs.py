@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shardproof import tensor_bytes
 from shardproof.backends.backend import Backend, Joining
 from shardproof.backends.errors import RankFailed
-from shardproof.launch import heartbeat, process_control, rank_process, rank_service
+from shardproof.launch import heartbeat, outcome, process_control, rank_service
 from shardproof.launch.fork_server_main import MOST_GROWTH
 from shardproof.launch.kept_ranks import Kept
 from shardproof.launch.rank_process import RankLaunch
@@ -137,7 +137,7 @@ def _eat() -> None:
 
 def _find_the_disk_full(*_: object) -> None:
     """Nothing can be written any more, not even how the rank ended."""
-    rank_process.write_whole = _find_the_disk_full  # type: ignore[attr-defined]
+    outcome.write_whole = _find_the_disk_full  # type: ignore[attr-defined]
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
