@@ -74,8 +74,11 @@ def run(
         if fault:
             what = "a run that goes on has its cases already"
             raise SelectionError(Problem(what, "leave one of the two out", "--fault with --resume"))
-        needs, faults = head.needs_of((), given["backend"], wanted), {}  # it may have such cases
-        wanted = replace(wanted, all_packages=True)
+        needs, wanted = (
+            head.needs_of((), given["backend"], wanted),
+            replace(wanted, all_packages=True),
+        )
+        faults: dict[str, Any] | None = {}  # it may have such cases
     else:
         needs, faults = _chosen(given, wanted, fault)
     seen = head.own_folders(given["scenarios"] or (), given["impl"] or ())

@@ -121,7 +121,7 @@ class TensorParallel(CostModel):
         item = ITEMSIZE[self.table.dtype]
         hidden = [n * self.padded(length) * width * item for n, length in self.shapes]
         #   forward    x --> column --> row --[sum]--> y      the row's output is a partial sum,
-        #   backward   dx <--[sum]-- column <-- row <-- dy    and so is dx, the gradient of its input
+        #   backward   dx <--[sum]-- column <-- row <-- dy    and so is dx, the input's gradient
         # One more of each: what leaves the embedding, what enters the head.
         into, out = columns + 1, rows + 1
         calls: list[tuple[Operation, int]]

@@ -88,7 +88,9 @@ def test_two_ranks_of_one_number_both_say_so(tmp_path: Path) -> None:
 
 
 class TestUnderOnesOwnMpirun:
-    pytestmark = pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
+    pytestmark = pytest.mark.skipif(
+        mpi_found.problem() is not None, reason=str(mpi_found.problem())
+    )
 
     def run(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         found = mpi_found.find()

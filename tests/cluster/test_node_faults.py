@@ -16,7 +16,6 @@ import pytest
 from made_case import made_case
 from made_engine import assert_refused_at_once
 from real_engine import left_of, real_engine
-from shardproof.launch.rank_keeper import ended_for_memory
 
 from shardproof.case import Case, Fault
 from shardproof.cluster import fault_plans

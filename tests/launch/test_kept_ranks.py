@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shardproof.backends import mpi
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.launch.pool import Pool
 
 HERE = str(Path(__file__).parents[1] / "support")
@@ -21,7 +21,8 @@ sys.path.remove(HERE)
 
 Launches = list[tuple[str, int, str]]
 MPI = pytest.param(
-    "mpi", marks=pytest.mark.skipif(mpi.available() is not None, reason=str(mpi.available()))
+    "mpi",
+    marks=pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem())),
 )
 
 

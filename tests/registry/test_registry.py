@@ -12,11 +12,10 @@ import pytest
 from commands import python
 
 from shardproof import by_path, registry
-from shardproof.cases import kills
+from shardproof.cases import kills, kinds
 from shardproof.checks import CHECKS
 from shardproof.contract import Implementation
 from shardproof.errors import InputError
-from shardproof.workloads import check as check_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -200,7 +199,7 @@ def test_a_mutant_is_declared_in_full(name: str) -> None:
     assert issubclass(mutant.implementation, parent) and mutant.implementation is not parent
     assert mutant.killed_by and set(mutant.killed_by) <= {*CHECKS, *kills.VERDICT_KILLERS}
     assert mutant.summary and mutant.summary[-1] != "."
-    check_workload(mutant.workload)
+    kinds.of(mutant.workload).check(mutant.workload)
     parent.capabilities(mutant.options)
 
 

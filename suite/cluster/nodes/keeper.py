@@ -120,8 +120,8 @@ def _watch(leader: socket.socket, host: Forked, alive: list[RankProcess]) -> Non
     """Tell how each ends; returns when the leader has gone, and takes those from ``alive``."""
     killed = ended_for_memory()
     while True:
-        ready, _, _ = select.select([leader, *host.descriptors(alive)], [], [])
-        if leader in ready:
+        ready, _, _ = select.select([leader.fileno(), *host.descriptors(alive)], [], [])
+        if leader.fileno() in ready:
             return
         for process in [*alive]:
             if (status := host.status(process)) is None:
