@@ -71,6 +71,7 @@ COPY suite shardproof
 COPY impls impls
 COPY scenarios scenarios
 COPY deploy deploy
+COPY tools tools
 # What the image tells of itself (suite/runs/machine.py); `shardproof cluster build` knows both.
 ARG COMMIT=
 ARG SOURCE=

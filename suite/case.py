@@ -99,6 +99,11 @@ class Fault(Stored):
     blames: int | None = None
     says: tuple[str, ...] = ()
 
+    @property
+    def strikes_nodes(self) -> bool:
+        """Whether a node is struck, so that no other case may run beside this one."""
+        return self.kind in (*OF_NODES, *OF_CLUSTERS)
+
 
 @dataclass(frozen=True)
 class Death(Stored):

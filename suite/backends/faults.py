@@ -4,7 +4,7 @@ A rank dies, stops, raises, exits or is late (``kill``, ``stop``, ``raise``, ``e
 where it first comes to the phase of the step; ``call`` calls later, if the plan says so.  One of
 its calls is spoilt (``corrupt``: one bit of what it gives, ``drop``: the call is not made,
 ``swap``: it is made after the next one of the group, ``shape``: one element more) at the first
-that can be.  What strikes a node is done from outside (``cluster/nodes/asking.py``).  The moment is
+that can be.  What strikes a node is done from outside (:data:`strike_node`).  The moment is
 written to the heartbeat, so that it is known whether the fault happened, also of a rank that it
 kills.
 
@@ -116,7 +116,7 @@ class Injection:
     def _strike(self) -> None:
         self._happens()
         fault = self._fault
-        if fault.kind in (*OF_NODES, *OF_CLUSTERS):
+        if fault.strikes_nodes:
             assert strike_node is not None
             strike_node(fault)
         elif fault.kind == "delay":

@@ -169,19 +169,16 @@ def on_ranks(
     :raises LaunchFailed: a rank broke, hung, or refused.
     """
     from shardproof import tensor_bytes
-    from shardproof.cluster.nodes.nodes import Nodes
-    from shardproof.launch.ranks import root_cause, run_ranks
+    from shardproof.launch.nodes import Nodes
+    from shardproof.launch.rank_process import RankLaunch
+    from shardproof.launch.ranks import Forked, root_cause
 
     workdir.mkdir(parents=True, exist_ok=True)
     nodes = Nodes.here()
-    outcomes = run_ranks(
-        run.backend,
-        run.world,
-        partial(_recorded, program),
-        workdir,
-        run.deadline,
-        ledgers=ledgers,
-        start=None if nodes is None else nodes.start,
+    host = Forked() if nodes is None else nodes.host()
+    program_of_all = partial(_recorded, program)
+    outcomes = host.run(
+        RankLaunch(run.backend, run.world, program_of_all, workdir, run.deadline, ledgers)
     )
     cause = root_cause(outcomes)
     if cause is None:

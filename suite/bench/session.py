@@ -33,10 +33,10 @@ from shardproof.bench.subjects import LETTERS, ORDERS, SIDES, Cell, Pair, Room, 
 from shardproof.bench.telemetry import nvml, sampling
 from shardproof.case import split
 from shardproof.cases.runner import JUDGING_SECONDS
-from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import from_plain
 from shardproof.launch.fork_server import Task
+from shardproof.launch.nodes import Nodes
 from shardproof.launch.pool import Pool, TaskEnd
 from shardproof.registry.declaration import Answer, Declaration
 

@@ -15,7 +15,7 @@ from shardproof.files import Stored
 from shardproof.launch.process_control import physical_cores
 
 if TYPE_CHECKING:
-    from shardproof.cluster.nodes.nodes import Nodes
+    from shardproof.launch.nodes import Nodes
 
 #: Letters of the sides of a comparison.
 LETTERS = ("a", "b")

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from shardproof import backends, tensor_bytes
+from shardproof import tensor_bytes
 from shardproof.backends.disturbances import disturbances_of
 from shardproof.case import Case
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.held import Shared
 from shardproof.evidence.records import RankRecord
-from shardproof.launch.rank_process import Program
-from shardproof.launch.ranks import Kept, RankOutcome, run_ranks
+from shardproof.launch.rank_process import Program, RankLaunch
+from shardproof.launch.ranks import RankHost, RankOutcome
 from shardproof.oracle.truth import Truth
-
-Run = Callable[..., list[RankOutcome]]
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts the ranks of one case, each run in a folder of its own below ``workdir``.
-
-    ``run`` is called like ``launch.ranks.run_ranks``; ``kept``: where the ``world`` ranks of the
-    first run may come from, if they are not started for this case.
-    """
+    """Runs the ranks of one case on ``host``, each time in a folder of its own in ``workdir``."""
 
     workdir: Path
-    run: Run
-    kept: Kept | None
-    world: int
-
-    @property
-    def cannot_again(self) -> str:
-        """Why ranks cannot run a second time; empty: they can."""
-        elsewhere = "these ranks were started elsewhere: they cannot run a second time"
-        return "" if getattr(self.run, "func", self.run) is run_ranks else elsewhere
+    host: RankHost
 
     def launch(
         self, case: Case, program: Program, name: str = "", world: int = 0, keeps: bool = True
@@ -51,23 +36,21 @@ class Launcher:
         world = world or case.world
         folder = self.workdir / name
         folder.mkdir(exist_ok=True)
-        limits: dict[str, Any] = {"memory_bytes": int(case.memory_gib * 2**30)}
-        # A kept world of MPI has as many ranks as the case.
-        fits = world == self.world or not backends.BACKENDS[case.backend].mpirun
-        if self.kept and fits and keeps and case.fault is None:
-            limits["kept"] = self.kept
         disturbances = disturbances_of(case.workload.traits, case.fault)
         # Calls the program on every rank, in a process or thread of its own.
-        return self.run(
-            case.backend,
-            world,
-            program,
-            folder,
-            case.deadline,
-            case.ledgers,
-            disturbances=disturbances,
-            one_core=disturbances is None,  # where orders are the point, there are more of them
-            **limits,
+        return self.host.run(
+            RankLaunch(
+                case.backend,
+                world,
+                program,
+                folder,
+                case.deadline,
+                case.ledgers,
+                disturbances,
+                memory_bytes=int(case.memory_gib * 2**30),
+                one_core=disturbances is None,  # where orders are the point, there are more of them
+                fresh=case.fault is not None or not keeps,
+            )
         )
 
 

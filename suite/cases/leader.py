@@ -8,12 +8,11 @@ does.  The steps are the same for every kind of workload (``cases/kinds/``), eve
 
 from __future__ import annotations
 
-import functools
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,75 +20,58 @@ from shardproof import registry
 from shardproof.case import Case
 from shardproof.cases import kinds
 from shardproof.cases.kinds.kind import Schedules
-from shardproof.cases.launcher import Launcher, Run
+from shardproof.cases.launcher import Launcher
 from shardproof.cases.plans.all_plans import plans_of
 from shardproof.cases.plans.plan import Place
 from shardproof.cases.verdict import decide_case, measure_case, problem_of
 from shardproof.checks.results import CaseResult
-from shardproof.cluster.nodes.nodes import NodeGone, Nodes
 from shardproof.contract import Implementation, Refused
 from shardproof.evidence.account import Account, WholeTensor, whole_tensors
 from shardproof.evidence.assembled import Evidence
-from shardproof.launch import kept_ranks, process_control
-from shardproof.launch.lease import Lease
-from shardproof.launch.rank_keeper import KeeperTask
-from shardproof.launch.ranks import Kept, root_cause, run_ranks
+from shardproof.launch import process_control
+from shardproof.launch.nodes import NodeGone
+from shardproof.launch.ranks import Forked, RankHost, root_cause
 from shardproof.registry.declaration import BrokenContract, Declaration
+from shardproof.verdicts import WORKING_PRECISION_ONLY
+
+#: Verdicts after which the ranks of a case may serve another.
+_HELD = ("pass", WORKING_PRECISION_ONLY)
 
 
 @dataclass(frozen=True)
 class CaseTask:
     """What a leader is given: ``workdir`` is made for this case, ``oracles`` are shared by all.
 
-    ``world``: a kept one of MPI, whose ranks live on after this case; ``keeps_ranks``: so do the
-    leader's own.  ``nodes``: where ranks that are processes run, if not in this machine's own.
+    ``host``: where its ranks run.
     """
 
     case: Case
     workdir: Path
     oracles: Path
-    world: KeeperTask | None = None
-    keeps_ranks: bool = False
-    nodes: Nodes | None = None
-
-    @property
-    def kept(self) -> Kept | None:
-        """Where the ranks come from, if they are not started for this case."""
-        if self.world is not None:
-            return functools.partial(Lease, [self.world])
-        return kept_ranks.OF_THIS_PROCESS if self.keeps_ranks else None
-
-    @property
-    def run(self) -> Run:
-        """What runs the ranks."""
-        start = self.nodes.start if self.nodes is not None else None
-        return functools.partial(run_ranks, start=start)
+    host: RankHost = field(default_factory=Forked)
 
 
 def run_case(task: CaseTask) -> dict[str, Any]:
     """Task of the leader: run and judge one case; its ``result`` and ``account`` as JSON."""
     process_control.keep_freed_memory()
     task.workdir.mkdir(parents=True)
-    account, result = judge_case(task.case, task.workdir, task.oracles, task.run, task.kept)
+    account, result = judge_case(task.case, task.workdir, task.oracles, task.host)
+    task.host.settle(held=result.verdict in _HELD)
     return {"result": result.to_dict(), "account": account.to_dict()}
 
 
 def judge_case(
-    case: Case,
-    workdir: Path,
-    cache: Path,
-    run: Run = run_ranks,
-    kept: Kept | None = None,
+    case: Case, workdir: Path, cache: Path, host: RankHost | None = None
 ) -> tuple[Account, CaseResult]:
     """Run one case: its account, and the result that ``cases.verdict.decide_case`` makes of it.
 
-    Always returns both, whatever the implementation does.  ``run`` is called like
-    ``launch.ranks.run_ranks``; where the ranks ran elsewhere it returns what they left.
+    Always returns both, whatever the implementation does.  ``host``: where its ranks run (default:
+    they are forked).
     """
     started = time.monotonic()
     account = Account(case)
     try:
-        evidence = _evidence(account, Place(Launcher(workdir, run, kept, case.world), cache))
+        evidence = _evidence(account, Place(Launcher(workdir, host or Forked()), cache))
         began = time.monotonic()
         if evidence is not None:
             # Every check of suite/checks/ sees the tensors here; decide_case needs only figures.

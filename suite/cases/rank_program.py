@@ -23,7 +23,6 @@ from shardproof.case import Case
 from shardproof.cases.plans.membership import Membership
 from shardproof.cases.plans.saving import Saving
 from shardproof.checks import weighs
-from shardproof.cluster.nodes.nodes import node_here
 from shardproof.comm import Mesh
 from shardproof.contract import (
     KINDS,
@@ -48,6 +47,7 @@ from shardproof.evidence.records import (
     TensorDigest,
     WorkloadFacts,
 )
+from shardproof.launch.nodes import node_here
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
 from shardproof.ledgers.memory import MemoryLedger, summary

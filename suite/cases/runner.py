@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardproof import registry
@@ -22,14 +21,14 @@ from shardproof.cases import kinds
 from shardproof.cases.leader import CaseTask, run_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult
-from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.contract import Options
 from shardproof.evidence.account import Account, LeaderEnd
-from shardproof.launch.mpi.kept_worlds import KeptWorlds
+from shardproof.launch.kept_ranks import Kept
+from shardproof.launch.nodes import Nodes
 from shardproof.launch.pool import Pool, TaskEnd
-from shardproof.launch.ranks import LAST_RESORT
+from shardproof.launch.rank_process import LAST_RESORT
+from shardproof.launch.ranks import Forked, RankHost
 from shardproof.registry import declaration, preflight
-from shardproof.verdicts import WORKING_PRECISION_ONLY
 
 #: Called with each result and its account (:class:`shardproof.evidence.account.Account` as JSON).
 OnAccount = Callable[[CaseResult, dict[str, Any]], None]
@@ -50,8 +49,23 @@ class Judged(NamedTuple):
 #: room for it; closed early, what runs is ended.
 Judge = Callable[[Iterable[Case]], Generator[Judged, None, None]]
 
-#: Verdicts after which the processes of a case may serve another.
-_HELD = ("pass", WORKING_PRECISION_ONLY)
+
+class CaseHost(ABC):
+    """Machines that judge cases in place of this one's leaders."""
+
+    @property
+    @abstractmethod
+    def places(self) -> int:
+        """Cases at once."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What ``run.json`` tells of them."""
+
+    @abstractmethod
+    def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
+        """Judge them; a :data:`Judge`."""
 
 
 class Session:
@@ -64,7 +78,7 @@ class Session:
         self._pool = Pool(jobs, tasks=(run_case,))
         self._made = 0
         self._nodes = nodes
-        self._worlds = KeptWorlds(self._pool)
+        self._over_mpi = False
 
     def __enter__(self) -> Session:
         self._pool.__enter__()
@@ -96,34 +110,31 @@ class Session:
                 self._made += 1
                 workdir = self._pool.folder / f"case{self._made}"
                 seconds = 2 * LAST_RESORT * case.deadline + JUDGING_SECONDS
-                yield case.id, self._task(case, workdir), seconds
+                yield case.id, CaseTask(case, workdir, self._oracles, self._host(case)), seconds
 
         # The pool calls run_case(task) (cases/leader.py) in another process.  What that
         # returned is end.value; an end without a value is a case that broke its judge.
-        with closing(self._pool.run(run_case, items(), _leaves_no_trace)) as ends:
+        with closing(self._pool.run(run_case, items(), _leaders_of)) as ends:
             for end in ends:
                 shutil.rmtree(end.payload.workdir, ignore_errors=True)
-                case = end.payload.case
-                result, account = _result_of(end)
-                if end.payload.world is not None:
-                    held = result.verdict in _HELD and not kinds.of(case.workload).parts_ranks(case)
-                    self._worlds.give_back(end.payload.world, held)
-                yield Judged(case, result, account)
+                yield Judged(end.payload.case, *_result_of(end))
 
-    def _task(self, case: Case, workdir: Path) -> CaseTask:
-        """What its leader is given.  A planted fault has ranks that nobody uses again."""
-        task, backend = CaseTask(case, workdir, self._oracles), BACKENDS[case.backend]
+    def _host(self, case: Case) -> RankHost:
+        """Where its ranks run.  Those of a planted fault, or of a user's own system, serve no other
+        case, nor do those that MPI leaves with messages which nobody received.
+        """
+        backend = BACKENDS[case.backend]
         if self._nodes is not None and not backend.threads:
-            return replace(task, nodes=self._nodes)
-        if case.skip or case.implementation.startswith(registry.MUTANTS):
-            return task
-        if backend.mpirun:
-            usable = backend.available() is None
-            return replace(task, world=self._worlds.take(case.world)) if usable else task
-        keeps = case.implementation.startswith(("reference/", "pytorch/")) and _leaves_no_trace(
-            task
-        )
-        return replace(task, keeps_ranks=keeps)
+            return self._nodes.host()
+        if case.skip or not _leaves_no_trace(case):
+            return Forked()
+        if backend.mpirun and not self._over_mpi:
+            self._over_mpi = True
+            self._pool.fork_server.preload("shardproof.launch.mpi.preloaded")
+        if backend.mpirun and kinds.of(case.workload).parts_ranks(case):
+            return Forked()
+        keeps = case.implementation.startswith(("reference/", "pytorch/"))
+        return Kept(self._pool.folder) if keeps else Forked()
 
     def check(self, implementation: str, options: Options) -> None:
         """Raise :class:`SelectionError` if a user's own implementation cannot be loaded, or refuses
@@ -146,13 +157,24 @@ class Session:
         return list(axes), list(backends)
 
 
-def _leaves_no_trace(task: CaseTask) -> bool:
+def _leaders_of(task: CaseTask) -> str | None:
+    """The group of leaders that may judge the case; ``None``: it has one to itself.
+
+    Leaders that keep the ranks of an ``mpirun`` are apart, so that few of them are started.
+    """
+    case = task.case
+    if not _leaves_no_trace(case):
+        return None
+    keeps_mpi = isinstance(task.host, Kept) and BACKENDS[case.backend].mpirun
+    return f"{case.backend} of {case.world}" if keeps_mpi else ""
+
+
+def _leaves_no_trace(case: Case) -> bool:
     """Whether the leader of a case may judge another afterwards: it loads the suite's code only.
 
     It never runs a step of the system; but what others wrote (``module:name``) may change a process
     by being loaded.
     """
-    case = task.case
     relation = case.expect.get("relation")
     other = relation.get("same_as", {}) if isinstance(relation, Mapping) else {}
     loaded = case.implementation, other.get("implementation", case.implementation)

@@ -213,8 +213,8 @@ def beside(
     launcher: Launcher, case: Case, name: str, what: str, collect: Collect
 ) -> tuple[Beside, list[RankOutcome]]:
     """Run ``case`` beside the first run, and how its ranks ended; ``what`` it is, in words."""
-    if launcher.cannot_again:
-        return Beside(skip=launcher.cannot_again), []
+    if launcher.host.cannot_again:
+        return Beside(skip=launcher.host.cannot_again), []
     try:
         declaration = Declaration.of(registry.load(case.implementation), case.options)
     except (Refused, registry.BrokenImplementation) as error:

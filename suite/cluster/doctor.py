@@ -43,6 +43,14 @@ def examine() -> Iterator[Finding]:
     yield _ray()
 
 
+def engine_alone() -> Iterator[Finding]:
+    """Whether a container engine answers."""
+    if missing := engine.engine_missing():
+        yield Finding("container engine", "note", missing, "needed by `shardproof cluster` only")
+    else:
+        yield Finding("container engine", "good", "answers")
+
+
 def ask(*command: str) -> tuple[int, str]:
     """Exit code and output; 127 where there is no such program, 124 where it does not answer."""
     try:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from shardproof.backends import BACKENDS
 from shardproof.case import OF_CLUSTERS, OF_NODES, Case, Fault, FaultPhase
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.launch.nodes import without_node_faults
 
 #: Kinds of ``--fault``: those of a rank that need no expectation, of nodes, of the whole cluster.
 KINDS = ("kill", *OF_NODES, *OF_CLUSTERS)
@@ -100,37 +101,25 @@ def for_head(
         given = Plan.parse(plan)
         given.applied(cases, nodes, ranks_per_node, plan)
         return {"plan": vars(given)}
-    return {} if any(map(strikes_nodes, cases)) else None
+    struck = any(case.fault is not None and case.fault.strikes_nodes for case in cases)
+    return {} if struck else None
 
 
-def with_planned(cases: Sequence[Case], facts: Mapping[str, Any] | None) -> list[Case]:
-    """``cases`` as this machine can run them: with the plan of ``--fault`` where it is the head of
-    nodes whose faults are made, and skipped where one plans such a fault and it is not.
+def with_planned(cases: Sequence[Case], facts: Mapping[str, Any]) -> list[Case]:
+    """``cases`` as the head of nodes with these ``facts`` can run them: with the plan of
+    ``--fault``, and skipped where one plans a fault of nodes and none are made, or it is on none.
     """
-    if facts is None or "faults" not in facts:
-        return [_skipped(case) if strikes_nodes(case) else case for case in cases]
+    if "faults" not in facts:
+        return without_node_faults(cases)
     given = facts["faults"].get("plan")
-    cases = [
-        case if _on_nodes(case) or not strikes_nodes(case) else _skipped(case) for case in cases
-    ]
+    cases = [case if _on_nodes(case) else without_node_faults([case])[0] for case in cases]
     if given is None:
         return cases
     return Plan(**given).applied(cases, int(facts["nodes"]), int(facts["ranks_per_node"]))
 
 
-def strikes_nodes(case: Case) -> bool:
-    """Whether its fault is one of nodes, so that no other case may run beside it."""
-    return case.fault is not None and case.fault.kind in (*OF_NODES, *OF_CLUSTERS)
-
-
 def _on_nodes(case: Case) -> bool:
     return not BACKENDS[case.backend].threads
-
-
-def _skipped(case: Case) -> Case:
-    assert case.fault is not None
-    why = f"fault {case.fault.kind}: ranks are on no nodes here; `shardproof cluster run` has them"
-    return replace(case, skip=case.skip or why)
 
 
 def _number(name: str, value: str) -> int:

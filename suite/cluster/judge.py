@@ -1,7 +1,8 @@
 """Judge what ranks left: ``python -m shardproof.cluster.judge RECORDS [--results FOLDER]``.
 
 RECORDS is a folder of the rank program (``shardproof.cluster.torchrun``), which starts this where
-it judges itself.  A run folder like that of ``shardproof run``.
+it judges itself.  A run folder like that of ``shardproof run``.  ``-- COMMAND...`` is run before:
+it starts the ranks, and ends with the words of the rank program.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +24,7 @@ from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.cluster.launchers import foreign_records, roll_call
-from shardproof.cluster.launchers.foreign_records import Comparison, read_plan
+from shardproof.cluster.launchers.foreign_records import read_plan
 from shardproof.commands.console import make_console
 from shardproof.commands.supervision import Interrupts, open_folder, supervised
 from shardproof.errors import InputError
@@ -32,28 +35,21 @@ from shardproof.runs.run_folder import read
 if TYPE_CHECKING:
     from shardproof.runs.run_folder import RunFolder
 
-#: Digests of all ranks beside those of other records, by lane.
-DIGESTS = "digests.json"
-
 
 def judge(
     records: Path,
     results: Path | None = None,
-    against: Path | None = None,
     prune: bool = False,
     command: Sequence[str] = (),
 ) -> int:
     """Judge ``records`` into the run folder ``results`` and print it; returns the exit code.
 
-    Without ``results`` the folder is a new one beside ``records``.  With ``against``, digests that
-    differ in an exact lane count as broken, too.  ``prune`` removes the tensors of cases that held;
-    whole tensors are kept for failures only.
+    Without ``results`` the folder is a new one beside ``records``.  ``prune`` removes the tensors
+    of cases that held; whole tensors are kept for failures only.
 
-    :raises SelectionError: no plan in ``records`` or ``against``, or ``results`` cannot be written.
+    :raises SelectionError: no plan in ``records``, or ``results`` cannot be written.
     """
     plan = read_plan(records)
-    if against is not None:
-        read_plan(against)
     torch.set_num_threads(1)
     waiting = {case.id: case for case in plan.cases}
 
@@ -69,12 +65,6 @@ def judge(
             counts = verdicts.count(counted)
             code = verdicts.exit_code(counts)
             print(verdicts.summary(counts, left), flush=True)
-            if against is not None:
-                rows = foreign_records.compare(records, against)
-                left += sum(row.left for row in rows)
-                _tell(rows, run)
-                if any(row.unequal and row.lane in foreign_records.EXACT_LANES for row in rows):
-                    code = verdicts.BROKEN
             return verdicts.NOT_DECIDED if left and code == verdicts.HELD else code
 
         def interrupted() -> None:
@@ -112,13 +102,6 @@ def _judge_all(
     return counted, left
 
 
-def _tell(rows: Sequence[Comparison], run: RunFolder) -> None:
-    for row in rows:
-        print(f"digests against local processes, {row.sentence()}", flush=True)
-    lanes = [{"lane": r.lane, "equal": r.equal, "unequal": r.unequal} for r in rows]
-    run.write(DIGESTS, json.dumps(lanes, indent=1) + "\n")
-
-
 def _drop_tensors(records: Path, case: Case) -> None:
     for number, planned in enumerate(read_plan(records).cases):
         if planned.id == case.id:
@@ -135,22 +118,85 @@ def _line(result: CaseResult) -> str:
     return f"{result.verdict:<10} {result.id}{figures}  {result.seconds:.2f} s{reason}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def after(command: Sequence[str], records: Path, node: int) -> int | None:
+    """Run ``command``, which starts the ranks of this node, or of all nodes; an exit code, or
+    ``None``: this process has to judge what they left in ``records``.
+
+    A rank that hangs or dies takes rank 0 along, so rank 0 cannot judge that.  Node 0 judges; the
+    others end with 0 once there is something to judge: where a node fails, Kubernetes and clouds
+    end the job, and node 0 with it.
+
+    :raises SystemExit: this process was told to end, and so have the ranks.
+    """
+    before = foreign_records.plan_digest(records)
+    code = _ended([*command, "--records", str(records), "--no-judge"])
+    if foreign_records.plan_digest(records) == before:
+        print(f"the ranks ended with code {code} before any case: no verdict", file=sys.stderr)
+        return code or verdicts.BROKEN
+    if code:
+        print(f"the ranks ended with code {code}: what they left is judged", file=sys.stderr)
+    return verdicts.HELD if node else None
+
+
+def _ended(command: Sequence[str]) -> int:
+    """Its exit code, as a shell tells it.
+
+    Who is told to end ends without a verdict, once the ranks have.  SIGINT comes from a terminal,
+    which sends it to the command as well.
+    """
+    ends: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def told(signum: int, _: object) -> None:
+        ends.append(signum)
+        if process is not None and signum == signal.SIGTERM:
+            process.terminate()
+
+    before = {each: signal.signal(each, told) for each in (signal.SIGTERM, signal.SIGINT)}
+    process = subprocess.Popen(command)
+    if signal.SIGTERM in ends:
+        process.terminate()
+    code = process.wait()
+    for each, handler in before.items():
+        signal.signal(each, handler)
+    if ends:
+        raise SystemExit(128 + ends[0])
+    return code if code >= 0 else 128 - code
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m shardproof.cluster.judge", description=(__doc__ or "").split("\n\n")[1]
+        prog="python -m shardproof.cluster.judge",
+        usage="%(prog)s [RECORDS] [options] [-- COMMAND...]",
+        description=(__doc__ or "").split("\n\n")[1],
     )
-    parser.add_argument("records", type=Path, metavar="RECORDS")
+    where = "folder of the rank program (default, with COMMAND: RESULTS/records)"
+    parser.add_argument("records", nargs="?", type=Path, metavar="RECORDS", help=where)
     where = "run folder of the verdicts (default: a new one beside RECORDS)"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=where)
-    parser.add_argument("--against", type=Path, metavar="RECORDS", help="compare digests")
     parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
+    parser.add_argument("--node", type=int, default=0, help="number of this node; 0 judges")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge as the command line says; the exit code."""
+    words = sys.argv[1:] if arguments is None else [*arguments]
+    end = words.index("--") if "--" in words else len(words)
+    own, command, parser = words[:end], words[end + 1 :], _parser()
+    given = parser.parse_args(own)
+    records = given.records
+    if command and records is None and given.results is not None:
+        records = given.results / "records"
+    if records is None:
+        parser.error("RECORDS is needed" + (", or --results" if command else ""))
+    if command and (code := after(command, records, given.node)) is not None:
+        return code
     for name, value in REPRODUCIBLE.items():  # MKL asks at its first product
         os.environ.setdefault(name, value)
-    words = sys.argv[1:] if arguments is None else [*arguments]
-    given = parser.parse_args(words)
-    command = ["python", "-m", "shardproof.cluster.judge", *words]
+    typed = ["python", "-m", "shardproof.cluster.judge", *words]
     try:
-        return judge(given.records, given.results, given.against, given.prune, command)
+        return judge(records, given.results, given.prune, typed)
     except InputError as error:
         print(error, file=sys.stderr)
         return verdicts.BAD_INPUT

@@ -11,13 +11,12 @@ import typer
 
 from shardproof.commands import options
 from shardproof.errors import Problem, SelectionError
+from shardproof.launch.nodes import MOST_NODES, MOST_RANKS
 
 if TYPE_CHECKING:
     from shardproof.cluster.containers.caps import Caps
-    from shardproof.cluster.nodes.nodes import Nodes
+    from shardproof.launch.nodes import Nodes
 
-#: More would be ranks that wait for cores.
-MOST_NODES, MOST_RANKS = 16, 32
 _UNITS = {"k": 10, "m": 20, "g": 30}
 #: The least that a node with two ranks needs: each has torch in memory.
 _LEAST_MEMORY = 512 << 20
@@ -47,7 +46,7 @@ def cores(text: str) -> float:
 
 def bandwidth(text: str) -> int:
     """Bits per second of ``100mbit`` or ``1gbit``; 0 of ``unlimited``."""
-    from shardproof.launch.rates import bits_per_second
+    from shardproof.launch.nodes import bits_per_second
 
     try:
         return bits_per_second(text)
@@ -123,7 +122,8 @@ SlowNode = Annotated[
     ),
 ]
 Keep = Annotated[
-    bool, typer.Option("--keep", help="leave the containers, to look into them (`down` ends them)")
+    bool,
+    typer.Option("--keep", help="leave the containers, to look into them (`clean` removes them)"),
 ]
 AllPackages = Annotated[
     bool, typer.Option("--all-packages", help="DeepSpeed and MPI, also if nothing names them")
@@ -132,7 +132,7 @@ AllPackages = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is typed of a cluster: its nodes, what each has, and one that has less."""
+    """What is typed of a cluster: its nodes, what each has, one that has less, where results go."""
 
     nodes: NodeCount = 2
     ranks_per_node: RanksPerNode = 2
@@ -142,13 +142,15 @@ class Shape:
     delay_ms: Delay = None
     slow: SlowNode = None
     all_packages: AllPackages = False
+    results: options.Results = None
+    keep: Keep = False
 
     @property
     def there(self) -> Nodes:
         """Its nodes."""
-        from shardproof.cluster.nodes import nodes
+        from shardproof.cluster.nodes.nodes import ClusterNodes
 
-        return nodes.Nodes(nodes.FOLDER, self.nodes, self.ranks_per_node)
+        return ClusterNodes(self.nodes, self.ranks_per_node)
 
     def limits(self) -> Caps:
         """:raises SelectionError: a network between nodes, where there is one node."""
@@ -173,11 +175,3 @@ class Shape:
             what, remedy = f"there is no node {node}", f"nodes are 0 to {self.nodes - 1}"
             raise SelectionError(Problem(what, remedy, "--slow-node"))
         return {node: caps}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfOneRun(Shape):
-    """That of a cluster which is made for one command and ends with it."""
-
-    results: options.Results = None
-    keep: Keep = False

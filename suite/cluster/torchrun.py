@@ -7,7 +7,7 @@ fresh process group on one store, and leaves what it saw in a folder that all ra
 
     records/plan.json               which cases, in which order, when the first began
             case<n>/rank<k>.rec     what rank k holds (see shardproof.cases.rank_program)
-                    rank<k>.end     how it ended: outcome, and a digest per tensor
+                    rank<k>.end     how it ended
                     rank<k>.stacks  where it stood when its time was up
 
 Then rank 0, or whoever starts ``--judge RECORDS``, judges (``shardproof.cluster.judge``).  A
@@ -54,7 +54,7 @@ from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.fork_server import REPRODUCIBLE
 from shardproof.launch.fork_server_main import import_lazy_modules
 from shardproof.launch.outcome import RankOutcome, of_exception
-from shardproof.launch.ranks import LAST_RESORT
+from shardproof.launch.rank_process import LAST_RESORT
 from shardproof.launch.watchdog import TICK_SECONDS, Watchdog
 from shardproof.scenarios import vocabulary
 from shardproof.scenarios.selection import Selection
@@ -68,10 +68,8 @@ JUDGING_SECONDS = 7200.0
 STACKS_SECONDS = 10.0
 
 
-def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True) -> int:
+def work(place: Place, cases: Sequence[Case], records: Path) -> int:
     """Run ``cases`` as rank ``place.rank``; 0 if every one came to an outcome on this rank.
-
-    With ``whole`` off digests are written, but no tensors.
 
     :raises LaunchError: the ranks cannot work together, and why.
     """
@@ -95,7 +93,7 @@ def work(place: Place, cases: Sequence[Case], records: Path, whole: bool = True)
         folder = foreign_records.case_folder(records, number)
         folder.mkdir(parents=True, exist_ok=True)
         with _Guard(place, case, number, folder):
-            _one(store, place, case, number, folder, whole)
+            _one(store, place, case, number, folder)
             meeting.meet(store, place, f"case{number}", case.deadline * LAST_RESORT)
     meeting.part(store, place, MEETING_SECONDS)
     return HELD
@@ -156,13 +154,10 @@ class _Guard:
         _exit(BROKEN)
 
 
-def _one(
-    store: dist.Store, place: Place, case: Case, number: int, folder: Path, whole: bool
-) -> None:
-    """One case on this rank: record, digests and outcome are written whatever happens."""
+def _one(store: dist.Store, place: Place, case: Case, number: int, folder: Path) -> None:
+    """One case on this rank: record and outcome are written whatever happens."""
     began = time.monotonic()
     (folder / f"rank{place.rank}.began").touch()
-    digests: dict[str, str] = {}
     before = _sockets()
     try:
         workload = workloads.for_case(case)
@@ -176,9 +171,7 @@ def _one(
             disturbances=disturbances_of(case.workload.traits),
         )
         record = run_rank(case, workload, place.rank)
-        if whole:
-            tensor_bytes.dump(folder / f"rank{place.rank}.rec", record.to_dict())
-        digests = foreign_records.digests(record)
+        tensor_bytes.dump(folder / f"rank{place.rank}.rec", record.to_dict())
         outcome = RankOutcome(place.rank, "ok", ended=time.monotonic() - began)
         # A rank that left now would reset connections on which its last bytes are under way.
         with contextlib.suppress(TimeoutError):
@@ -191,7 +184,7 @@ def _one(
     with contextlib.suppress(RuntimeError):
         joined.leave()
     gc.collect()
-    foreign_records.write_end(folder, foreign_records.RankEnd(outcome, digests))
+    outcome.store(folder / f"rank{place.rank}.end")
 
 
 def _sockets() -> set[int]:
@@ -235,8 +228,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--impl", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--no-judge", action="store_true", help="leave the verdicts to --judge")
     parser.add_argument("--judge", type=Path, metavar="RECORDS", help="run nothing, judge these")
-    parser.add_argument("--against", type=Path, metavar="RECORDS", help="compare digests")
-    parser.add_argument("--digests-only", action="store_true", help="write no tensors")
     parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
     where = "run folder of the verdicts (default: a new one beside RECORDS)"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=where)
@@ -246,9 +237,8 @@ def _parser() -> argparse.ArgumentParser:
 def _judge(records: Path, options: argparse.Namespace) -> int:
     """Judge in another process: this one's threads may wait for peers."""
     command = [sys.executable, *JUDGE, str(records)]
-    for flag in ("results", "against"):
-        if (value := getattr(options, flag)) is not None:
-            command += [f"--{flag}", str(value)]
+    if options.results is not None:
+        command += ["--results", str(options.results)]
     return subprocess.run([*command, *["--prune"][: options.prune]], check=False).returncode
 
 
@@ -271,8 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tier=options.tier,
         )
         cases = [_without_fault(case) for case in selection.cases(vocabulary.installed())]
-        code = work(place, cases, options.records, whole=not options.digests_only)
-        if place.rank == 0 and not (options.no_judge or options.digests_only):
+        code = work(place, cases, options.records)
+        if place.rank == 0 and not options.no_judge:
             code = _judge(options.records, options)
         if over_mpi:
             # MPICH ends whoever still runs once all have left MPI, so they leave it together.

@@ -1,10 +1,19 @@
-"""What this wing adds to the core: the command ``shardproof cluster``."""
+"""What this wing adds to the core: nodes for ranks, judges of cases elsewhere, and a command."""
 
 from __future__ import annotations
 
-import typer
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
-from shardproof.wings import Wing
+from shardproof.wings import CaseHosts, OnNodes, Wing
+
+if TYPE_CHECKING:
+    import typer
+
+    from shardproof.cases.runner import CaseHost
+    from shardproof.commands.doctor.finding import Finding
+    from shardproof.launch.nodes import Nodes
 
 
 class Cluster(Wing):
@@ -23,6 +32,40 @@ class Cluster(Wing):
             name="cluster",
             short_help="Run on containers of this machine as nodes.",
         )
+
+    def nodes(self, facts: Mapping[str, Any]) -> Nodes:
+        """The nodes of the cluster that this machine is the head of."""
+        from shardproof.cluster.nodes.nodes import ClusterNodes
+
+        return ClusterNodes.of(facts)
+
+    def case_hosts(self, where: str) -> CaseHosts:
+        """The Ray cluster at ``where``.
+
+        :raises SelectionError: it names none.
+        """
+        from shardproof.cluster import on_ray
+
+        address = on_ray.address(where)
+
+        def joined(jobs: int | None) -> AbstractContextManager[CaseHost]:
+            from shardproof.cluster.on_ray import cluster  # it takes seconds to import torch
+
+            return cluster.joined(address, jobs)
+
+        return joined
+
+    def run_on_nodes(self, command: OnNodes) -> int:
+        """Run it in the head of a cluster that is made for it."""
+        from shardproof.cluster import command as clusters
+
+        return clusters.run_once(command)
+
+    def findings(self, thorough: bool) -> Iterator[Finding]:
+        """The container engine; ``thorough``: also images, ``tc``, Slurm and Ray."""
+        from shardproof.cluster import doctor
+
+        return doctor.examine() if thorough else doctor.engine_alone()
 
 
 WING = Cluster()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardproof import verdicts
+from shardproof import verdicts, wings
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
@@ -244,14 +244,14 @@ def doctor(
 
     Exit code 0: ready; 3: something has to be done first.
     """
-    from itertools import chain
-
-    from shardproof.cluster import doctor as cluster
     from shardproof.commands import supervision
     from shardproof.commands.doctor import examine
 
-    ready, more = True, cluster.examine() if of_cluster else ()
-    for finding in chain(examine(supervision.RESULTS, with_engine=not of_cluster), more):
+    if of_cluster and "cluster" not in wings.names():
+        what = "this tree has no wing that has clusters"
+        raise SelectionError(Problem(what, "leave it out, or restore suite/cluster", "--cluster"))
+    ready = True
+    for finding in examine(supervision.RESULTS, thorough=of_cluster):
         ready = ready and finding.state != "bad"
         echo(f"{finding.state:4}  {finding.what}: {finding.found}")
         if finding.remedy:

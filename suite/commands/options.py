@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 import typer
 
+from shardproof import wings
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import why_not_writable, write_whole
 
 if TYPE_CHECKING:
-    from shardproof.cluster.on_ray.cluster import RayCluster
+    from shardproof.cases.runner import CaseHost
     from shardproof.runs.shard import Shard
     from shardproof.scenarios.selection import Selection
+    from shardproof.wings import CaseHosts
 
 R = TypeVar("R")
 
@@ -151,14 +153,22 @@ ShardOption = Annotated[
 ]
 
 
-def ray_address(where: str | None) -> str | None:
-    """The address that ``--on`` means; empty: the cluster of this machine, or a new one.
+def case_hosts(where: str) -> CaseHosts:
+    """What can judge cases at the place that ``--on`` names.
 
     :raises SelectionError: it names none.
     """
-    from shardproof.cluster.on_ray import address
+    if (found := wings.first(lambda wing: wing.case_hosts(where))) is None:
+        what = "this tree has no wing that judges cases elsewhere"
+        raise SelectionError(Problem(what, "leave --on out, or restore suite/cluster", where))
+    return found
 
-    return None if where is None else address(where)
+
+def _place(where: str | None) -> str | None:
+    """``where``, if cases can be judged there: told before anything runs."""
+    if where is not None:
+        case_hosts(where)
+    return where
 
 
 On = Annotated[
@@ -166,24 +176,22 @@ On = Annotated[
     typer.Option(
         "--on",
         metavar="CLUSTER",
-        callback=ray_address,
+        callback=_place,
         help="judge on a Ray cluster: ray (that of this machine, or a new one) or ray://HOST[:PORT]",
     ),
 ]
 
 
 @contextmanager
-def cluster(address: str | None, jobs: int | None) -> Iterator[RayCluster | None]:
-    """The Ray cluster at ``address``, joined while the command runs; ``None``: this machine.
+def joined(where: str | None, jobs: int | None) -> Iterator[CaseHost | None]:
+    """What judges cases at ``where``, joined while the command runs; ``None``: this machine does.
 
     :raises SelectionError: it cannot be joined.
     """
-    if address is None:
+    if where is None:
         yield None
         return
-    from shardproof.cluster.on_ray.cluster import joined
-
-    with joined(address, jobs) as there:
+    with case_hosts(where)(jobs) as there:
         echo(str(there), err=True)
         yield there
 

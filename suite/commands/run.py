@@ -22,11 +22,10 @@ from shardproof.launch.process_control import cores
 from shardproof.table import number, some
 
 if TYPE_CHECKING:
-    from shardproof.cases.runner import Judge
+    from shardproof.cases.runner import CaseHost, Judge
     from shardproof.checks.results import CaseResult
-    from shardproof.cluster.nodes.nodes import Nodes
-    from shardproof.cluster.on_ray.cluster import RayCluster
     from shardproof.commands.supervision import Interrupts
+    from shardproof.launch.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.run_folder import RunFolder
     from shardproof.runs.shard import Shard
@@ -183,8 +182,8 @@ def run(
         cases = [replace(case, depth=depth) for case in cases]
     fit = not (scenarios or resume or rerun_failed or like)
     how = budget, jobs, results, kept, junit, dry_run, fit, fail_fast
-    with options.cluster(None if dry_run else on, jobs) as cluster:
-        run_and_exit(cases, *how, shard=part, cluster=cluster)
+    with options.joined(None if dry_run else on, jobs) as elsewhere:
+        run_and_exit(cases, *how, shard=part, elsewhere=elsewhere)
 
 
 def _case_of(name: str) -> Case:
@@ -214,20 +213,19 @@ def run_and_exit(
     fail_fast: int | None = None,
     is_kept: bool = True,
     shard: Shard | None = None,
-    cluster: RayCluster | None = None,
+    elsewhere: CaseHost | None = None,
 ) -> None:
     """Run what of ``cases`` fits into ``budget`` minutes and end the command with its exit code.
 
     ``fit``: of a user's own class only the cells whose axes it declares.  ``is_kept``: the folder
     of results stays once the command has ended.  ``shard``: run only that part of the cases.
-    ``cluster``: what judges them, if not this machine.
+    ``elsewhere``: what judges them, if not this machine.
 
     :raises typer.Exit: always, but for a dry run.
     """
     from shardproof.checks.results import LeftOut
-    from shardproof.cluster import fault_plans
-    from shardproof.cluster.nodes.nodes import Nodes, facts_here
     from shardproof.commands.supervision import open_folder
+    from shardproof.launch.nodes import Nodes, without_node_faults
     from shardproof.registry import preflight
     from shardproof.runs import code
     from shardproof.runs.durations import Durations
@@ -238,13 +236,16 @@ def run_and_exit(
     declared = preflight.check(sources, sources=sources)
     if fit:
         cases = _fitting(cases, declared)
-    if (nodes := Nodes.here()) is not None:
+    if (nodes := Nodes.here()) is None:
+        cases = without_node_faults(cases)
+    else:
         every, cases = len(cases), with_room(cases, nodes)
         if len(cases) < every:
             echo(
                 f"{nodes}: {number(every - len(cases), 'case')} of more ranks left aside", err=True
             )
-    cases = preflight.with_found_traits(fault_plans.with_planned(cases, facts_here()))
+        cases = nodes.with_faults(cases)
+    cases = preflight.with_found_traits(cases)
     whole, cut = cases, None
     if shard is not None:
         lines = (LeftOut(case.id, case, None, "").line() for case in whole)
@@ -253,10 +254,10 @@ def run_and_exit(
         cases = [case for case in whole if case.id in own]
         what = f"part {shard.index} of {shard.of}"
         echo(f"{what}: {len(cases):,} of {number(len(whole), 'case')}", err=True)
-    if any(fault_plans.strikes_nodes(case) and not case.skip for case in cases):
+    if any(case.fault and case.fault.strikes_nodes and not case.skip for case in cases):
         jobs = 1  # a case beside it would meet its fault
     durations = Durations.of_user()
-    workers = jobs or cores() if cluster is None else cluster.places
+    workers = jobs or cores() if elsewhere is None else elsewhere.places
     planned = fit_cases(cases, durations, workers, budget)
     if dry_run:
         for case in planned.chosen:
@@ -271,14 +272,14 @@ def run_and_exit(
     with open_folder(results) as folder:
         if cut is not None and shard is not None:
             folder.cut(cut, shard, whole)
-        if cluster is not None:
-            folder.tell_cluster(cluster.facts)
+        if elsewhere is not None:
+            folder.tell_cluster(elsewhere.facts)
         digests = code.of(sources)
         if digests and (stale := folder.tell_code(digests, kept)):
             names = some(sorted({result.case.implementation for result in stale}), 3)
             what = f"{number(len(stale), 'verdict')} kept of other code: {names} changed since"
             echo(f"{what}; without --resume and --rerun-failed all is judged anew", err=True)
-        judge = None if cluster is None else cluster.judge
+        judge = None if elsewhere is None else elsewhere.judge
         how = budget, durations, kept, junit, fail_fast, is_kept, nodes, judge
         raise typer.Exit(execute(folder, planned, workers, *how))
 
@@ -302,7 +303,7 @@ def wait_for(nodes: Nodes | None) -> None:
 
     :raises typer.Exit: one does not come; told.
     """
-    from shardproof.cluster.nodes.nodes import NodeGone
+    from shardproof.launch.nodes import NodeGone
 
     if nodes is not None:
         try:
@@ -318,8 +319,8 @@ def _require_backends(cases: Sequence[Case], asked: Sequence[str]) -> None:
     :raises SelectionError: it is (but for some on GPUs), or MPI cannot start as many ranks.
     """
     from shardproof.backends import BACKENDS
-    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.launch.mpi import mpirun
+    from shardproof.launch.nodes import Nodes
 
     for name in asked:
         worlds = {case.world for case in cases if case.backend == name}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
-from shardproof.backends.errors import CollectiveMismatch
-from shardproof.cluster.nodes.condition import Lost
+from shardproof.backends.errors import CollectiveMismatch, name_ranks
 from shardproof.launch import autopsy, heartbeat, process_control, stacks
 from shardproof.launch.autopsy import Standing
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
@@ -20,6 +19,27 @@ _TAIL = 4000
 OVERDUE = ("standstill", "desync", "budget", "grace", "last resort")
 #: What the C++ runtime prints of an exception that nobody caught.
 _WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
+
+
+How = Literal["ended", "paused", "cut off", "full"]
+_WORDS: dict[How, str] = {
+    "ended": "has ended",
+    "paused": "is paused",
+    "cut off": "is cut off from the network",
+    "full": "has no memory left",
+}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A node that ranks are lost with, which they are, and what has become of it."""
+
+    node: int
+    ranks: tuple[int, ...]
+    how: How
+
+    def __str__(self) -> str:
+        return f"node{self.node} ({name_ranks(self.ranks)}) {_WORDS[self.how]}"
 
 
 @dataclass
@@ -156,13 +176,13 @@ class _Dead:
         if rank in process.hung:
             return None
         try:
-            fields = json.loads(self.launch.end(rank).read_text())
+            outcome = RankOutcome.stored(self.launch.end(rank))
         except FileNotFoundError:
             return None
         crashed_later = process.signal is not None and not process.reason
-        if fields["status"] == "ok" and crashed_later and len(process.ranks) == 1:
+        if outcome.status == "ok" and crashed_later and len(process.ranks) == 1:
             return None
-        return RankOutcome(rank, **fields)
+        return outcome
 
     def _from_outside(self, last: heartbeat.Heartbeat) -> RankOutcome:
         process = self.process
@@ -206,7 +226,7 @@ class _Dead:
             status="exited",
             exit_code=process.exit_code,
             # MPI ends a rank that lost a peer, perhaps before the peer's own end is seen.
-            consequence=innocent or (self.launch.link.mpirun and not notice),
+            consequence=innocent or (self.launch.backend.mpirun and not notice),
             message=f"ended with exit code {process.exit_code}{notice}{shared} before it returned",
         )
 

@@ -62,14 +62,14 @@ Task = Callable[[P], object]
 class Fork:
     """Run ``job``, a pickled task and its payload or their file; ``value``: the file of its result.
 
-    ``keep``: the leader that does so may have done others and may do more of them.  Otherwise it is
-    a new one, and ends with this task.
+    ``group``: the leader that does so may have done other tasks of this group and may do more of
+    them; ``None``: it is a new one, and ends with this task.
     """
 
     ticket: int
     job: bytes | Path
     value: Path | None
-    keep: bool = False
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -209,14 +209,14 @@ class ForkServer:
         self._send(Preload(module))
 
     def submit(
-        self, task: Task[P], payload: P, value: Path | None = None, keep: bool = False
+        self, task: Task[P], payload: P, value: Path | None = None, group: str | None = None
     ) -> int:
         """Run ``task(payload)`` in a leader; what it returns is written to ``value`` as JSON.
 
         Returns a ticket.  The leader has its own process group and ends with exit code 0, or
         ``launch.fork_server_main.TASK_RAISED`` if the function raised.  What it starts ends
-        with it.  ``keep``: the task leaves its process as it found it, so that leaders of such
-        tasks do several, one after the other; any other task has a fresh leader to itself.
+        with it.  ``group``: the task leaves its process as it found it, so that a leader does
+        several tasks of one group, one after the other; ``None``: it has a fresh leader to itself.
 
         :raises ValueError: ``task`` is no function of a module that a leader can import.
         """
@@ -230,7 +230,7 @@ class ForkServer:
         if len(job) > _LONGEST_JOB and value is not None:
             file = value.with_suffix(".job")
             file.write_bytes(job)
-        self._send(Fork(self._tickets, file or job, value, keep))
+        self._send(Fork(self._tickets, file or job, value, group))
         return self._tickets
 
     def kill(self, ticket: int) -> None:

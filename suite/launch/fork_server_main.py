@@ -58,6 +58,7 @@ class _Leader:
     began: float
     output: int
     line: socket.socket  #: further tasks go out, and it says when one is done
+    group: str | None
 
 
 class _Server:
@@ -119,7 +120,7 @@ class _Server:
     def _handle(self, message: fork_server.Fork | fork_server.Kill | fork_server.Preload) -> None:
         match message:
             case fork_server.Fork():
-                if not (message.keep and self._hand_over(message)):
+                if message.group is None or not self._hand_over(message):
                     self._fork(message)
             case fork_server.Kill(ticket):
                 for leader in self._leaders.values():
@@ -144,9 +145,9 @@ class _Server:
             raise
 
     def _hand_over(self, order: fork_server.Fork) -> bool:
-        """Give it to a leader that waits; whether there is one."""
+        """Give it to a leader of its group that waits; whether there is one."""
         for leader in self._leaders.values():
-            if leader.ticket is None:
+            if leader.ticket is None and leader.group == order.group:
                 with contextlib.suppress(OSError):  # it has just died
                     fork_server.send(leader.line, order)
                     leader.ticket, leader.began = order.ticket, time.monotonic()
@@ -177,7 +178,7 @@ class _Server:
         theirs.close()
         with contextlib.suppress(OSError):  # both sides do it, so that neither sees it undone
             os.setpgid(pid, pid)
-        leader = self._leaders[pid] = _Leader(order.ticket, pid, began, output, ours)
+        leader = self._leaders[pid] = _Leader(order.ticket, pid, began, output, ours, order.group)
         self._selector.register(ours, selectors.EVENT_READ, leader)
 
     def _lead(
@@ -286,7 +287,7 @@ def _do_tasks(order: fork_server.Fork, line: socket.socket) -> None:
         _do_task(order)
         gc.collect(0)  # what this task left, not again what outlived an earlier one
         # Where there are GPUs a leader that has used autograd can fork none that uses them.
-        if not order.keep or done == MOST_TASKS or cuda.count() or not _is_clean(largest):
+        if order.group is None or done == MOST_TASKS or cuda.count() or not _is_clean(largest):
             return
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,25 +1,29 @@
 """Rank processes that a leader keeps for its next cases.
 
-Forked for the first case that may: one for all ranks where ranks are threads, one a rank otherwise.
-They end with their leader, after a case that does not hold, and when something is left in them
-(``rank_service.py``).  What a fork costs again and again, above all pages that are copied when they
-are touched, is paid once.
+Forked for the first case that may use them: one for all ranks where ranks are threads, one a rank
+otherwise; those of MPI with an ``mpirun`` for each world size.  They end with their leader, after a
+case that does not hold, and when something is left in them (``rank_service.py``).  What a fork
+costs again and again, above all pages that are copied when they are touched, is paid once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import pickle
 import socket
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from shardproof.cluster.nodes.condition import Lost
 from shardproof.launch import process_control
 from shardproof.launch.diagnosis import RankProcess
+from shardproof.launch.mpi.mpirun import Mpirun, MpirunError
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.rank_service import Done, serve
-from shardproof.launch.ranks import RanksGone
+from shardproof.launch.ranks import NotLent, ProcessHost
 
 
 @dataclass
@@ -34,7 +38,14 @@ class _Service:
     collected: bool = False
 
     def status(self) -> int | None:
-        """Its wait status, once it has ended."""
+        """The wait status that it would have ended with after its order; ``None``: not yet."""
+        try:
+            if message := self.orders.recv(4096):
+                done = Done.read(message)
+                self.fit = done.clean and done.code == 0
+                return done.code << 8
+        except BlockingIOError:
+            pass
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if not pid:
             return None
@@ -52,99 +63,129 @@ class _Service:
             os.close(self.handle)
 
 
-class KeptRanks:
-    """All that this process keeps, by what their ranks are; a ``launch.ranks.Kept``."""
+@dataclass
+class _Group:
+    """Services of one backend, rank by rank, whose logs are named after ``place``.
 
-    def __init__(self) -> None:
-        self._services: dict[str, list[_Service]] = {}
+    ``world``: an ``mpirun`` of so many ranks gives them their places; 0: none does.
+    """
 
-    def __call__(self, launch: RankLaunch) -> _Lent:
-        """The processes of ``launch``, forked if they are not there yet.
+    place: Path
+    world: int
+    services: list[_Service] = field(default_factory=list)
+    _mpirun: Mpirun | None = None
+    _until_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-        :raises RanksGone: one ended while it waited.
+    def grow(self, count: int) -> None:
+        """Fork what lacks of ``count`` services.
+
+        :raises MpirunError: ``mpirun`` does not start.
         """
-        count = 1 if launch.link.threads else launch.world
-        services = self._services.setdefault(repr(launch.link), [])
-        while len(services) < count:
-            services.append(_forked(launch, len(services)))
-        return _Lent(services, count, launch)
+        if self.world and not self.services:
+            left = tempfile.TemporaryDirectory(prefix=f"{self.place.name}-", dir=self.place.parent)
+            folder = Path(self._until_end.enter_context(left))
+            mpirun = Mpirun(range(self.world), folder)
+            self._mpirun = self._until_end.enter_context(mpirun)
+            process_control.STAYING.add(mpirun.pid)
+            self._until_end.callback(process_control.STAYING.discard, mpirun.pid)
+        while len(self.services) < count:
+            self._fork(len(self.services))
+
+    def _fork(self, rank: int) -> None:
+        parent = os.getpid()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            if self._mpirun is not None:
+                self._mpirun.become(rank)
+            serve(rank, theirs, parent, self.place.with_name(f"{self.place.name}-{rank}.log"))
+        theirs.close()
+        ours.setblocking(False)
+        process_control.STAYING.add(pid)
+        self.services.append(_Service(pid, ours, process_control.handle_of(pid)))
+
+    def end(self) -> None:
+        """End them all; the next launch forks others."""
+        for service in self.services:
+            service.end()
+        self.services.clear()
+        self._mpirun = None
+        self._until_end.close()
 
 
-class _Lent:
-    """The first ``count`` of ``services``, for one launch."""
+class Kept(ProcessHost):
+    """The ranks that this process keeps, by their backend; ``folder``: what they leave lies there.
 
-    def __init__(self, services: list[_Service], count: int, launch: RankLaunch) -> None:
-        self._services, self._launch = services, launch
-        self._mine = {service.pid: service for service in services[:count]}
-        order = launch.workdir / "launch"
-        order.write_bytes(pickle.dumps(launch))
+    A leader has one, which is made where the host of its first case is unpickled.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._groups: dict[tuple[str, int], _Group] = {}
+        self._used: list[_Group] = []
+        self._lent: dict[int, _Service] = {}
+
+    def __reduce__(self) -> tuple[Callable[[Path], Kept], tuple[Path]]:
+        return of_this_process, (self._folder,)
+
+    def start(self, launch: RankLaunch) -> list[RankProcess]:
+        """Lend the processes of ``launch``, forked if they are not there yet.
+
+        :raises NotLent: it wants fresh ones, one ended while it waited, or MPI does not start.
+        """
+        self._lent = {}
+        if launch.fresh:
+            raise NotLent("it wants processes of its own")
+        backend, world = launch.backend, launch.world
+        key = backend.name, world if backend.mpirun else 0
+        if key not in self._groups:
+            place = self._folder / f"ranks-of-{os.getpid()}-{len(self._groups)}"
+            self._groups[key] = _Group(place, key[1])
+        group = self._groups[key]
+        self._used.append(group)
         try:
-            for service in self._mine.values():
+            group.grow(1 if backend.threads else world)
+            self._lent = {s.pid: s for s in group.services[: 1 if backend.threads else world]}
+            order = launch.workdir / "launch"
+            order.write_bytes(pickle.dumps(launch))
+            for service in self._lent.values():
                 service.orders.send(os.fsencode(order))
-        except OSError as error:
-            self._drop()
-            raise RanksGone(f"a kept rank process has ended: {error}") from error
-
-    def processes(self) -> list[RankProcess]:
-        """They have their orders."""
-        if self._launch.link.threads:
-            (pid,) = self._mine
-            return [RankProcess(pid, tuple(range(self._launch.world)))]
-        return [RankProcess(pid, (rank,)) for rank, pid in enumerate(self._mine)]
+        except (OSError, MpirunError) as error:
+            group.end()
+            self._lent = {}
+            raise NotLent(f"a kept rank process has ended: {error}") from error
+        if backend.threads:
+            return [RankProcess(pid, tuple(range(world))) for pid in self._lent]
+        return [RankProcess(pid, (rank,)) for rank, pid in enumerate(self._lent)]
 
     def descriptors(self, alive: Sequence[RankProcess]) -> list[int]:
         """What becomes readable when one is done or has ended."""
-        services = [self._mine[process.pid] for process in alive]
+        services = [self._lent[process.pid] for process in alive]
         handles = [service.handle for service in services if service.handle is not None]
         return [*(service.orders.fileno() for service in services), *handles]
 
     def status(self, process: RankProcess) -> int | None:
         """The wait status that a process of its own would have ended with; ``None``: not yet."""
-        service = self._mine[process.pid]
-        try:
-            message = service.orders.recv(4096)
-        except BlockingIOError:
-            message = b""
-        if message:
-            done = Done.read(message)
-            service.fit = done.clean and done.code == 0
-            return done.code << 8
-        return service.status()
-
-    def lost(self, at_end: bool = False) -> Mapping[int, Lost]:
-        """None: they run on this machine."""
-        return {}
+        return self._lent[process.pid].status()
 
     def close(self, alive: Sequence[RankProcess]) -> None:
-        """What is not done is ended; and all are, unless each is as it was before."""
+        """End those that are not done; and all, unless each is as it was before."""
         for process in alive:
-            self._mine[process.pid].fit = False
-        if not all(service.fit for service in self._mine.values()):
-            self._drop()
+            self._lent[process.pid].fit = False
+        if not all(service.fit for service in self._lent.values()):
+            self._used[-1].end()
 
-    def stay(self) -> Collection[int]:
-        """Those that wait for the next launch."""
-        return process_control.STAYING
-
-    def _drop(self) -> None:
-        for service in self._services:
-            service.end()
-        self._services.clear()
-
-
-def _forked(launch: RankLaunch, rank: int) -> _Service:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    parent = os.getpid()
-    log = launch.workdir.parent / f"ranks-of-{parent}-{rank}.log"
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        serve((rank,), theirs, parent, log)
-    theirs.close()
-    ours.setblocking(False)
-    process_control.STAYING.add(pid)
-    return _Service(pid, ours, process_control.handle_of(pid))
+    def settle(self, held: bool) -> None:
+        """End those that a case used which did not hold."""
+        for group in () if held else self._used:
+            group.end()
+            if process_control.is_subreaper():
+                process_control.end_adopted(process_control.STAYING)
+        self._used.clear()
 
 
-#: Those of this leader.
-OF_THIS_PROCESS = KeptRanks()
+@functools.cache
+def of_this_process(folder: Path) -> Kept:
+    """Those of this leader."""
+    return Kept(folder)

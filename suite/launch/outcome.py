@@ -7,6 +7,7 @@ reader should look at.
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from shardproof.backends.errors import CollectiveMismatch, CommError, Deadlock, RankFailed
 from shardproof.errors import bounded, said
+from shardproof.files import write_whole
 from shardproof.launch import frames
 
 Status = Literal["ok", "raised", "exited", "killed", "hung", "over budget", "early"]
@@ -78,6 +80,18 @@ class RankOutcome:
     culprit: int | None = None
     injected: float | None = None
     idle_looks: int = 0
+
+    def store(self, file: Path) -> None:
+        """Write it, for :meth:`stored`."""
+        write_whole(file, json.dumps(vars(self), default=str))
+
+    @classmethod
+    def stored(cls, file: Path) -> RankOutcome:
+        """The outcome that :meth:`store` wrote.
+
+        :raises OSError: there is none.
+        """
+        return cls(**json.loads(file.read_text()))
 
     def sentence(self) -> str:
         """One line: ``rank 2 raised ValueError: ...``."""

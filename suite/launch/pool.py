@@ -19,7 +19,6 @@ RESTARTS = 3
 _LONGEST_POLL = 1.0
 
 P = TypeVar("P")
-Q = TypeVar("Q")
 #: A key of the caller's, what the task is called with, and its deadline in seconds.
 Item = tuple[str, P, float]
 
@@ -81,7 +80,6 @@ class Pool:
         self.fork_server = ForkServer(self._preload)
         self._space = Workspace()
         self._started = 0
-        self._kept: set[int] = set()
 
     def __enter__(self) -> Pool:
         with contextlib.ExitStack() as stack:
@@ -92,7 +90,6 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._kill(self._kept)
             self.fork_server.close()
         finally:
             self._space.__exit__()
@@ -101,14 +98,14 @@ class Pool:
         self,
         task: Task[P],
         items: Iterable[Item[P]],
-        keep: Callable[[P], bool] = lambda payload: False,
+        group: Callable[[P], str | None] = lambda payload: None,
     ) -> Generator[TaskEnd[P], None, None]:
         """Run ``task(payload)`` for each ``(key, payload, deadline in seconds)``; yield the ends.
 
         ``task`` is a function of a module, which the leader imports by its name.  ``items`` is
         drawn from only when a leader can start, so that it may stop at will.  If the caller stops
-        early, running leaders are killed.  ``keep`` says of a payload that its task leaves the
-        leader as it was, which may then do another of the kind.
+        early, running leaders are killed.  ``group`` says of a payload that its task leaves the
+        leader as it was, which may then do others of that group; ``None``: it may not.
         """
         if task.__module__ not in self._preload:
             self._preload.append(task.__module__)
@@ -123,7 +120,7 @@ class Pool:
                     item = next(rest, None)
                     exhausted = item is None
                     if item is not None:
-                        self._start(task, item, running, keep)
+                        self._start(task, item, running, group)
                     continue
                 try:
                     ends = self._advance(running)
@@ -139,38 +136,12 @@ class Pool:
             self._kill(running.keys())
             running.clear()
 
-    def keep(self, task: Task[Q], payload: Q) -> int:
-        """Start ``task(payload)`` beside what :meth:`run` runs; its ticket.
-
-        It runs until :meth:`drop` or the end of the pool, or of the fork server.
-        """
-        if task.__module__ not in self._preload:
-            self._preload.append(task.__module__)
-            self.fork_server.preload(task.__module__)
-        try:
-            ticket = self.fork_server.submit(task, payload)
-        except ForkServerError:
-            return 0  # it died: told by the next look at it
-        self._kept.add(ticket)
-        return ticket
-
-    def keeps(self, ticket: int) -> bool:
-        """Whether what :meth:`keep` started still runs."""
-        return ticket in self._kept
-
-    def drop(self, ticket: int) -> None:
-        """End what :meth:`keep` started."""
-        if ticket in self._kept:
-            self._kept.discard(ticket)
-            with contextlib.suppress(ForkServerError):
-                self.fork_server.kill(ticket)
-
     def _start(
         self,
         task: Task[P],
         item: Item[P],
         running: dict[int, _Running[P]],
-        keep: Callable[[P], bool],
+        group: Callable[[P], str | None],
     ) -> None:
         key, payload, deadline_s = item
         now = time.monotonic()
@@ -179,7 +150,7 @@ class Pool:
         try:
             # A process that is forked from one with torch imported calls task(payload), and leaves
             # what it returns in the file.  For a case this goes on in cases/leader.py: run_case.
-            ticket = self.fork_server.submit(task, payload, value, keep(payload))
+            ticket = self.fork_server.submit(task, payload, value, group(payload))
         except ForkServerError:
             # It died while idle: the next look at it raises, and this item is lost.
             ticket = -self._started
@@ -194,7 +165,6 @@ class Pool:
         due = min((r.deadline for r in running.values() if not r.timed_out), default=now + 1)
         ends = []
         for leader in self.fork_server.poll(min(_LONGEST_POLL, max(0.0, due - now))):
-            self._kept.discard(leader.ticket)
             if leader.ticket not in running:
                 continue
             item = running.pop(leader.ticket)
@@ -211,12 +181,9 @@ class Pool:
             for ticket in left:
                 self.fork_server.kill(ticket)
             while left and time.monotonic() < deadline:
-                ended = {leader.ticket for leader in self.fork_server.poll(0.1)}
-                left -= ended
-                self._kept -= ended
+                left -= {leader.ticket for leader in self.fork_server.poll(0.1)}
 
     def _restart(self) -> None:
-        self._kept.clear()
         self.fork_server.close()
         self.fork_server = ForkServer(self._preload)
         self.fork_server.__enter__()

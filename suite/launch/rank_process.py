@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import os
 import signal
 import sys
@@ -18,15 +17,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 from shardproof import tensor_bytes
-from shardproof.files import write_whole
+from shardproof.backends import BACKENDS, Backend, base, joined
 from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.launch.mpi.mpirun import unlink_segments
 from shardproof.launch.outcome import RankOutcome, of_exception
 
 Program = Callable[[int, int], Any]
@@ -34,6 +34,10 @@ Program = Callable[[int, int], Any]
 #: How long a rank process that is done waits for its peers before it closes its connections: bytes
 #: that it sent last may still be under way, and a reset connection would discard them.
 PARTING_SECONDS = 1.0
+
+#: Every wait ends some day: after the budget times this, in wall-clock seconds.  Nothing that may
+#: still come to an end takes so long, however busy the machine.
+LAST_RESORT = 20.0
 
 exit_process = os._exit  # the real one: see _announce_exits
 
@@ -48,47 +52,50 @@ class Hub(Protocol):
         """``rank`` makes no more calls."""
 
 
-class Link(Protocol):
-    """A backend as the launcher needs it."""
-
-    @property
-    def threads(self) -> bool:
-        """Whether ranks are threads of one process."""
-
-    @property
-    def polls(self) -> bool:
-        """Whether a rank burns CPU while it waits inside a call."""
-
-    @property
-    def mpirun(self) -> bool:
-        """Whether an ``mpirun`` makes processes its ranks."""
-
-    def hub(self, world: int, timeout_s: float) -> Any:
-        """What the ranks share, made once before the threads start; processes ignore it."""
-
-    def join(self, rank: int, launch: RankLaunch, hub: Any) -> None:
-        """Initialise the default process group of the calling rank."""
-
-    def failed(self, error: BaseException) -> None:
-        """The program of the calling rank, a process, raised ``error``."""
-
-    def leave(self) -> bool:
-        """Destroy it; whether all calls had come to their end."""
-
-
 @dataclass(frozen=True)
 class RankLaunch:
-    """All that a rank process needs; inherited by the fork, hence no need to pickle."""
+    """A program for the ranks of a fresh default group, and their limits.
 
-    link: Link
+    ``on`` is a backend, or its name in :data:`shardproof.backends.BACKENDS`; what
+    ``program(rank, world)`` returns is packed to the ``record`` of that rank's outcome.
+    ``workdir`` exists and is used by this launch only.  ``budget_s``: CPU seconds of each rank, and
+    the seconds after which ranks that sleep outside of calls, with no event on any, stand still.
+    ``memory_bytes`` limits the resident bytes of each rank process (some 300 MB of torch included).
+    ``one_core``: ranks that are threads stay on one core; they share an interpreter, and handing it
+    to another core at every operator costs CPU (results/evidence/cpu-cost.md).  ``fresh``: the
+    ranks are processes that no other launch uses.  ``began``: when it started, monotonic.
+
+    A fork inherits it; a host whose ranks are not forked by this process pickles it.
+
+    :raises ValueError: there are no ranks, or no time.
+    """
+
+    on: str | Backend
     world: int
     program: Program
     workdir: Path
-    timeout_s: float
-    ledgers: bool
-    disturbances: Any
-    began: float
+    budget_s: float
+    ledgers: bool = True
+    disturbances: Any = None
+    memory_bytes: int | None = None
     one_core: bool = False
+    fresh: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.world < 1 or self.budget_s <= 0:
+            what = f"world {self.world} and budget {self.budget_s} s must be positive"
+            raise ValueError(what)
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that ranks join."""
+        return BACKENDS[self.on] if isinstance(self.on, str) else self.on
+
+    @property
+    def timeout_s(self) -> float:
+        """Wall-clock seconds after which every wait of a rank ends."""
+        return self.budget_s * LAST_RESORT
 
     @property
     def heartbeat(self) -> Path:
@@ -118,12 +125,12 @@ class RankLaunch:
 
     def stacks(self, rank: int) -> Path:
         """Stacks of the process that holds the rank."""
-        return self.workdir / ("ranks.stacks" if self.link.threads else f"rank{rank}.stacks")
+        return self.workdir / ("ranks.stacks" if self.backend.threads else f"rank{rank}.stacks")
 
 
 def run_process(launch: RankLaunch, ranks: Sequence[int], parent: int) -> NoReturn:
     """Body of a process that is one rank, or in which every rank is a thread."""
-    code, threads = 1, launch.link.threads
+    code, threads = 1, launch.backend.threads
     try:
         output = launch.shared_output if threads else launch.output(ranks[0])
         prepare_process(parent, output, launch.stacks(ranks[0]))
@@ -142,7 +149,7 @@ def run_threads(launch: RankLaunch) -> tuple[int, bool]:
     # users, and ranks would race for them. The engine's is whoever saves a tensor for backward.
     torch.set_num_threads(1)
     torch.ones((), requires_grad=True).exp()
-    hub = launch.link.hub(launch.world, launch.timeout_s)
+    hub = launch.backend.hub(launch.world, launch.timeout_s)
     ends: dict[int, tuple[int, bool]] = {}
 
     def live(rank: int) -> None:
@@ -173,7 +180,7 @@ def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]
     """The life of one rank; its process's exit code, and whether it left nothing unfinished."""
     writer = heartbeat.attach(launch.heartbeat, rank, thread=hub is not None)
     try:
-        launch.link.join(rank, launch, hub)
+        _join(launch, rank, hub)
         result = launch.program(rank, launch.world)
         tensor_bytes.dump(launch.record(rank), result)
         ended = time.monotonic() - launch.began
@@ -182,31 +189,30 @@ def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]
             _wait_for_peers(launch)
         else:
             hub.rank_done(rank)
-        finished = launch.link.leave()
-        _write_end(launch, RankOutcome(rank, "ok", ended=ended))
+        finished = joined.leave()
+        RankOutcome(rank, "ok", ended=ended).store(launch.end(rank))
         writer.state(heartbeat.DONE)
         return 0, finished
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes this rank's outcome
         outcome = of_exception(rank, error, time.monotonic() - launch.began)
         try:
-            _write_end(launch, outcome)
+            outcome.store(launch.end(rank))
         except OSError:  # nor is there room to say so, but in memory that is there already
             writer.announce_exit(f"{outcome.error_type}: {outcome.message}")
         writer.state(heartbeat.FAILED)
         if hub is not None:
             hub.fail(rank, error)
         else:
-            launch.link.failed(error)
+            joined.tell_failure(error)
         return 1 if outcome.exit_code is None else outcome.exit_code & 0xFF, False
 
 
-def _write_end(launch: RankLaunch, outcome: RankOutcome) -> None:
-    names = (
-        *("status", "error_type", "message", "traceback", "is_comm_error", "consequence"),
-        *("exit_code", "ended", "blames", "method", "place"),
-    )
-    fields = {name: getattr(outcome, name) for name in names}
-    write_whole(launch.end(outcome.rank), json.dumps(fields))
+def _join(launch: RankLaunch, rank: int, hub: Hub | None) -> None:
+    base.listen(heartbeat)
+    where = launch.backend, rank, launch.world, launch.rendezvous, launch.timeout_s
+    joined.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
+    if launch.backend.mpirun:
+        unlink_segments()
 
 
 def _wait_for_peers(launch: RankLaunch) -> None:

@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,36 +42,35 @@ MOST_GROWTH = 512 << 20
 class Done:
     """What a process says after a program: the exit code that it would have had.
 
-    ``rank``: the first of its ranks.  ``clean``: nothing of the program is left in the process.
+    ``clean``: nothing of the program is left in the process.
     """
 
-    rank: int
     code: int
     clean: bool
 
     def message(self) -> bytes:
-        return json.dumps([self.rank, self.code, self.clean]).encode()
+        return json.dumps([self.code, self.clean]).encode()
 
     @classmethod
     def read(cls, message: bytes) -> Done:
         return cls(*json.loads(message))
 
 
-def serve(ranks: Sequence[int], orders: socket.socket, parent: int, log: Path) -> NoReturn:
+def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
     """Body of the process: for each file named by ``orders``, run the launch pickled in it.
 
-    ``ranks``: which one it is; where they are threads, it runs all that a launch has.
+    ``rank``: which one it is; where they are threads, it runs all that a launch has.
     """
     code = 1
     try:
         prepare_process(parent, log, log.with_suffix(".stacks"))
         before = _State.now()
         while name := orders.recv(4096):
-            done = _one(ranks[0], Path(os.fsdecode(name)), log)
+            done = _one(rank, Path(os.fsdecode(name)), log)
             left = before.restore()
             if left:
                 print(f"not used again: {left}", file=sys.stderr)
-            orders.send(Done(ranks[0], done.code, done.clean and not left).message())
+            orders.send(Done(done.code, done.clean and not left).message())
         code = 0
     except BaseException:  # noqa: BLE001 - last stop before the process's end
         traceback.print_exc()
@@ -82,11 +80,11 @@ def serve(ranks: Sequence[int], orders: socket.socket, parent: int, log: Path) -
 
 def _one(rank: int, file: Path, log: Path) -> Done:
     launch: RankLaunch = pickle.loads(file.read_bytes())
-    threads = launch.link.threads
+    threads = launch.backend.threads
     _print_to(launch.shared_output if threads else launch.output(rank))
     armed = stacks.arm(launch.stacks(rank))
     try:
-        code, finished = run_threads(launch) if threads else run_rank(launch, rank, None)
+        return Done(*run_threads(launch) if threads else run_rank(launch, rank, None))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -95,7 +93,6 @@ def _one(rank: int, file: Path, log: Path) -> Done:
         _print_to(log)
         stacks.arm(log.with_suffix(".stacks"))
         os.close(armed)
-    return Done(rank, code, finished)
 
 
 def _print_to(path: Path) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from shardproof.backends import Backend
 from shardproof.launch import heartbeat, process_control
 from shardproof.launch.diagnosis import RankProcess
-from shardproof.launch.rank_process import Link
 
 #: Seconds between two looks at ranks that are let run.
 TICK_SECONDS = 0.05
@@ -59,8 +58,8 @@ class _Rank:
 class Watchdog:
     """Samples ranks whose heartbeats are in the file ``beats``."""
 
-    def __init__(self, beats: Path, world: int, link: Link | Backend) -> None:
-        self._beats, self._link = beats, link
+    def __init__(self, beats: Path, world: int, backend: Backend) -> None:
+        self._beats, self._backend = beats, backend
         self._ranks = [_Rank() for _ in range(world)]
         self._events: list[tuple[int, int, int]] = []
         self._alive: list[_Rank] = []
@@ -82,11 +81,11 @@ class Watchdog:
         for process, rank in ((one, rank) for one in alive for rank in one.ranks):
             beat, seen = beats[rank], self._ranks[rank]
             seen.state = beat.state
-            if self._link.threads and beat.state >= heartbeat.DONE:
+            if self._backend.threads and beat.state >= heartbeat.DONE:
                 continue  # its thread has ended, its process has not
             self._alive.append(seen)
             # Until a rank that is a thread has begun, its process is looked at.
-            thread = beat.native if self._link.threads else 0
+            thread = beat.native if self._backend.threads else 0
             if thread != seen.thread:
                 seen.thread, seen.cpu = thread, 0.0
             letter, cpu = process_control.activity_of(process.pid, thread)
@@ -97,7 +96,7 @@ class Watchdog:
             seen.stopped = letter in "Tt" or process.is_paused
             runs = letter in "RD" and not process.is_paused
             seen.runnable += runs
-            none_runs &= not runs or (seen.waits and self._link.polls)
+            none_runs &= not runs or (seen.waits and self._backend.polls)
         events = [(beat.sequence, beat.waits, beat.state) for beat in beats]
         if events != self._events:
             self._events = events
@@ -152,7 +151,7 @@ class Watchdog:
         self._begin()
 
     def _is_idle(self, rank: _Rank) -> bool:
-        if rank.waits and self._link.polls:
+        if rank.waits and self._backend.polls:
             return True
         most = _IDLE_SHARE * self._looks * TICK_SECONDS
         return rank.runnable <= self._looks / 2 and rank.cpu - rank.cpu_at_event <= most

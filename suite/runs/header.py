@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from shardproof import VERSION
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import read_input
-from shardproof.launch.rates import cap_in_words
+from shardproof.launch.nodes import cap_in_words
 
 NAME = "run.json"
 #: The evidence format that is written and read (docs/evidence.md).

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof import VERSION
-from shardproof.cluster.nodes.nodes import facts_here
 from shardproof.launch.fork_server import REPRODUCIBLE
+from shardproof.launch.nodes import facts_here
 from shardproof.launch.process_control import cores
 from shardproof.runs.header import Fingerprint, Gpu, Invocation
 

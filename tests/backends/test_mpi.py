@@ -5,9 +5,6 @@ How its ranks end is among the tests of all backends (``tests/launch``).
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 import traceback
 from datetime import timedelta
@@ -230,38 +227,6 @@ class TestFailures:
         kinds = {kind for kind, _ in found[1:]}
         assert "PeerTimeout" in kinds <= {"PeerTimeout", "RankFailed"}, found
         assert any("no answer from rank 0 in 0.3 s" in text for _, text in found)
-
-
-class TestUnderOnesOwnMpirun:
-    pytestmark = under_mpirun
-
-    def run(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        found = mpi_found.find()
-        assert found is not None
-        root = Path(__file__).parents[2]
-        paths = os.pathsep.join([str(root), str(root / "tests" / "support")])
-        program = [sys.executable, "-m", "shardproof.cluster.torchrun", "--backend", "mpi"]
-        return subprocess.run(
-            [*found.command(2), *program, "--records", str(folder / "records"), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=170,
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(folder)},
-            check=False,
-        )
-
-    def test_the_rank_program_needs_no_address(self, tmp_path: Path) -> None:
-        done = self.run(tmp_path, "ddp-gpt", "-k", "naive")
-        assert done.returncode == 0, done.stderr
-        assert "1 judged (1 pass)" in done.stdout + done.stderr
-
-    def test_a_case_that_breaks_does_not_spoil_the_next(self, tmp_path: Path) -> None:
-        systems = "--impl", "faulty_ranks:Raises", "--impl", "reference/naive_ddp"
-        done = self.run(tmp_path, "ddp-gpt", *systems, "-k", "bitwise")
-        assert done.returncode == 1
-        said = done.stdout + done.stderr
-        assert "a fish" in said and "2 judged (1 crash, 1 pass)" in said
 
 
 # ----------------------------------------------------------------------- finding and starting it

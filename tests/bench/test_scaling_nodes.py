@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from local_ranks import succeed
+from made_nodes import MadeNodes
 from test_scaling_meshes import cell, figures, line_of, probed
 
 from shardproof.bench import evidence, sides, timed_ranks
@@ -25,7 +26,6 @@ from shardproof.bench.scaling.nodes import lies, not_probed
 from shardproof.bench.session import Measured, in_order
 from shardproof.bench.stats import TimedStep
 from shardproof.bench.subjects import ORDER, Cell, Room
-from shardproof.cluster.nodes.nodes import Nodes
 
 MESH = {"replicate": 2, "shard": 2}
 
@@ -92,7 +92,7 @@ def test_what_was_probed_inside_a_node_says_nothing_of_a_cell_across(tmp_path: P
 
 
 def on_nodes(subject: Cell, mesh: dict[str, int], count: int, each: int, cores: int) -> Measured:
-    nodes = Nodes(Path(), count, each)
+    nodes = MadeNodes(count, each)
     room = Room(min(cores, nodes.places), "physical cores")
     return Measured(subject, {"ranks": mesh}, room=room, nodes=nodes)
 

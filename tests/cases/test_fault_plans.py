@@ -20,8 +20,8 @@ from shardproof.cases import verdict
 from shardproof.cases.runner import run_cases
 from shardproof.checks import faults
 from shardproof.checks.results import CaseResult
-from shardproof.cluster import fault_plans
 from shardproof.evidence.account import Account
+from shardproof.launch.nodes import without_node_faults
 from shardproof.launch.outcome import RankOutcome
 from shardproof.runs import run_folder
 from shardproof.scenarios.load import SHIPPED, find
@@ -155,7 +155,7 @@ def shipped(expression: Callable[[Case], bool]) -> list[Case]:
 
 @pytest.mark.launches
 def test_quick_plans_come_to_what_they_expect_and_leave_nothing() -> None:
-    cases = fault_plans.with_planned(shipped(lambda case: case.tier == "quick"), facts=None)
+    cases = without_node_faults(shipped(lambda case: case.tier == "quick"))
     found = judged([case for case in cases if not case.skip])
     assert {r.id: r.reason for r in found.values() if r.verdict != "pass"} == {}
     kept = [c for c in psutil.Process().children() if "fork_server_main" in " ".join(c.cmdline())]

@@ -12,7 +12,9 @@ from made_case import made_case
 
 from shardproof.case import Case, Fault, WorkloadSpec
 from shardproof.cases import runner
-from shardproof.cases.leader import CaseTask, judge_case
+from shardproof.cases.leader import judge_case
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import RankHost
 from shardproof.scenarios.selection import Selection
 from shardproof.scenarios.vocabulary import installed
 
@@ -38,12 +40,13 @@ def test_ranks_keep_one_core_unless_their_order_is_the_point(
 ) -> None:
     asked = []
 
-    def run(*_: Any, one_core: bool, **__: Any) -> Any:
-        asked.append(one_core)
-        raise Asked
+    class Asks(RankHost):
+        def run(self, launch: RankLaunch) -> Any:
+            asked.append(launch.one_core)
+            raise Asked
 
     case = made_case("reference/ddp", {"replicate": 2}, workload=workload, fault=fault)
-    judge_case(case, tmp_path, tmp_path, run)
+    judge_case(case, tmp_path, tmp_path, Asks())
     assert asked == [expected]
 
 
@@ -74,16 +77,16 @@ def quick(scenario: str, expression: str = QUICK) -> list[Case]:
     ],
 )
 def test_what_others_wrote_is_not_loaded_into_a_leader_that_is_kept(
-    changed: dict[str, Any], kept: bool, tmp_path: Any
+    changed: dict[str, Any], kept: bool
 ) -> None:
     case = replace(quick("ddp-gpt")[0], **changed)
-    assert runner._leaves_no_trace(CaseTask(case, tmp_path, tmp_path)) == kept
+    assert runner._leaves_no_trace(case) == kept
 
 
-def test_a_model_of_ones_own_has_a_leader_to_itself(tmp_path: Any) -> None:
+def test_a_model_of_ones_own_has_a_leader_to_itself() -> None:
     case = quick("ddp-gpt")[0]
     own = replace(case, workload=replace(case.workload, name="mine:MODEL"))
-    assert not runner._leaves_no_trace(CaseTask(own, tmp_path, tmp_path))
+    assert not runner._leaves_no_trace(own)
 
 
 def exact(figures: dict[str, Any]) -> Any:

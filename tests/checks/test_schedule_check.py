@@ -23,6 +23,8 @@ from shardproof.costs.expression import CaseFacts
 from shardproof.evidence.account import Account
 from shardproof.evidence.records import ComparisonRow, RankRecord, StepRecord
 from shardproof.impls.reference.pipeline.schedules import SCHEDULES
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import RankHost
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.program_order import Done
 from shardproof.ledgers.traffic import Call
@@ -411,8 +413,9 @@ def judged(
 ) -> CaseResult:
     """The result of a case whose ranks must not be started."""
 
-    def start(*arguments: Any, **options: Any) -> Any:
-        raise AssertionError("ranks were started")
+    class Starts(RankHost):
+        def run(self, launch: RankLaunch) -> Any:
+            raise AssertionError("ranks were started")
 
     monkeypatch.setattr(Claims, "claim", staticmethod(claim), raising=False)
     monkeypatch.setattr(registry, "load", lambda name: Claims)
@@ -429,7 +432,7 @@ def judged(
         options={"schedule": "1f1b"},
         **more,
     )
-    account, result = judge_case(case, tmp_path, tmp_path, start)
+    account, result = judge_case(case, tmp_path, tmp_path, Starts())
     again = decide_case(Account.from_dict(account.to_dict()))
     assert (again.verdict, again.reason) == (result.verdict, result.reason)
     return result

@@ -19,11 +19,13 @@ from shardproof.bench.launches import side_run
 from shardproof.bench.lines import Efficiency, Estimate
 from shardproof.bench.scaling import matrix
 from shardproof.bench.subjects import Cell, Room
-from shardproof.cluster import command as cluster_command
-from shardproof.cluster.nodes import nodes as launched
-from shardproof.cluster.nodes.nodes import Nodes
+from shardproof.cluster import head
+from shardproof.cluster.nodes.nodes import ClusterNodes
 from shardproof.commands import main as command_line
+from shardproof.launch.nodes import ENVIRONMENT
 from shardproof.launch.outcome import RankOutcome
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import Forked, ProcessHost
 from shardproof.verdicts import BAD_INPUT, HELD, NOT_DECIDED
 
 PAIR = ("reference/ddp", "pytorch/ddp")
@@ -64,12 +66,12 @@ def test_words_go_on_to_the_command_in_the_head(
         asked.append(given)
         return HELD
 
-    monkeypatch.setattr(cluster_command, "in_containers", note)
+    monkeypatch.setattr(head, "run", note)
     capped = ["--cpus", "0.5", "--nodes", "4", "--results", str(tmp_path)]
     assert _exit_code(monkeypatch, command, *words[:2], *capped, *words[2:]) == HELD
-    ((there, nodes, results, _, limits, *_),) = asked
+    ((there, wanted, *_),) = asked
     assert there == [command, *words]
-    assert (nodes.count, limits.cpus, results) == (4, 0.5, tmp_path)
+    assert (wanted.nodes, wanted.limits().cpus, wanted.results) == (4, 0.5, tmp_path)
 
 
 def test_each_bandwidth_of_a_scenario_is_timed_in_nodes_of_its_own(
@@ -84,17 +86,17 @@ def test_each_bandwidth_of_a_scenario_is_timed_in_nodes_of_its_own(
             raise typer.Exit(code)  # its caps are not kept: told
         return code
 
-    monkeypatch.setattr(cluster_command, "in_containers", note)
+    monkeypatch.setattr(head, "run", note)
     words = "cluster-strong", "-k", "zero3"
     code = _exit_code(monkeypatch, "bench", *words, "--results", str(tmp_path))
     assert code == NOT_DECIDED, "the gravest"
-    rates = [limits.bits_per_second for _, _, _, _, limits, *_ in asked]
+    rates = [wanted.bits_per_second for _, wanted, *_ in asked]
     assert rates == [None, 10**9, 10**8]
-    assert {(folder, *command) for command, _, folder, *_ in asked} == {(tmp_path, "bench", *words)}
+    assert {(one.results, *command) for command, one, *_ in asked} == {(tmp_path, "bench", *words)}
     asked.clear()
     codes = iter([HELD])
     assert _exit_code(monkeypatch, "bench", *words, "--bandwidth", "100mbit") == HELD
-    assert [limits.bits_per_second for _, _, _, _, limits, *_ in asked] == [10**8]
+    assert [wanted.bits_per_second for _, wanted, *_ in asked] == [10**8]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_a_head_times_the_cells_of_its_network(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = {"nodes": 2, "ranks_per_node": 1, "told": {"declared": declared}}
-    monkeypatch.setenv(launched.ENVIRONMENT, json.dumps(told))
+    monkeypatch.setenv(ENVIRONMENT, json.dumps(told))
     words = ["shardproof", "bench", "cluster-weak", "-k", "zero1", "--dry-run"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as left:
@@ -162,7 +164,7 @@ class _Line:
     modelled_efficiency: float
 
 
-def test_a_run_with_faults_of_nodes_goes_on_with_them_and_has_nodes_of_its_own(
+def test_a_run_with_faults_of_nodes_goes_on_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told: list[Any] = []
@@ -171,15 +173,13 @@ def test_a_run_with_faults_of_nodes_goes_on_with_them_and_has_nodes_of_its_own(
         told.append(given[-1])
         return HELD
 
-    monkeypatch.setattr(cluster_command, "in_containers", note)
+    monkeypatch.setattr(head, "run", note)
     goes_on = ["--resume", "--results", str(tmp_path)]
     assert _exit_code(monkeypatch, "run", *goes_on) == HELD
     assert told == [{}], "its cases of such faults were skipped as on no nodes"
     assert _exit_code(monkeypatch, "run", *goes_on, "--fault", "kill_node") == BAD_INPUT
-    assert _exit_code(monkeypatch, "run", "cluster", "--tier", "full", "--on", "lab") == BAD_INPUT
     said = " ".join(capsys.readouterr().err.split())
     assert "a run that goes on has its cases already" in said
-    assert "faults of nodes are made in a cluster of its own" in said
 
 
 def test_a_run_to_go_on_with_is_named(
@@ -195,27 +195,27 @@ def test_timed_ranks_start_on_the_nodes_that_this_is_the_head_of(
     """And what they run travels there."""
     seen: list[Any] = []
 
-    def run_ranks(backend: str, world: int, program: Any, *rest: Any, **named: Any) -> Any:
-        seen.append((pickle.loads(pickle.dumps(program)), named["start"]))
-        return [RankOutcome(rank, "ok", record=None) for rank in range(world)]  # nothing came back
+    def noted(host: ProcessHost, launch: RankLaunch) -> list[RankOutcome]:
+        seen.append((pickle.loads(pickle.dumps(launch.program)), host))
+        return [RankOutcome(rank, "ok") for rank in range(launch.world)]  # nothing came back
 
-    monkeypatch.setattr("shardproof.launch.ranks.run_ranks", run_ranks)
+    monkeypatch.setattr(ProcessHost, "run", noted)
     run = _Where()
     leader_tasks.on_ranks(run, tmp_path / "one", int, _twice)
     told = {"nodes": 2, "ranks_per_node": 1}
-    monkeypatch.setenv(launched.ENVIRONMENT, json.dumps(told))
+    monkeypatch.setenv(ENVIRONMENT, json.dumps(told))
     leader_tasks.on_ranks(run, tmp_path / "two", int, _twice)
     cell = next(cell for cell in matrix.read(sides.files(["strong"])) if cell.world == 2)
     for what in ("memory", "alone", "profile"):
         one = side_run(cell, "ranks", {"replicate": 2})
         assert leader_tasks.one_side((what, one, tmp_path / what)) == {"answer": []}
     (_, here), (program, there), *_ = seen
-    assert here is None and there.__self__ == Nodes(launched.FOLDER, 2, 1)
+    assert isinstance(here, Forked) and there._nodes == ClusterNodes(2, 1)
     assert program(3, 4) == {"record": 6} and len(seen) == 5
 
 
 def test_nodes_have_room_for_no_more_ranks_than_places() -> None:
-    four = Nodes(launched.FOLDER, 4, 1)
+    four = ClusterNodes(4, 1)
     assert Room.here(8, four) == Room(4, "node places")
     assert Room.here(2, four) == Room(2, "GPUs")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +19,11 @@ from typing import Any
 
 import pytest
 import requests
-from made_engine import HEAD_PROCESSES, MadeEngine, made_cluster
+from made_engine import MadeEngine, made_cluster
 from real_engine import left_of, missing
 
-from shardproof.cluster import command as cluster_command
-from shardproof.cluster.containers import cluster, head_command, head_processes, interrupts
+from shardproof.cluster import head
+from shardproof.cluster.containers import cluster, guardian, head_command, interrupts
 from shardproof.cluster.containers import engine as engine_room
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
@@ -31,7 +33,7 @@ from shardproof.verdicts import INTERRUPTED
 
 def ends(engine: MadeEngine) -> int:
     """How often a head was told to end in order."""
-    return sum(words[2:4] == [HEAD_PROCESSES, "end"] for (_, words), _ in engine.executed)
+    return engine.told.count([*head_command._INTERRUPT])
 
 
 def test_a_reader_that_goes_away_ends_the_head_and_is_told_as_such(tmp_path: Path) -> None:
@@ -137,9 +139,7 @@ def test_an_engine_that_dies_is_a_precondition_and_its_cluster_is_named(
     assert "could not be removed: shardproof-1-2;" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "words", [("ps",), ("clean",), ("down", "lab"), ("run", "ddp-gpt", "--on", "lab")]
-)
+@pytest.mark.parametrize("words", [("clean",), ("clean", "--all")])
 def test_no_command_shows_a_traceback_of_the_engine(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,49 +175,34 @@ def test_a_ping_that_stalls_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> Non
         engine_room.client()
 
 
-@pytest.mark.parametrize(
-    ("on_interrupt", "status"), [("exit 0", 0), ("", -signal.SIGKILL)], ids=["ends", "ignores it"]
-)
-def test_a_command_in_a_head_ends_with_all_its_processes(on_interrupt: str, status: int) -> None:
-    run = f"shardproof-{os.getpid()}-{abs(status)}"
-    words = ["sh", "-c", f"trap '{on_interrupt}' INT; sleep 60 & wait; wait"]
-    with subprocess.Popen(words, env={**os.environ, head_processes.RUN: run}) as first:
-        while len(head_processes._of(run)) < 2:
-            assert first.poll() is None
-            time.sleep(0.01)
-        assert run in head_processes.names().split()
-        head_processes.end(run, "0.1" if status else "60")
-        assert first.wait() == status
-    assert run not in head_processes.names().split()
+def test_a_command_in_a_head_is_interrupted_once_it_has_begun(tmp_path: Path) -> None:
+    def there(words: Sequence[str]) -> list[str]:
+        return [word.replace(head_command._PID, str(tmp_path / "pid")) for word in words]
+
+    script = "trap 'exit 7' INT; sleep 60 & wait"
+    with subprocess.Popen(there(head_command._INTERRUPT)) as interrupt:
+        command = [*there(head_command._START), "sh", "-c", script]
+        with subprocess.Popen(command, start_new_session=True) as first:
+            assert first.wait(30) in (7, -signal.SIGINT)
+            os.killpg(first.pid, signal.SIGKILL)
+        assert interrupt.wait(30) == 0
 
 
 def interrupted(engine: MadeEngine) -> None:
     """Have the command in the head go on until it is told to end, and send this process SIGINT."""
-    ended, start = threading.Event(), engine.api.exec_start
+    ended, start, tell = threading.Event(), engine.api.exec_start, engine.tell
 
     def goes_on(word: str, **_: object) -> Any:
-        if word == "end":
-            ended.set()
-        elif not word:
+        if not word:
             os.kill(os.getpid(), signal.SIGINT)
             ended.wait()
         return start(word)
 
-    engine.api.exec_start = goes_on
+    def told(words: list[str]) -> None:
+        ended.set()
+        tell(words)
 
-
-def test_an_interrupt_ends_the_command_of_a_cluster_that_stays(tmp_path: Path) -> None:
-    engine = MadeEngine()
-    interrupted(engine)
-    head = engine.add("head", {}, ())
-    with interrupts.interruptible():
-        code = cluster.run_in(
-            engine, head, [], replace(made_cluster(tmp_path), caps=Caps()), [], print
-        )
-    assert code == INTERRUPTED
-    (asked,) = (words for (_, words), _ in engine.executed if words[2:4] == [HEAD_PROCESSES, "end"])
-    ((_, environment),) = ((w, n["environment"]) for (_, w), n in engine.executed if n)
-    assert asked[4] == environment[head_processes.RUN], "that command, and no other"
+    engine.api.exec_start, engine.tell = goes_on, told  # type: ignore[method-assign]
 
 
 def test_what_is_interrupted_is_not_kept(tmp_path: Path) -> None:
@@ -227,7 +212,7 @@ def test_what_is_interrupted_is_not_kept(tmp_path: Path) -> None:
     engine = MadeEngine()
     interrupted(engine)
     assert cluster.run(engine, made_cluster(tmp_path), ["run"], print, keep=True) == INTERRUPTED
-    assert not engine.parts
+    assert ends(engine) == 1 and not engine.parts
 
 
 def test_what_the_engine_makes_after_a_first_look_is_removed(
@@ -262,7 +247,7 @@ def test_two_commands_in_one_second_have_two_folders(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as open_now:
-        folders = {open_now.enter_context(cluster_command._run_folder(None)) for _ in range(3)}
+        folders = {open_now.enter_context(head.run_folder(None)) for _ in range(3)}
         assert folders == set((tmp_path / "results").iterdir()) and len(folders) == 3
 
 
@@ -299,3 +284,33 @@ def test_another_cluster_is_none_of_a_runs(tmp_path: Path) -> None:
     assert not left_of(engine, tmp_path)
     own = engine.add("own", {"shardproof": "shardproof-1-2"}, ())
     assert left_of(engine, tmp_path) == [own]
+
+
+def test_a_guardian_waits_for_an_engine_that_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And removes what comes after a first look."""
+    engine = MadeEngine()
+    engine.close = lambda: None  # type: ignore[attr-defined]
+    seconds, late = [0.0], ["node0"]
+
+    def client() -> MadeEngine:
+        if seconds[0] < 20:
+            raise NoCluster("no container engine answers")
+        return engine
+
+    def sleep(more: float) -> None:
+        seconds[0] += more
+        if seconds[0] > 25 and late:
+            engine.add(late.pop(), {"shardproof": "shardproof-1-2"}, ())
+
+    engine.add("head", {"shardproof": "shardproof-1-2"}, ())
+    monkeypatch.setattr(engine_room, "client", client)
+    clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep)
+    monkeypatch.setattr(guardian, "time", clock)
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
+    monkeypatch.setattr(guardian.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO()))
+    guardian.main("shardproof-1-2", str(tmp_path))
+    assert not engine.parts and not late
+    assert 30 < seconds[0] < 60, "nothing has come for a while"

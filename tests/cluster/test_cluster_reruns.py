@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 from made_case import made_case
+from made_engine import MadeEngine
+from synthetic import case, case_line
 
 from shardproof.cases.verdict import decide_case
+from shardproof.checks.results import CaseResult
 from shardproof.cluster import shape
+from shardproof.cluster.containers import engine
 from shardproof.evidence.account import Account
 from shardproof.runs.header import Invocation
 from shardproof.runs.run_folder import RunFolder
@@ -87,3 +91,27 @@ def test_the_command_that_runs_a_case_again_can_be_typed() -> None:
     assert float(given["--delay"]) == 1.5
     node, caps = shape.slow_node(given["--slow-node"])
     assert (node, caps.bits_per_second) == (1, 50 * 10**6)
+
+
+def test_a_cluster_runs_the_same_command_in_its_head(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "first"
+    with RunFolder(first, ["shardproof", "run"]) as run:
+        run.plan([case(0)])
+        run.add(CaseResult.from_dict(case_line(case(0), "pass", "", [])))
+        run.close(0)
+    made = MadeEngine()
+    monkeypatch.setattr(engine, "client", lambda: made)
+    monkeypatch.setattr(engine, "build", lambda *_, **__: {"rank": "sha256:1", "judge": "sha256:2"})
+    again = tmp_path / "again"
+    words = ("--cluster", "--nodes", "3", "--results", str(again), "-k", "adamw", "-j", "2")
+    code, out, err = command("reproduce", str(first), *words)
+    assert code == 0, out + err
+    ((_, words_there),) = made.executed[-1][:1]
+    told = ["reproduce", str(first.resolve()), "-k", "adamw", "-j", "2", "--results", str(again)]
+    assert words_there[-len(told) :] == told
+    head, _, *nodes = made.made
+    assert len(nodes) == 3, "two ranks on each, for the run itself had no nodes"
+    mounts = {mount["Target"]: mount["ReadOnly"] for mount in head.asked[2]["mounts"]}
+    assert mounts == {str(first.resolve()): True, str(again): False}

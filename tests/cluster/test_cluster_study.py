@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import shardproof
-from made_engine import assert_refused_at_once
+from commands import shardproof, study
 from real_engine import left_of, real_engine
 
-from shardproof.cluster import command as cluster_command
-from shardproof.cluster.nodes import nodes as launched
-from shardproof.commands import main as command_line
+from shardproof.cluster import head
+from shardproof.cluster.containers import engine as engine_room
+from shardproof.launch.nodes import ENVIRONMENT
 from shardproof.verdicts import BAD_INPUT, HELD
 from tools.studies.convergence import plan
 from tools.studies.convergence import study as studies
 
+ON_NODES = "convergence-on-nodes"
 SMALL = """
 name: small
 about: the digits, far from the minimum
@@ -55,7 +54,10 @@ methods:
 def test_bad_input_is_told_before_anything_is_built(
     words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_refused_at_once(monkeypatch, says, "study", *words)
+    monkeypatch.setattr(engine_room, "client", lambda: pytest.fail("it asked for the engine"))
+    done = study(ON_NODES, *words)
+    assert done.returncode == BAD_INPUT, done.stdout + done.stderr
+    assert says in " ".join(done.stderr.split())
 
 
 def test_words_go_on_to_the_study_in_the_head(
@@ -67,27 +69,24 @@ def test_words_go_on_to_the_study_in_the_head(
         asked.append(given)
         return HELD
 
-    monkeypatch.setattr(cluster_command, "in_containers", note)
+    monkeypatch.setattr(head, "run", note)
     words = ["cluster", "--seeds", "3", "--method", "reference/ddp+topk1"]
     capped = ["--bandwidth", "100mbit", "--results", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["shardproof", "cluster", "study", *words, *capped])
-    with pytest.raises(SystemExit) as left:
-        command_line.main()
-    assert left.value.code == HELD
-    ((there, nodes, results, _, limits, *_),) = asked
-    assert there == ["study", "convergence", *words] and results == tmp_path
-    assert (nodes.count, nodes.ranks_per_node, limits.bits_per_second) == (2, 1, 10**8)
+    assert study(ON_NODES, *words, *capped).returncode == HELD
+    ((there, wanted, *_),) = asked
+    assert there == ["convergence", *words] and wanted.results == tmp_path
+    assert (wanted.nodes, wanted.ranks_per_node, wanted.bits_per_second) == (2, 1, 10**8)
 
 
 def test_a_head_trains_what_its_nodes_have_room_for_and_tells_the_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {"bits_per_second": 10**8}, {"bits_per_second": [95e6, 96e6]}
     told = {"declared": rates[0], "measured": rates[1], "slow_nodes": {"node1": {"cpus": 0.5}}}
     facts = {"nodes": 2, "ranks_per_node": 1, "told": told}
-    monkeypatch.setenv(launched.ENVIRONMENT, json.dumps(facts))
-    code, _, said = command("study", "convergence", "charnames", "--backend", "gloo")
-    assert code == BAD_INPUT and "3 ranks do not fit 2 nodes x 1 ranks" in said
+    monkeypatch.setenv(ENVIRONMENT, json.dumps(facts))
+    done = study("convergence", "charnames", "--backend", "gloo")
+    assert done.returncode == BAD_INPUT and "3 ranks do not fit 2 nodes x 1 ranks" in done.stderr
     (tmp_path / "small.yaml").write_text(SMALL)
     about = studies._about(plan.read([tmp_path / "small.yaml"]), 4, 7.0)
     assert about.startswith("7 s with -j 1;"), "one at a time, where seconds are told"
@@ -105,7 +104,7 @@ def test_a_study_in_containers_is_that_of_this_machine(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "small.yaml").write_text(SMALL)
     words = ["small.yaml", "--bandwidth", "20mbit", "--results", "run"]
-    done = shardproof("cluster", "study", *words, cwd=tmp_path, timeout=300)
+    done = study(ON_NODES, *words, cwd=tmp_path)
     assert done.returncode == HELD, done.stdout + done.stderr
     run = tmp_path / "run"
     assert not left_of(engine, run)
@@ -114,7 +113,7 @@ def test_a_study_in_containers_is_that_of_this_machine(tmp_path: Path) -> None:
     assert (run / "convergence-small.svg").exists()
     assert "verified: 0 cases" in shardproof("verify", str(run)).stdout, "files are as they were"
     here = ["small.yaml", "--backend", "in_memory", "--records", "here.json"]
-    assert shardproof("study", "convergence", *here, cwd=tmp_path).returncode == HELD
+    assert study("convergence", *here, cwd=tmp_path).returncode == HELD
     there, local = (
         json.loads(file.read_text())["studies"]["small"]
         for file in (run / "convergence.json", tmp_path / "here.json")

@@ -27,9 +27,9 @@ from shardproof.cluster import shape
 from shardproof.cluster.containers import caps, cluster, node_caps
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
-from shardproof.cluster.nodes import nodes as launched
-from shardproof.cluster.nodes.nodes import Nodes
+from shardproof.cluster.nodes.nodes import ClusterNodes
 from shardproof.commands.run import with_room
+from shardproof.launch.nodes import ENVIRONMENT, Nodes
 from shardproof.launch.rank_process import RankLaunch
 
 FAR = FarNodes(0.25, ranks_per_node=2)
@@ -88,23 +88,20 @@ def test_a_call_that_breaks_under_way_breaks_where_it_is_waited_for() -> None:
 
 def test_ranks_are_told_that_nodes_are_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"nodes": 2, "ranks_per_node": 2, "far_seconds": 0.25}
-    monkeypatch.setenv(launched.ENVIRONMENT, json.dumps(told))
-    seen: list[RankLaunch] = []
-    monkeypatch.setattr(launched, "Ranks", lambda nodes, launch: seen.append(launch))
+    monkeypatch.setenv(ENVIRONMENT, json.dumps(told))
     nodes = Nodes.here()
-    assert nodes is not None
+    assert isinstance(nodes, ClusterNodes)
     given = Disturbances(skew_s=0.1)
-    any_of: Any = (None, 4, None, tmp_path, 1.0, True)
-    nodes.start(RankLaunch(*any_of, disturbances=given, began=0.0))
-    assert seen[0].disturbances == replace(given, far=FAR)
+    launch = RankLaunch("gloo", 4, lambda rank, world: {}, tmp_path, 1.0, disturbances=given)
+    assert nodes.host()._delayed(launch).disturbances == replace(given, far=FAR)
 
 
-def test_cases_whose_messages_nobody_delays_are_skipped(tmp_path: Path) -> None:
+def test_cases_whose_messages_nobody_delays_are_skipped() -> None:
     cases = [
         made_case("reference/ddp", {"replicate": 2}, backend=backend)
         for backend in ("in_memory", "gloo", "mpi", "nccl")
     ]
-    far = Nodes(tmp_path, 2, 2, far_seconds=0.01)
+    far = ClusterNodes(2, 2, far_seconds=0.01)
     reasons = {case.backend: case.skip for case in with_room(cases, far) if case.skip}
     assert list(reasons) == ["mpi", "nccl"] and "ranks delay messages of gloo" in reasons["mpi"]
     assert with_room(cases, replace(far, far_seconds=0.0)) == cases

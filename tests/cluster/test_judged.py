@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from made_case import made_case
 
-from shardproof.cluster import judged
+from shardproof.cluster.judge import main
 from shardproof.cluster.launchers.foreign_records import case_folder, write_plan
 from shardproof.verdicts import BROKEN, HELD
 
@@ -25,8 +25,7 @@ def left(tmp_path: Path) -> Path:
 
 
 def judge(results: Path, shell: str, node: int = 0) -> int:
-    words = ["--node", str(node), "--results", str(results), "--", "sh", "-c", shell, "ranks"]
-    return judged.main(words)
+    return main(["--node", str(node), "--results", str(results), "--", "sh", "-c", shell, "ranks"])
 
 
 def test_a_launch_that_is_killed_is_judged(

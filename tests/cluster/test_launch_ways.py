@@ -1,6 +1,6 @@
 """The rank program as people start it: every rank by hand, and under their own mpirun.
 
-Under torchrun: test_cluster.py; on MPI: tests/backends/test_mpi.py.
+Under torchrun: test_cluster.py.
 """
 
 from __future__ import annotations
@@ -85,3 +85,37 @@ def test_two_ranks_of_one_number_both_say_so(tmp_path: Path) -> None:
         assert code == BAD_INPUT, said
         assert said.startswith("two ranks have number 1, both on "), said
         assert said.count("\n") == 1
+
+
+class TestUnderOnesOwnMpirun:
+    pytestmark = pytest.mark.skipif(
+        mpi_found.problem() is not None, reason=str(mpi_found.problem())
+    )
+
+    def run(self, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        found = mpi_found.find()
+        assert found is not None
+        root = Path(__file__).parents[2]
+        paths = os.pathsep.join([str(root), str(root / "tests" / "support")])
+        program = [sys.executable, "-m", "shardproof.cluster.torchrun", "--backend", "mpi"]
+        return subprocess.run(
+            [*found.command(2), *program, "--records", str(folder / "records"), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=170,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(folder)},
+            check=False,
+        )
+
+    def test_the_rank_program_needs_no_address(self, tmp_path: Path) -> None:
+        done = self.run(tmp_path, "ddp-gpt", "-k", "naive")
+        assert done.returncode == 0, done.stderr
+        assert "1 judged (1 pass)" in done.stdout + done.stderr
+
+    def test_a_case_that_breaks_does_not_spoil_the_next(self, tmp_path: Path) -> None:
+        systems = "--impl", "faulty_ranks:Raises", "--impl", "reference/naive_ddp"
+        done = self.run(tmp_path, "ddp-gpt", *systems, "-k", "bitwise")
+        assert done.returncode == 1
+        said = done.stdout + done.stderr
+        assert "a fish" in said and "2 judged (1 crash, 1 pass)" in said

@@ -24,8 +24,9 @@ from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.node_faults import NodeFaults
 from shardproof.cluster.fault_plans import Plan
 from shardproof.cluster.nodes import asking
+from shardproof.cluster.nodes.keeper import ended_for_memory
 from shardproof.errors import SelectionError
-from shardproof.launch.rank_keeper import ended_for_memory
+from shardproof.launch.nodes import without_node_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,7 +89,8 @@ def test_without_nodes_such_cases_are_skipped() -> None:
     planned = Fault("kill_node", 2, 1, "forward", ("crash",))
     cases = [case("other", 4), case("planned", 4, backend="gloo", fault=planned)]
     here, there = (
-        {c.id: c.skip for c in fault_plans.with_planned(cases, f)} for f in (None, FACTS)
+        {c.id: c.skip for c in planned}
+        for planned in (without_node_faults(cases), fault_plans.with_planned(cases, FACTS))
     )
     assert here["other"] is None and "fault kill_node: ranks are on no nodes here" in str(here)
     assert there == {"other": None, "planned": None}

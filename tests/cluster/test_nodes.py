@@ -21,8 +21,11 @@ from made_case import made_case
 from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import Session
-from shardproof.cluster.nodes.condition import CUT_OFF, QUESTION, WELL, Inquiry, Lost
-from shardproof.cluster.nodes.nodes import Nodes, door
+from shardproof.cluster.nodes.condition import CUT_OFF, QUESTION, WELL, Inquiry
+from shardproof.cluster.nodes.doors import door
+from shardproof.cluster.nodes.nodes import ClusterNodes
+from shardproof.launch.diagnosis import Lost
+from shardproof.launch.nodes import Nodes
 from shardproof.launch.workspace import Workspace
 
 HERE = str(Path(__file__).parents[1] / "support")
@@ -30,7 +33,7 @@ SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16})
 
 
 def test_consecutive_ranks_share_a_node() -> None:
-    nodes = Nodes(Path(), 3, 2)
+    nodes = ClusterNodes(3, 2)
     assert nodes.places == 6
     assert [nodes.ranks_of(node, 5) for node in range(3)] == [(0, 1), (2, 3), (4,)]
     assert nodes.ranks_of(1, 2) == ()
@@ -60,7 +63,7 @@ def agents() -> Iterator[tuple[Nodes, list[int]]]:
                 assert time.monotonic() < deadline
                 assert {process.poll() for process in processes} == {None}
                 time.sleep(0.05)
-            yield Nodes(folder, 2, 2), [process.pid for process in processes]
+            yield ClusterNodes(2, 2, folder=folder), [process.pid for process in processes]
         finally:
             for process in processes:
                 process.terminate()

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_engine import MadeEngine
+from made_nodes import MadeNodes
 from synthetic import case, case_line, check_line
 
 from shardproof.case import Case, Fault
 from shardproof.cases import kinds
 from shardproof.checks.results import CaseResult
-from shardproof.cluster.containers import engine
-from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.commands import reproduce
 from shardproof.commands.verify import verify
 from shardproof.compare import reproduced
@@ -237,28 +235,9 @@ def test_workloads_that_train_no_model_are_run_again() -> None:
     assert names and reproduce._obstacles(cases) == {}
 
 
-def test_a_cluster_runs_the_same_command_in_its_head(
-    command: Any, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = MadeEngine()
-    monkeypatch.setattr(engine, "client", lambda: made)
-    monkeypatch.setattr(engine, "build", lambda *_, **__: {"rank": "sha256:1", "judge": "sha256:2"})
-    again = tmp_path / "again"
-    words = ("--cluster", "--nodes", "3", "--results", str(again), "-k", "sgd", "-j", "2")
-    code, out, err = command("reproduce", str(first), *words)
-    assert code == 0, out + err
-    ((_, run),) = made.executed[-1][:1]
-    told = ["reproduce", str(first.resolve()), "-k", "sgd", "-j", "2", "--results", str(again)]
-    assert run[-len(told) :] == told
-    head, _, *nodes = made.made
-    assert len(nodes) == 3, "two ranks on each, for the run itself had no nodes"
-    mounts = {mount["Target"]: mount["ReadOnly"] for mount in head.asked[2]["mounts"]}
-    assert mounts == {str(first.resolve()): True, str(again): False}
-
-
 def test_what_does_not_fit_the_nodes_cannot_be_compared() -> None:
     cases = [case(n, id=f"{b}{w}", backend=b, mesh={"shard": w}) for n, (b, w) in enumerate(ROOM)]
-    told = reproduce._without_room(cases, Nodes(Path("there"), 2, 2))
+    told = reproduce._without_room(cases, MadeNodes(2, 2))
     assert told == {"gloo5": "5 ranks do not fit 2 nodes x 2 ranks"}
     assert reproduce._without_room(cases, None) == {}
 

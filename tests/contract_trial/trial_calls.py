@@ -12,7 +12,8 @@ from shardproof.case import Case
 from shardproof.cases.leader import CaseTask
 from shardproof.comm import Mesh
 from shardproof.contract import Piece
-from shardproof.launch.ranks import root_cause, run_ranks
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import Forked, root_cause
 from shardproof.oracle import training
 from shardproof.workloads import Workload, make
 
@@ -28,7 +29,8 @@ def conduct(task: CaseTask) -> dict[str, Any]:
     def program(rank: int, world: int) -> dict[str, Any]:
         return _program(case, workload, rank, folder)
 
-    outcomes = run_ranks(case.backend, case.world, program, workdir, case.deadline)
+    launch = RankLaunch(case.backend, case.world, program, workdir, case.deadline)
+    outcomes = Forked().run(launch)
     cause = root_cause(outcomes)
     result: dict[str, Any] = {"id": case.id, "error": cause and cause.message}
     if cause is None:

@@ -14,7 +14,8 @@ from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
 from shardproof.contract import Event
 from shardproof.evidence.assembled import assemble
 from shardproof.evidence.records import RankRecord
-from shardproof.launch.ranks import root_cause, run_ranks
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import Forked, root_cause
 from shardproof.oracle.replay import replay
 from shardproof.workloads import Workload, make
 
@@ -25,7 +26,8 @@ def replayed(task: CaseTask) -> dict[str, Any]:
     workdir.mkdir(parents=True)
     workload = make(case.workload, case.dtype, case.lane)
     program = lambda rank, world: run_rank(case, workload, rank).to_dict()  # noqa: E731
-    outcomes = run_ranks(case.backend, case.world, program, workdir, case.deadline)
+    launch = RankLaunch(case.backend, case.world, program, workdir, case.deadline)
+    outcomes = Forked().run(launch)
     cause = root_cause(outcomes)
     result: dict[str, Any] = {"id": case.id, "error": cause and cause.message}
     if cause is None:

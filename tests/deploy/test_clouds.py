@@ -20,7 +20,7 @@ from shardproof.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOUDS = ROOT / "deploy" / "clouds"
-WRAPPER = "-m shardproof.cluster.judged "
+WRAPPER = "-m shardproof.cluster.judge "
 
 
 def ranks_of(command: str) -> list[str]:
@@ -100,13 +100,13 @@ def test_the_entry_point_of_sagemaker_starts_torchrun(ranks: ModuleType) -> None
     command = told(sagemaker("algo-1"))
     options = _parser().parse_args(ranks_of(command))
     assert options.scenario == ["ddp-gpt", "fsdp-gpt"] and options.backend == "nccl"
-    assert "--records /opt/ml/output/data/records -- " in command
+    assert f"{WRAPPER}/opt/ml/output/data/records --node 0 " in command
     assert "--nnodes 1 --node-rank 0 --nproc-per-node 4 " in command
     shared = sagemaker("algo-1", "algo-2", SM_CHANNEL_RECORDS="/opt/ml/input/data/records")
     command = told(shared | {"BACKEND": "gloo", "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "0"})
     assert _parser().parse_args(ranks_of(command)).backend == "gloo"
-    where = "--results /opt/ml/output/data --records /opt/ml/input/data/records/job -- "
-    assert f"{WRAPPER}--node 1 {where}" in command
+    where = "/opt/ml/input/data/records/job --node 1 --results /opt/ml/output/data -- "
+    assert f"{WRAPPER}{where}" in command
     assert "--nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr algo-1 " in command
 
 
@@ -174,7 +174,7 @@ def test_the_on_start_script_of_vast(tmp_path: Path, changed: dict[str, str], no
     said = done.stdout.splitlines()[-1]
     node = changed.get("NODE_RANK", "0")
     # Without --results: each launch has a run folder of its own.
-    wrapper = f"python {WRAPPER}--node {node} --records /workspace/results/records -- "
+    wrapper = f"python {WRAPPER}/workspace/results/records --node {node} -- "
     assert said.startswith(wrapper + nodes)
     options = _parser().parse_args(said.partition(" -m shardproof.cluster.torchrun ")[2].split())
     assert options.scenario == ["ddp-gpt"] and options.backend == "nccl"

@@ -70,8 +70,8 @@ def test_the_plan_of_an_earlier_run_is_not_judged(tmp_path: Path) -> None:
     plan = tmp_path / "run" / "cluster" / "plan.json"
     plan.parent.mkdir(parents=True)
     plan.touch()
-    _, said = head(tmp_path, "exit 1")
-    assert not plan.exists() and "--against" not in said
+    head(tmp_path, "exit 1")
+    assert not plan.exists()
 
 
 COMES = 'mkdir -p "$records"; touch "$records/plan.json"'
@@ -80,13 +80,16 @@ COMES = 'mkdir -p "$records"; touch "$records/plan.json"'
 @pytest.mark.parametrize("judged", [0, 1, 3])
 def test_the_code_is_that_of_the_judge(judged: int, tmp_path: Path) -> None:
     code, said = head(tmp_path, COMES, f"exit {judged}")
-    run = tmp_path / "run"
     assert code == judged
-    assert f"judged: -m {JUDGE} {run}/cluster --against {run}/local --prune" in said
+    assert f"judged: -m {JUDGE} {tmp_path}/run/cluster --prune" in said
 
 
-@pytest.mark.parametrize(("judged", "code"), [(0, 3), (1, 1)])
-def test_without_local_records_nothing_is_compared(judged: int, code: int, tmp_path: Path) -> None:
-    on_nodes = f'case "$records" in */cluster) {COMES};; *) exit 1;; esac'
-    found, said = head(tmp_path, on_nodes, f"exit {judged}")
-    assert found == code and "nothing to compare digests with" in said and "--against" not in said
+@pytest.mark.parametrize(("again", "code"), [(0, 0), (1, 1), (3, 3), (124, 3)])
+def test_what_held_is_run_again_in_local_processes(again: int, code: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "20260102-030405"
+    judge = (
+        f'case "$*" in *reproduce*) exit {again};; esac\nmkdir -p {folder}; touch {folder}/run.json'
+    )
+    found, said = head(tmp_path, COMES, judge)
+    assert found == code
+    assert f"-m shardproof reproduce {folder} --results {folder}-local\n" in said

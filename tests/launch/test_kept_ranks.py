@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shardproof.backends.mpi import found as mpi_found
 from shardproof.launch.pool import Pool
 
 HERE = str(Path(__file__).parents[1] / "support")
@@ -19,6 +20,10 @@ import launch_programs  # noqa: E402 - leaders import it by this name
 sys.path.remove(HERE)
 
 Launches = list[tuple[str, int, str]]
+MPI = pytest.param(
+    "mpi",
+    marks=pytest.mark.skipif(mpi_found.problem() is not None, reason=str(mpi_found.problem())),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,15 +75,23 @@ def test_ranks_serve_several_launches_and_see_nothing_of_the_last(
     assert (tmp_path / "3" / "children").read_text() == ("1" if backend == "in_memory" else "3")
 
 
-@pytest.mark.parametrize("backend", ["in_memory", "gloo"])
-@pytest.mark.parametrize("leave", ["thread", "memory"])
+@pytest.mark.parametrize("backend", ["in_memory", "gloo", MPI])
+@pytest.mark.parametrize("leave", ["thread", "memory", "a case that did not hold"])
 def test_ranks_in_which_something_stays_are_replaced(backend: str, leave: str, told: Any) -> None:
     first, second = told([(backend, 2, leave), (backend, 2, "")])
     assert not set(pids(first)) & set(pids(second))
     assert not any(map(psutil.pid_exists, pids(first)))
 
 
-@pytest.mark.parametrize("backend", ["in_memory", "gloo"])
+@pytest.mark.parametrize("backend", ["in_memory", "gloo", MPI])
+def test_ranks_that_ended_while_they_waited_are_replaced(backend: str, told: Any) -> None:
+    first, second, third, last = told([(backend, 2, "gone"), *[(backend, 2, "")] * 3])
+    assert not set(pids(first)) & set(pids(second)), "forked for the launch alone"
+    assert not set(pids(second)) & set(pids(third))
+    assert pids(third) == pids(last)
+
+
+@pytest.mark.parametrize("backend", ["in_memory", "gloo", MPI])
 @pytest.mark.parametrize(
     ("leave", "status"),
     [("raise", "raised"), ("os_exit", "exited"), ("kill_self", "killed"), ("stop_self", "hung")],

@@ -1,4 +1,4 @@
-"""One mpirun for many cases: which cases share it, what it leaves behind, and how it ends."""
+"""One mpirun for many cases of a leader: which share it, and how it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import Session
 from shardproof.launch import rank_service
-from shardproof.launch.mpi.kept_worlds import KeptWorlds
 
 HERE = str(Path(__file__).parents[1] / "support")
 SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16})
@@ -64,20 +64,23 @@ def digests(value: Any) -> list[str]:
     return [found for part in value for found in digests(part)] if isinstance(value, list) else []
 
 
+Started = Callable[[], list[int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keeps_fork_servers() -> None:
+    """Sessions of this file have fork servers of their own, which keep leaders."""
+
+
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the worlds that were started."""
-    sizes: list[int] = []
-    take = KeptWorlds.take
-
-    def noted(self: KeptWorlds, size: int) -> Any:
-        before = self._made
-        task = take(self, size)
-        sizes.extend([size] * (self._made - before))
-        return task
-
-    monkeypatch.setattr(KeptWorlds, "take", noted)
-    return sizes
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Tells the sizes of the worlds that have been started."""
+    noted = tmp_path / "started"
+    noted.touch()
+    monkeypatch.setenv("STARTED", str(noted))
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setenv("PYTHONPATH", HERE)
+    return lambda: [int(line) for line in noted.read_text().splitlines()]
 
 
 def run(chosen: Sequence[Case]) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -90,6 +93,7 @@ def run(chosen: Sequence[Case]) -> tuple[dict[str, str], dict[str, list[str]]]:
         found[result.id] = digests(account["figures"])
 
     with Session(1) as session:
+        session._pool.fork_server.preload("counted_mpirun")
         session.run(chosen, lambda _: None, on_account=note)
     return verdicts, found
 
@@ -98,20 +102,18 @@ class TestManyCases:
     pytestmark = under_mpirun
 
     @pytest.mark.timeout(400)
-    def test_the_order_of_cases_changes_no_bit(self, started: list[int]) -> None:
+    def test_the_order_of_cases_changes_no_bit(self, started: Started) -> None:
         chosen = cases()
         verdicts, first = run(chosen)
         assert set(verdicts.values()) == {"pass"}, verdicts
-        assert started == [2]
+        assert started() == [2]
         random.Random(7).shuffle(chosen)
         _, second = run(chosen)
         assert first == second and all(first.values())
 
-    def test_a_case_that_fails_or_breaks_costs_its_world(
-        self, started: list[int], monkeypatch: pytest.MonkeyPatch
+    def test_planted_faults_and_systems_of_ones_own_have_a_world_to_themselves(
+        self, started: Started
     ) -> None:
-        monkeypatch.syspath_prepend(HERE)
-        monkeypatch.setenv("PYTHONPATH", HERE)
         good = [c for c in cases() if c.implementation == "reference/ddp"]
         raises = made_case(
             "faulty_ranks:Raises", {"replicate": 2}, id="raises", backend="mpi", workload=SMALL
@@ -127,44 +129,14 @@ class TestManyCases:
         assert [verdicts[c.id] for c in good] == ["pass", "pass"]
         assert verdicts["raises"].startswith("crash") and "a fish" in verdicts["raises"]
         assert verdicts["planted"].startswith("fail")
-        # The planted fault had an mpirun of its own; the case that raised cost the first world.
-        assert started == [2, 2]
+        assert started() == [2, 2, 2], "the last case has the world of the first"
 
-    def test_after_a_fail_a_world_is_new_and_module_globals_have_one_of_their_own(
-        self, started: list[int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.syspath_prepend(HERE)
-        monkeypatch.setenv("PYTHONPATH", HERE)
-
-        def case(name: str, number: int) -> Case:
-            system = f"faulty_ranks:{name}"
-            limits = {"backend": "mpi", "workload": SMALL, "checks": ("equivalence",)}
-            return made_case(system, {"replicate": 2}, id=f"{name}{number}", **limits)
-
-        verdicts, _ = run([case("HasGlobals", 0), case("HasGlobals", 1)])
+    def test_a_world_size_has_its_world(self, started: Started) -> None:
+        two, *_ = (c for c in cases() if c.implementation == "reference/ddp")
+        three = replace(two, id="three", mesh={"replicate": 3})
+        verdicts, _ = run([two, three, replace(two, id="again"), replace(three, id="3 again")])
         assert set(verdicts.values()) == {"pass"}, verdicts
-        assert started == [2]  # neither used it
-        verdicts, _ = run([case("Drifts", 0), case("Drifts", 1)])
-        assert all(said.startswith("fail") for said in verdicts.values()), verdicts
-        assert started == [2, 2, 2]
-
-    def test_a_world_that_has_gone_is_replaced(
-        self, started: list[int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The case has ranks of its own where its world ended after it was handed out."""
-        good = [c for c in cases() if c.implementation == "reference/ddp"]
-        take = KeptWorlds.take
-
-        def gone(self: KeptWorlds, size: int) -> Any:
-            task = take(self, size)
-            task.folder.mkdir(exist_ok=True)
-            task.closed.touch()
-            return task
-
-        monkeypatch.setattr(KeptWorlds, "take", gone)
-        verdicts, _ = run(good)
-        assert set(verdicts.values()) == {"pass"}, verdicts
-        assert len(started) == len(good)  # none was idle
+        assert started() == [2, 3]
 
 
 class TestEnds:
@@ -173,14 +145,13 @@ class TestEnds:
     @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
     def test_nothing_outlives_the_parent(self, signum: int) -> None:
         program = """
-            import time
+            import sys, time
+            sys.path.append("tests/support")
+            from made_case import made_case
             from shardproof.cases.runner import Session
+            case = made_case("reference/ddp", {"replicate": 2}, backend="mpi", steps=1)
             with Session(1) as session:
-                task = session._worlds.take(2)
-                deadline = time.monotonic() + 60
-                while not task.door.exists():
-                    assert time.monotonic() < deadline
-                    time.sleep(0.02)
+                session.run([case], lambda result: None)
                 print(session._pool.fork_server.pid, session._pool.folder, flush=True)
                 time.sleep(1000)
         """

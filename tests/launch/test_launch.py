@@ -33,7 +33,7 @@ from shardproof.launch.fork_server import REPRODUCIBLE, ForkServer, ForkServerEr
 from shardproof.launch.fork_server_main import LAZY_MODULES, MOST_TASKS, TASK_RAISED
 from shardproof.launch.outcome import RankOutcome, mark_consequences, of_exception, root_cause
 from shardproof.launch.pool import Pool
-from shardproof.launch.ranks import run_ranks
+from shardproof.launch.rank_process import RankLaunch
 
 HERE = str(Path(__file__).parents[1] / "support")
 #: CPU seconds of a rank, and seconds that all may sleep.
@@ -315,7 +315,7 @@ def test_a_rank_on_a_full_disk_says_why(fork_server: ForkServer, tmp_path: Path)
 @pytest.mark.parametrize(("world", "budget"), [(0, 1.0), (2, 0.0)])
 def test_impossible_runs_are_refused(tmp_path: Path, world: int, budget: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        run_ranks("in_memory", world, lambda rank, world: {}, tmp_path, budget)
+        RankLaunch("in_memory", world, lambda rank, world: {}, tmp_path, budget)
 
 
 # ------------------------------------------------------------------------------ cause and effect
@@ -544,12 +544,10 @@ def leaders_of(importable: None) -> Iterator[Any]:
     """The ends of tasks, done one after the other by leaders that may be kept."""
     with Pool(1, [launch_programs.who]) as pool:
 
-        def ends(payloads: list[dict[str, Any]], keep: Any = lambda payload: True) -> list[Any]:
-            list(
-                pool.run(launch_programs.who, [("last", {"leave": "child"}, 60.0)], lambda p: True)
-            )
+        def ends(payloads: list[dict[str, Any]], group: Any = lambda payload: "") -> list[Any]:
+            list(pool.run(launch_programs.who, [("last", {"leave": "child"}, 60.0)], lambda p: ""))
             items = [(str(n), payload, 60.0) for n, payload in enumerate(payloads)]
-            return list(pool.run(launch_programs.who, items, keep))
+            return list(pool.run(launch_programs.who, items, group))
 
         yield ends
 
@@ -563,9 +561,17 @@ def test_a_leader_does_several_tasks_but_not_without_end(leaders_of: Any) -> Non
 
 
 def test_a_task_that_asks_for_it_has_a_fresh_leader_to_itself(leaders_of: Any) -> None:
-    ends = leaders_of([{"keep": keep} for keep in (1, 0, 0, 1)], lambda payload: payload["keep"])
+    groups = ["", None, None, ""]
+    ends = leaders_of([{"group": group} for group in groups], lambda payload: payload["group"])
     first, *fresh, last = (end.value for end in ends)
     assert first == last and len({first, *fresh}) == 3
+
+
+def test_each_group_of_tasks_has_leaders_of_its_own(leaders_of: Any) -> None:
+    groups = ["", "four ranks", "", "four ranks", "two ranks"]
+    ends = leaders_of([{"group": group} for group in groups], lambda payload: payload["group"])
+    one, four, one_again, four_again, two = (end.value for end in ends)
+    assert one == one_again and four == four_again and len({one, four, two}) == 3
 
 
 @pytest.mark.parametrize("leave", ["thread", "child", "memory"])

@@ -226,7 +226,7 @@ def test_a_rank_that_is_killed_before_it_tells_its_stack_waited_as_it_noted(
     all_wait(made)
     made.writers[1].wait(False)
     link = BACKENDS["gloo"]
-    launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, False, (), 0.0)
+    launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, began=0.0)
     for beat in heartbeat.read(made.beats):
         thread = f"Thread 0x{beat.thread:x} (most recent call first):\n"
         frame = f'  File "{threading.__file__}", line 1 in wait\n'
@@ -246,7 +246,7 @@ def test_an_exit_by_mpi_is_a_consequence_where_another_rank_was_killed(
 ) -> None:
     """MPI ends a rank that lost its peer, which may be seen before the peer's own end."""
     link = BACKENDS["mpi" if mpirun else "gloo"]
-    launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, False, (), 0.0)
+    launch = RankLaunch(link, 2, lambda rank, size: {}, tmp_path, 1.0, began=0.0)
     heartbeat.create(launch.heartbeat, 2)
     processes = [
         RankProcess(0, (0,), ended=3.0, exit_code=14),

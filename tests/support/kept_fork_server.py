@@ -84,7 +84,7 @@ class KeptForkServer(ForkServer):
         return self
 
     def submit(
-        self, task: Task[Any], payload: Any, value: Path | None = None, keep: bool = False
+        self, task: Task[Any], payload: Any, value: Path | None = None, group: str | None = None
     ) -> int:
         environment = {k: v for k, v in os.environ.items() if k not in FOREIGN} | ENVIRONMENT
         path = [str(Path(entry).resolve()) for entry in sys.path]

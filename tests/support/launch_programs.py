@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 
 from shardproof import tensor_bytes
+from shardproof.backends.backend import Backend, Joining
 from shardproof.backends.errors import RankFailed
-from shardproof.launch import heartbeat, process_control, rank_process, rank_service
+from shardproof.launch import heartbeat, outcome, process_control, rank_service
 from shardproof.launch.fork_server_main import MOST_GROWTH
-from shardproof.launch.kept_ranks import KeptRanks
+from shardproof.launch.kept_ranks import Kept
 from shardproof.launch.rank_process import RankLaunch
-from shardproof.launch.ranks import root_cause, run_ranks
+from shardproof.launch.ranks import Forked, root_cause
 
 GUILTY = 1
 
@@ -48,23 +49,28 @@ class FakeHub:
         """Nothing to do: the barrier's users come equally often."""
 
 
-class FakeLink:
+class FakeLink(Backend):
     """Ranks as threads that can only meet: shows that the launcher needs no torch backend."""
 
-    threads, polls, mpirun = True, False, False
+    name, threads = "fake", True
     _here = threading.local()
+
+    def available(self, world: int = 1) -> str | None:
+        """Anywhere."""
+        return None
 
     def hub(self, world: int, timeout_s: float) -> FakeHub:
         """Shared by all ranks."""
         return FakeHub(world, timeout_s)
 
-    def join(self, rank: int, launch: RankLaunch, hub: FakeHub) -> None:
+    def join(self, joining: Joining) -> None:
         """Remember where this rank meets the others."""
-        self._here.hub = hub
+        self._here.hub = joining.hub
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
         """Forget it."""
         del self._here.hub
+        return True
 
     @classmethod
     def meet(cls) -> None:
@@ -131,7 +137,7 @@ def _eat() -> None:
 
 def _find_the_disk_full(*_: object) -> None:
     """Nothing can be written any more, not even how the rank ended."""
-    rank_process.write_whole = _find_the_disk_full  # type: ignore[attr-defined]
+    outcome.write_whole = _find_the_disk_full  # type: ignore[attr-defined]
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -224,7 +230,7 @@ def trial(payload: dict[str, Any]) -> None:
     }
     chosen = programs.get(fault)
     began = time.monotonic()
-    outcomes = run_ranks(
+    launch = RankLaunch(
         FakeLink() if backend == "fake" else backend,
         payload["world"],
         chosen or program(fault),
@@ -234,6 +240,7 @@ def trial(payload: dict[str, Any]) -> None:
         memory_bytes=payload.get("memory_bytes"),
         one_core=payload.get("one_core", False),
     )
+    outcomes = Forked().run(launch)
     cause = root_cause(outcomes)
     result = {
         "outcomes": [
@@ -276,11 +283,15 @@ HELD: list[torch.Tensor] = []
 
 def in_kept_ranks(payload: dict[str, Any]) -> list[Any]:
     """Leader's task: for each ``(backend, world, leave)`` what ranks told that are kept between."""
-    kept, told = KeptRanks(), []
+    kept, told = Kept(Path(payload["folder"])), []
     for number, (backend, world, leave) in enumerate(payload["launches"]):
         folder = Path(payload["folder"]) / str(number)
         folder.mkdir()
-        outcomes = run_ranks(backend, world, Told(leave), folder, 20.0, kept=kept)
+        outcomes = kept.run(RankLaunch(backend, world, Told(leave), folder, 20.0))
+        if leave == "gone":
+            process_control.kill(pid := max(process_control.STAYING))
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        kept.settle(held=leave != "a case that did not hold")
         told.append([[o.status, o.record and tensor_bytes.load(o.record)] for o in outcomes])
         (folder / "children").write_text(str(len(process_control.children())))
     return told

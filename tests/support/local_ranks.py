@@ -14,7 +14,8 @@ from shardproof.backends.disturbances import Disturbances
 from shardproof.backends.errors import CommError
 from shardproof.backends.in_memory.hub import Hub
 from shardproof.launch.pool import Pool
-from shardproof.launch.ranks import root_cause, run_ranks
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import Forked, root_cause
 
 Body = Callable[[int, int], Any]
 
@@ -104,9 +105,9 @@ def forked(request: Request) -> list[Any]:
     def program(rank: int, world: int) -> dict[str, Any]:
         return {"result": request.body(rank, world, *request.arguments)}
 
-    outcomes = run_ranks(
-        request.backend, request.world, program, request.folder, BUDGET_SECONDS, request.ledgers
-    )
+    where = request.backend, request.world
+    launch = RankLaunch(*where, program, request.folder, BUDGET_SECONDS, request.ledgers)
+    outcomes = Forked().run(launch)
     cause = root_cause(outcomes)
     assert cause is None, f"{cause.sentence()}\n{cause.traceback}"
     return [tensor_bytes.load(o.record)["result"] for o in outcomes if o.record]

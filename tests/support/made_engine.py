@@ -14,8 +14,6 @@ from shardproof.cluster.containers import cluster, engine
 from shardproof.cluster.containers.caps import Caps
 from shardproof.verdicts import BAD_INPUT
 
-HEAD_PROCESSES = "shardproof.cluster.containers.head_processes"
-
 
 class Part:
     """A container or network that was made."""
@@ -27,6 +25,9 @@ class Part:
 
     def remove(self, **_: object) -> None:
         self.engine.parts.remove(self)
+
+    def exec_run(self, words: list[str]) -> None:
+        self.engine.tell(words)
 
 
 class MadeEngine:
@@ -40,6 +41,7 @@ class MadeEngine:
         self.parts: list[Part] = []
         self.made: list[Part] = []
         self.executed: list[Any] = []
+        self.told: list[list[str]] = []
         self.containers = SimpleNamespace(run=self._run, list=self._list("box"))
         self.networks = SimpleNamespace(create=self._create, list=self._list("network"))
         self.probed = {"memory": b"1073741824"}  # what is measured in nodes, by word
@@ -56,9 +58,13 @@ class MadeEngine:
         self.made.append(part)
         return part
 
+    def tell(self, words: list[str]) -> None:
+        """Note what a container is told."""
+        self.told.append(words)
+
     def _execute(self, container: str, words: list[str], **named: Any) -> dict[str, str]:
         self.executed.append(((container, words), named))
-        is_inside = words[2] in ("shardproof.cluster.containers.node_caps", HEAD_PROCESSES)
+        is_inside = words[2] == "shardproof.cluster.containers.node_caps"
         asked = words[-1].rpartition(".")[2] if "round_trip" in words[-1] else ""
         return {"Id": words[3] if is_inside else asked}
 

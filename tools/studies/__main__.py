@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shardproof import verdicts
+from shardproof.cluster.shape import Shape, Words
 from shardproof.commands import main, options, run
 from shardproof.commands.console import echo
 from shardproof.launch.process_control import cores
@@ -28,6 +29,7 @@ studies = typer.Typer(
       autopsies                  whether each hang, and only a hang, gets the right cause
       checkpoints 300            random clean saves, loads and reshapes: none may fail
       convergence                whether lossy and stale methods reach a target as soon
+      convergence-on-nodes       the same in containers, with a network between them
       elastic                    workers and agents of torchrun are killed
       mutation 200               which systematic faults of the strategies survive
     """,
@@ -250,7 +252,7 @@ def convergence(
 
     Where ranks are processes (backend gloo, as in the scenario cluster) trainings run one at a
     time, the page tells the seconds of the steps to the target beside the steps, and which method
-    is there first. `shardproof cluster study` trains on nodes with a network between them.
+    is there first. `convergence-on-nodes` trains on nodes with a network between them.
 
     \b
     python -m tools.studies convergence -j 1 --out convergence.md --records convergence.json
@@ -261,9 +263,9 @@ def convergence(
     Exit codes: 0 every method is what its scenario expects, 1 one is not, 2 bad input, 3 dense
     training misses the target, or ranks broke.
     """
-    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.commands import supervision
     from shardproof.commands.console import make_console, print_line
+    from shardproof.launch.nodes import Nodes
     from tools.studies.convergence import plan
     from tools.studies.convergence import study as of_studies
 
@@ -286,6 +288,28 @@ def convergence(
 
     with supervision.open_folder(results) as folder:
         raise typer.Exit(supervision.supervised(folder, console, body, interrupted, lambda: None))
+
+
+@studies.command(
+    context_settings={"ignore_unknown_options": True},
+    short_help="Train to a target loss on containers as nodes.",
+)
+@options.grouped(ranks_per_node=1)
+def convergence_on_nodes(words: Words = None, *, wanted: Shape) -> None:
+    """Train to a target loss with ranks in containers: `convergence`, with its options.
+
+    
+    python -m tools.studies convergence-on-nodes cluster --bandwidth 100mbit
+    python -m tools.studies convergence-on-nodes mine.yaml --nodes 4 --seeds 8
+    python -m tools.studies convergence-on-nodes charnames --backend gloo --nodes 3
+
+    Nodes are those of `shardproof cluster bench`. The page tells steps, bytes and seconds to the
+    target, and which method is there first; it is convergence.md in the run folder, with its
+    drawings and with convergence.json, which `convergence --from` judges again.
+    """
+    from tools.studies.convergence import on_nodes
+
+    raise typer.Exit(on_nodes.run(convergence, words or (), wanted))
 
 
 @studies.command(short_help="Plant systematic faults in the reference strategies.")

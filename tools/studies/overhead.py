@@ -23,7 +23,8 @@ from shardproof import contract, tensor_bytes, workloads
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.rank_program import run_rank
 from shardproof.comm import Mesh
-from shardproof.launch.ranks import run_ranks
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import Forked
 from shardproof.schedules import problems
 
 STEPS = 10_000
@@ -175,7 +176,8 @@ def _slowest(backend: str, ranks: int, measure: Callable[[], float]) -> float:
         return {"seconds": measure()}
 
     with tempfile.TemporaryDirectory(prefix="shardproof-") as folder:
-        outcomes = run_ranks(backend, ranks, program, Path(folder), 120.0, ledgers=False)
+        launch = RankLaunch(backend, ranks, program, Path(folder), 120.0, ledgers=False)
+        outcomes = Forked().run(launch)
         records = [tensor_bytes.load(outcome.record) for outcome in outcomes if outcome.record]
     if len(records) != ranks:
         raise RuntimeError("; ".join(outcome.sentence() for outcome in outcomes))

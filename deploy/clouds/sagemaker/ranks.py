@@ -17,7 +17,7 @@ PORT = 7777
 
 
 def arguments(environment: Mapping[str, str]) -> list[str]:
-    """Those of ``cluster.judged``; ends the process where instances share no folder."""
+    """Those of ``cluster.judge``; ends the process where instances share no folder."""
     results = environment["SM_OUTPUT_DATA_DIR"]
     hosts = json.loads(environment["SM_HOSTS"])
     shared = environment.get("SM_CHANNEL_RECORDS")
@@ -40,7 +40,7 @@ def arguments(environment: Mapping[str, str]) -> list[str]:
     choices = ["--backend", environment.get("BACKEND", "nccl")]
     choices += ["--tier", environment.get("TIER", "quick")]
     ranks = [*torchrun, "-m", "shardproof.cluster.torchrun", *scenario, *choices]
-    return ["--node", node, "--results", results, "--records", records, "--", *ranks]
+    return [records, "--node", node, "--results", results, "--", *ranks]
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = f"{here}:{os.environ.get('PYTHONPATH', '')}"  # of the ranks
     sys.path.insert(0, str(here))
     sys.argv[1:] = arguments(os.environ)
-    runpy.run_module("shardproof.cluster.judged", run_name="__main__", alter_sys=True)
+    runpy.run_module("shardproof.cluster.judge", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

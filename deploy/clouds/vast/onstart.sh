@@ -16,6 +16,6 @@ else
 fi
 # Each launch has a new run folder in there: an instance that is started again launches again.
 results=${RESULTS:-results}
-exec python -m shardproof.cluster.judged --node "${NODE_RANK:-0}" --records "$results/records" -- \
+exec python -m shardproof.cluster.judge "$results/records" --node "${NODE_RANK:-0}" -- \
     torchrun "${nodes[@]}" --nproc-per-node "$gpus" --max-restarts 0 -m shardproof.cluster.torchrun ${SCENARIO:-ddp-gpt} \
     --tier "${TIER:-quick}" --backend "${BACKEND:-nccl}"

@@ -167,7 +167,7 @@ def bench(
     measured, --fail-on goal where no pair has a goal, -k beside A and B.
     """
     from shardproof.bench.command import choice, collectives
-    from shardproof.cluster.nodes.nodes import Nodes
+    from shardproof.launch.nodes import Nodes
 
     nodes = Nodes.here()
     if names == [collectives.NAME]:
@@ -187,8 +187,8 @@ def _measure(
     from shardproof.bench.command import bench_run
     from shardproof.bench.session import Session
     from shardproof.checks.results import LeftOut
-    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.commands.run import wait_for
+    from shardproof.launch.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.shard import Cut
 

@@ -21,7 +21,7 @@ from shardproof.table import number
 if TYPE_CHECKING:
     from shardproof.bench.command.bench_run import Request
     from shardproof.bench.subjects import Cell, Pair, Subject
-    from shardproof.cluster.nodes.nodes import Nodes
+    from shardproof.launch.nodes import Nodes
 
 S = TypeVar("S", "Pair", "Cell")
 #: Options that describe one pair on the command line.
@@ -76,7 +76,7 @@ def rates(context: typer.Context) -> list[int]:
     :raises InputError: faulty files, a name that no file has, or cells that ask for none beside
         cells that do.
     """
-    from shardproof.launch.rates import bits_per_second
+    from shardproof.launch.nodes import bits_per_second
 
     given: Any = SimpleNamespace(**context.params)
     names = list(given.names or ())
@@ -95,7 +95,7 @@ def _between(cells: Sequence[Cell], nodes: Nodes | None) -> list[Cell]:
 
     :raises SelectionError: there is none.
     """
-    from shardproof.launch.rates import bits_per_second
+    from shardproof.launch.nodes import bits_per_second
 
     def is_here(cell: Cell) -> bool:
         if not cell.bandwidth:

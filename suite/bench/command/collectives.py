@@ -13,11 +13,11 @@ from shardproof import verdicts
 from shardproof.backends import BACKENDS, USUAL_PROCESSES
 from shardproof.bench import collective_times, collectives, sides
 from shardproof.bench.leader_tasks import LaunchFailed
-from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.commands import supervision
 from shardproof.commands.console import echo, make_console, print_line
 from shardproof.commands.run import wait_for
 from shardproof.errors import Problem, SelectionError
+from shardproof.launch.nodes import Nodes
 
 #: What the command line calls it, options of its own, and those of ``bench`` that it takes.
 NAME = "collectives"

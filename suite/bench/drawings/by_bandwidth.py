@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from shardproof.bench.drawings.bandwidth import LOOKS
 from shardproof.bench.lines import CellLine
-from shardproof.launch.rates import bits_per_second
+from shardproof.launch.nodes import bits_per_second
 from shardproof.report.drawings import svg
 
 _MARKS = ("circle", "square", "diamond")

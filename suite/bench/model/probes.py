@@ -66,7 +66,7 @@ def watch(run: SideRun, rank: int) -> WatchedStep:
     """
     log, ledger = program_order.current(), traffic.current()
     if log is None or ledger is None:
-        raise RuntimeError("a step is watched with ledgers on: run_ranks(..., ledgers=True)")
+        raise RuntimeError("a step is watched with ledgers on: RankLaunch(..., ledgers=True)")
     arm = Arm(run, rank).set_up()
     begin = 0
     for step in range(BEFORE + 1):

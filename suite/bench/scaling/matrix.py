@@ -13,7 +13,7 @@ from shardproof.bench import sides
 from shardproof.bench.subjects import BASES, CELL_BLOCKS, LAUNCHES, Cell, Mode, Side
 from shardproof.case import WorkloadSpec
 from shardproof.errors import Problem, ScenarioError, SelectionError
-from shardproof.launch.rates import bits_per_second
+from shardproof.launch.nodes import bits_per_second
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import AxisName, Label, Size, Words
 

@@ -17,7 +17,7 @@ from shardproof.bench.model.scorecard import card, unscored
 from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.scaling.nodes import not_probed
 from shardproof.bench.subjects import Cell, grown
-from shardproof.cluster.nodes.nodes import Nodes
+from shardproof.launch.nodes import Nodes
 from shardproof.schedules import Schedule
 
 

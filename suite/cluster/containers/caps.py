@@ -14,7 +14,7 @@ from typing import Any
 
 from shardproof.cluster.containers.engine import NoCluster, said
 from shardproof.cluster.containers.node_caps import NO_NETEM, burst
-from shardproof.launch.rates import cap_in_words
+from shardproof.launch.nodes import cap_in_words
 
 #: How far what is measured may be from what was declared.
 TOLERANCE = 0.2
@@ -238,22 +238,6 @@ def _best(
 
 def _off(wanted: float, has: float) -> float:
     return abs(has - wanted) / wanted
-
-
-def in_words(told: Mapping[str, Any]) -> str:
-    """What ``run.json`` tells of caps, to stand behind the nodes; empty: there are none."""
-    texts = []
-    for name, asked in told.get("declared", {}).items():
-        has = [
-            cap_in_words(name, one)
-            for one in told.get("measured", {}).get(name, ())
-            if one is not None
-        ]
-        measured = f", measured {' and '.join(has)}" if has else ""
-        texts.append(f"declared {cap_in_words(name, asked)}{measured}")
-    for node, own in told.get("slow_nodes", {}).items():
-        texts.append(f"{node} has {', '.join(cap_in_words(*item) for item in own.items())}")
-    return "".join(f"; {text}" for text in texts)
 
 
 def _bandwidth(engine: Any, sender: Any, receiver: Any, rate: int) -> float:

@@ -27,14 +27,14 @@ from shardproof.cluster.containers.gpus import Gpus
 from shardproof.cluster.containers.head_command import HeadCommand
 from shardproof.cluster.containers.node_caps import INTERFACE
 from shardproof.cluster.containers.node_faults import NodeFaults
-from shardproof.cluster.nodes.nodes import ENVIRONMENT, FOLDER, NODE, door
+from shardproof.cluster.nodes.asking import FOLDER
+from shardproof.cluster.nodes.doors import door
 from shardproof.launch import process_control
+from shardproof.launch.nodes import ENVIRONMENT, NODE
 from shardproof.runs.machine import KERNEL_VARIABLES, commit
 from shardproof.verdicts import BAD_INPUT, BROKEN, HELD, INTERRUPTED, NOT_DECIDED
 
 LABEL = "shardproof"
-#: The label that tells a head from nodes.
-ROLE = f"{LABEL}.role"
 #: The label that tells what process of which place has made it.
 MADE_BY = f"{LABEL}.by"
 LEFT_OVER = "left over"
@@ -54,7 +54,6 @@ class Cluster:
 
     ``slow``: of one node, what it has instead of ``caps``.  ``measured``: what nodes have of these,
     by node, once they have started; ``far``: ranks delay messages, since the kernel cannot.
-    ``labels``: more of them for its head.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Cluster:
     gpus: Gpus = field(default_factory=Gpus)
     measured: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     command: Sequence[str] = ()
-    labels: Mapping[str, str] = field(default_factory=dict)
     #: What a head is told of faults of nodes: the plan of ``--fault``, or nothing; ``None``: that
     #: there are none.
     faults: Mapping[str, Any] | None = None
@@ -101,7 +99,7 @@ class Cluster:
 
     @property
     def environment(self) -> str:
-        """What its head knows of it (``cluster.nodes.nodes.facts_here``)."""
+        """What its head knows of it (``launch.nodes.facts_here``)."""
         typed: dict[str, Any] = {
             "command": list(self.command),
             "commit": commit(),
@@ -121,58 +119,29 @@ def run(
     say: Callable[[str], None],
     keep: bool = False,
 ) -> int:
-    """Run ``shardproof`` with the words of ``command`` in a head; its exit code.
+    """Run ``command`` in a head; its exit code.
 
     ``say`` gets its output as it comes.  Whatever happens, nothing of the cluster stays, unless
     ``keep`` is set and it has run to its end.
 
-    :raises NoCluster: the engine cannot start it, or its nodes have not what was declared.
+    :raises NoCluster: the engine cannot start it or breaks, or its nodes have not what was
+        declared.
     """
     with removed_afterwards(engine, cluster.name) as leave:
-        code = run_in(engine, *start(engine, cluster), cluster, command, say)
+        with told_by_the_engine():
+            head = _head(engine, cluster, _user())
+            nodes = _start_nodes(engine, cluster, _user(), head)
+        with _lent(cluster.results, _user()), told_by_the_engine():
+            cluster = _under_weather(engine, head, nodes, cluster, say)
+            with _faults(engine, cluster, head, nodes):
+                told = {ENVIRONMENT: cluster.environment}
+                code = HeadCommand(engine, head, command, told).result(say)
         if keep and code != INTERRUPTED:
             leave()
-    return code
-
-
-def start(engine: Any, cluster: Cluster) -> tuple[Any, list[Any]]:
-    """Start its head and its nodes.
-
-    :raises NoCluster: the engine cannot.
-    """
-    with told_by_the_engine():
-        head = _head(engine, cluster, _user())
-        return head, _start_nodes(engine, cluster, _user(), head)
-
-
-def run_in(
-    engine: Any,
-    head: Any,
-    nodes: Sequence[Any],
-    cluster: Cluster,
-    command: Sequence[str],
-    say: Callable[[str], None],
-) -> int:
-    """As :func:`run`, in a cluster that is there, and that stays.
-
-    :raises NoCluster: its nodes have not what was declared, or the engine breaks.
-    """
-    with _lent(cluster.results, _user()), told_by_the_engine():
-        cluster = under_weather(engine, head, nodes, cluster, say)
-        with _faults(engine, cluster, head, nodes):
-            judge = HeadCommand(
-                engine, head, name_of_a_run(), command, {ENVIRONMENT: cluster.environment}
-            )
-            code = judge.result(say)
     if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED):
         say(f"the head ended with code {code}: it was stopped from outside, or died\n")
         return BROKEN
     return code
-
-
-def doors(cluster: Cluster) -> list[str]:
-    """Of the agents of its nodes, as the head sees them."""
-    return [str(door(FOLDER, node)) for node in range(cluster.nodes)]
 
 
 @contextlib.contextmanager
@@ -197,7 +166,7 @@ def _faults(
     return NodeFaults(engine, head, nodes, cluster.node_caps, in_network, delays).served()
 
 
-def under_weather(
+def _under_weather(
     engine: Any, head: Any, nodes: Sequence[Any], cluster: Cluster, say: Callable[[str], None]
 ) -> Cluster:
     """It, with messages delayed as declared, and what was measured of all that was.
@@ -211,7 +180,8 @@ def under_weather(
         say("the kernel has no netem: ranks delay their messages to other nodes (gloo)\n")
         cluster = replace(cluster, far=True)
     told = {ENVIRONMENT: cluster.environment}
-    found = caps.measured(engine, head, nodes, doors(cluster), cluster.node_caps, told)
+    doors = [str(door(FOLDER, node)) for node in range(cluster.nodes)]
+    found = caps.measured(engine, head, nodes, doors, cluster.node_caps, told)
     return replace(cluster, measured=found)
 
 
@@ -222,7 +192,7 @@ def _head(engine: Any, cluster: Cluster, user: int) -> Any:
         ["sleep", "infinity"],
         name=f"{cluster.name}-head",
         hostname="head",
-        labels={**_labels(cluster), ROLE: "head", **cluster.labels},
+        labels=_labels(cluster),
         init=True,
         network_mode="none",
         ipc_mode="shareable",
@@ -233,7 +203,6 @@ def _head(engine: Any, cluster: Cluster, user: int) -> Any:
 
 
 def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[Any]:
-    labels = {**_labels(cluster), ROLE: "node"}
     network = engine.networks.create(
         cluster.name, internal=True, options=NO_HOST, labels=_labels(cluster)
     )
@@ -245,7 +214,7 @@ def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[An
             [*agent, *_MODULES],
             name=f"{cluster.name}-node{node}",
             hostname=f"node{node}",
-            labels=labels,
+            labels=_labels(cluster),
             network=network.name,
             pid_mode=f"container:{head.id}",
             ipc_mode=f"container:{head.id}",
@@ -337,16 +306,13 @@ def removed_afterwards(engine: Any, name: str) -> Iterator[Callable[[], None]]:
 
 
 def parts(engine: Any, name: str = "") -> list[Any]:
-    """Containers, then networks, of cluster ``name`` ("": of all that commands have made)."""
+    """Containers, then networks, of cluster ``name`` ("": of all that commands have made; whoever
+    gives containers of their own such a label ends them, too).
+    """
     filters = {"label": f"{LABEL}={name}" if name else LABEL}
     containers = engine.containers.list(all=True, filters=filters, ignore_removed=True)
     found = [*containers, *engine.networks.list(filters=filters)]
-    return found if name else [part for part in found if _is_of_a_command(label_of(part))]
-
-
-def _is_of_a_command(name: str) -> bool:
-    """Whoever gives containers of their own such a label ends them, too."""
-    return is_of_one_run(name) or stays(name)
+    return found if name else [part for part in found if is_of_one_run(label_of(part))]
 
 
 def label_of(part: Any, which: str = LABEL) -> str:
@@ -406,13 +372,11 @@ def by_name(there: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def what_it_does(name: str, there: Sequence[Any]) -> str:
-    """Whether a cluster with these parts stays, goes on, or is left over, in words.
+    """Whether a cluster with these parts goes on, or is left over, in words.
 
     One engine may serve several machines and containers, whose processes are not seen here: what
     they have started goes on as long as a container of it runs.
     """
-    if stays(name):
-        return "stays"
     made_by = next(filter(None, (label_of(part, MADE_BY) for part in there)), "")
     if not made_by:
         return "goes on" if goes_on(name) else LEFT_OVER
@@ -434,11 +398,6 @@ def this_place() -> str:
     """Where numbers of processes mean the same: one start of a machine, and there one namespace."""
     start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{start}/{Path('/proc/self/ns/pid').readlink()}"
-
-
-def stays(name: str) -> bool:
-    """Whether a cluster of this name is one that was made to stay (``standing.py``)."""
-    return bool(re.fullmatch(r"shardproof-[a-z][a-z0-9-]{0,30}", name))
 
 
 def name_of_a_run() -> str:

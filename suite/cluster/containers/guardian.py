@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 _DONE = b"done"
@@ -26,11 +26,10 @@ _LOOKS, _SECONDS = 10, 1.0
 
 
 @contextlib.contextmanager
-def guarded(name: str, results: Path, held: Sequence[int] = ()) -> Iterator[None]:
+def guarded(name: str, results: Path) -> Iterator[None]:
     """Inside, a guardian watches over cluster ``name``; after it nothing of it is left to remove.
 
     ``results`` belong to another user meanwhile, who is the owner again once the cluster is gone.
-    ``held``: descriptors that the guardian holds open, too: what keeps another command from it.
     """
     command = [sys.executable, "-m", "shardproof.cluster.containers.guardian", name, str(results)]
     guardian = subprocess.Popen(
@@ -39,7 +38,6 @@ def guarded(name: str, results: Path, held: Sequence[int] = ()) -> Iterator[None
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        pass_fds=held,
     )
     assert guardian.stdin is not None
     try:

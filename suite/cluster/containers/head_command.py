@@ -1,4 +1,4 @@
-"""A command in a head: started, followed, and ended with all its processes (``head_processes``)."""
+"""A command in a head: started, followed, and ended in order."""
 
 from __future__ import annotations
 
@@ -10,37 +10,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardproof.cluster.containers import interrupts
-from shardproof.cluster.containers.engine import NoCluster, Output, failures, said
-from shardproof.cluster.containers.head_processes import RUN
+from shardproof.cluster.containers.engine import NoCluster, Output, failures
 from shardproof.verdicts import INTERRUPTED
 
-_PROGRAM = ("python3", "-m", "shardproof.cluster.containers.head_processes")
+#: In the head: the number of the command's process.
+_PID = "/tmp/command.pid"
+_START = ("sh", "-c", 'echo $$ > "$0"; exec "$@"', _PID)
+#: Interrupts the command, once it has begun; gives up after 5 s.
+_INTERRUPT = (
+    "sh",
+    "-c",
+    'for _ in $(seq 100); do [ -s "$0" ] && kill -INT "$(cat "$0")" && exit; sleep 0.05; done',
+    _PID,
+)
 #: Seconds that a command has to end in order after an interrupt.
-_END_SECONDS = 30
+_END_SECONDS = 30.0
 #: Seconds within which the engine tells the end of what has ended.
-_TELL_SECONDS = 5
-
-
-def going_on(engine: Any, head: Any) -> list[str]:
-    """The names of the commands that go on in ``head``."""
-    return _ask(engine, head, "names").split()
+_TELL_SECONDS = 5.0
 
 
 class HeadCommand:
-    """``shardproof`` with ``words`` in ``head``, under a ``name`` that no other there has."""
+    """``words`` in ``head``, the only command there; what is left of it goes with the head."""
 
     def __init__(
-        self,
-        engine: Any,
-        head: Any,
-        name: str,
-        words: Sequence[str],
-        environment: Mapping[str, str],
+        self, engine: Any, head: Any, words: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        self._engine, self._head, self._name = engine, head, name
-        command = ["python3", "-m", "shardproof", *words]
-        environment = {**environment, RUN: name}
-        self._id = engine.api.exec_create(head.id, command, environment=environment)["Id"]
+        self._engine, self._head = engine, head
+        asked = engine.api.exec_create(head.id, [*_START, *words], environment=dict(environment))
+        self._id = asked["Id"]
         self._output: Output | None = None
 
     def result(self, say: Callable[[str], None]) -> int:
@@ -59,7 +56,7 @@ class HeadCommand:
             if self._output is None or not self._output.ended.is_set():
                 self._end()
             return INTERRUPTED
-        code = None if output.broke else self._exit_code()
+        code = None if output.broke else self._exit_code(_TELL_SECONDS)
         if code is None:
             self._end()
             raise (
@@ -72,19 +69,16 @@ class HeadCommand:
     def _end(self) -> None:
         """By its own way to stop in order: results are kept, and reports made."""
         with contextlib.suppress(NoCluster, *failures()):
-            _ask(self._engine, self._head, "end", self._name, str(_END_SECONDS))
+            self._head.exec_run([*_INTERRUPT])
+            self._exit_code(_END_SECONDS)
             if self._output is not None:
                 self._output.ended.wait(_TELL_SECONDS)
 
-    def _exit_code(self) -> int | None:
-        deadline = time.monotonic() + _TELL_SECONDS
+    def _exit_code(self, seconds: float) -> int | None:
+        """The exit code of the command; ``None``: the engine tells none within ``seconds``."""
+        deadline = time.monotonic() + seconds
         while (code := self._engine.api.exec_inspect(self._id)["ExitCode"]) is None:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.05)
         return int(code)
-
-
-def _ask(engine: Any, head: Any, *words: str) -> str:
-    asked = engine.api.exec_create(head.id, [*_PROGRAM, *words])["Id"]
-    return said(engine, head, asked)()

@@ -22,7 +22,7 @@ EVERYTHING = ("rank-all", "judge-all")
 #: Files that images are made of.
 SOURCES = (
     *("Dockerfile", ".dockerignore", "constraints.txt", "pyproject.toml", "README.md", "LICENSE"),
-    *("suite", "impls", "scenarios", "deploy"),
+    *("suite", "impls", "scenarios", "deploy", "tools"),
 )
 _IMAGE = r"[a-z0-9]+(?:[._/:-]+[a-zA-Z0-9]+)*(?:@sha256:[0-9a-f]{64})?"
 _PREFIX = r"[a-z0-9]+(?:[._/-][a-z0-9]+)*"

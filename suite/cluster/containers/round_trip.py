@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from shardproof import tensor_bytes
 from shardproof.backends import USUAL_PROCESSES
-from shardproof.cluster.nodes.nodes import NodeGone, Nodes
-from shardproof.launch.ranks import root_cause, run_ranks
+from shardproof.launch.nodes import NodeGone, Nodes
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import root_cause
 from shardproof.launch.workspace import Workspace
 
 #: Messages that count, after some that do not.
@@ -34,8 +35,8 @@ def measured(nodes: Nodes) -> list[float]:
     """
     with Workspace() as folder:
         program = partial(trips, nodes.ranks_per_node)
-        where = USUAL_PROCESSES, nodes.places, program, folder, _BUDGET
-        outcomes = run_ranks(*where, ledgers=False, start=nodes.start)
+        launch = RankLaunch(USUAL_PROCESSES, nodes.places, program, folder, _BUDGET, ledgers=False)
+        outcomes = nodes.host().run(launch)
         if (cause := root_cause(outcomes)) is not None:
             raise NodeGone(cause.sentence())
         records = [tensor_bytes.load(each.record) for each in outcomes if each.record is not None]

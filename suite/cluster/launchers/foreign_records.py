@@ -1,15 +1,13 @@
-"""Records that ranks left in a folder, from wherever they ran: verdicts and comparisons.
+"""Records that ranks left in a folder, from wherever they ran, and the verdicts on them.
 
 ``cluster.torchrun`` writes the folder; here it becomes results, by the judge that judges local
-runs; ``cluster.judge`` makes a run folder of them.  Digests of two folders of the same cases show,
-tensor by tensor, whether containers or machines compute the same bits as processes on one machine.
+runs; ``cluster.judge`` makes a run folder of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,14 +19,12 @@ from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
 from shardproof.evidence.account import Account
-from shardproof.evidence.records import Pieces, RankRecord
 from shardproof.files import DAMAGE, Stored, write_whole
 from shardproof.launch.outcome import RankOutcome, mark_consequences
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import RankHost
 from shardproof.runs.machine import image
-from shardproof.tensor_bytes import digest, dtype_name
 
-#: Lanes that promise equal bits wherever the same ranks run on the same backend.
-EXACT_LANES = ("bitwise", "dyadic")
 #: What the stacks of a rank begin with that computed too much, or that stood still with all others.
 OVER_BUDGET, STANDSTILL = "over its budget", "standstill"
 #: Among the records: the clock ended the job.
@@ -103,113 +99,6 @@ def read_plan(records: Path) -> Plan:
         raise SelectionError(Problem(f"no records: {error}", remedy, str(records))) from None
 
 
-@dataclass(frozen=True)
-class RankEnd(Stored):
-    """How one rank ended a case, and a digest of each tensor that it observed."""
-
-    outcome: RankOutcome
-    digests: dict[str, str]
-
-
-def write_end(folder: Path, end: RankEnd) -> None:
-    text = json.dumps(end.to_dict(), default=str)
-    write_whole(folder / f"rank{end.outcome.rank}.end", text)
-
-
-# ----------------------------------------------------------------------------------- digests
-
-
-def digests(record: RankRecord) -> dict[str, str]:
-    """Dtype, shape and SHA-256 of the bytes of every tensor that a rank observed.
-
-    Keys are ``step<s>/<point>/<kind>/<name>``; what was there after ``setup`` is ``initial/...``;
-    of several pieces with one name the later ones get a number.
-    """
-    by_place: dict[str, str] = {}
-
-    def note(prefix: str, kinds: Pieces) -> None:
-        for kind, pieces in kinds.items():
-            for piece in pieces:
-                key, copy = f"{prefix}/{kind}/{piece.name}", 1
-                while key in by_place:
-                    copy += 1
-                    key = f"{prefix}/{kind}/{piece.name}#{copy}"
-                by_place[key] = _digest(piece.tensor)
-
-    note("initial", record.initial)
-    for step in record.steps:
-        for point, kinds in step.observed.items():
-            note(f"step{step.step}/{point}", kinds)
-        loss = torch.tensor(math.nan if step.loss is None else step.loss, dtype=torch.float64)
-        by_place[f"step{step.step}/loss"] = _digest(loss)
-    return by_place
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return f"{dtype_name(tensor)} {list(tensor.shape)} {digest(tensor)}"
-
-
-@dataclass
-class Comparison:
-    """How many digests two folders share; ``differing`` are places, at most a few per case.
-
-    ``left`` cases are not compared, since the clock ended one of the jobs before or in them.
-    """
-
-    lane: str
-    cases: int = 0
-    left: int = 0
-    equal: int = 0
-    differing: list[str] = field(default_factory=list)
-    unequal: int = 0
-
-    def sentence(self) -> str:
-        total = self.equal + self.unequal
-        left = f"; {self.left} left out, which the clock ended" if self.left else ""
-        if not self.unequal:
-            return f"{self.lane}: all {total} tensor digests of {self.cases} cases identical{left}"
-        shown = "; ".join(self.differing[:3])
-        return (
-            f"{self.lane}: {self.unequal} of {total} tensor digests of {self.cases} cases "
-            f"differ: {shown}{left}"
-        )
-
-
-def compare(records: Path, others: Path) -> list[Comparison]:
-    """Compare the digests of two folders case by case and rank by rank, a row per lane.
-
-    A tensor, rank or case that only one folder has counts as differing; skipped cases do not count,
-    nor do those that the clock ended.
-    """
-    numbers = {case.id: n for n, case in enumerate(read_plan(others).cases)}
-    world = read_plan(records).world
-    rows: dict[str, Comparison] = {}
-    for number, case in enumerate(read_plan(records).cases):
-        if case.skip:
-            continue
-        row = rows.setdefault(case.lane, Comparison(case.lane))
-        if case.id not in numbers:
-            row.cases += 1
-            row.unequal += 1
-            row.differing.append(f"{case.id} ran only once")
-            continue
-        if _out_of_time(records, number, world) or _out_of_time(others, numbers[case.id], world):
-            row.left += 1
-            continue
-        row.cases += 1
-        for rank in range(world):
-            here = _digests_of(case_folder(records, number), rank)
-            there = _digests_of(case_folder(others, numbers[case.id]), rank)
-            places = [key for key in {**here, **there} if here.get(key) != there.get(key)]
-            row.equal += len({**here, **there}) - len(places)
-            row.unequal += len(places)
-            row.differing += [f"{case.id} rank {rank} {key}" for key in places[:2]]
-    return list(rows.values())
-
-
-# ---------------------------------------------------------------------------------- verdicts
-
-
 def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
     """How the ranks of one case ended; ``None`` if none of them came to it."""
     began = [rank for rank in range(world) if (folder / f"rank{rank}.began").exists()]
@@ -217,13 +106,14 @@ def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
         return None
     outcomes = []
     for rank in range(world):
-        end = _end(folder, rank)
-        if end is not None:
-            path = folder / f"rank{rank}.rec"
-            record = path if end.outcome.status == "ok" and path.exists() else None
-            outcomes.append(replace(end.outcome, record=record))
-        else:
+        try:
+            outcome = RankOutcome.stored(folder / f"rank{rank}.end")
+        except (OSError, *DAMAGE):
             outcomes.append(_silent(folder, rank, rank in began))
+            continue
+        path = folder / f"rank{rank}.rec"
+        there = outcome.status == "ok" and path.exists()
+        outcomes.append(replace(outcome, record=path if there else None))
     return mark_consequences(outcomes)
 
 
@@ -257,16 +147,17 @@ def _top_frame(stacks: str) -> str:
     return frames[0] if frames else "native code"
 
 
-def _end(folder: Path, rank: int) -> RankEnd | None:
-    try:
-        return RankEnd.from_dict(json.loads((folder / f"rank{rank}.end").read_text()))
-    except (OSError, *DAMAGE):
-        return None
+class LeftRanks(RankHost):
+    """Ranks that another launcher started; how they ended is known."""
 
+    cannot_again = "these ranks were started elsewhere: they cannot run a second time"
 
-def _digests_of(folder: Path, rank: int) -> dict[str, str]:
-    end = _end(folder, rank)
-    return {} if end is None else end.digests
+    def __init__(self, outcomes: Sequence[RankOutcome]) -> None:
+        self._outcomes = outcomes
+
+    def run(self, launch: RankLaunch) -> list[RankOutcome]:
+        """How they ended."""
+        return [*self._outcomes]
 
 
 def results_of(
@@ -284,7 +175,7 @@ def results_of(
         if outcomes is None and not case.skip:
             yield case, None
             continue
-        account, result = judge_case(case, folder, cache, run=lambda *_, o=outcomes, **__: o or [])
+        account, result = judge_case(case, folder, cache, LeftRanks(outcomes or []))
         if outcomes:
             result.seconds = max(outcome.ended for outcome in outcomes)
         yield case, (account, result)

@@ -2,7 +2,7 @@
 
 ``python -m shardproof.cluster.nodes.agent FOLDER NODE [MODULE...]`` imports the modules once in a
 fork server and opens its door, a socket in ``FOLDER``.  An order starts a keeper of ranks
-(``launch/rank_keeper.py``) or a daemon of MPI (``daemon.py``), and ends with the connection on
+(``keeper.py``) or a daemon of MPI (``daemon.py``), and ends with the connection on
 which it came.  There, too, the agent answers how its node is (``condition.py``).
 """
 
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardproof.cluster.nodes.condition import CUT_OFF, QUESTION, WELL, routes
-from shardproof.cluster.nodes.nodes import door
+from shardproof.cluster.nodes.doors import door
+from shardproof.cluster.nodes.keeper import KeeperTask, keep
 from shardproof.launch import process_control
 from shardproof.launch.fork_server import ForkServer
-from shardproof.launch.rank_keeper import KeeperTask, keep
 
 #: Leaders that may come at once.
 _BACKLOG = 256
@@ -36,7 +36,6 @@ class _Order:
 
     connection: socket.socket
     ticket: int = 0
-    keeper: KeeperTask | None = None
     daemon: subprocess.Popen[bytes] | None = None
 
 
@@ -49,7 +48,6 @@ class Agent:
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(fork_server, selectors.EVENT_READ)
-        self._orders: dict[int, _Order] = {}  # by ticket
         self._had_a_network = routes() > 0
 
     def serve(self) -> None:
@@ -67,8 +65,7 @@ class Agent:
                     self._hear(key.data)
                 elif key.data is not None:
                     self._daemon_ended(key.data, int(key.fd))
-            for leader in self._fork_server.poll(0.0):
-                self._ended(leader.ticket)
+            self._fork_server.poll(0.0)  # of a keeper that has ended its leader knows
 
     def _hear(self, order: _Order) -> None:
         try:
@@ -78,9 +75,7 @@ class Agent:
         if outputs:
             self._start_daemon(order, message, outputs)
         elif message and message != QUESTION:
-            order.keeper = KeeperTask.of(message)
-            order.ticket = self._fork_server.submit(keep, order.keeper)
-            self._orders[order.ticket] = order
+            order.ticket = self._fork_server.submit(keep, KeeperTask.of(message))
         elif message == QUESTION:
             cut_off = self._had_a_network and not routes()
             with contextlib.suppress(OSError):  # the leader has gone: seen at the next read
@@ -88,7 +83,7 @@ class Agent:
         elif not message:  # the leader is done with it, or dead
             self._selector.unregister(order.connection)
             order.connection.close()
-            if order.ticket in self._orders:
+            if order.ticket:
                 self._fork_server.kill(order.ticket)
             if order.daemon is not None:
                 process_control.kill_group(order.daemon.pid)
@@ -115,13 +110,6 @@ class Agent:
             order.connection.send(str(order.daemon.wait()).encode())
         order.daemon = None
 
-    def _ended(self, ticket: int) -> None:
-        """A leader that still waits for the keeper must not do so for long."""
-        keeper = self._orders.pop(ticket).keeper
-        assert keeper is not None
-        with contextlib.suppress(OSError):
-            keeper.closed.touch()
-
 
 def main(arguments: Sequence[str]) -> None:
     """Serve as the agent of node ``arguments[1]``."""
@@ -129,7 +117,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     Path(folder).mkdir(exist_ok=True)
     with (
-        ForkServer(["shardproof.launch.rank_keeper", *modules]) as fork_server,
+        ForkServer([keep.__module__, *modules]) as fork_server,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
     ):
         fork_server.wait_ready()

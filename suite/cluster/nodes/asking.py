@@ -15,13 +15,12 @@ import time
 from pathlib import Path
 
 from shardproof.case import Fault
+from shardproof.launch.nodes import node_here
 
 #: Where the agents of a cluster have their doors.
 FOLDER = Path("/dev/shm/shardproof-nodes")
 #: The pipe, and what fills the disk, both there.
 PIPE, FILLER = "faults", "filler"
-#: The variable in which a rank finds which node it is on.
-NODE = "SHARDPROOF_NODE"
 #: What the head knows a request by that undoes what was done to a node.
 HEAL = "heal"
 _CHUNK = 16 << 20
@@ -58,7 +57,7 @@ def ask(folder: Path, what: str, node: int, seconds: float = 0.0) -> None:
 
 def strike(fault: Fault) -> None:
     """Carry out ``fault`` on the node of the calling rank, by itself or by the engine's client."""
-    node = int(os.environ.get(NODE, "0"))
+    node = node_here() or 0
     if fault.kind == "fill_disk":
         _fill_disk(FOLDER / FILLER)
         return

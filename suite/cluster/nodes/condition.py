@@ -11,37 +11,16 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from shardproof.backends.errors import name_ranks
 from shardproof.launch import process_control
+from shardproof.launch.diagnosis import How
 
 #: What an agent answers.
 WELL, CUT_OFF, QUESTION = b"well", b"cut off", b"how are you"
-How = Literal["ended", "paused", "cut off", "full"]
-_WORDS: dict[How, str] = {
-    "ended": "has ended",
-    "paused": "is paused",
-    "cut off": "is cut off from the network",
-    "full": "has no memory left",
-}
 #: Looks at an agent that neither answers nor runs, after which its node is paused.
 _SILENT_LOOKS = 20
 _SECONDS_BETWEEN = 0.05
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A node that ranks are lost with, and which they are."""
-
-    node: int
-    ranks: tuple[int, ...]
-    how: How
-
-    def __str__(self) -> str:
-        return f"node{self.node} ({name_ranks(self.ranks)}) {_WORDS[self.how]}"
 
 
 class Inquiry:

@@ -22,3 +22,8 @@ def awaited(doors: Iterable[Path], seconds: float) -> Path | None:
                 return door
             time.sleep(0.05)
     return None
+
+
+def door(folder: Path, node: int) -> Path:
+    """The socket of the agent of ``node``."""
+    return folder / f"node{node}"

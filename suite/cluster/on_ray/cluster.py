@@ -17,7 +17,7 @@ from typing import Any
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.cases.runner import Judged, broken
+from shardproof.cases.runner import CaseHost, Judged, broken
 from shardproof.checks.results import CaseResult
 from shardproof.cluster.on_ray import LOCAL, address_of_environment, task
 from shardproof.errors import Problem, SelectionError, shorten
@@ -101,7 +101,7 @@ def _of_this_machine() -> str:
     return "" if _why_closed(address) else address
 
 
-class RayCluster:
+class RayCluster(CaseHost):
     """A cluster that this process has joined."""
 
     def __init__(self, ray: Any, jobs: int | None) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from shardproof import wings
 from shardproof.backends import BACKENDS, Backend
 from shardproof.backends.gloo import Gloo, loopback
 from shardproof.backends.mpi import Mpi
@@ -29,8 +30,11 @@ MEMORY_BYTES = 2 << 30
 DISK_BYTES = 256 << 20
 
 
-def examine(results: Path, with_engine: bool = True) -> Iterator[Finding]:
-    """All findings, quick ones first; ``results`` is where runs are to be written."""
+def examine(results: Path, thorough: bool = False) -> Iterator[Finding]:
+    """All findings, quick ones first; ``results`` is where runs are to be written.
+
+    ``thorough``: wings look at all that they need.
+    """
     yield Finding("python", "good", sys.version.split()[0])
     yield _torch()
     yield _cores()
@@ -45,8 +49,8 @@ def examine(results: Path, with_engine: bool = True) -> Iterator[Finding]:
     yield from (*of_gloo, *of_mpi)
     yield from nccl.examine()
     yield from _backends({Gloo: of_gloo, Mpi: of_mpi})
-    if with_engine:
-        yield _engine()
+    for wing in wings.wings():
+        yield from wing.findings(thorough)
 
 
 def _backends(tried: Mapping[type[Backend], Sequence[Finding]]) -> Iterator[Finding]:
@@ -276,12 +280,3 @@ def _mpi() -> Iterator[Finding]:
         yield Finding("mpi slots", "bad", problem, remedy)
     else:
         yield Finding("mpi slots", "good", f"{ranks} ranks start on {cores()} cores")
-
-
-def _engine() -> Finding:
-    from shardproof.cluster.containers.engine import engine_missing
-
-    missing = engine_missing()
-    if missing:
-        return Finding("container engine", "note", missing, "needed by `shardproof cluster` only")
-    return Finding("container engine", "good", "answers")

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardproof import verdicts
+from shardproof import verdicts, wings
 from shardproof.case import Case
-from shardproof.cluster.shape import MOST_NODES, MOST_RANKS
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
+from shardproof.launch.nodes import MOST_NODES, MOST_RANKS
 from shardproof.launch.process_control import cores
 
 if TYPE_CHECKING:
-    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.compare.reproduced import Reproduced
+    from shardproof.launch.nodes import Nodes
     from shardproof.runs.run_folder import Run
 
 #: In the folder of what was run again: a line for each result of the first run.
@@ -102,54 +102,55 @@ def reproduce(
             remedy = "leave -k out, or name a run with results"
             raise SelectionError(Problem("nothing to run again", remedy, expression or run))
         if cluster:
-            there = _nodes(before, nodes, ranks_per_node)
             bundle = Path(run)
             source = (bundle if bundle.is_file() else path).resolve()
             words = {"-k": expression, "--budget": budget, "-j": jobs}
-            code = _in_containers(before, ids, source, words, there, results)
+            there = _nodes(before, nodes, ranks_per_node)
+            code = _on_nodes(before, ids, source, words, there, results)
         else:
             code = _reproduce(before, ids, budget, jobs or cores(), results)
         raise typer.Exit(code)
 
 
-def _nodes(before: Run, count: int | None, ranks_per_node: int | None) -> Nodes:
-    """As asked for, else as ``before`` had them."""
-    from shardproof.cluster.nodes.nodes import FOLDER, Nodes
-
+def _nodes(before: Run, count: int | None, ranks_per_node: int | None) -> tuple[int, int]:
+    """Nodes and ranks on each as asked for, else as ``before`` had them."""
     had: Any = before.header.last.cluster or {}
     was = (len(had["nodes"]), had["ranks_per_node"]) if "ranks_per_node" in had else (2, 2)
-    return Nodes(FOLDER, count or was[0], ranks_per_node or was[1])
+    return count or was[0], ranks_per_node or was[1]
 
 
-def _in_containers(
+def _on_nodes(
     before: Run,
     ids: frozenset[str],
     run: Path,
     words: Mapping[str, object],
-    nodes: Nodes,
+    nodes: tuple[int, int],
     results: Path | None,
 ) -> int:
-    """The same command in the head of a cluster that sees ``run``, a folder or bundle."""
-    from shardproof.cluster.command import in_containers, readable
-    from shardproof.cluster.containers.needs import Needs
+    """The same command on nodes that see ``run``, a folder or bundle.
 
+    :raises SelectionError: there is no wing that has nodes.
+    """
     cases = [result.case for result in before.cases if result.id in ids]
     names = {name for case in cases for name in (case.implementation, case.workload.name)}
     own = [Path.cwd()] if any(":" in name for name in names) else []
-    command = ["reproduce", str(run)]
+    typed = ["reproduce", str(run)]
     for flag, value in words.items():
-        command += [flag, str(value)] if value not in ("", None) else []
-    seen, needs = readable([*own, run]), Needs.of_cases(cases, nodes.ranks_per_node)
-    return in_containers(command, nodes, results, seen, needs=needs)
+        typed += [flag, str(value)] if value not in ("", None) else []
+    command = wings.OnNodes(typed, cases, [*own, run], *nodes, results)
+    if (code := wings.first(lambda wing: wing.run_on_nodes(command))) is None:
+        what = "this tree has no wing that has nodes"
+        raise SelectionError(Problem(what, "leave it out, or restore suite/cluster", "--cluster"))
+    return code
 
 
 def _reproduce(
     before: Run, ids: frozenset[str], budget: float | None, jobs: int, results: Path | None
 ) -> int:
-    from shardproof.cluster.nodes.nodes import Nodes
     from shardproof.commands.run import execute, wait_for
     from shardproof.commands.supervision import open_folder
     from shardproof.compare import reproduced
+    from shardproof.launch.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.run_folder import read
     from shardproof.scenarios.budget import fit_cases

@@ -2,9 +2,8 @@
 
 To MPI a process is what its environment says.  So ``mpirun`` starts stand-ins that hand theirs over
 (``stand_in.py``), and ranks are forked with them from a process that has imported torch: in
-milliseconds, not seconds each, watched and collected by whoever forked them.  Over nodes one
-``mpirun`` serves keepers on all of them: its daemons are started by the nodes' agents, which
-``nodes/daemon.py`` asks.
+milliseconds, not seconds each, watched and collected by whoever forked them.  One ``mpirun`` may
+serve processes on several machines (:class:`Spread`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Self
 
 from shardproof.backends.mpi import found as mpi_found
-from shardproof.cluster.nodes import daemon
 from shardproof.launch import process_control
 from shardproof.launch.mpi.stand_in import DESCRIPTOR
 from shardproof.launch.workspace import Workspace
@@ -42,35 +40,27 @@ class MpirunError(RuntimeError):
 
 @dataclass(frozen=True)
 class Spread:
-    """Nodes over which one ``mpirun`` spreads its ranks.
+    """Machines over which one ``mpirun`` spreads its ranks.
 
-    ``doors``: the folder of their agents' sockets; ``ranks``: how many each node has, by its name,
-    in order.  Each node's keeper has a folder of that name, all in one.
+    ``ranks``: how many each machine has, by its name, in order.  ``mpirun`` starts a daemon on a
+    machine by ``LAUNCHER NAME COMMAND`` with the variables ``settings``, in place of ``ssh``.
     """
 
-    doors: Path
     ranks: Mapping[str, int]
+    launcher: str
+    settings: Mapping[str, str]
 
     @property
     def world(self) -> int:
         """All of them."""
         return sum(self.ranks.values())
 
-    def settings(self, folder: Path) -> dict[str, str]:
-        """Variables for ``nodes/daemon.py``, which ``mpirun`` calls; ``folder`` is a keeper's."""
-        return {daemon.DOORS: str(self.doors), daemon.SPREAD: str(folder.parent)}
-
-    @property
-    def launcher(self) -> str:
-        """What starts a daemon on a node."""
-        return f"{sys.executable} -I -S {Path(daemon.__file__)}"
-
 
 class Mpirun:
     """The stand-ins of ``ranks``, and the ``mpirun`` that starts them; a context manager.
 
     ``folder`` exists; what MPI leaves behind lies there, and whoever made it removes it.
-    ``spread``: over which nodes; then whoever has rank 0 starts the ``mpirun`` of all.
+    ``spread``: over which machines; then whoever has rank 0 starts the ``mpirun`` of all.
 
     :raises MpirunError: from ``with``, when it does not start.
     """
@@ -112,6 +102,11 @@ class Mpirun:
             process.kill()
             process.wait()
 
+    @property
+    def pid(self) -> int:
+        """The process of ``mpirun``; 0: it runs elsewhere."""
+        return 0 if self._process is None else self._process.pid
+
     def become(self, rank: int) -> None:
         """Make this process, forked from the one that started ``mpirun``, its rank ``rank``."""
         variables, descriptor = self._places[rank]
@@ -134,7 +129,7 @@ class Mpirun:
         command = found.command(len(self._ranks))
         if self._spread is not None:
             settings |= found.launched_by(self._spread.launcher)
-            settings |= self._spread.settings(self._folder)
+            settings |= self._spread.settings
             command = found.command(self._spread.world, self._spread.ranks)
         program = str(Path(__file__).with_name("stand_in.py"))
         return subprocess.Popen(
@@ -173,7 +168,7 @@ class Mpirun:
 
     def _said(self) -> str:
         if self._process is None:
-            return "it runs on another node"
+            return "it runs on another machine"
         lines = (self._folder / "mpirun.out").read_text("utf-8", "replace").strip()[-_TAIL:]
         return " ".join(lines.replace("-" * 10, "").split()) or "it said nothing"
 

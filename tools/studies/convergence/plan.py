@@ -14,9 +14,9 @@ from shardproof.backends import BACKENDS
 from shardproof.bench import sides
 from shardproof.bench.scaling.matrix import SystemModel
 from shardproof.case import WorkloadSpec
-from shardproof.cluster.nodes.nodes import Nodes
 from shardproof.contract import OptimizerSpec, Refused
 from shardproof.errors import Problem, SelectionError, nearest
+from shardproof.launch.nodes import Nodes
 from shardproof.registry.declaration import Declaration
 from shardproof.scenarios import load
 from shardproof.scenarios.schema import Model

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import verdicts
-from shardproof.cluster.containers.caps import in_words
-from shardproof.cluster.nodes.nodes import Nodes, facts_here
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import from_plain, read_input, to_plain, write_whole
+from shardproof.launch.nodes import Nodes, caps_in_words, facts_here
 from shardproof.launch.pool import Pool
 from shardproof.report.drawings import bands
 from shardproof.runs.run_folder import RunFolder
@@ -146,7 +145,7 @@ def _about(studies: Sequence[Study], jobs: int, seconds: float) -> str:
     nodes, facts = Nodes.here(), facts_here()
     if nodes is None or facts is None:
         return about
-    return f"{about} Ranks on {nodes}{in_words(facts['told'])}."
+    return f"{about} Ranks on {nodes}{caps_in_words(facts['told'])}."
 
 
 def _kept(path: Path) -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""Ranks on nodes: which runs where, how its process starts, what has become of its node."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardproof.backends.disturbances import Disturbances, FarNodes
+from shardproof.case import OF_NODES, Fault
+from shardproof.cluster.nodes import asking
+from shardproof.cluster.nodes.condition import Inquiry
+from shardproof.cluster.nodes.doors import door
+from shardproof.cluster.nodes.keeper import KeeperTask, Packed
+from shardproof.launch.diagnosis import Lost, RankProcess
+from shardproof.launch.mpi.mpirun import START_SECONDS
+from shardproof.launch.nodes import NodeGone
+from shardproof.launch.rank_process import RankLaunch
+from shardproof.launch.ranks import NotLent, ProcessHost
+
+if TYPE_CHECKING:
+    from shardproof.cluster.nodes.nodes import ClusterNodes
+
+#: Seconds that keepers have to start their ranks; an ``mpirun`` may take all of its own.
+_MEET_SECONDS = START_SECONDS + 10.0
+#: Seconds between two looks at nodes while a keeper is waited for.
+_LOOK_SECONDS = 0.05
+#: Seconds that an agent has to go as well where a keeper has gone, and where a rank was killed.
+_TELL_SECONDS, _DYING_SECONDS = 10.0, 1.0
+
+
+class NodeRanks(ProcessHost):
+    """Ranks on ``nodes``, each forked by a keeper in its node; those that are threads stay here.
+
+    An order to an agent lasts as long as its connection, so that ranks end with their leader.
+    """
+
+    def __init__(self, nodes: ClusterNodes) -> None:
+        self._nodes = nodes
+        self._orders: list[_Order] = []
+        self._fault: Fault | None = None
+
+    def start(self, launch: RankLaunch) -> list[RankProcess]:
+        """Have the agents start them.
+
+        :raises NotLent: they are threads.
+        :raises NodeGone: an agent cannot.
+        """
+        if launch.backend.threads:
+            raise NotLent("ranks are threads")
+        if launch.world > self._nodes.places:
+            raise ValueError(f"{launch.world} ranks on {self._nodes.places} places")
+        self._orders = []
+        self._fault = getattr(launch.disturbances, "fault", None)
+        tasks = self._tasks(launch)
+        packed = replace(self._delayed(launch), program=Packed(pickle.dumps(launch.program)))
+        tasks[0].launch.write_bytes(pickle.dumps(packed))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(tasks[0].leader))
+            listener.listen(len(tasks))
+            for node, task in enumerate(tasks):
+                self._orders.append(_Order(node, task))
+            self._meet(listener)
+        pids = {rank: pid for order in self._orders for rank, pid in order.pids.items()}
+        return [RankProcess(pids[rank], (rank,)) for rank in sorted(pids)]
+
+    def _tasks(self, launch: RankLaunch) -> list[KeeperTask]:
+        nodes, world = self._nodes, launch.world
+        placed = [ranks for node in range(nodes.count) if (ranks := nodes.ranks_of(node, world))]
+        names = [door(nodes.folder, node).name for node in range(len(placed))]
+        over_mpi = launch.backend.mpirun and len(placed) > 1
+        spread = dict(zip(names, map(len, placed), strict=True)) if over_mpi else {}
+        return [
+            KeeperTask(name, ranks, launch.workdir, nodes.folder, spread)
+            for name, ranks in zip(names, placed, strict=True)
+        ]
+
+    def _delayed(self, launch: RankLaunch) -> RankLaunch:
+        """``launch`` with messages between nodes delayed, where ranks and not the kernel do it."""
+        if not self._nodes.far_seconds:
+            return launch
+        far = FarNodes(self._nodes.far_seconds, self._nodes.ranks_per_node)
+        others = launch.disturbances or Disturbances()
+        return replace(launch, disturbances=replace(others, far=far))
+
+    def _meet(self, listener: socket.socket) -> None:
+        """Wait for all keepers, and for the pids of their ranks."""
+        deadline = time.monotonic() + _MEET_SECONDS
+        orders = {order.task.ranks[0]: order for order in self._orders}
+        for _ in self._orders:
+            self._await(listener, deadline)
+            keeper, _ = listener.accept()
+            self._await(keeper, deadline)
+            orders[int(keeper.recv(64) or -1)].keeper = keeper
+        for order in self._orders:
+            self._await(order.keeper, deadline)
+            told: list[int] | str = json.loads(order.keeper.recv(1 << 16) or '"it ended"')
+            if isinstance(told, str):
+                gone = ", ".join(map(str, order.task.ranks))
+                raise NodeGone(f"the keeper of ranks {gone} is gone: {told}")
+            order.pids = dict(zip(order.task.ranks, told, strict=True))
+
+    def _await(self, connection: socket.socket, deadline: float) -> None:
+        """Return once there is something to read.
+
+        :raises NodeGone: a node is lost, or it takes too long.
+        """
+        while not select.select([connection], [], [], _LOOK_SECONDS)[0]:
+            for lost in self.lost().values():
+                raise NodeGone(str(lost))
+            if time.monotonic() > deadline:
+                raise NodeGone(f"nodes have not started their ranks within {_MEET_SECONDS:g} s")
+
+    def descriptors(self, alive: Sequence[RankProcess]) -> list[int]:
+        """What becomes readable when one of them ends."""
+        return [order.keeper.fileno() for order in self._orders if not order.is_gone]
+
+    def status(self, process: RankProcess) -> int | None:
+        """The wait status of a process that has ended; all do with their keeper."""
+        (rank,) = process.ranks
+        order = next(order for order in self._orders if rank in order.pids)
+        order.hear()
+        return order.statuses.get(rank, signal.SIGKILL if order.is_gone else None)
+
+    def lost(self, at_end: bool = False) -> dict[int, Lost]:
+        """The nodes that have ended, are paused or are cut off, by rank.
+
+        ``at_end``: waits for word of each, and of those whose ranks were killed until it is known
+        why: their agent lives on, or has ended as well.
+        """
+        if at_end:
+            return self._settled() | self._full()
+        found: dict[int, Lost] = {}
+        for order in self._orders:
+            if (lost := order.lost()) is not None:
+                found |= dict.fromkeys(order.task.ranks, lost)
+        return found
+
+    def close(self, alive: Sequence[RankProcess]) -> None:
+        """The agents end what still runs."""
+        for order in self._orders:
+            order.close()
+        # So that no later case meets it.  Where nothing is expected of a fault, it is to stay.
+        if (fault := self._fault) and fault.kind in OF_NODES and fault.verdicts:
+            # Where it stays undone, the next case that needs the node says so.
+            with contextlib.suppress(asking.NotDone):
+                asking.heal(fault, fault.rank // self._nodes.ranks_per_node)
+
+    def _full(self) -> dict[int, Lost]:
+        return {
+            rank: Lost(order.node, order.task.ranks, "full")
+            for order in self._orders
+            for rank in order.ended_for_memory
+        }
+
+    def _settled(self) -> dict[int, Lost]:
+        began = time.monotonic()
+        # Processes of a node that is being killed die one after the other, in any order.
+        killed = any(signal.SIGKILL in order.statuses.values() for order in self._orders)
+        least = began + (_DYING_SECONDS if killed else 0.0)
+        for order in self._orders:
+            order.inquiry.known = False
+        while True:
+            # A keeper that has gone was killed from outside, and its node most likely with it.
+            now, known = time.monotonic(), all(order.is_known for order in self._orders)
+            found = self.lost()  # after what is known: each question may bring news
+            if found or (known and now >= least) or now > began + _TELL_SECONDS:
+                return found
+            time.sleep(0.01)
+
+
+class _Order:
+    """What an agent is ordered to start, for as long as the connection to it lasts.
+
+    :raises NodeGone: the agent has ended.
+    """
+
+    def __init__(self, node: int, task: KeeperTask) -> None:
+        self.node, self.task = node, task
+        self.pids: dict[int, int] = {}
+        self.statuses: dict[int, int] = {}
+        #: Ranks that the kernel has ended because the memory of their node was used up.
+        self.ended_for_memory: set[int] = set()
+        #: Whether the keeper has ended, and with it all its ranks.
+        self.is_gone = False
+        self.keeper = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._agent.connect(str(task.doors / task.node))
+            self._agent.send(task.order())
+        except OSError:
+            self.close()
+            raise NodeGone(str(Lost(node, task.ranks, "ended"))) from None
+        self.inquiry = Inquiry(self._agent)
+
+    def hear(self) -> None:
+        """Note what the keeper tells."""
+        while not self.is_gone:
+            try:
+                message = self.keeper.recv(4096, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            self.is_gone = not message
+            if message:
+                rank, self.statuses[rank], for_memory = json.loads(message)
+                self.ended_for_memory |= {rank} if for_memory else set()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known how the node is; where the keeper has gone, only if it is lost."""
+        return self.lost() is not None or (self.inquiry.known and not self.is_gone)
+
+    def lost(self) -> Lost | None:
+        """What has become of the node; ``None``: nothing that is known."""
+        how = self.inquiry.how()
+        return None if how is None else Lost(self.node, self.task.ranks, how)
+
+    def close(self) -> None:
+        """Nothing more is ordered: what still runs ends."""
+        self.keeper.close()
+        self._agent.close()
