@@ -2,7 +2,7 @@
 
 Runs inside a rank (a thread or a process), started by ``launch/ranks.py`` or by torchrun; out comes
 a :class:`~shardproof.evidence.records.RankRecord`.  Observation points copy the rank's pieces;
-traffic inside them is not counted.  ``plans/membership.py`` is for systems whose members change:
+traffic inside them is not counted.  ``membership.py`` is for systems whose members change:
 for all others it is one mesh of all ranks.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from shardproof import registry, tensor_bytes
 from shardproof.case import Case
-from shardproof.cases.plans.membership import Membership
-from shardproof.cases.plans.saving import Saving
+from shardproof.cases.membership import Membership
+from shardproof.cases.saving import Saving
 from shardproof.checks import weighs
 from shardproof.comm import Mesh
 from shardproof.contract import (
