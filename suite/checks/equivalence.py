@@ -466,7 +466,7 @@ def _loss_factor(evidence: Evidence) -> float:
     """How many times the true loss the system tells, as it declares."""
     declared = evidence.declaration.loss_factor
     try:
-        # A formula, because a system may report a mean over ranks or micro-batches.
+        # A formula, because what a system divides its loss by depends on the case.
         factor = float(evaluate(declared, evidence.facts))
     except (FormulaError, OverflowError) as error:
         raise Differs(f"loss_factor: {error}") from None

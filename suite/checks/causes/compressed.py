@@ -62,7 +62,7 @@ def of_kept(kept: Sequence[Kept]) -> str:
     times = fits.multiple({"kept": have}, {"kept": due}, limit)
     if times is not None and abs(times - 1) > limit:
         return f"what is kept is {times:.4g} times what was not sent"
-    # Of each parameter the gaps of all coordinates together: where they cancel, only the sum is right.
+    # Gaps of all coordinates, added by parameter: where they cancel, only the sum is right.
     sums: dict[str, Tensor] = {}
     for name, own, gradient, told in kept:
         sums[name] = sums.get(name, torch.zeros_like(own)) + (own - (gradient - told))

@@ -66,7 +66,7 @@ def nearest(held: Number, truth: Number, tries: Iterable[tuple[Number, str]], li
         left = _apart(held, value)
         if left <= min(within, MUCH * least):
             found, least = sentence, left
-            # None of the values to come can be nearer but by round-off; each may cost a training step.
+            # No later value can be nearer but by round-off, and each may cost a step.
             if left <= _ROUND_OFF * within:
                 break
     return found

@@ -50,7 +50,7 @@ class _Place:
         return (self.held - self.want).abs() > limit * self._size()
 
     def _size(self) -> float:
-        # An update is much smaller than the parameter: relative to that every error would look small.
+        # An update is much smaller than its parameter, which would make any error small.
         return max(float((t - self.was).abs().max()) for t in (self.want, self.held))
 
 
@@ -80,7 +80,7 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
             place = _Place(piece, held, want, was)
             if held.shape == want.shape and place.is_wrong(limit):
                 wrong.setdefault(rank, {}).setdefault(piece.name, []).append(place)
-    # By rank, because a fault on one rank must not hide behind those that are right.
+    # Per rank: ranks may have different causes, and those that are right have none.
     found = {rank: _multiple_of_all(names, limit) for rank, names in wrong.items()}
     bad = list(dict.fromkeys(name for own in wrong.values() for name in own))
     tries = _tries(evidence, update, step, bad)

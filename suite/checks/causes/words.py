@@ -52,8 +52,8 @@ def _of_parts(
 ) -> str:
     if all(close(value, values[0]) for value in values):
         return factor(values[0], known, within)
-    #     1 1      by coordinate: the second      1 0      by micro-batch: the second
-    #     0 0      is missing                     1 0      is missing
+    #     1 1      differs by coordinate      1 0      differs by micro-batch
+    #     0 0                                 1 0
     if all(close(value, row[0]) for row in rows for value in row):
         return _by("data coordinate", [row[0] for row in rows if row])
     depth = max(map(len, rows))
@@ -98,7 +98,7 @@ def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> 
         return "every gradient is zero"
     if value < 0:
         return f"every gradient has the wrong sign ({value:.4g} times the true one)"
-    #     value      4         1/4        ratio of both is 4, which is sought among the known numbers
+    #     value      4         1/4        the ratio of both is 4: it is looked up in ``known``
     #     in words   too large too small
     large = value > 1
     size = f"{number(value if large else 1 / value)} times too {'large' if large else 'small'}"

@@ -74,7 +74,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         return [ComparisonRow(skip=loaded.skip)]
     rows: list[ComparisonRow] = []
     try:
-        # In the order of causes: a save that changes the run, then what is left of it on disk, what a
+        # In the order of causes: a save that changes the run, what is left of it on disk, what a
         # load gives back, and what training makes of that.
         _saving_changes_nothing(evidence, rows)
         _newest_are_left(evidence, rows)

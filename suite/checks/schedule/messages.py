@@ -163,8 +163,8 @@ def _logged(evidence: Figures, record: RankRecord, step: int) -> dict[int, list[
     ]
     for window, action, call in found:
         number = call.issued if action.op.startswith("S") else call.waited
+        # A receive without a wait holds nothing up: it has no place in the order.
         if number is not None:
-            # A receive that nobody waits for cannot hold up anything.
             events.append((number, window, action))
     by_window = defaultdict[int, list[Action]](list)
     for _, window, action in sorted(events):
