@@ -32,7 +32,7 @@ def of_start(evidence: Evidence, state: Assembled, truth: Tensors) -> str:
         return "an update with gradients of zero was made before the first step"
     for rank, bad in wrong.items():
         names = list(dict.fromkeys(piece.name for piece in bad))
-        # Once for rank 0, whose own builder and rank 0's are the same.
+        # Rank 0 is asked once: its own builder is that of rank 0.
         for source in dict.fromkeys((rank, 0)):
             built = _built(evidence, source)
             if all(_same(p.tensor, part(p, built[p.name])) for p in bad):

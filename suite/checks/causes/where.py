@@ -63,7 +63,7 @@ def _boundary(evidence: Evidence, truth: Tensors, wrong: Sequence[str]) -> str:
     workload = for_case(evidence.case)
     tied = _tied(evidence)
     #     forward    a -> b -> c -> d -> loss
-    #     backward   a <- b <- c <- d <- loss      a fault behind b spoils a and b, and leaves c, d
+    #     backward   a <- b <- c <- d <- loss      a fault between c and b spoils b and a
     # Tied tensors have several places in this order, so they are left out.
     order = [n for n in workload.trainable_names if n in truth and n not in tied]
     bad = [n for n in order if n in set(wrong)]
