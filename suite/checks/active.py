@@ -114,6 +114,7 @@ def _sizes(evidence: Figures) -> str:
     if evidence.family is not None and facts is not None:
         last_steps = {rank: record.steps[-1] for rank, record in evidence.ranks.items()}
         shown = {rank: Shown(step.shown(), step.places) for rank, step in last_steps.items()}
+        # Which parameters have gradients depends on the step.
         last = replace(facts, step=evidence.steps[-1])
         return evidence.family.problem(last, shown, evidence.declaration.balance)
     if cost_model is None:
@@ -187,6 +188,8 @@ def _silent_accumulation(evidence: Figures) -> str:
 
     def wrong(record: RankRecord, step: int) -> str:
         events = record.events_of(step)
+        #     forward, backward, forward, backward, forward, backward
+        #     |----------- silent ----------------->|       the last begin of a whole forward
         starts = [n for n, kind, unit in events if (kind, unit) == ("forward", "")]
         reduced = [call for call in step_calls(record, step) if reduces(call)]
         early = sum(call.issued < starts[-1] for call in reduced) if len(starts) > 1 else 0
@@ -263,6 +266,7 @@ def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
     least = int(evidence.case.expect.get("buckets", 1))
     if counts[0] < least:
         return f"{counts[0]} bucket(s) a step, the scenario expects at least {least}"
+    # Buckets hold several tensors each: one call a tensor is no bucketing, however it is named.
     if counts[0] >= parameters:
         return f"{counts[0]} reductions for {parameters} parameters: gradients are not bucketed"
     return ""

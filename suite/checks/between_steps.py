@@ -60,6 +60,7 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
     buffers = evidence.observed(step - 1, "after_update", "buffers").tensors
     loss_of, truth = training.evaluator(workload, case.precision), 0.0
     for number, batch in enumerate(batches):
+        # Where all coordinates share one copy, each of them has that.
         own = {name: copies[min(number, max(copies))] for name, copies in buffers.items()}
         held = parameters[min(number, len(parameters) - 1)]
         truth += loss_of({**held, **own}, batch.micro_batches)

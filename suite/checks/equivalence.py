@@ -86,6 +86,7 @@ def _told(cause: Callable[[], str]) -> Iterator[None]:
     """Put what ``cause`` says in front of a failure."""
     try:
         yield
+    # A subclass of Differs, so it comes first: without tensors there is no cause to look for.
     except Lacking:
         raise
     except Differs as failure:
@@ -113,6 +114,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     try:
         # After ``setup`` every replica holds the initial parameters, bit for bit.
         state, initial = evidence.initial("parameters"), evidence.truth.initial
+        # First of all: with other initial values everything that follows differs, too.
         with _told(partial(causes.of_start, evidence, state, initial)):
             _compare_all(evidence, state, initial, bitwise, rows, -1, "initial parameters")
         if evidence.declaration.oracle == "replay":
@@ -198,6 +200,7 @@ def _against_oracle(evidence: Evidence, rows: Rows, buffers: bool) -> None:
             _loss(evidence, step, rows)
             for own in evidence.trajectories:
                 _gradients(own, step, compare, rows)
+            # After all gradients: a cause of a wrong update supposes right gradients.
             for own in evidence.trajectories:
                 if replays:
                     _replay(own, step, rows)
@@ -289,6 +292,7 @@ def promises_bits(evidence: Figures) -> bool:
     if not _adds_up_first(evidence):
         return False  # (a + c) + (b + d), where one process adds (a + b) + (c + d)
     adding = case.world // axes.parts(case.mesh, "layers")  # stages add nothing up between them
+    # Two terms have one sum in either order; of three the order decides the last bit.
     if adding == case.world == 2 or (adding == 1 and exactness == "bitwise"):
         return True
     return exactness == "bitwise" and backend.adds_in_rank_order
@@ -462,6 +466,7 @@ def _loss_factor(evidence: Evidence) -> float:
     """How many times the true loss the system tells, as it declares."""
     declared = evidence.declaration.loss_factor
     try:
+        # A formula, because what a system divides its loss by depends on the case.
         factor = float(evaluate(declared, evidence.facts))
     except (FormulaError, OverflowError) as error:
         raise Differs(f"loss_factor: {error}") from None
@@ -553,6 +558,9 @@ def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
     update = update_of(evidence, step)
     before, made = update.before, made_of(evidence, step)
     # A parameter with a master is exactly its rounding, a frozen one what it was.
+    #     gradient --+
+    #     state -----+--> one step on one device --> master --rounded--> parameter
+    #     master ----+
     exact_values = {name: value for name, value in before.items() if name not in update.trainable}
     for name in masters:
         held_as = name.removesuffix(f".{MASTER}")
@@ -608,6 +616,7 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows, replay
     moment = Moment(rows, step, "buffers", "buffer differs from the rule's")
     wrong: tuple[str, int, Tensor] | None = None
     for name, copies in state.tensors.items():
+        #     2 data coordinates, 4 copies     coordinate 0: copies 0 1     coordinate 1: copies 2 3
         each = max(1, len(copies) // len(truth))
         for replica, actual in copies.items():
             ranks = state.holders.get((name, replica), [])

@@ -46,6 +46,7 @@ def judge_end(
     }
     told = f"{fault.kind} ({where}) gives {verdict}: {reason}".rstrip(": ")
     wrong = ""
+    # From coarse to fine: the time of the end means nothing under another verdict.
     if verdict not in fault.verdicts:
         wrong = f"expected was {' or '.join(fault.verdicts)}"
     elif fault.blames is not None and blamed != fault.blames:

@@ -90,6 +90,7 @@ def _moved(rows: list[TensorRow], step: int, truth: OracleStep) -> Worst | None:
         elif (row.step, row.point) == (step, "after_update"):
             after[key] = row
     for key, row in after.items():
+        # Masters and outer slots exist from the first update on: there is none to keep before.
         is_fresh = not step and (row.name.endswith(".master") or is_outer(row.name))
         if not is_fresh and before.get(key) != row.digest:
             phase = f"after_update {row.kind}"

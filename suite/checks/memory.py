@@ -61,6 +61,9 @@ def decide(evidence: Figures) -> Outcome:
     accounting = accounting_of(cost_model.facts)
     figures = _figures(evidence, cost_model, accounting)
     for record in evidence.records:
+        #     forward  backward | gradients_final | after_clip | update | after_update
+        #     marks at the points, where nothing is in flight: equal
+        #     peaks in the phases between them: within two bounds
         for what, step, place, kind, held, low, high in (
             *_resident(evidence, cost_model, record),
             *_peaks(evidence, cost_model, record),
@@ -80,6 +83,7 @@ def decide(evidence: Figures) -> Outcome:
             distance = float(abs(held - bound))
             worst = Worst(f"{kind} bytes", step, place, f"rank {rank}", distance, 0.0)
             return Outcome("memory", "fail", message, worst, figures.to_dict())
+        # After the classes that have formulas: those name what is wrong more exactly.
         if found := unattributed.exceeds(evidence, record):
             step, phase, held, high = found
             message = (
@@ -182,6 +186,7 @@ def _resident(evidence: Figures, cost_model: CostModel, record: RankRecord) -> I
     marks = _bytes_at(record, "mark")
     for step in evidence.steps:
         for point in record.steps[step].observed:
+            # State exists from the first update that is really made.
             if point == "after_update" and not record.steps[step].skipped:
                 updated = step
             spaces = marks.get((step, point), {})
@@ -223,6 +228,8 @@ def _counters(
 
     A scalar of at most 8 bytes a parameter; what is more is state, and belongs on the device.
     """
+    # torch keeps ``step`` on the CPU unless an optimizer is capturable or fused, because reading it
+    # from a GPU in every step would wait for the device.
     size = held.get("host", {}).get("optimizer_state", 0)
     return size if _on_gpu(record) and size <= 8 * len(cost_model.facts.parameters) else 0
 

@@ -50,6 +50,7 @@ def decide(evidence: Figures) -> Outcome:
     bound = BOUNDS[evidence.case.lowest_dtype]
     compared, active = list[Worst](), 0
     for step, truths in _truths(evidence).items():
+        # Where each rank trains alone, one clipped rank makes the step a test.
         active += max(truths.values()) > limit
         for record in evidence.records:
             truth = truths.get(record.rank)
@@ -59,6 +60,7 @@ def decide(evidence: Figures) -> Outcome:
             if value is None:
                 return Outcome("norm", "fail", f"rank {record.rank} reports no norm at {step=}")
             error = abs(value - truth) / truth if truth else abs(value)
+            # NaN would compare as neither larger nor smaller, and max would pass it over.
             error = error if error == error else math.inf
             owner = f"rank {record.rank}"
             compared.append(Worst("gradient norm", step, "gradients_final", owner, error, bound))

@@ -176,6 +176,7 @@ class Tally:
                 tally.problem = tally.problem or row.problem
             elif not row.tested:
                 tally.not_tested.add(f"{row.phase}: {row.name}")
+            # After the first failure nothing is counted: what follows may follow from it.
             elif not (tally.failed or tally.problem or row.error is None or row.bound is None):
                 this = Worst(row.name, row.step, row.phase, row.owner, row.error, row.bound)
                 tally.compared += 1
@@ -204,6 +205,7 @@ def _bitwise(actual: Tensor, truth: Tensor) -> Comparison:
 
 
 def _different(actual: Tensor, truth: Tensor) -> Tensor:
+    # 0 and -0 count as equal, as they do among replicas.
     return ~((actual == truth) | (actual.isnan() & truth.isnan()))
 
 
@@ -228,6 +230,7 @@ def relative_frobenius(bound: float) -> Compare:
         difference = float(torch.linalg.vector_norm(a - b))
         if difference == 0.0:
             return Comparison(0.0, bound)
+        # A truth of zeros has no scale: then any difference is without bound.
         scale = float(torch.linalg.vector_norm(b))
         error = difference / scale if scale else math.inf
         return Comparison(error if error == error else math.inf, bound)
@@ -256,6 +259,7 @@ def _ulps(actual: Tensor, truth: Tensor, reference: Tensor) -> Tensor:
     size = truth.abs()
     if reference is not truth:
         size = torch.maximum(size, reference.abs())
+    # One unit in the last place: the gap above ``size`` (above 0 the smallest subnormal).
     spacing = torch.nextafter(size, torch.full_like(size, math.inf)) - size
     return (actual - truth).abs() / spacing
 
@@ -298,10 +302,14 @@ def powerless(truths: Mapping[str, Tensor], ranks: int, passes: PartsPass) -> di
     for name, truth in truths.items():
         if truth.numel():
             by_dtype.setdefault(truth.dtype, {})[name] = truth.reshape(-1)
+    # Empty tensors were left out above: numpy's reduceat gives an empty slice its next element.
     for flats in by_dtype.values():  # all of one dtype at once
         whole = torch.cat([*flats.values()])
         ends = [*itertools.accumulate(map(len, flats.values()))]
         starts = [0, *ends[:-1]]
+        #     whole      a0 a1 a2 | b0 b1
+        #     roll(1)    b1 a0 a1 | a2 b0      over the borders, so each first element is put right:
+        #     rolled     a2 a0 a1 | b1 b0
         rolled = whole.roll(1)
         rolled[starts] = whole[[end - 1 for end in ends]]
         spoilt = {"rolled": rolled, "halved": whole / 2, "scaled": whole * ((ranks - 1) / ranks)}

@@ -51,6 +51,7 @@ class Update:
 
     def make(self) -> Made:
         """The step."""
+        # Copies throughout: a step of torch's works in place, and these are evidence.
         named = {name: torch.nn.Parameter(self.before[name].clone()) for name in self.trainable}
         for name, parameter in named.items():
             gradient = self.gradients.get(name)
@@ -58,6 +59,7 @@ class Update:
         optimizer = build_optimizer(self.spec, named)
         load_slots(optimizer, named, self.slots)
         set_learning_rate(optimizer, self.spec, self.step)
+        # Before the step, from what it starts from.
         terms = largest_terms(optimizer, named)
         optimizer.step()
         updated = {name: p.detach() for name, p in named.items()}

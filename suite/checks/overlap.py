@@ -58,6 +58,9 @@ def decide(evidence: Figures) -> Outcome:
             if ahead is not None and not any(_begins(record, s, ("backward",)) for s in before):
                 unlearned = True  # its own order is not known yet
                 continue
+            #     issued . . . . unit begins . . . . waited for      hidden
+            #     issued . waited for . unit begins                  exposed
+            #     last unit begins . . . . issued                    nothing is left to hide it
             made = _reductions(record, step, units)
             counts.reductions += len(made.calls)
             counts.issued_inside_backward += len(made.calls) - len(made.late)

@@ -89,12 +89,14 @@ def derive(evidence: Figures) -> tuple[Case | None, str]:
 def _scale(case: Case, _: Figures) -> Case:
     spec = case.optimizer
     if spec.name == "adamw":
+        # 2 m / (sqrt(4 v) + 2 eps): the same step, and AdamW's decay does not see the gradient.
         spec = replace(spec, eps=2 * spec.eps)
     else:
         groups = tuple(
             g if g.weight_decay is None else replace(g, weight_decay=2 * g.weight_decay)
             for g in spec.groups
         )
+        # (lr / 2) (2 g + 2 wd w) is the same step, and factors of 2 are never rounded.
         decay = 2 * spec.weight_decay
         spec = replace(spec, lr=spec.lr / 2, weight_decay=decay, groups=groups)
     return replace(case, optimizer=spec, loss_scale=2.0)
@@ -168,6 +170,7 @@ def _not_splittable(evidence: Figures) -> str:
         return f"{by_cut[0]}: what runs depends on the micro-batch"
     if workloads.make(spec, evidence.case.dtype, evidence.case.lane).depends_on_cut:
         return "gradients depend, by definition, on how the batch is cut"
+    # Twice the micro-batches need at least one sample for each.
     if spec.global_batch <= _shares(evidence) * spec.micro_batches * spec.windows:
         return "every micro-batch is one sample already"
     return ""
@@ -224,6 +227,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     by_order = relation in REORDERED or (relation == "same_as" and case.lane == "fp64")
     by_order |= relation == "reload" and not _is_ordered(case)
     compare = relative_frobenius(FP64_BOUND) if by_order else bitwise
+    # AdamW divides by the root of the second moment: noise of a zero gradient becomes a full step.
     after = () if by_order and case.optimizer.name != "sgd" else AFTER[relation]
     moments = [("gradients_final", "gradients"), ("after_clip", "gradients")]
     moments += [("after_update", kind) for kind in after]
@@ -257,6 +261,7 @@ def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
     for record, without in zip(evidence.ranks.values(), other.ranks.values(), strict=True):
         here, there = (_activations(run.memory) for run in (record, without))
         for step, most in there.items():
+            # Equal is wrong, too: then recomputation saved nothing.
             if here.get(step, 0) >= most:
                 return (
                     f"rank {record.rank}, step {step}: a forward keeps {here[step]:,} bytes of "

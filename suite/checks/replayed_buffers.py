@@ -28,6 +28,8 @@ def after_step(evidence: Evidence, step: int, replica: int, coordinate: int) -> 
     rule = evidence.declaration.buffers
     start = {name: copies[min(copies)] for name, copies in held["parameters"].items()}
     for name, copies in held["buffers"].items():
+        #     per_rank    each copy goes on from itself
+        #     others      all go on from the first copy, which is broadcast, or equal on all ranks
         source = replica if rule == "per_rank" else min(copies)
         if source not in copies:
             return {}

@@ -126,6 +126,8 @@ def _lone(state: Copies, initial: Copies) -> str:
             continue
         if parameter != name and next(iter(copies.values())).shape == []:
             continue
+        # Names that started on the same replicas are of one kind; the first name of a kind tells on
+        # which replicas all its others must be.
         kind, present = frozenset(initial[parameter]), frozenset(copies)
         other, expected = leaders.setdefault(kind, (name, present))
         if present != expected:

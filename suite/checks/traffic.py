@@ -77,6 +77,7 @@ def decide(evidence: Figures) -> Outcome:
             )
             if not message:
                 continue
+            # The bound that is broken, so that the distance shows by how much.
             expected = Fraction(low if value < low else high)
         else:
             what = f"nothing is promised of what strategy {strategy!r} sends"
@@ -177,6 +178,7 @@ def _against(
     if step == evidence.steps[-1]:
         rows = sorted(counted.items())
         figures.sent = [*figures.sent, *(Sent(*k, n, str(size)) for k, (n, size) in rows)]
+    # From coarse to fine, and the first sentence counts: all ranks, each rank, between nodes.
     message = _flow_differs(step, strategy, flows_of(evidence, step), floats)
     message = message or _flow_differs(step, strategy, counted, integers, " of integers")
     message = message or _rank_differs(evidence, step, strategy, floats)
@@ -201,6 +203,7 @@ def flows_of(
     """
     flows: Flows = {}
     for record in evidence.records if records is None else records:
+        # A record may stand for several ranks that run alike.
         times = len(record.ranks) if records is None else 1
         for call in step_calls(record, step, floating):
             if len(call.group) > 1:
@@ -272,6 +275,9 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
     A part of an axis counts as that axis; several are joined by ``+``.
     """
+    #     ranks of a 2 x 4 mesh     0 1 2 3     {0, 2}: other columns, the inner axis
+    #                               4 5 6 7     {1, 5}: other rows, the outer axis
+    #                                           {0, 5}: both, joined
     axes, stride = [], 1
     for axis, size in reversed(list(mesh.items())):
         if len({rank // stride % size for rank in group}) > 1:
@@ -380,6 +386,7 @@ def _rank_differs(evidence: Figures, step: int, strategy: str, promised: Sequenc
     for flow in promised:
         key = flow.axis, flow.operation
         before = wanted.get(key, [(0, Fraction(0))] * evidence.case.world)
+        # One flow that any rank may send leaves the whole sum of its key unpromised by rank.
         if before is None or flow.by_rank is None:
             wanted[key] = None
             continue
@@ -412,6 +419,7 @@ def _by_how_much(total: Fraction, expected: Fraction, calls: int, as_often: bool
     ratio, way = max(total / expected, expected / total), "as many" if total > expected else "fewer"
     if ratio.denominator != 1 or ratio > _LARGEST_RATIO:
         return ""
+    # Item sizes of 8, 4, 2 and 1 bytes differ by these factors.
     if as_often and ratio in (2, 4, 8):
         wider = "wider" if total > expected else "narrower"
         return f": as many calls, {ratio} times {wider}, as another dtype would be"

@@ -83,6 +83,7 @@ class Pair:
         floor = 0.0
         if kind == "gradients" and self.compare is not bitwise:
             unit = torch.finfo(getattr(torch, self.base.case.dtype)).eps / 2
+            # Relative to the whole model: noise has no scale of its own.
             floor = ZERO_FLOOR * unit * root_mean_square(list(base.first().values()))
         factor = self.factor if kind == "gradients" else 1.0
         rows: list[ComparisonRow] = []

@@ -155,5 +155,6 @@ def in_addition(evidence: Figures, phase: str) -> int:
         units[next((unit for unit in facts.units if name.startswith(f"{unit}.")), "")] += size
     sums = 0
     if phase != "update" and facts.rounds > 1:
+        # Sums of the micro-batches before lie apart until the last backward takes them.
         sums = sum(sizes[tensor.name] for tensor in facts.trainable)
     return max(units.values(), default=0) + max(sizes.values(), default=0) + sums + _SMALL

@@ -103,6 +103,7 @@ def ratios(
     for group in groups:
         # None outweighs the others: larger ones, for their ways to err, become as the middle one,
         # and so does the one that joins, which counts for fewer ways than it has.
+        # Per independent way to err: n equal ones make a norm that is sqrt(n) times as large.
         sizes = {name: float(parts[name][2].norm()) / math.sqrt(ways[name]) for name in group}
         middle = statistics.median_low(sizes.values())
         scales = {
@@ -118,6 +119,7 @@ def ratios(
         errors.append([float((t - want).norm() / want.norm()) for t in (many, one)])
     if not errors:
         return {}
+    # One device may have a tensor right by luck: the middle one is the least that counts.
     middle = statistics.median(one for _, one in errors)
     judged = [{*group} & few or {*group} for group in groups]
     return {
@@ -133,6 +135,8 @@ def is_unrounded(case: Case, rho: Mapping[str, float]) -> bool:
     What computes in it errs as one device does, whatever the sums: 0.68 to 1.25 times in the middle
     tensor [measured, 68 moments]; what does not, 2^-13 times or less [derived: fp32 for fp16].
     """
+    #     rho    2^-13 or less         1/16         0.68 to 1.25
+    #            computed wide      LEAST_ROUNDED   computed as asked
     is_narrow = round_off(case.compute_dtype) > round_off(case.dtype)
     return is_narrow and bool(rho) and statistics.median(rho.values()) < LEAST_ROUNDED
 

@@ -27,6 +27,7 @@ def of_sent(
     if times is not None and abs(times - 1) > _ROUNDED and len(wrong) == len(held):
         return factor(times, known, _ROUNDED)
     got, want = fits.flat(held, truth, wrong), fits.flat(truth, truth, wrong)
+    # Sparse methods send few elements: which ones are not zero tells which ones were chosen.
     due, come = want != 0, got != 0
     missing, extra = int((due & ~come).sum()), int((come & ~due).sum())
     if missing + extra > _FEW * len(got):
@@ -61,6 +62,7 @@ def of_kept(kept: Sequence[Kept]) -> str:
     times = fits.multiple({"kept": have}, {"kept": due}, limit)
     if times is not None and abs(times - 1) > limit:
         return f"what is kept is {times:.4g} times what was not sent"
+    # Gaps of all coordinates, added by parameter: where they cancel, only the sum is right.
     sums: dict[str, Tensor] = {}
     for name, own, gradient, told in kept:
         sums[name] = sums.get(name, torch.zeros_like(own)) + (own - (gradient - told))

@@ -66,6 +66,7 @@ def nearest(held: Number, truth: Number, tries: Iterable[tuple[Number, str]], li
         left = _apart(held, value)
         if left <= min(within, MUCH * least):
             found, least = sentence, left
+            # No later value can be nearer but by round-off, and each may cost a step.
             if left <= _ROUND_OFF * within:
                 break
     return found
@@ -94,6 +95,8 @@ def multiple(held: Tensors, truth: Tensors, limit: float) -> float | None:
     if not size or not bool(got.isfinite().all()):
         return None
     times = float(got @ want) / size
+    #     left     what the multiple leaves over       apart    what 1 leaves over
+    #     a cause counts where left is small, and at most MUCH of apart
     within = limit * max(float(got.norm()), float(want.norm()))
     left, apart = _size(got - times * want), _size(got - want)
     if apart <= _ROUND_OFF * within or (left > MUCH * apart and apart <= within):
@@ -130,6 +133,8 @@ def states(evidence: Evidence, step: int) -> list[dict[str, Tensor]]:
     """Parameters and buffers with which each data coordinate is to begin ``step``."""
     held = state_before(evidence, step)
     parameters = {name: copies[min(copies)] for name, copies in held["parameters"].items()}
+    #     rank0     every coordinate begins with the first copy
+    #     others    each with its own, or with the last one where there are fewer copies
     sent = evidence.declaration.buffers == "rank0"
     return [
         parameters

@@ -58,6 +58,7 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
         found := of_sent(held, truth, wrong, fits.known(evidence, step))
     ):
         return found
+    # Sums of all come first: a factor or a lost rank explains every tensor with one sentence.
     parts = fits.parts(evidence, step)
     if found := _of_sums(evidence, step, held, truth, parts, wrong):
         return found
@@ -139,6 +140,7 @@ def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
     held, limit = fits.first(state, truth.clipped), fits.limit_of(evidence)
     times = multiple(held, truth.clipped, limit)
     if times is not None and times > 0 and times != 1:
+        # Not clipped at all is a multiple of the clipped truth, too.
         if _once(held, truth.gradients, limit):
             return "nothing was clipped"
         return f"clipped by a norm that is {number(1 / times)} times the true one"
@@ -217,6 +219,7 @@ def _rounded(held: Tensors, truth: Tensors, wrong: Sequence[str], lowest: str) -
         if lowest not in _WIDER[dtype]:
             continue
         # What is zero but for round-off has lost all its digits.
+        # Largest errors last, which is where those tensors are.
         usual = errors[: max(3, len(errors) * 3 // 4)]
         if len(errors) > 2 and low < median(errors) < high and usual[-1] < most:
             return f"{len(wrong)} gradients are as wrong as rounding to {dtype} makes them"
@@ -232,6 +235,12 @@ def _explained(
     names: Sequence[str],
 ) -> str:
     """What the fit over the tensors ``names`` says; empty: it leaves something over."""
+    #     held = c00 g00 + c01 g01 + c10 g10 + c11 g11 + b g(step before)
+    #            coordinate 0        coordinate 1
+    #     all c = 1, b = 0      right
+    #     all c = 1/2           a mean over 2 ranks in place of the sum
+    #     c10 = c11 = 0         coordinate 1 was left out
+    #     c00 = c10 = 0         only the last micro-batch is in it
     before = evidence.truth.steps[step - 1].gradients if step else None
     whole = [*(micro for share in parts for micro in share), *([before] if before else [])]
     columns = [fits.flat(tensors, truth, names) for tensors in whole]
@@ -314,6 +323,8 @@ def fitted(
     if not bool(matrix.isfinite().all()):
         return None
     scales = matrix.norm(dim=0)
+    # Columns of norm 1, since gradients may differ by orders of magnitude; by SVD (gelsd), since
+    # equal micro-batches make columns that depend on each other.
     fit = torch.linalg.lstsq(matrix / scales, got.unsqueeze(1), driver="gelsd").solution
     counts = fit.squeeze(1) / scales
     most = min(limit * max(float(got.norm()), 1e-300), fits.MUCH * float((got - want).norm()))
@@ -343,6 +354,7 @@ def _by_tensor(
     ]
     sums = [_sum(share) for share in parts] if pairs else []
     for name, other in pairs if len(pairs) <= _MOST_PAIRS else ():
+        #     other, own, other, own, ...      one pair for each data coordinate: own are [1::2]
         columns = [s[n].double().reshape(-1) for s in sums for n in (other, name) if n in s]
         got, want = (tensors[name].double().reshape(-1) for tensors in (held, truth))
         if len(columns) < 2 or fitted(got, want, columns[1::2], limit) is not None:
@@ -384,6 +396,7 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
     if one.numel() != other.numel():
         return False
     flat = [t.double().reshape(-1) for t in (one, other)]
+    # Sorted, a permutation is undone: what is left over then is round-off.
     a, b = (t.sort().values for t in flat)
     is_much = (a - b).norm() <= fits.MUCH * (flat[0] - flat[1]).norm()
     return bool(is_much) and torch.allclose(a, b, rtol=1e-9, atol=0.0)

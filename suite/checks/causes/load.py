@@ -110,6 +110,7 @@ def _why(load: Load, noun: str, wrong: Wrong) -> str:
         if noun == "step counters":
             return f"they count from 0, not from {load.steps_done}"
         return f"{they} zero"
+    # A save that another thread writes late holds the state of a later step.
     for done, moment in load.moments.items():
         if all(name in moment and _alike(moment[name], now) for name, (_, now) in wrong.items()):
             return f"{they} of step {done}, and the checkpoint is of step {load.steps_done}"

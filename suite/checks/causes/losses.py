@@ -78,6 +78,7 @@ def _multiples(
 def _logarithms(evidence: Evidence, truth: float) -> Iterator[tuple[float, str]]:
     for axis, size in evidence.case.mesh.items():
         if size > 1:
+            # Cross-entropy is log(sum of exp) - logit: n times the sum adds log(n).
             for value in (truth + math.log(size), truth - math.log(size)):
                 way = "large" if value > truth else "small"
                 yield (
@@ -205,6 +206,7 @@ def _selections(losses: Losses, batches: Sequence[Batch]) -> Iterator[tuple[floa
 def _weighted(losses: Losses, batches: Sequence[Batch]) -> Iterator[tuple[float, str]]:
     """Means of means, where weights ask for a sum over tokens."""
     weights = [[float(m.weights.double().sum()) for m in batch.micro_batches] for batch in batches]
+    # A loss is a weighted sum over tokens: divided by the weights it is their mean.
     means = [
         [a / w if w else 0.0 for a, w in zip(own, ws, strict=True)]
         for own, ws in zip(losses, weights, strict=True)

@@ -39,6 +39,7 @@ def of_meeting(evidence: Trajectory, step: int) -> str:
     have, want = flat(held), flat(truth.parameters)
     ends = [flat(other) for other in others]
     own, mean = ends[evidence.coordinate], torch.stack(ends).mean(0)
+    # Relative to how far the ranks are apart: parameters themselves are much larger.
     near = _LEFT_OVER * float(torch.stack([(end - mean).norm() for end in ends]).max())
 
     def is_near(value: Tensor) -> bool:
@@ -63,6 +64,8 @@ def of_meeting(evidence: Trajectory, step: int) -> str:
     met = [s for s in range(step) if evidence.truth.steps[s].met]
     before = evidence.truth.steps[met[-1]].parameters if met else evidence.truth.initial
     start = flat(before)
+    #     start ------ due ------> want
+    #     start --- made ---> have             made = ratio x due, where they point the same way
     due, made = want - start, have - start
     if not due.norm():
         return ""

@@ -55,6 +55,7 @@ def _multiples(known: Mapping[str, float], true: float) -> Iterator[tuple[float,
             sentence = factor(value, known).replace("every gradient is", "the norm is")
             yield value * true, sentence
         names = [name for name, size in known.items() if size == number]
+        # n equal squares make n times the square, so sqrt(n) times the norm.
         root = math.sqrt(number)
         yield (
             root * true,
@@ -67,6 +68,11 @@ def _over_axes(
     evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int
 ) -> Iterator[tuple[float, str]]:
     """Sums of squares over some axes of the mesh, with every copy counted or none."""
+    #     squares of the ranks of a 2 x 2 mesh     a b     rank 0 clips by the root of
+    #                                              c d
+    #         a + b + c + d    all axes: right where no two ranks hold the same piece
+    #         a + b            the inner axis only
+    #         a                what the rank holds itself
     mesh = {axis: size for axis, size in evidence.case.mesh.items() if size > 1}
     where = {at: record.coordinate for at, record in evidence.ranks.items()}
     for count in range(len(mesh) + 1):
@@ -154,5 +160,6 @@ def _square_once(own: Mapping[int, Sequence[Piece]], ranks: Sequence[int]) -> fl
     for rank in ranks:
         for piece in own[rank]:
             place = (piece.name, piece.slices, piece.flat_range)
+            # By place: a copy on another rank has the same key, and counts once.
             seen[place] = float(piece.tensor.double().square().sum())
     return sum(seen.values())

@@ -32,6 +32,7 @@ def of_reload(base: Evidence, reloaded: Evidence, step: int) -> str:
     here, there = (_slots(state) for state in slots)
     counters = {n: (here[n], there[n]) for n in here if n.endswith(".step") and n in there}
     counted = {(float(was.max()), float(now.max())) for was, now in counters.values()}
+    # After one step a fresh counter is 1, whatever the other run counted.
     anew = bool(counted) and all(now == 1.0 < was for was, now in counted)
     others = [name for name in here if not name.endswith(".step")]
     same = [name for name in others if name in there and torch.equal(here[name], there[name])]
@@ -67,6 +68,7 @@ def _equal(one: Assembled, other: Assembled) -> bool:
 
 def _begins_with(gradients: Assembled, slots: Slots, beta: float) -> bool:
     """Whether every momentum, or first moment, is that of its gradient alone."""
+    # AdamW begins from zero: (1 - beta) g.  torch's SGD takes the first gradient as it is.
     first = {".exp_avg": 1 - beta, ".momentum_buffer": 1.0}
     found = gradients.first()
     pairs = [

@@ -32,6 +32,7 @@ def of_start(evidence: Evidence, state: Assembled, truth: Tensors) -> str:
         return "an update with gradients of zero was made before the first step"
     for rank, bad in wrong.items():
         names = list(dict.fromkeys(piece.name for piece in bad))
+        # Rank 0 is asked once: its own builder is that of rank 0.
         for source in dict.fromkeys((rank, 0)):
             built = _built(evidence, source)
             if all(_same(p.tensor, part(p, built[p.name])) for p in bad):
@@ -66,6 +67,7 @@ def _is_updated(evidence: Evidence, wrong: Mapping[int, list[Piece]]) -> bool:
     """Whether all elements are those given, or those that weight decay alone makes of them."""
     workload, spec = for_case(evidence.case), evidence.case.optimizer
     given = {n: t for n, t in workload.state().items() if n in workload.shapes}
+    # With gradients of zero weight decay still moves parameters.
     zeros = {n: torch.zeros_like(given[n]) for n in workload.trainable_names}
     made = Update(spec, 0, tuple(zeros), given, zeros, {}).make().parameters
     for piece in (p for own in wrong.values() for p in own):

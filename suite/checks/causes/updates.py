@@ -50,6 +50,7 @@ class _Place:
         return (self.held - self.want).abs() > limit * self._size()
 
     def _size(self) -> float:
+        # An update is much smaller than its parameter, which would make any error small.
         return max(float((t - self.was).abs().max()) for t in (self.want, self.held))
 
 
@@ -79,6 +80,7 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
             place = _Place(piece, held, want, was)
             if held.shape == want.shape and place.is_wrong(limit):
                 wrong.setdefault(rank, {}).setdefault(piece.name, []).append(place)
+    # Per rank: ranks may have different causes, and those that are right have none.
     found = {rank: _multiple_of_all(names, limit) for rank, names in wrong.items()}
     bad = list(dict.fromkeys(name for own in wrong.values() for name in own))
     tries = _tries(evidence, update, step, bad)
@@ -128,6 +130,7 @@ def _tries(
     def of(**changed: Any) -> Callable[[], Tensors]:
         return lambda: replace(update, **changed).make().parameters
 
+    # Functions, because each costs an optimizer step and most are never asked.
     yield (lambda: update.before), "no update was made"
     yield from _swaps(update, wrong)
     if _decays(spec):

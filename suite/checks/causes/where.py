@@ -62,6 +62,9 @@ def _boundary(evidence: Evidence, truth: Tensors, wrong: Sequence[str]) -> str:
     """Where the wrong gradients end, if all that lie before it in forward order are wrong."""
     workload = for_case(evidence.case)
     tied = _tied(evidence)
+    #     forward    a -> b -> c -> d -> loss
+    #     backward   a <- b <- c <- d <- loss      a fault between c and b spoils b and a
+    # Tied tensors have several places in this order, so they are left out.
     order = [n for n in workload.trainable_names if n in truth and n not in tied]
     bad = [n for n in order if n in set(wrong)]
     if not bad or len(bad) == len(order) or bad != order[: len(bad)]:

@@ -26,6 +26,7 @@ def said(
     def snapped(value: float) -> float:
         return float(f"{value:.{digits}g}") if abs(value) > 10.0**-digits * largest else 0.0
 
+    #     rows[coordinate][micro-batch]      None: the micro-batch has no gradient there
     # What is not there counts as whatever stands beside it.
     usual = next((value for value in found), 1.0)
     filled = []
@@ -51,6 +52,8 @@ def _of_parts(
 ) -> str:
     if all(close(value, values[0]) for value in values):
         return factor(values[0], known, within)
+    #     1 1      differs by coordinate      1 0      differs by micro-batch
+    #     0 0                                 1 0
     if all(close(value, row[0]) for row in rows for value in row):
         return _by("data coordinate", [row[0] for row in rows if row])
     depth = max(map(len, rows))
@@ -95,6 +98,8 @@ def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> 
         return "every gradient is zero"
     if value < 0:
         return f"every gradient has the wrong sign ({value:.4g} times the true one)"
+    #     value      4         1/4        the ratio of both is 4: it is looked up in ``known``
+    #     in words   too large too small
     large = value > 1
     size = f"{number(value if large else 1 / value)} times too {'large' if large else 'small'}"
     ratio = max(value, 1 / value)

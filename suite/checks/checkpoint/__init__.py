@@ -74,6 +74,8 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         return [ComparisonRow(skip=loaded.skip)]
     rows: list[ComparisonRow] = []
     try:
+        # In the order of causes: a save that changes the run, what is left of it on disk, what a
+        # load gives back, and what training makes of that.
         _saving_changes_nothing(evidence, rows)
         _newest_are_left(evidence, rows)
         if loaded.evidence is None:

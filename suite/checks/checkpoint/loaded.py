@@ -33,6 +33,7 @@ def is_same(case: Case, loads: Case) -> bool:
 
 def what_was_loaded(base: Evidence, other: Continued, rows: list[ComparisonRow]) -> None:
     """Progress, ties, tensors and generators, right after the load."""
+    # First of all: a checkpoint of another step explains every tensor that differs.
     _progress(base, other)
     step, found = other.first_step - 1, []
     for kind in KINDS:

@@ -30,6 +30,7 @@ def same_step(base: Evidence, other: Evidence, step: int, rows: list[ComparisonR
             ("norm", one.norm, two.norm),
             *((f"metric {key!r}", v, two.metrics.get(key)) for key, v in one.metrics.items()),
         ):
+            # Two NaNs are the same here: bits are compared, not sizes.
             if was != now and not (was != was and now != now):
                 raise Differs(f"{where}: the {name} is {now!r}, not {was!r}")
         odd = [name for name, digest in one.draws.items() if two.draws.get(name) != digest]
@@ -40,6 +41,7 @@ def same_step(base: Evidence, other: Evidence, step: int, rows: list[ComparisonR
         if not base.has(step, point):
             continue
         phase = point if kind == "gradients" else f"{point} {kind}"
+        # The usual case: then nothing has to be put together from pieces.
         if _all_equal(base, other, step, point, kind):
             place = (step, phase, "all tensors", "all ranks")
             rows.append(ComparisonRow(*place, error=0.0, bound=0.0))

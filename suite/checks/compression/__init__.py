@@ -54,6 +54,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
             cause = causes.told(partial(_cause, wrong))
             problem = ": ".join(filter(None, (after, cause, str(failure))))
             return [*rows, ComparisonRow(problem=problem)]
+        # The system's own residuals: a wrong one shows in its step, not in those that follow.
         before = held
     return rows
 

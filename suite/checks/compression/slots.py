@@ -63,6 +63,7 @@ def slots_of(
             name = f"{parameter}{RESIDUAL}{coordinate}"
             told.add(name)
             nothing = torch.zeros_like(tensor)
+            #     sent + residual after = gradient + residual before
             due = given.get(parameter, nothing) + before.get(name, nothing)
             yield Slot(name, held.get(name), due, exact, tensor)
     for name, tensor in truth.kept.items():
@@ -116,6 +117,7 @@ def _same_bits(evidence: Evidence) -> bool:
     return (
         evidence.declaration.exactness == "bitwise"
         and BACKENDS[case.backend].adds_like_one(case.world)
+        # The norm that clips is a sum over ranks, which may add in another order.
         and case.optimizer.clip_norm is None
         and evidence.declaration.emulates == "step"
         # A rate for other members may be rounded otherwise than the oracle's.

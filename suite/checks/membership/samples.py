@@ -11,6 +11,7 @@ from shardproof.evidence.assembled import Figures
 def problem(figures: Figures, step: int) -> str:
     """A sentence on the samples of ``step`` (empty: they are right)."""
     now = figures.members[step]
+    #     | trained on before | due in this step | not yet |      the row of epochs
     due = range(now.first, now.first + now.size)
     steps = {rank: record.steps[step] for rank, record in figures.ranks.items()}
     taken = {rank: its.samples for rank, its in steps.items() if its.present}

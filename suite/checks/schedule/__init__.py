@@ -99,6 +99,8 @@ def decide(evidence: Figures) -> Outcome:
     if unlogged := lacking(("calls",), case, evidence.declaration):
         what = f"{unlogged}: what was run is not known"
         return Outcome("schedule", "skip", what, None, figures.to_dict())
+    # In the order of causes: a wrong order of computations explains wrong waits, and both explain
+    # what is in memory.
     problem = first_problem(evidence, partial(_wrong_run, evidence)) or _wrong_waits(evidence)
     if problem:
         return Outcome("schedule", "fail", problem, None, figures.to_dict())
@@ -250,6 +252,7 @@ def _computed_nothing(evidence: Figures, log: Log, events: Sequence[LoggedEvent]
             name = facts.units[unit]
             times, wanted = inside.count((kind, name)), facts.called(name)
             if kind == "backward":
+                # How often backward enters a unit that is called several times is not asked.
                 times, wanted = min(times, 1), int(wanted > 0 and unit in trained)
             if times != wanted:
                 return f"{_action(row)} runs {kind} of {name!r} {times} times, not {wanted}"
@@ -315,6 +318,7 @@ def measured(evidence: Figures, step: int) -> MeasuredFigures | None:
     makespan = ended - min(log[0].began for log in ranks.values())
     played = Timeline({}, {}, tuple(busy), tuple(spans), makespan)
     means = {op: seconds / (size * len(ranks)) for op, seconds in cpu.items()}
+    # The closed forms ask for both halves of a backward: one that is not split counts half each.
     halves = means.get("BW", 0.0) / 2
     setting = Setting(
         schedule.ranks,
@@ -437,6 +441,11 @@ def _bounds(
     """Least and most bytes of activations at the peak of one rank and step."""
     log = actions_of(record, step)
     messages = [c for c in record.calls_of(step) if c.operation in ("send", "recv")]
+    #     op    needed changes by      taken changes by
+    #     F     + whole                + whole + received
+    #     B     - (whole - weights)    nothing: it may keep all until W
+    #     W     - weights              - (whole + received)
+    #     BW    - whole                - (whole + received)
     least = most = needed = taken = 0
     since = 0
     for row in log:

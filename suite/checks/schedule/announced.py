@@ -62,6 +62,7 @@ def unsound_schedules(
     """What is wrong with the announced schedules, by size of window; empty: nothing."""
     by_size = {}
     for size, schedule in schedules.items():
+        # First whether it can run at all: one that cannot has no bubble to compare.
         wrong = problems(schedule)
         if not wrong:
             odd = _not_as_asked(case, strategy, schedule) or _not_as_published(schedule)
@@ -133,6 +134,7 @@ def _not_as_published(schedule: Schedule) -> str:
                     f"({form.source})"
                 )
     for rank in range(schedule.ranks):
+        # Any setting will do: micro-batches in flight do not depend on times.
         most = form.held(setting, rank)
         if most is not None and schedule.peak(rank) != most:
             return (

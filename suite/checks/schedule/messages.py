@@ -75,6 +75,8 @@ def kept_too_long(messages: Sequence[Message], log: Sequence[Done], over: int) -
 
     ``log`` are the computations of the rank and step, ``over`` is the event after the last one.
     """
+    #     computations    row 0      row 1      row 2     over
+    #     limits          row 1      row 2      over           each must be let go by the next begin
     begins = [*(row.begin for row in log[1:]), over]
     last_use: dict[tuple[int, ...], int] = {}
     windows: dict[int, int] = {}
@@ -161,6 +163,7 @@ def _logged(evidence: Figures, record: RankRecord, step: int) -> dict[int, list[
     ]
     for window, action, call in found:
         number = call.issued if action.op.startswith("S") else call.waited
+        # A receive without a wait holds nothing up: it has no place in the order.
         if number is not None:
             events.append((number, window, action))
     by_window = defaultdict[int, list[Action]](list)

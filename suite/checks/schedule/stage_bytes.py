@@ -55,6 +55,7 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
     sizes, given = [], micro.inputs
     for number, part in enumerate(parts):
         if number:
+            # Each stage has a graph of its own, as it has on a rank of its own.
             given = given.detach().requires_grad_()
         inputs: dict[int, int] = {}
         note = partial(_note, inputs)
@@ -73,6 +74,7 @@ def _one(parts: Sequence[nn.Module], build: Any, micro: MicroBatch) -> list[dict
         for hook in hooks:
             hook.remove()
         own = ledger.log.bytes("kept")["activations"]
+        # Counted apart, as the stage's input.
         inputs.pop(received._cdata, None)
         weights, was_sent = min(own, sum(inputs.values())), number > 0
         sizes.append({"F": own, "W": weights, "input": received.nbytes() if was_sent else 0})
@@ -90,4 +92,5 @@ def _trains(module: nn.Module) -> bool:
 def _note(sizes: dict[int, int], module: nn.Module, given: tuple[Tensor, ...]) -> None:
     """Note the storage of what a module is given."""
     storage = given[0].untyped_storage()
+    # By storage: several layers may read views of one input, which is held once.
     sizes[storage._cdata] = storage.nbytes()
