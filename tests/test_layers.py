@@ -105,7 +105,9 @@ def arrows() -> dict[tuple[str, str], list[str]]:
         if path.parent == SUITE and path.name in ("__init__.py", "__main__.py"):
             continue
         own = room_of(".".join(path.relative_to(SUITE).with_suffix("").parts))
-        for module in imported(path):
+        # Hooks of wings name types of the rooms that call them, for type checkers only.
+        modules = imported_at_run_time(path) if path == SUITE / "wings.py" else imported(path)
+        for module in modules:
             if (target := room_of(module)) != own:
                 found.setdefault((own, target), []).append(f"{path.relative_to(ROOT)}: {module}")
     return found

@@ -21,7 +21,7 @@ from shardproof.case import Case
 from shardproof.cases import kinds
 from shardproof.cases.kinds.kind import Schedules
 from shardproof.cases.launcher import Launcher
-from shardproof.cases.plans.all_plans import plans_of
+from shardproof.cases.plans import plans_of
 from shardproof.cases.plans.plan import Place
 from shardproof.cases.verdict import decide_case, measure_case, problem_of
 from shardproof.checks.results import CaseResult
