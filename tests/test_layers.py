@@ -106,8 +106,7 @@ def arrows() -> dict[tuple[str, str], list[str]]:
             continue
         own = room_of(".".join(path.relative_to(SUITE).with_suffix("").parts))
         # Hooks of wings name types of the rooms that call them, for type checkers only.
-        modules = imported_at_run_time(path) if path == SUITE / "wings.py" else imported(path)
-        for module in modules:
+        for module in imported(path, at_run_time=path == SUITE / "wings.py"):
             if (target := room_of(module)) != own:
                 found.setdefault((own, target), []).append(f"{path.relative_to(ROOT)}: {module}")
     return found
