@@ -33,7 +33,7 @@ from shardproof.costs.model_facts import ModelFacts
 #: Elements of a piece of the double binary tree, at most.
 PIECE = 1 << 17
 #: A vector to be all-reduced has a lane for each so many elements, up to this many lanes.
-#  The implementation has the same constants; tests/strategies/test_collectives.py compares them.
+#: Those of the implementation: tests/strategies/test_collectives.py compares them.
 LANE, MOST_LANES = 1 << 18, 4
 #: The collectives of the backend itself.
 BACKEND = "backend"

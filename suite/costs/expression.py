@@ -167,7 +167,7 @@ def parse(text: str) -> Term:
         raise FormulaError(text, MAX_TEXT, f"longer than {MAX_TEXT} characters")
     if foreign := _FOREIGN.search(text):
         raise FormulaError(text, foreign.start() + 1, f"unexpected {foreign[0]!r}")
-    # Newlines within a formula would end the expression for Python's parser.
+    # Python's parser would end the expression at a line break.
     text = re.sub(r"\s", " ", text.strip())
     try:
         return _term(ast.parse(f"{text}\n", mode="eval").body, text)

@@ -83,7 +83,7 @@ class Family:
         """Fewest and most bytes of a step, over all ranks; what loses precision may send fewer."""
         least, plain = self.bytes(facts)
         if not is_exact:
-            # Compressed gradients have no least, but some byte must be sent.
+            # Compression has no least that is known, but some byte must be sent.
             least = min(least, Fraction(1))
         most = int(plain * Fraction(overhead)) + facts.world * _NUMBERS
         return Bound(int(least), most if facts.world > 1 else 0)
