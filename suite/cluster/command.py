@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -17,6 +17,7 @@ from shardproof.cluster import shape
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
+from shardproof.wings import NodeCommand, wings
 
 if TYPE_CHECKING:
     from shardproof.case import Case
@@ -188,56 +189,51 @@ def _run_on(
             return there.run(client, words, typed, folder, _say)
 
 
-@clusters.command("bench", context_settings=_PASSING_ON)
-@options.grouped(ranks_per_node=1)
-def bench(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
-    """Time ranks in containers: `shardproof bench`, with its options.
+def _add(command: NodeCommand) -> None:
+    """Add a command of a wing, with its ranks on nodes."""
 
-    \b
-    shardproof cluster bench reference/ddp pytorch/ddp          2 nodes of a rank
-    shardproof cluster bench strong --world 2 --bandwidth 100mbit
-    shardproof cluster bench collectives --nodes 2 --ranks-per-node 2
-    shardproof cluster bench cluster-strong                     efficiency by bandwidth
+    @options.grouped(ranks_per_node=1)
+    def on_nodes(words: shape.Words = None, *, wanted: shape.OfOneRun) -> None:
+        raise typer.Exit(_on_nodes(command, words or (), wanted))
 
-    A scaling scenario that asks for bandwidths is timed at each, in nodes made for it, into one run
-    folder. As `cluster run` in all else. Each rank keeps to cores of its own, where there are
-    enough. In `collectives` the algorithm `hierarchical` is that of these nodes.
+    clusters.command(command.name, help=command.help, context_settings=_PASSING_ON)(on_nodes)
+
+
+def _on_nodes(command: NodeCommand, words: Sequence[str], wanted: shape.OfOneRun) -> int:
+    """Run ``command`` once for each rate between nodes that its ``words`` ask for, into one run
+    folder; the gravest exit code.
     """
-    from shardproof.bench import command as in_head
-    from shardproof.bench.command import choice, collectives
-
-    there, asked = wanted.there, [wanted.bits_per_second or 0]
+    there = wanted.there
     wanted.limits()  # refused at once
-    slowed = wanted.slowed()
-    context = _meant(in_head.bench, words or (), there)
-    names = list(context.params["names"] or ())
-    needs = _needs(names, context.params["backend"], wanted)
-    if names == [collectives.NAME]:
-        collectives.chosen(context, there)
-    else:
-        if wanted.bits_per_second is None:
-            asked = choice.rates(context) or asked
-        timed: list[Any] = []
-        for rate in asked:
-            subjects, _ = choice.chosen(context, replace(there, rate=rate))
-            timed += subjects
-        ids, backends = {one.id for one in timed}, {one.backend for one in timed}
-        needs = needs.of(ids, backends, wanted.ranks_per_node)
-    needs = _with_all_packages(needs, wanted.all_packages)
+    slowed, plan = wanted.slowed(), command.planned(words)
+    if plan.dry_run:
+        _refuse("dry_run")
+    asked = [wanted.bits_per_second or 0]
+    if wanted.bits_per_second is None:
+        asked = [*plan.rates] or asked
+    plans = [plan.on(replace(there, rate=rate)) for rate in asked]
+    ids = {name for one in plans for name in one.ids}
+    backends = {name for one in plans for name in one.backends}
+    needs = _with_all_packages(_needs(ids, backends, wanted), wanted.all_packages)
     limits = [replace(wanted, bits_per_second=rate or None).limits() for rate in asked]
-    own, command = _own(names, names), ["bench", *(words or ())]
+    own, typed = _own(plan.names, plan.names), [command.name, *words]
     codes = []
     with _run_folder(wanted.results) as folder:
         for each in limits:
             where = there, folder, own, each, wanted.keep
             try:
-                code = in_containers(command, *where, needs, slow=slowed)
+                code = in_containers(typed, *where, needs, slow=slowed)
             except typer.Exit as refused:  # told; another rate may be had
                 code = refused.exit_code
             codes.append(code)
             if code in (verdicts.BAD_INPUT, verdicts.INTERRUPTED):
                 break
-    raise typer.Exit(verdicts.gravest(codes))
+    return verdicts.gravest(codes)
+
+
+for wing in wings():
+    for command in wing.node_commands:
+        _add(command)
 
 
 @clusters.command("study", context_settings=_PASSING_ON)
@@ -296,11 +292,16 @@ def _meant(command: Callable[..., None], words: Sequence[str], nodes: Nodes) -> 
     alone.command()(command)
     name = f"shardproof {command.__name__}"
     found: Any = typer.main.get_command(alone).make_context(name, [*words])
-    for option, remedy in _NOT_THERE.items():
+    for option in _NOT_THERE:
         if found.params.get(option):
-            flag = f"--{_FLAGS.get(option, option).replace('_', '-')}"
-            raise SelectionError(Problem(f"{flag} is not for clusters", remedy, flag))
+            _refuse(option)
     return found
+
+
+def _refuse(option: str) -> NoReturn:
+    """:raises SelectionError: ``option`` means nothing in the head."""
+    flag = f"--{_FLAGS.get(option, option).replace('_', '-')}"
+    raise SelectionError(Problem(f"{flag} is not for clusters", _NOT_THERE[option], flag))
 
 
 def in_containers(
