@@ -65,7 +65,7 @@ peers: setup ## reference strategies beside their upstream peers, into results/R
 	@run=results/$$(date -u +%Y%m%d-%H%M%S)-peers; \
 	$(BIN)/shardproof bench peers --blocks $(PEERS_BLOCKS) --budget $(PEERS_BUDGET) --results $$run; code=$$?; \
 	test $$code -eq 0 -o $$code -eq 3 || exit $$code; \
-	$(BIN)/shardproof report $$run --into results/README.md
+	$(BIN)/python -m tools.peers $$run results/README.md
 
 conformance: setup ## all of conformance and of checkpoints, all tiers
 	@$(BIN)/shardproof run --tier full -j $(JOBS)

@@ -3,18 +3,18 @@
 A wing is a package of ``suite/`` with a module ``wing.py``, which defines ``WING``, an instance of
 a subclass of :class:`Wing`.  A wing imports the core; the core reaches a wing only through
 :func:`wings`, so it also runs in a tree without that folder: then ``shardproof --help`` lacks the
-wing's commands.
+wing's commands, and lines of ``cases.jsonl`` that only the wing reads are counted, not shown.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import typer
@@ -52,15 +52,105 @@ class OnNodes:
     results: Path | None
 
 
+@dataclass(frozen=True)
+class LineKind:
+    """A kind of lines in ``cases.jsonl`` that a wing writes.
+
+    A result has a text ``id`` and a text ``verdict``.  ``noun``: one of them; ``label``: several,
+    at a count; ``title``: several, in a heading.
+    """
+
+    #: Value of ``kind`` in the line.
+    name: str
+    noun: str = ""
+    label: str = ""
+    title: str = ""
+    #: Whether a line is a result; another says something about results.
+    is_result: bool = True
+    #: Whether there is a verdict that ``verify`` repeats; else the result is only a measurement.
+    is_judged: bool = True
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of scenario files that a wing reads, and cases are not made of.
+
+    ``name``: of its shape, for ``shardproof schema``; ``keys``: regular expression of the top-level
+    keys that only these files have; ``command`` reads them, and ``done`` is what becomes of them,
+    such as ``timed``.
+    """
+
+    name: str
+    keys: str
+    command: str
+    done: str
+    #: The pydantic model of a file.
+    model: Callable[[], type[Any]]
+    #: What a file holds, in words; raises ``InputError`` with every fault of it.
+    summary: Callable[[Path], str]
+
+
+class NodeCommand:
+    """A command that can also run with its ranks on nodes: ``shardproof cluster NAME``."""
+
+    name: str
+    #: Help of the command on nodes.
+    help: str
+
+    def planned(self, words: Sequence[str]) -> NodePlan:
+        """What the ``words`` after the command's name ask for; nothing is done.
+
+        :raises InputError: words that do not fit each other, or what they name.
+        """
+        raise NotImplementedError
+
+
+class NodePlan(Protocol):
+    """What a command has done on nodes."""
+
+    @property
+    def dry_run(self) -> bool:
+        """Whether it only prints what it would do."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Words that name scenarios, files or classes."""
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Ids of results, which name their systems."""
+
+    @property
+    def backends(self) -> Collection[str]:
+        """The backends that ranks run on."""
+
+    @property
+    def rates(self) -> Sequence[int]:
+        """Bits per second between nodes, for each of which it runs; 0: all there are; empty: any.
+
+        :raises SelectionError: that is not the same for all of it.
+        """
+
+    def on(self, nodes: Any) -> NodePlan:
+        """The part of it for which ``nodes`` have room.
+
+        :raises InputError: there is none.
+        """
+
+
 class Wing:
     """What a wing adds to the core; each method adds nothing by default.
 
-    ``wing.py`` is imported with the command line, so its methods import
-    the rest of the wing.
+    ``wing.py`` is imported with the command line, so its methods import the rest of the wing.
+    Rooms above this one define the classes that some methods return; their names stand in the
+    descriptions.
     """
 
     #: Lines of ``shardproof --help``: a command and what it does.
     examples: tuple[str, ...] = ()
+    line_kinds: tuple[LineKind, ...] = ()
+    file_kinds: tuple[FileKind, ...] = ()
+    node_commands: tuple[NodeCommand, ...] = ()
 
     def add_commands(self, app: typer.Typer) -> None:
         """Add the commands of this wing to ``app``."""
@@ -84,6 +174,31 @@ class Wing:
         """What ``shardproof doctor`` tells of this wing; ``thorough``: with ``--cluster``."""
         return iter(())
 
+    def verify(self, run: Any) -> Iterable[str]:
+        """Judge the wing's lines of a ``run`` (:class:`~shardproof.runs.run_folder.Run`) again;
+        what comes out differently, in sentences.
+        """
+        return ()
+
+    def after_merge(self, folder: Any) -> None:
+        """Write what has to be said of all results, once a run is put together of parts into
+        ``folder`` (:class:`~shardproof.runs.run_folder.RunFolder`).
+        """
+
+    def entries(self, run: Any, version: Callable[[str], Any]) -> Iterable[Any]:
+        """The wing's results of ``run`` as ``compare`` and ``gate`` see them
+        (:class:`shardproof.compare.snapshot.Entry`); ``version`` gives that of an id.
+        """
+        return ()
+
+    def sections(self, run: Any) -> Sequence[Any]:
+        """Sections of the reports of ``run`` (:class:`shardproof.report.sections.Section`)."""
+        return ()
+
+    def limits(self, run: Any) -> Iterable[Any]:
+        """What the wing did not check in ``run`` (:class:`shardproof.report.limits.Limit`)."""
+        return ()
+
 
 def names() -> tuple[str, ...]:
     """Folders of the wings in this tree, sorted; no wing is imported."""
@@ -104,3 +219,18 @@ def wings() -> tuple[Wing, ...]:
 def first(ask: Callable[[Wing], T | None]) -> T | None:
     """The first answer of a wing that is not ``None``; ``None``: no wing has one."""
     return next((answer for wing in wings() if (answer := ask(wing)) is not None), None)
+
+
+def wings_of(run: Any) -> list[Wing]:
+    """The wings that have results in ``run`` (:class:`~shardproof.runs.run_folder.Run`)."""
+    return [w for w in wings() if any(kind.name in run.others for kind in w.line_kinds)]
+
+
+def line_kinds() -> dict[str, LineKind]:
+    """The kinds of lines that wings of this tree write, by name."""
+    return {kind.name: kind for wing in wings() for kind in wing.line_kinds}
+
+
+def file_kinds() -> dict[str, FileKind]:
+    """The kinds of scenario files that wings of this tree read, by name."""
+    return {kind.name: kind for wing in wings() for kind in wing.file_kinds}

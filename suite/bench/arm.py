@@ -8,8 +8,8 @@ from typing import Self
 
 from shardproof import backends, registry, workloads
 from shardproof.axes import joint_groups, replicas
-from shardproof.bench.clock import Clock, finish
-from shardproof.bench.launches import SideRun
+from shardproof.bench.on_rank import Clock, finish
+from shardproof.bench.subjects import SideRun
 from shardproof.case import data_shares
 from shardproof.comm import Comm, Mesh
 from shardproof.contract import Batch, MicroBatch, Observe, StepResult

@@ -22,8 +22,13 @@ from dataclasses import dataclass
 from shardproof.bench.model import alpha_beta
 from shardproof.costs import collectives as costs
 from shardproof.costs.collectives import BACKEND
-from shardproof.files import Stored
+from shardproof.errors import Problem, SelectionError
+from shardproof.files import DAMAGE, Stored
+from shardproof.runs.run_folder import Run
 from shardproof.table import Table
+
+#: ``kind`` of the lines.
+KIND = "collective"
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,25 @@ class Timed(Stored):
             self.operation, self.algorithm, self.world, size // 4, self.ranks_per_node
         )
         return float(each[0].rounds), 4.0 * max(one.elements for one in each)
+
+
+def of(run: Run) -> list[Timed]:
+    """The collectives that ``run`` timed.
+
+    :raises SelectionError: a line that cannot be read.
+    """
+    lines = []
+    for line in run.others.get(KIND, ()):
+        try:
+            lines.append(Timed.from_dict({k: v for k, v in line.items() if k != "kind"}))
+            if not all(each > 0 for each in lines[-1].medians.values()):
+                raise ValueError("a time that is not positive")
+        except DAMAGE as error:
+            what = f"a line about collectives cannot be read: {error}"
+            remedy = "`shardproof verify` says whether the run was changed"
+            file = str(run.path / "cases.jsonl")
+            raise SelectionError(Problem(what, remedy, str(line["id"]), file)) from None
+    return lines
 
 
 def over_backend(line: Timed, lines: Iterable[Timed], size: int) -> float | None:

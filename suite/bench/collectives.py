@@ -8,24 +8,19 @@ of several rounds the median counts.  What is made of the times: ``collective_ti
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardproof.axes import replicas
 from shardproof.backends import BACKENDS, USUAL_PROCESSES
-from shardproof.bench.clock import Clock, finish
 from shardproof.bench.collective_times import Timed
-from shardproof.bench.leader_tasks import LaunchFailed, on_ranks
+from shardproof.bench.on_rank import Clock, finish, pin
 from shardproof.comm import Comm, Mesh
 from shardproof.costs import collectives as costs
-from shardproof.launch.pool import Pool
 from shardproof.registry import collectives as own
 
 #: From a single number to what no cache holds.
@@ -35,8 +30,10 @@ ROUNDS = 7
 CALLS, CALL_BYTES = 16, 4 * 2**20
 BACKEND = costs.BACKEND
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-#: Seconds beside those of the ranks: to start, and to end.
-_STARTING = 120.0
+
+
+#: By system and size: seconds of a call, one figure a round.
+Seconds = list[list[list[float]]]
 
 
 @dataclass(frozen=True)
@@ -74,30 +71,8 @@ class Request:
         return f"collectives::{operation}::{algorithm}::{self.backend}::world{self.world}"
 
 
-def run(request: Request) -> list[Timed]:
-    """Time all systems in fresh ranks.
-
-    :raises LaunchFailed: ranks broke, hung or ran out of time.
-    """
-    with Pool(1, tasks=(in_leader,)) as pool:
-        seconds = request.deadline + _STARTING
-        task = request, pool.folder / "ranks"
-        with closing(pool.run(in_leader, [("collectives", task, seconds)])) as ends:
-            (end,) = ends
-    if end.value is None:
-        raise LaunchFailed("crash", f"the process that led the ranks ended: {end.output[-400:]}")
-    if "problem" in end.value:
-        raise LaunchFailed(*end.value["problem"])
-    return [Timed.from_dict(each) for each in end.value["answer"]]
-
-
-def in_leader(task: tuple[Request, Path]) -> Any:
-    """Task of a leader: what the ranks measured, put together."""
-    request, workdir = task
-    try:
-        ranks = on_ranks(request, workdir, Seconds, partial(measure, request))
-    except LaunchFailed as failed:
-        return {"problem": [failed.verdict, failed.reason]}
+def together(request: Request, ranks: Sequence[Seconds]) -> list[Timed]:
+    """What the ``ranks`` measured: of each call the slowest."""
     timed = []
     for place, (operation, algorithm) in enumerate(request.systems):
         slowest = {
@@ -106,20 +81,14 @@ def in_leader(task: tuple[Request, Path]) -> Any:
         }
         name = request.id_of(operation, algorithm)
         where = request.backend, request.world, request.ranks_per_node
-        timed.append(Timed(name, operation, algorithm, *where, slowest).to_dict())
-    return {"answer": timed}
-
-
-#: By system and size: seconds of a call, one figure a round.
-Seconds = list[list[list[float]]]
+        timed.append(Timed(name, operation, algorithm, *where, slowest))
+    return timed
 
 
 def measure(request: Request, rank: int) -> Seconds:
     """What one rank measures; the first round warms up, and does not count."""
-    from shardproof.bench import pinning
-
     torch.set_num_threads(1)
-    pinning.pin(rank, request.world, BACKENDS[request.backend].threads)
+    pin(rank, request.world, BACKENDS[request.backend].threads)
     axes = replicas(request.world)
     comm = Mesh(axes, device=BACKENDS[request.backend].device).comm(*axes)
     systems = request.systems

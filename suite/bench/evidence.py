@@ -5,27 +5,25 @@ again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from shardproof.bench import lines, stats
+from shardproof.bench import lines, stats, telemetry
 from shardproof.bench.checkpoint.counted import counted
-from shardproof.bench.model import scorecard
-from shardproof.bench.same_training import alike, losses_of, targets_of
+from shardproof.bench.judge import conclude, losses_of, targets_of
 from shardproof.bench.scaling import judge
 from shardproof.bench.session import Measured
-from shardproof.bench.subjects import BASES, LETTERS, LOSS_TOLERANCE, Cell, Pair, Subject
-from shardproof.bench.telemetry import sampling
+from shardproof.bench.subjects import BASES, LETTERS, Cell, Pair, Subject
 from shardproof.runs import run_folder
+from shardproof.runs.records import RecordError, file_name, read_table
 
 FOLDER = "times"
+#: ``kind`` of a line about all comparisons of a run.
+REPORT = "bench report"
 #: Types of columns by those of :class:`stats.TimedStep`.
 _COLUMNS = {"int": "int32", "str": "string", "float": "float64"}
-
-#: Figures that runs of earlier versions do not have.
-_LATER = ("samples_per_second", "trained_alike", "scorecard")
 
 
 def result(measured: Measured) -> lines.PairLine | lines.CellLine:
@@ -83,51 +81,13 @@ def _by_name(kind: type[lines.Line], subject: Subject, measured: Measured) -> di
     return shared | {"seconds": round(measured.seconds, 3)}
 
 
-def conclude(line: lines.MeasuredPair, rows: Sequence[stats.TimedStep]) -> lines.JudgedPair:
-    """Verdict, reason and figures that raw times and the rest of the line give."""
-    word: str
-    word, blocks, figures = stats.judge(rows)
-    reason = ""
-    tolerance = line.pair.loss_tolerance or LOSS_TOLERANCE[line.pair.dtype]
-    same, why = alike(line.losses.get("a"), line.losses.get("b"), tolerance)
-    if line.problem is not None:
-        word, reason = line.problem
-    elif same is False:
-        word, reason = "fail", why
-    elif figures is None:
-        reason = f"{blocks} whole blocks: an interval needs 2"
-    elif same is None:
-        word, reason = "inconclusive", why
-    elif word == "inconclusive":
-        reason = f"effects from {figures.smallest_effect:.1%} on can be seen with these blocks"
-    goal = line.pair.goal
-    met = None
-    if goal is not None and figures is not None and same is not None:
-        met = figures.high <= goal
-    seconds = {} if figures is None else figures.median_seconds
-    trains, samples = line.pair.action == "step", line.pair.workload.global_batch
-    return lines.JudgedPair(
-        verdict=word,
-        blocks=blocks,
-        figures=figures,
-        reason=reason,
-        trained_alike=same,
-        scorecard=scorecard.cards(line) if same else None,
-        goal_met=met,
-        targets_per_second={
-            side: line.targets_per_step.get(side, 0) / s for side, s in seconds.items() if trains
-        },
-        samples_per_second={side: samples / s for side, s in seconds.items() if trains},
-    )
-
-
 def _telemetry(measured: Measured) -> lines.Telemetry:
     seen = measured.seen
     places = [r.pci for records in measured.records for r in records if r.pci is not None]
     return lines.Telemetry(
-        launches=sampling.summary(seen, places or None) if seen.samples else None,
+        launches=telemetry.summary(seen, places or None) if seen.samples else None,
         sides=measured.sides,
-        no_gpu=measured.no_gpu or None,
+        no_gpu=measured.seen.no_gpu or None,
     )
 
 
@@ -141,8 +101,6 @@ def write_times(folder: run_folder.RunFolder, subject: str, rows: Sequence[stats
     """Raw times of ``subject`` as a Parquet file of the run; its name there."""
     import pyarrow as pa
     import pyarrow.parquet as pq
-
-    from shardproof.runs.records import file_name
 
     (folder.path / FOLDER).mkdir(exist_ok=True)
     columns = [(f.name, getattr(pa, _COLUMNS[str(f.type)])()) for f in fields(stats.TimedStep)]
@@ -160,8 +118,6 @@ def load_times(path: Path) -> list[stats.TimedStep]:
     :raises RecordError: a file that cannot be read.
     """
     import pyarrow as pa
-
-    from shardproof.runs.records import RecordError, read_table
 
     try:
         return [stats.TimedStep(**row) for row in read_table(path).to_pylist()]
@@ -189,7 +145,43 @@ def keep_report(folder: run_folder.RunFolder) -> None:
     report = stats.family(lines.pairs(run_folder.read(folder.path)))
     if report:
         comparisons = {name: beside.to_dict() for name, beside in report.items()}
-        folder.add({"id": "report", "comparisons": comparisons}, "bench report")
+        folder.add({"id": "report", "comparisons": comparisons}, REPORT)
+
+
+def verify(run: run_folder.Run) -> Iterator[str]:
+    """Judge the raw times of each comparison and cell of ``run`` again, and make the reports over
+    all comparisons again; what comes out differently, in sentences.
+    """
+    where = run.path / "cases.jsonl"
+    kinds = lines.PairLine.kind, lines.CellLine.kind
+    for line in (line for kind in kinds for line in run.others.get(kind, ())):
+        try:
+            problem = verify_line(run.path, line)
+        except (RecordError, KeyError, TypeError, ValueError) as error:
+            problem = f"the raw times of {line['id']} cannot be judged: {error!r}"
+        if problem is not None:
+            yield f"{where}: {problem}"
+    so_far: dict[str, run_folder.Line] = {}
+    for line in run_folder.lines(run.path):
+        if line["kind"] == lines.PairLine.kind:
+            so_far[line["id"]] = line
+        elif line["kind"] == REPORT:
+            try:
+                yield from (f"{where}: {text}" for text in _reported(so_far.values(), line))
+            except (KeyError, TypeError, ValueError) as error:
+                yield f"{where}: the report over comparisons cannot be made: {error!r}"
+                return
+
+
+def _reported(pairs: Iterable[run_folder.Line], stored: run_folder.Line) -> Iterator[str]:
+    """Adjust the comparisons that stood before a report for one another again."""
+    report = stats.family(lines.PairLine.model_validate(pair) for pair in pairs)
+    again = {name: json.loads(beside.model_dump_json()) for name, beside in report.items()}
+    before = stored["comparisons"]
+    for name in sorted({*again, *before}):
+        if again.get(name) != before.get(name):
+            now, then = (f"{told.get(name)!r:.200}" for told in (again, before))
+            yield f"{name} in the report over all comparisons: they give {now}, not {then}"
 
 
 def verify_line(run: Path, stored: Mapping[str, Any]) -> str | None:
@@ -201,6 +193,6 @@ def verify_line(run: Path, stored: Mapping[str, Any]) -> str | None:
     else:
         judged = conclude(lines.MeasuredPair.model_validate(stored), rows)
     for key, value in json.loads(json.dumps(run_folder.standard(judged.to_dict()))).items():
-        if stored.get(key) != value and (key in stored or key not in _LATER):
+        if stored.get(key) != value:
             return f"{stored['id']}: the raw times give {key} {value!r}, not {stored.get(key)!r}"
     return None

@@ -8,15 +8,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shardproof.backends import BACKENDS, USUAL, cuda
-from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.model import measurement, step_time
-from shardproof.bench.model.records import RankRounds, Rounds, WatchedStep
-from shardproof.bench.subjects import Side
+from shardproof.bench.subjects import (
+    AloneRecord,
+    Launch,
+    RankRounds,
+    RankTimes,
+    Rounds,
+    Side,
+    SideRun,
+    WatchedStep,
+)
 from shardproof.files import from_plain, to_plain
 from shardproof.registry.declaration import ask
+
+if TYPE_CHECKING:
+    from shardproof.bench.collectives import Request
 
 T = TypeVar("T")
 
@@ -103,9 +113,9 @@ def time_launch(task: tuple[Launch, Path]) -> Any:
 
 def one_side(task: tuple[str, SideRun, Path]) -> Any:
     """One side on ranks of its own, untimed: peak bytes of a step (``memory``: on ranks that are
-    threads, where they are counted exactly), what it takes (``alone``), or phases (``profile``).
+    threads, where they are counted exactly), or what it takes (``alone``).
     """
-    from shardproof.bench import profile, timed_ranks
+    from shardproof.bench import timed_ranks
 
     what, run, workdir = task
     if what == "memory":
@@ -113,7 +123,6 @@ def one_side(task: tuple[str, SideRun, Path]) -> Any:
     kinds: dict[str, tuple[Any, Callable[[int], Any]]] = {
         "memory": (int, partial(timed_ranks.memory, run)),
         "alone": (AloneRecord, partial(timed_ranks.alone, run, workdir)),
-        "profile": (dict[str, float], partial(profile.profile, run)),
     }
     kind, program = kinds[what]
     return _reply(lambda: on_ranks(run, workdir, kind, program))
@@ -146,6 +155,19 @@ def measure_rounds(task: RoundsToMeasure) -> Any:
         return Rounds(watched, measured)
 
     return _reply(answer)
+
+
+def time_collectives(task: tuple[Request, Path]) -> Any:
+    """Collectives of a backend and of the suite, in turns."""
+    from shardproof.bench import collectives
+
+    request, workdir = task
+    program = partial(collectives.measure, request)
+    return _reply(
+        lambda: collectives.together(
+            request, on_ranks(request, workdir, collectives.Seconds, program)
+        )
+    )
 
 
 class Where(Protocol):

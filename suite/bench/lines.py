@@ -7,9 +7,7 @@ A line is read by :func:`pairs` and :func:`cells` (or ``model_validate``) and wr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -22,9 +20,9 @@ from pydantic import (
 )
 
 from shardproof.bench.model.alpha_beta import Machine
-from shardproof.bench.model.records import Call
 from shardproof.bench.model.step_time import Scorecard
-from shardproof.bench.subjects import Cell, Pair, Room
+from shardproof.bench.subjects import Call, Cell, Pair, Room
+from shardproof.compare.ratios import Estimate
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
 
@@ -49,45 +47,6 @@ class NoFigures(StoredModel):
 
 #: A loss that is not finite is stored as text.
 Losses = dict[str, list[float]]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What the blocks say of A's time over B's; ``mean``, ``low``, ``high``, ``sd`` in log units.
-
-    ``p`` is that of the sign-flip permutation, exact if ``exact``; ``None`` below 6 blocks, where
-    it cannot get under 0.05.
-    """
-
-    blocks: int
-    mean: float
-    low: float
-    high: float
-    sd: float
-    p: float | None
-    exact: bool
-
-    @property
-    def error(self) -> float:
-        """Standard error of the mean, in log units."""
-        return self.sd / math.sqrt(self.blocks)
-
-    @property
-    def freedom(self) -> float:
-        return self.blocks - 1
-
-    @property
-    def half_width(self) -> float:
-        """Half the interval, in log units."""
-        return (self.high - self.low) / 2
-
-    @property
-    def differs(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-    def ratios(self) -> dict[str, float]:
-        ratios = {key: math.exp(getattr(self, key)) for key in ("low", "high")}
-        return ratios | {"ratio": math.exp(self.mean), "half_width": math.expm1(self.half_width)}
 
 
 class Interval(StoredModel):
@@ -144,25 +103,13 @@ class InReport(StoredModel):
 
 
 class GpuFigures(StoredModel):
-    """A GPU while ranks ran: means, unless the name says otherwise; ``None``: see ``missing``.
-
-    ``throttled``: reason -> share of looks.  Energy is known of a window only.
-    """
+    """A GPU while ranks ran: means, and the most memory; ``None``: see ``missing``."""
 
     gpu: int
     name: str | None
     utilisation_percent: float | None
     memory_busy_percent: float | None
     memory_used_bytes: float | None
-    power_watts: float | None
-    power_limit_watts: float | None
-    sm_clock_mhz: float | None
-    sm_clock_least_mhz: float | None
-    memory_clock_mhz: float | None
-    temperature_celsius: float | None
-    throttled: dict[str, float] | None
-    energy_joules: float | None = None
-    energy_source: str | None = None
     missing: dict[str, str]
 
 
@@ -186,8 +133,6 @@ class SideSummary(Summary):
     """The same of a side that ran alone; ``allocator`` are torch's figures of the worst rank."""
 
     allocator: dict[str, int] | None
-    steps: int
-    joules_per_step: float | None
 
 
 class Telemetry(StoredModel):
@@ -319,7 +264,6 @@ class MeasuredPair(Line):
     meshes: dict[str, dict[str, int]] = Field(default_factory=dict)
     memory: Memory | NoFigures | None = None
     strategies: dict[str, str] = Field(default_factory=dict)
-    profile: dict[str, dict[str, float]] | NoFigures | None = None
     telemetry: Telemetry | None = None
     probed: PairProbes | NoFigures | None = None
     threads: int = 1
@@ -440,7 +384,7 @@ def pairs(run: Run) -> list[PairLine]:
 
     :raises SelectionError: a line that cannot be read.
     """
-    return _read(PairLine, run, run.benches)
+    return _read(PairLine, run)
 
 
 def cells(run: Run) -> list[CellLine]:
@@ -448,12 +392,12 @@ def cells(run: Run) -> list[CellLine]:
 
     :raises SelectionError: a line that cannot be read.
     """
-    return _read(CellLine, run, run.scalings)
+    return _read(CellLine, run)
 
 
-def _read(kind: type[L], run: Run, stored: Sequence[object]) -> list[L]:
+def _read(kind: type[L], run: Run) -> list[L]:
     lines = []
-    for line in stored:
+    for line in run.others.get(kind.kind, ()):
         try:
             lines.append(kind.model_validate(line))
         except ValidationError as error:

@@ -8,29 +8,45 @@ measured world (of none: from one in which a rank computes alone), where alpha a
 from __future__ import annotations
 
 import json
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardproof.axes import growing
+from shardproof.axes import growing, replicas
 from shardproof.backends import BACKENDS
-from shardproof.bench import launches, leader_tasks
-from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
+from shardproof.bench import leader_tasks, telemetry
 from shardproof.bench.leader_tasks import LaunchFailed, Timed
 from shardproof.bench.lines import CellProbes, Memory, NoFigures, PairProbes, SideSummary
-from shardproof.bench.model import measurement, scorecard
-from shardproof.bench.model.records import Rounds
+from shardproof.bench.model import alpha_beta, measurement, scorecard
 from shardproof.bench.scaling import modelled
 from shardproof.bench.scaling.nodes import not_probed
 from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
 from shardproof.bench.stats import TimedStep
-from shardproof.bench.subjects import LETTERS, ORDERS, SIDES, Cell, Pair, Room, Side, Subject, grown
-from shardproof.bench.telemetry import nvml, sampling
+from shardproof.bench.subjects import (
+    ALONE_ORDER,
+    LETTERS,
+    ORDER,
+    ORDERS,
+    PLAIN,
+    SCALING,
+    SIDES,
+    AloneRecord,
+    Cell,
+    Launch,
+    Pair,
+    RankTimes,
+    Room,
+    Rounds,
+    Side,
+    SideRun,
+    Subject,
+    grown,
+    side_run,
+)
 from shardproof.case import split
 from shardproof.cases.runner import JUDGING_SECONDS
 from shardproof.errors import Problem, SelectionError
@@ -43,9 +59,6 @@ from shardproof.registry.declaration import Answer, Declaration
 #: Called with the number of blocks that have ended so far, over all launches.
 OnBlocks = Callable[[int], None]
 _EXAMINING_SECONDS = 120.0
-_LOOK_SECONDS = 1.0
-#: Seconds that a look at progress may take before its thread is left to itself (a full pipe).
-_PATIENCE_SECONDS = 5.0
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -57,9 +70,8 @@ class Measured:
 
     ``meshes`` and ``strategies`` are by side; ``on_threads``: every side also runs where bytes are
     counted exactly.  ``records`` are what ranks returned, one list a launch; ``problem`` is
-    (verdict, sentence).  ``seen`` belongs to the launches, ``sides`` are passes of one side alone,
-    ``no_gpu`` is why there are no figures of GPUs.  ``probed`` is what the model of a step
-    needs.
+    (verdict, sentence).  ``seen`` belongs to the launches, ``sides`` are passes of one side alone.
+    ``probed`` is what the model of a step needs.
 
     Of a cell only: ``peak_bytes`` of a step on its worst rank; ``room``, how many ranks fit here;
     ``nodes`` that it is on; ``source``, the cell in whose launches a refused cell's single rank was
@@ -76,11 +88,9 @@ class Measured:
     records: list[list[RankTimes]] = field(default_factory=list)
     problem: tuple[str, str] | None = None
     seconds: float = 0.0
-    seen: sampling.Seen = field(default_factory=sampling.Seen)
+    seen: telemetry.Seen = field(default_factory=telemetry.Seen)
     sides: dict[str, SideSummary | NoFigures] = field(default_factory=dict)
-    no_gpu: str = ""
     memory: Memory | NoFigures | None = None
-    profile: dict[str, dict[str, float]] | NoFigures | None = None
     probed: PairProbes | CellProbes | NoFigures | None = None
     peak_bytes: int | None = None
     room: Room | None = None
@@ -103,19 +113,15 @@ class Measured:
         return self.crowded or not self.refused
 
     def run(self, side: str) -> SideRun:
-        return launches.side_run(self.subject, side, self.meshes[side])
+        return side_run(self.subject, side, self.meshes[side])
 
     def launch(self, number: int, blocks: Iterable[int]) -> Launch:
         if isinstance(self.subject, Cell):
             mesh, at_once = self.meshes["ranks"], 0
             if self.crowded and self.room is not None:
                 at_once = max(1, self.room.ranks // self.room.threads)
-            return launches.cell_launch(
-                *(self.subject, mesh, number, list(blocks), self.together, at_once)
-            )
-        if (
-            self.subject.action != "step"
-        ):  # without a twin, whose state would take half as much again
+            return cell_launch(self.subject, mesh, number, blocks, self.together, at_once)
+        if self.subject.action != "step":  # no twin: its state would take half as much again
             sides = {side: self.run(side) for side in LETTERS}
             orders = {"ab": ORDERS["ab"]}
             return Launch(sides, orders, number, list(blocks), action=self.subject.action)
@@ -130,21 +136,16 @@ class Session:
     """
 
     def __init__(self, api: Any = None) -> None:
-        self._given_api, self._api, self._no_gpu = api, None, ""
+        self._api = api
         self._pool = Pool(1, tasks=(leader_tasks.time_launch,))
         self._made = 0
 
     def __enter__(self) -> Session:
         self._pool.__enter__()
-        self._api, self._no_gpu = nvml.start(self._given_api)
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._pool.__exit__()
-        finally:
-            if self._api is not None and (why := nvml.stop(self._api)):
-                print(f"telemetry: {why}", file=sys.stderr)
+        self._pool.__exit__()
 
     def examine(self, subjects: Sequence[Subject]) -> list[Measured]:
         """Ask the implementations what they can do, before anything is timed.
@@ -190,13 +191,14 @@ class Session:
         """All launches; what has been measured stays, however this is left."""
         subject, began, done = measured.subject, time.monotonic(), 0
         for number, count in enumerate(split(subject.blocks, subject.launches)):
-            launch, workdir = measured.launch(number, range(done, done + count)), self._folder()
-            sampler = self._sampler(measured, workdir)
+            launch, workdir = measured.launch(number, range(done, done + count)), self.folder()
+            report = partial(_report, on_blocks, done, workdir)
+            sampler = self._sampler(measured, workdir, report)
             try:
-                with watching(workdir, on_blocks, done), sampler:
-                    timed = self._lead(
-                        *(leader_tasks.time_launch, Timed, subject.id),
-                        *((launch, workdir), subject.deadline),
+                with sampler:
+                    task = launch, workdir
+                    timed = self.lead(
+                        leader_tasks.time_launch, Timed, subject.id, task, subject.deadline
                     )
             except LaunchFailed as failed:
                 measured.problem = failed.verdict, failed.reason
@@ -236,21 +238,27 @@ class Session:
         if BACKENDS[measured.subject.backend].threads:
             return
         for letter in LETTERS:
-            workdir = self._folder()
+            workdir = self.folder()
             sampler = self._sampler(measured, workdir)
             try:
                 with sampler:
                     ranks = self._one_side("alone", AloneRecord, measured, letter, workdir)
-                measured.sides[letter] = sampling.of_side(sampler.seen, ranks)
+                measured.sides[letter] = telemetry.of_side(sampler.seen, ranks)
             except LaunchFailed as failed:
                 measured.sides[letter] = NoFigures(problem=failed.reason)
 
-    def _sampler(self, measured: Measured, workdir: Path) -> sampling.Sampler:
-        """Who looks at the ranks of ``workdir``, and at GPUs if these compute there."""
+    def _sampler(
+        self, measured: Measured, workdir: Path, also: Callable[[], None] = lambda: None
+    ) -> telemetry.Sampler:
+        """Who looks at the ranks of ``workdir``, and at GPUs if these compute there, and calls
+        ``also`` each time.
+        """
         backend = measured.subject.backend
         on_gpu = BACKENDS[backend].device == "cuda"
-        measured.no_gpu = self._no_gpu if on_gpu else f"{backend} computes on the CPU"
-        return sampling.Sampler(lambda: sampling.pids_in(workdir), self._api if on_gpu else None)
+        sampler = telemetry.Sampler(lambda: telemetry.pids_in(workdir), also, on_gpu, self._api)
+        if not on_gpu:
+            sampler.seen.no_gpu = f"{backend} computes on the CPU"
+        return sampler
 
     def score(self, measured: Measured) -> None:
         """Both sides beside their predictions, probed in a launch of its own."""
@@ -284,34 +292,23 @@ class Session:
 
         :raises LaunchFailed: the ranks broke.
         """
-        task = leader_tasks.RoundsToMeasure(runs, rounds, ladder, self._folder())
+        task = leader_tasks.RoundsToMeasure(runs, rounds, ladder, self.folder())
         seconds = 2 * runs[0].deadline
-        return self._lead(leader_tasks.measure_rounds, Rounds, runs[0].name, task, seconds)
-
-    def profile(self, measured: Measured) -> None:
-        kind = dict[str, float]
-        try:
-            ranks = {side: self._one_side("profile", kind, measured, side) for side in LETTERS}
-        except LaunchFailed as failed:
-            measured.profile = NoFigures(problem=failed.reason)
-        else:
-            slowest = {
-                side: max(each, key=lambda rank: rank["wall"]) for side, each in ranks.items()
-            }
-            measured.profile = slowest
+        return self.lead(leader_tasks.measure_rounds, Rounds, runs[0].name, task, seconds)
 
     def _one_side(
         self, what: str, kind: type[T], measured: Measured, side: str, workdir: Path | None = None
     ) -> list[T]:
-        task = what, measured.run(side), workdir or self._folder()
+        task = what, measured.run(side), workdir or self.folder()
         subject, kinds = measured.subject, list[kind]  # type: ignore[valid-type]
-        return self._lead(leader_tasks.one_side, kinds, subject.id, task, subject.deadline)
+        return self.lead(leader_tasks.one_side, kinds, subject.id, task, subject.deadline)
 
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """A new folder of the session, for the files of one launch."""
         self._made += 1
         return self._pool.folder / f"launch{self._made}"
 
-    def _lead(self, task: Task[P], kind: type[T], name: str, what: P, seconds: float) -> T:
+    def lead(self, task: Task[P], kind: type[T], name: str, what: P, seconds: float) -> T:
         """Run ``task`` of :mod:`shardproof.bench.leader_tasks` in a leader; its answer.
 
         :raises LaunchFailed: there is no answer.
@@ -432,25 +429,13 @@ def _resident(measured: Measured) -> Memory | NoFigures:
     return Memory(kind="resident", **added, ratio=added["a"] / added["b"])
 
 
-@contextmanager
-def watching(workdir: Path, report: OnBlocks, before: int) -> Iterator[None]:
-    """Report now and then how many blocks the first rank of a launch has ended."""
-    path, over = workdir / "times0.jsonl", threading.Event()
-
-    def look() -> None:
-        while not over.wait(_LOOK_SECONDS):
-            if path.exists():
-                lines = path.read_text().splitlines()
-                blocks = {json.loads(line)["block"] for line in lines if line.endswith("}")}
-                report(before + len(blocks - {-1}))
-
-    thread = threading.Thread(target=look, name="bench progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(_PATIENCE_SECONDS)
+def _report(on_blocks: OnBlocks, before: int, workdir: Path) -> None:
+    """Say how many blocks the first rank of a launch has ended."""
+    path = workdir / "times0.jsonl"
+    if path.exists():
+        lines = path.read_text().splitlines()
+        blocks = {json.loads(line)["block"] for line in lines if line.endswith("}")}
+        on_blocks(before + len(blocks - {-1}))
 
 
 def read_times(workdir: Path) -> list[TimedStep]:
@@ -460,3 +445,34 @@ def read_times(workdir: Path) -> list[TimedStep]:
         lines = path.read_bytes().splitlines(keepends=True)
         rows += [TimedStep(**json.loads(line)) for line in lines if line.endswith(b"\n")]
     return rows
+
+
+def cell_launch(
+    cell: Cell,
+    mesh: Mapping[str, int],
+    number: int,
+    blocks: Iterable[int],
+    together: bool,
+    at_once: int = 0,
+) -> Launch:
+    """One rank and N ranks on ``mesh``; without ``together`` one rank alone, beside an idle second
+    one (or as many as the axes have whose sizes stay).
+
+    The model is probed in the first launch, where its formulas know the backend; ``at_once`` of the
+    ranks compute at once there (0: all).
+    """
+    if not together:
+        cell = cell.at(max(2, cell.inner))
+    ranks = side_run(cell, "ranks", grown(mesh, cell.world))
+    alone = dict.fromkeys(mesh, 1)
+    wrapped = replace(ranks, axes=alone, workload=cell.base, first_rank_only=True)
+    plain = replace(wrapped, axes=replicas(1), side=Side(PLAIN))
+    sides = {"plain": plain, "wrapped": wrapped} | ({"ranks": ranks} if together else {})
+    probed: dict[int, SideRun] = {}
+    if number == 0 and alpha_beta.algorithms_of(cell.backend):
+        probed[cell.samples(cell.world)] = ranks
+        if cell.mode == "strong":  # a rank's batch shrinks: one sample gives the fixed part
+            single = replace(cell.workload, global_batch=cell.data_coordinates(cell.world))
+            probed.setdefault(1, replace(ranks, workload=single))
+    orders = {SCALING: ORDER if together else ALONE_ORDER}
+    return Launch(sides, orders, number, list(blocks), probed=probed, at_once=at_once)

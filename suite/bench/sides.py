@@ -23,6 +23,7 @@ from shardproof.scenarios import load
 from shardproof.scenarios.schema import AxisName, Label, Model, Size
 from shardproof.scenarios.source import Node
 
+COMMAND = "shardproof bench"
 #: A segment (one letter of A B B A) is at least this long and has at least this many steps.
 SEGMENT_SECONDS = 0.2
 SEGMENT_STEPS = 2
@@ -291,10 +292,22 @@ def _pair(model: SpeedScenario, item: PairModel) -> Pair:
     )
 
 
+def kind_of(path: Path) -> str:
+    """``speed``, ``scaling``, or empty for a file that is not timed."""
+    kind = load.kind_of(path)
+    return kind.name if kind is not None and kind.command == COMMAND else ""
+
+
+def timed_files(folder: Path) -> list[Path]:
+    """The files below ``folder`` that ``shardproof bench`` reads."""
+    found = load.files_of_wings(folder)
+    return [path for path, kind in found.items() if kind.command == COMMAND]
+
+
 def known() -> dict[str, Path]:
     """Timed scenarios of the default folder, as ``ddp`` and as ``speed/ddp``."""
     paths: dict[str, Path] = {}
-    for path in load.timed_files(load.default_folder()):
+    for path in timed_files(load.default_folder()):
         paths.setdefault(path.stem, path)
         paths[f"{path.parent.name}/{path.stem}"] = path
     return paths
@@ -313,7 +326,7 @@ def files(names: Sequence[str]) -> list[Path]:
             paths.setdefault(there[name])
         elif path.is_dir() or (root / name).is_dir():
             folder = path if path.is_dir() else root / name
-            inside = load.timed_files(folder)
+            inside = timed_files(folder)
             if not inside:
                 remedy = "name a file, or two implementations"
                 raise SelectionError(Problem("no timed scenarios", remedy, str(folder)))

@@ -14,20 +14,25 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
-from typing import Any, Literal, NamedTuple, get_args
+from functools import reduce
+from typing import NamedTuple, get_args
 
 import numpy as np
 
-from shardproof.bench.lines import Estimate, InReport, PairFigures, PairLine, Twin
+from shardproof.bench.lines import InReport, PairFigures, PairLine, Twin
+from shardproof.compare.ratios import (
+    CONFIDENCE,
+    DIFFERENT,
+    SMALLEST_MARGIN,
+    Estimate,
+    Verdict,
+    difference_p,
+    holm,
+    smallest_effect,
+    t_quantile,
+    verdict,
+)
 
-#: A difference below this is called small even where it is certain.
-SMALLEST_MARGIN = 0.05
-#: Where an A/A pair leaves more than this open, nothing beyond it is called the same or small.
-LARGEST_MARGIN = 0.10
-CONFIDENCE = 0.95
-#: The effect that a comparison "can see" is the one it would call different this often.
-POWER = 0.8
 #: Up to this many blocks the permutation is exact (2^20 half sums); beyond, signs are drawn.
 EXACT_BLOCKS = 40
 _DRAWS, _DRAWS_AT_ONCE = 200_000, 1_000
@@ -35,17 +40,6 @@ _DRAWS, _DRAWS_AT_ONCE = 200_000, 1_000
 #: Verdicts on what broke, and those that leave a question open.
 BROKEN = ("crash", "hang", "fail")
 OPEN = ("inconclusive", "precondition", "over budget")
-
-Verdict = Literal["faster", "slower", "same", "small difference", "inconclusive"]
-
-
-def _scipy() -> Any:
-    """Its distributions, when somebody judges: ranks, which import this for what they leave, have
-    no scipy on a node.
-    """
-    from scipy import stats
-
-    return stats
 
 
 def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
@@ -60,11 +54,6 @@ def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     half = t_quantile(confidence, count - 1) * sd / math.sqrt(count)
     p, exact = sign_flip_p(logs) if count >= 6 else (None, True)
     return Estimate(count, mean, mean - half, mean + half, sd, p, exact)
-
-
-@cache
-def t_quantile(confidence: float, freedom: float) -> float:
-    return float(_scipy().t.ppf((1 + confidence) / 2, freedom))
 
 
 def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
@@ -97,62 +86,12 @@ def margin(same: Estimate | None) -> float:
     return floor if same is None else max(floor, same.half_width)
 
 
-def verdict(estimated: Estimate, least: float) -> Verdict:
-    """The verdict on A beside B, where differences below ``least`` (log units) do not matter."""
-    if estimated.differs:
-        if abs(estimated.mean) >= least:
-            return "slower" if estimated.mean > 0 else "faster"
-        if _alike(estimated, least):
-            return "same"
-        small = abs(estimated.mean) < math.log1p(LARGEST_MARGIN)
-        return "small difference" if small else "inconclusive"
-    return "same" if _alike(estimated, least) else "inconclusive"
-
-
-def _alike(estimated: Estimate, least: float) -> bool:
-    limit = min(least, math.log1p(LARGEST_MARGIN))
-    return -limit < estimated.low and estimated.high < limit
-
-
-def smallest_effect(estimated: Estimate, least: float, power: float = POWER) -> float:
-    """The difference (log units) that as many blocks as these call faster or slower so often.
-
-    The mean has to clear the margin and its own half-width, so the effect lies beyond the larger.
-    """
-    hurdle = max(least, t_quantile(CONFIDENCE, estimated.freedom) * estimated.error)
-    return hurdle + float(_scipy().t.ppf(power, estimated.freedom)) * estimated.error
-
-
 def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) -> int:
     """Blocks from which on an interval is at most ``half_width`` (log units) to each side."""
     count = 2
     while t_quantile(CONFIDENCE, count - 1) * sd / math.sqrt(count) > half_width:
         count += 1
     return count
-
-
-#: Verdicts that claim a difference; in a report they stand if they survive all others beside them.
-DIFFERENT = ("faster", "slower", "small difference")
-
-
-def difference_p(estimated: Estimate) -> float:
-    """p of "no difference" by the paired t: below 0.05 exactly where the interval excludes 0."""
-    if estimated.sd == 0:
-        return float(estimated.mean == 0)
-    return 2 * float(_scipy().t.sf(abs(estimated.mean) / estimated.error, estimated.freedom))
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """Adjusted p of each hypothesis: rejecting those below a level errs at most so often in all.
-
-    Source: Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979: the k-th smallest
-    of m is multiplied by m - k + 1, and none is smaller than one before it.
-    """
-    adjusted, least = [0.0] * len(ps), 0.0
-    for place, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        least = max(least, min(1.0, (len(ps) - place) * ps[index]))
-        adjusted[index] = least
-    return adjusted
 
 
 def family(lines: Iterable[PairLine]) -> dict[str, InReport]:
@@ -288,4 +227,6 @@ def launches_differ(logs: Sequence[tuple[int, float]]) -> float | None:
     several = [values for values in groups.values() if len(values) > 1]
     if len(several) < 2 or len({value for values in several for value in values}) < 2:
         return None
-    return float(_scipy().f_oneway(*several).pvalue)
+    from scipy.stats import f_oneway  # ranks import this module, and have no scipy on a node
+
+    return float(f_oneway(*several).pvalue)

@@ -1,4 +1,12 @@
-"""What is timed: a pair of sides, or a cell of a scaling scenario.  Plain data, without torch."""
+"""What is timed, as plain data: pairs and cells, what ranks are asked for, and what they return.
+
+    Pair, Cell     from scenarios or the command line
+    SideRun        one side of them in training, as every rank of a launch knows it
+    Launch         the blocks that fresh ranks time
+    RankTimes, ... what a rank returns
+
+Imports no torch: the lines of ``cases.jsonl`` (``lines.py``) are made of the same classes.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardproof.axes import sharing, size
-from shardproof.case import WorkloadSpec
+from shardproof.case import Case, WorkloadSpec
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.files import Stored
 from shardproof.launch.process_control import physical_cores
 
 if TYPE_CHECKING:
+    from shardproof.costs import ModelFacts
     from shardproof.launch.nodes import Nodes
 
 #: Letters of the sides of a comparison.
@@ -224,3 +233,245 @@ class Room:
 
     def oversubscribed(self, world: int) -> bool:
         return world * self.threads > self.ranks
+
+
+# ------------------------------------------------------------------------- asked of ranks
+
+
+@dataclass(frozen=True)
+class SideRun:
+    """One implementation in training on the mesh ``axes``, as every rank of a launch knows it.
+
+    ``world`` is that of the launch.  With ``first_rank_only`` the mesh is that of rank 0 alone.
+    ``deadline`` is in seconds, of a launch.
+    """
+
+    name: str
+    side: Side
+    axes: dict[str, int]
+    backend: str
+    world: int
+    workload: WorkloadSpec
+    optimizer: OptimizerSpec
+    dtype: str
+    deadline: float
+    first_rank_only: bool = False
+
+    def case(self) -> Case:
+        """The case that cost formulas know it by."""
+        return Case(
+            id=self.name,
+            scenario=self.name,
+            implementation=self.side.implementation,
+            backend=self.backend,
+            mesh=self.axes,
+            workload=self.workload,
+            optimizer=self.optimizer,
+            lane="working_precision",
+            checks=(),
+            options=self.side.options,
+            dtype=self.dtype,
+            steps=1,
+        )
+
+    def facts(self) -> ModelFacts:
+        """What cost formulas may know of it (imports torch)."""
+        from shardproof.costs.expression import facts_of
+
+        return facts_of(self.case()).model_facts
+
+    def formula_bytes(self, strategy: str) -> int | None:
+        """Bytes of model states on the rank that holds most; ``None``: no formula."""
+        from shardproof.costs import NoCostModel, cost_model_of
+
+        try:
+            model = cost_model_of(strategy, self.facts())
+            return None if model is None or model.why_not_measured() else model.total()
+        except NoCostModel:
+            return None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Blocks that fresh ranks time: of each pair of ``orders``, segments of ``sides`` in turn, each
+    of steps or of one other ``action``.
+
+    ``number`` is that of the launch, ``blocks`` those of its blocks.  ``pace`` is the side whose
+    time sets the steps of every segment; without one each side has its own number of steps.
+    ``probed``: samples of a rank -> the run whose compute is measured between blocks; the calls of
+    the first one are, too (empty: nothing is probed).  So many ranks compute ``at_once`` then, for
+    there are no cores for more (0: all).
+    """
+
+    sides: dict[str, SideRun]
+    orders: Mapping[str, tuple[str, ...]]
+    number: int
+    blocks: list[int]
+    pace: str = ""
+    probed: dict[int, SideRun] = field(default_factory=dict)
+    action: Action = "step"
+    at_once: int = 0
+
+    @property
+    def first(self) -> SideRun:
+        """A side whose backend, world and deadline are those of all."""
+        return next(iter(self.sides.values()))
+
+
+def side_run(subject: Subject, side: str, axes: Mapping[str, int]) -> SideRun:
+    return SideRun(
+        *(subject.name, subject.side(side), dict(axes), subject.backend, subject.world),
+        *(subject.workload, subject.optimizer, subject.dtype, subject.deadline),
+    )
+
+
+# --------------------------------------------------------------------- returned by ranks
+
+
+@dataclass(frozen=True)
+class AloneSteps:
+    """Seconds without traffic of whole ``steps`` and to the ``gradients``, by segment and step."""
+
+    steps: list[list[float]]
+    gradients: list[list[float]]
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """What the probes of one rank found in one of its groups.
+
+    ``collectives`` are (operation, payload bytes, seconds of each sweep), ``used`` wall and CPU
+    seconds by operation.
+    """
+
+    collectives: list[tuple[str, int, list[float]]]
+    used: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class AxisRecord(GroupRecord):
+    """The same in the group of ``ranks`` ranks along ``axis``; all groups of the axis at once."""
+
+    axis: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class ProbeRecord(GroupRecord):
+    """What the probes of one rank found, sweep by sweep: in the group of all ranks, along axes, and
+    rates in FLOP/s and bytes/s.
+    """
+
+    flop_rates: list[float]
+    byte_rates: list[float]
+    along: list[AxisRecord] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Call:
+    """``count`` calls of ``operation`` that a rank makes in a step, in groups of ``ranks`` ranks;
+    ``bytes`` is the payload of each (the mean: the model is linear).  ``axis``: as the traffic
+    ledger names it; empty: nobody told.
+    """
+
+    operation: str
+    ranks: int
+    bytes: float
+    count: float = 1
+    floating: bool = True
+    axis: str = ""
+
+
+@dataclass(frozen=True)
+class WatchedStep:
+    """A step that the traffic ledger watched on one rank, and the work of the plain model.
+
+    ``flops`` are those of products of matrices, ``products`` the shapes of most FLOPs with how
+    often a step makes each, ``elements`` those that are trained; ``schedule`` is that of a pipeline
+    with one window a step, as :meth:`~shardproof.schedules.Schedule.to_dict` gives it.
+    """
+
+    calls: list[Call]
+    flops: int
+    products: list[tuple[tuple[int, int, int, int], int]]
+    elements: int
+    schedule: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RankRounds:
+    """What a rank measured of some runs in rounds: each without traffic and with it.
+
+    ``together`` are seconds by run, round and step.
+    """
+
+    rank: int
+    cores: list[int]
+    threads: int
+    alone: list[AloneSteps]
+    together: list[list[list[float]]]
+    probes: ProbeRecord
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What all ranks measured, and the watched step of each run (of rank 0)."""
+
+    watched: list[WatchedStep]
+    measured: list[RankRounds]
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """What a rank counted where saves or loads were timed, in bytes.
+
+    ``above``: by side, the most resident memory during a save above that before it (none where the
+    system does not tell).  ``largest``: a whole tensor of A.  ``needed`` and ``read``: what this
+    rank of a smaller world holds of what A saved, and what it read for that (``None``: nobody
+    tells).
+    """
+
+    above: dict[str, int] = field(default_factory=dict)
+    largest: int = 0
+    needed: int = 0
+    read: int | None = None
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What a rank returns at the end of a timed launch, by side; step times are in its file.
+
+    ``losses`` are those of the first steps (``None``: this rank does not learn it),
+    ``coordinates`` data coordinates (``None``: it has no part in the side), ``targets`` those of
+    one step.  ``alone``: the compute of each run that the launch probed; ``probes``:
+    :meth:`shardproof.bench.model.probes.Probes.record`; ``counts``: those of a launch of saves.
+    """
+
+    rank: int
+    segment_steps: dict[str, int]
+    losses: dict[str, list[float | None]]
+    coordinates: dict[str, int | None]
+    targets: dict[str, int]
+    threads: int
+    cores: list[int]
+    pci: dict[str, int] | None = None
+    alone: list[AloneSteps] = field(default_factory=list)
+    probes: ProbeRecord | None = None
+    counts: RankCounts | None = None
+
+
+@dataclass(frozen=True)
+class AloneRecord:
+    """What one side took of a rank that ran nothing else.
+
+    ``resident`` is the growth of resident memory (bytes) since before the set-up, allocators,
+    groups and libraries included; ``allocator`` and ``pci`` are ``None`` without a GPU, which is
+    looked at between ``began`` and ``ended`` (``time.monotonic``).
+    """
+
+    rank: int
+    resident: int
+    allocator: dict[str, int] | None
+    pci: dict[str, int] | None
+    began: float
+    ended: float

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardproof.bench import telemetry
 from shardproof.bench.lines import Counted, InReport, Interval, Memory, NoFigures, PairLine
 from shardproof.bench.subjects import LETTERS
-from shardproof.bench.telemetry import sampling
 from shardproof.table import Table
 
 HEADINGS = (
@@ -153,7 +153,7 @@ def details(line: PairLine) -> list[str]:
     texts += map(_counted, line.counted)
     if isinstance(line.memory, NoFigures):
         texts.append(f"no memory figures: {line.memory.problem}")
-    texts += [*_scorecards(line), *sampling.texts(line.telemetry), *_profile(line)]
+    texts += [*_scorecards(line), *telemetry.texts(line.telemetry)]
     return [line.id, *(f"    {text}" for text in texts)]
 
 
@@ -178,20 +178,6 @@ def _scorecards(line: PairLine) -> list[str]:
             if (value := getattr(card, figure)) is not None
         ]
         texts.append(f"scorecard of {letter.upper()}: {', '.join(figures)}")
-    return texts
-
-
-def _profile(line: PairLine) -> list[str]:
-    profile = line.profile
-    if profile is None:
-        return []
-    if isinstance(profile, NoFigures):
-        return [f"no profile: {profile.problem}"]
-    texts = ["ms of a mean step, slowest rank     A        B"]
-    notes = {"blocked": "  of it without a core", "threads": "  CPU of other threads, beside it"}
-    for phase in profile["a"]:
-        both = f"{profile['a'][phase]:10.1f} {profile['b'][phase]:8.1f}"
-        texts.append(f"  {phase:24} {both}{notes.get(phase, '')}")
     return texts
 
 

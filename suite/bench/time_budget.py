@@ -26,10 +26,9 @@ _PAIR_SEGMENTS, _PAIR_SIDES = 8, 3
 
 @dataclass(frozen=True)
 class Passes:
-    """What a comparison runs besides its launches: each side ``alone``, ``profile``, ``score``."""
+    """What a comparison runs besides its launches: each side ``alone``, the ``score``."""
 
     alone: bool = True
-    profile: bool = False
     score: bool = False
 
 
@@ -100,5 +99,5 @@ def _guess(subject: Subject, passes: Passes) -> float:
         block = len(ORDER) * _PROBING_FACTOR * SEGMENT_SECONDS
         return subject.launches * launch + subject.blocks * block
     launch = _PAIR_LAUNCH_SECONDS + _PAIR_SIDES * WARM_SECONDS
-    extra = _ALONE_SECONDS * (passes.alone + passes.profile) * 2 + _SCORE_SECONDS * passes.score
+    extra = _ALONE_SECONDS * passes.alone * 2 + _SCORE_SECONDS * passes.score
     return subject.launches * launch + subject.blocks * _PAIR_SEGMENTS * SEGMENT_SECONDS + extra

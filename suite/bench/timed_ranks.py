@@ -30,13 +30,18 @@ import psutil
 import torch
 
 from shardproof import backends
-from shardproof.bench import pinning, sides
+from shardproof.bench import on_rank, sides, telemetry
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded, comms_along, everybody
-from shardproof.bench.launches import AloneRecord, Launch, RankTimes, SideRun
 from shardproof.bench.model import measurement, probes
-from shardproof.bench.model.records import AloneSteps, WatchedStep
 from shardproof.bench.stats import TimedStep
-from shardproof.bench.telemetry import nvml, sampling
+from shardproof.bench.subjects import (
+    AloneRecord,
+    AloneSteps,
+    Launch,
+    RankTimes,
+    SideRun,
+    WatchedStep,
+)
 from shardproof.comm import Comm
 from shardproof.ledgers.memory import MemoryLedger
 
@@ -51,8 +56,8 @@ def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -
     ``watched``: the calls to probe, where the launch probes the model.
     """
     assert_nothing_is_recorded(launch.first.backend)
-    sampling.announce(workdir, os.getpid())
-    cores = pinning.pin(rank, launch.first.world, backends.BACKENDS[launch.first.backend].threads)
+    telemetry.announce(workdir, os.getpid())
+    cores = on_rank.pin(rank, launch.first.world, backends.BACKENDS[launch.first.backend].threads)
     control = everybody(launch.first.backend, launch.first.world)
     arms = {}
     for side, of_side in launch.sides.items():
@@ -220,16 +225,17 @@ def memory(of_side: SideRun, rank: int) -> int:
 def alone(of_side: SideRun, workdir: Path, rank: int) -> AloneRecord:
     """What the side takes of this rank, a process of its own, while nobody times it.
 
-    With a GPU steps go on for ``sampling.ALONE_SECONDS``, so that there is energy to divide.
+    With a GPU steps go on for ``telemetry.ALONE_SECONDS``, so that there are looks at it.
     """
-    sampling.announce(workdir, os.getpid())
+    telemetry.announce(workdir, os.getpid())
     on_gpu = backends.BACKENDS[of_side.backend].device == "cuda"
     arm = Arm(of_side, rank)
     before = psutil.Process().memory_info().rss
     arm.set_up()
     arm.seconds(MEMORY_STEPS)
     began = time.monotonic()
-    steps = _steps_alone(arm) if on_gpu else 0
+    if on_gpu:
+        _steps_alone(arm)
     ended = time.monotonic()
     scale = 1 if sys.platform == "darwin" else 1 << 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
@@ -237,28 +243,24 @@ def alone(of_side: SideRun, workdir: Path, rank: int) -> AloneRecord:
     return AloneRecord(
         rank,
         resident=peak - before,
-        allocator=nvml.allocator() if on_gpu else None,
+        allocator=telemetry.allocator() if on_gpu else None,
         pci=_pci(of_side.backend),
         began=began,
         ended=ended,
-        steps=steps,
     )
 
 
-def _steps_alone(arm: Arm) -> int:
+def _steps_alone(arm: Arm) -> None:
     control = everybody(arm.run.backend, arm.run.world)
-    steps = 0
     over = False
     began = time.monotonic()
     while not over:
         arm.seconds(sides.SEGMENT_STEPS)
-        steps += sides.SEGMENT_STEPS
-        over = _agree(time.monotonic() - began >= sampling.ALONE_SECONDS, control)
-    return steps
+        over = _agree(time.monotonic() - began >= telemetry.ALONE_SECONDS, control)
 
 
 def _pci(backend: str) -> dict[str, int] | None:
     """Where this rank's GPU is, if it computes on one and torch knows."""
     if backends.BACKENDS[backend].device != "cuda":
         return None
-    return nvml.pci_of(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    return telemetry.pci_of(torch.cuda.get_device_properties(torch.cuda.current_device()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +14,12 @@ from shardproof.cluster.shape import Shape, Words
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
+from shardproof.wings import wings
 
 if TYPE_CHECKING:
     from shardproof.case import Case
     from shardproof.cluster.containers.needs import Needs
-    from shardproof.wings import OnNodes
+    from shardproof.wings import NodeCommand, OnNodes
 
 clusters = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -125,41 +126,32 @@ def run_once(command: OnNodes) -> int:
     return head.run(command.words, wanted, needs, command.seen)
 
 
-@clusters.command("bench", context_settings=head.PASSING_ON)
-@options.grouped(ranks_per_node=1)
-def bench(words: Words = None, *, wanted: Shape) -> None:
-    """Time ranks in containers: `shardproof bench`, with its options.
+def _add(command: NodeCommand) -> None:
+    """Add a command of a wing, with its ranks on nodes."""
 
-    \b
-    shardproof cluster bench reference/ddp pytorch/ddp          2 nodes of a rank
-    shardproof cluster bench strong --world 2 --bandwidth 100mbit
-    shardproof cluster bench collectives --nodes 2 --ranks-per-node 2
-    shardproof cluster bench cluster-strong                     efficiency by bandwidth
+    @options.grouped(ranks_per_node=1)
+    def on_nodes(words: Words = None, *, wanted: Shape) -> None:
+        raise typer.Exit(_on_nodes(command, words or (), wanted))
 
-    A scaling scenario that asks for bandwidths is timed at each, in nodes made for it, into one run
-    folder. As `cluster run` in all else. Each rank keeps to cores of its own, where there are
-    enough. In `collectives` the algorithm `hierarchical` is that of these nodes.
+    clusters.command(command.name, help=command.help, context_settings=head.PASSING_ON)(on_nodes)
+
+
+def _on_nodes(command: NodeCommand, words: Sequence[str], wanted: Shape) -> int:
+    """Run ``command`` once for each rate between nodes that its ``words`` ask for, into one run
+    folder; the gravest exit code.
     """
-    from shardproof.bench import command as in_head
-    from shardproof.bench.command import choice, collectives
-
-    asked = [wanted.bits_per_second or 0]
     wanted.limits(), wanted.slowed()  # refused at once
-    context = head.meant(in_head.bench, words or ())
-    names = list(context.params["names"] or ())
-    needs = head.needs_of(names, context.params["backend"], wanted)
-    if names == [collectives.NAME]:
-        collectives.chosen(context, wanted.there)
-    else:
-        if wanted.bits_per_second is None:
-            asked = choice.rates(context) or asked
-        timed: list[Any] = []
-        for rate in asked:
-            subjects, _ = choice.chosen(context, replace(wanted.there, rate=rate))
-            timed += subjects
-        ids, backends = {one.id for one in timed}, {one.backend for one in timed}
-        needs = needs.of(ids, backends, wanted.ranks_per_node)
-    seen, command = head.own_folders(names, names), ["bench", *(words or ())]
+    plan = command.planned(words)
+    if plan.dry_run:
+        head.refuse("dry_run")
+    asked = [wanted.bits_per_second or 0]
+    if wanted.bits_per_second is None:
+        asked = [*plan.rates] or asked
+    plans = [plan.on(replace(wanted.there, rate=rate)) for rate in asked]
+    ids = {name for one in plans for name in one.ids}
+    backends = {name for one in plans for name in one.backends}
+    needs = head.needs_of(ids, backends, wanted)
+    seen, typed = head.own_folders(plan.names, plan.names), [command.name, *words]
     capped = [replace(wanted, bits_per_second=rate or None) for rate in asked]
     for each in capped:
         each.limits()  # refused before the first is started
@@ -167,13 +159,18 @@ def bench(words: Words = None, *, wanted: Shape) -> None:
     with head.run_folder(wanted.results) as folder:
         for each in capped:
             try:
-                code = head.run(command, replace(each, results=folder), needs, seen)
+                code = head.run(typed, replace(each, results=folder), needs, seen)
             except typer.Exit as refused:  # told; another rate may be had
                 code = refused.exit_code
             codes.append(code)
             if code in (verdicts.BAD_INPUT, verdicts.INTERRUPTED):
                 break
-    raise typer.Exit(verdicts.gravest(codes))
+    return verdicts.gravest(codes)
+
+
+for wing in wings():
+    for command in wing.node_commands:
+        _add(command)
 
 
 @clusters.command("build")

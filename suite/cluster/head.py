@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -46,11 +46,16 @@ def meant(command: Callable[..., None], words: Sequence[str]) -> Any:
     alone.command()(command)
     name = f"shardproof {command.__name__}"
     found: Any = typer.main.get_command(alone).make_context(name, [*words])
-    for option, remedy in _NOT_THERE.items():
+    for option in _NOT_THERE:
         if found.params.get(option):
-            flag = f"--{_FLAGS.get(option, option).replace('_', '-')}"
-            raise SelectionError(Problem(f"{flag} is not for clusters", remedy, flag))
+            refuse(option)
     return found
+
+
+def refuse(option: str) -> NoReturn:
+    """:raises SelectionError: ``option`` means nothing in the head."""
+    flag = f"--{_FLAGS.get(option, option).replace('_', '-')}"
+    raise SelectionError(Problem(f"{flag} is not for clusters", _NOT_THERE[option], flag))
 
 
 def needs_of(names: Iterable[str] | None, backends: Any, wanted: Shape) -> Needs:

@@ -67,7 +67,7 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
         _mute(sys.stderr if err else sys.stdout)
 
 
-class _Bar:
+class Bar:
     """Context manager: a bar on a terminal, elsewhere a line now and then.
 
     ``total`` may be unknown (``None``).
@@ -148,7 +148,7 @@ class _Bar:
         return ""
 
 
-class Progress(_Bar):
+class Progress(Bar):
     """Progress over ``cases``: :meth:`started` and :meth:`step` are called once for each.
 
     ``expected``: seconds of a case by its id, where known.  Elsewhere than on a terminal a thread
@@ -296,25 +296,3 @@ class FaultProgress(Progress):
         if planted:
             return caught if kind in verdicts.RED else neither
         return passed if kind in verdicts.GREEN else neither
-
-
-class Blocks(_Bar):
-    """Progress over the blocks of one comparison."""
-
-    def __init__(self, console: Console, what: str, total: int) -> None:
-        super().__init__(console, what, total, "blocks")
-
-    def _columns(self, progress: Any) -> list[Any]:
-        blocks = progress.TextColumn("{task.completed}/{task.total} blocks")
-        return [blocks, progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
-
-    def update(self, done: int) -> None:
-        """So many blocks are over."""
-        self._move(done, " blocks")
-
-    def note(self, what: str) -> None:
-        """What comes after the blocks."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=f"{self.what}: {what}")
-        else:
-            print_line(self.console, f"  {what}")

@@ -50,8 +50,7 @@ def verify(run: options.Run = None) -> None:
         echo(text)
     if verified.problems:
         raise typer.Exit(verdicts.BROKEN)
-    timed = verified.benches + verified.scalings + verified.collectives
-    judged = verified.cases + verified.kills + timed
+    judged = verified.cases + verified.kills + sum(verified.others.values())
     raise typer.Exit(verdicts.HELD if judged else verdicts.NOT_DECIDED)
 
 
@@ -66,8 +65,8 @@ def merge(
         ),
     ] = None,
 ) -> None:
-    """Put the parts of a selection together, as `--shard I/N` of `run`, `mutants` and `bench` left
-    them on as many machines, into one run.
+    """Put the parts of a selection together, as a command with `--shard I/N` left them on as many
+    machines, into one run.
 
     Lines, records and raw times are copied byte for byte; `verify`, `report`, `compare` and `gate`
     take the run like any other. What no part has a result for is left out, named, and can be run by
@@ -100,18 +99,19 @@ def merge(
 
 def _merge(merged: Merge, folder: RunFolder) -> int:
     """Write the run, its reports, and what is to be told of it; the exit code."""
-    from shardproof.bench.evidence import keep_report
     from shardproof.commands.console import make_console, print_line
     from shardproof.commands.supervision import Interrupts, supervised
     from shardproof.runs import junit
     from shardproof.runs import merge as parts
     from shardproof.runs.run_folder import read
+    from shardproof.wings import wings
 
     console = make_console()
 
     def body(_: Interrupts) -> int:
         parts.copy(merged, folder)
-        keep_report(folder)
+        for wing in wings():
+            wing.after_merge(folder)
         run = read(folder.path)
         for text in (*(part.sentence() for part in merged.parts), *merged.differences):
             print_line(console, text)

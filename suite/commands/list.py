@@ -90,14 +90,16 @@ def backends() -> Entries:
 def scenarios() -> Entries:
     """Scenarios of the default folder and why each exists; others as folder/name."""
     from shardproof.scenarios import source
-    from shardproof.scenarios.load import default_folder, find, timed_files
+    from shardproof.scenarios.load import default_folder, files_of_wings, find
 
     folder = default_folder()
     files = find([str(folder)])
     judged = [(file.name, " ".join(file.scenario.about.split())) for file in files]
-    for path in timed_files(folder):
+    for path, kind in files_of_wings(folder).items():
         about = " ".join(str(source.read(path).plain().get("about", "")).split())
-        judged.append((f"{path.parent.name}/{path.stem}", f"timed by `shardproof bench`: {about}"))
+        judged.append(
+            (f"{path.parent.name}/{path.stem}", f"{kind.done} by `{kind.command}`: {about}")
+        )
     return judged
 
 

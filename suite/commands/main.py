@@ -18,7 +18,6 @@ from typing import Annotated
 import typer
 
 from shardproof import VERSION, verdicts, wings
-from shardproof.bench import command as bench
 from shardproof.commands import (
     checkpoint,
     compare,
@@ -51,7 +50,6 @@ shardproof run --resume --results results/RUN              go on with that run
 shardproof list cases                                      what there is to run
 shardproof run --shard 1/4                                 a quarter; `merge` joins the parts
 shardproof mutants                                         prove that the checks can fail
-shardproof bench reference/ddp pytorch/ddp --size 20m      compare speed on this machine
 shardproof reproduce RUN                                   the same cases again, here
 shardproof compare RUN RUN                                 what differs between runs
 shardproof gate RUN --against BASELINE                     fail CI on regressions
@@ -93,7 +91,6 @@ app.command(short_help="Run a run's cases again here, and say what comes out the
 )
 app.command(short_help="Say what differs between runs.")(compare.compare)
 app.command(short_help="Judge a run beside a baseline, by a policy.")(compare.gate)
-app.command(short_help="Time pairs of implementations, or what more ranks gain.")(bench.bench)
 app.add_typer(
     checkpoint.checkpoints,
     name="checkpoint",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import StrEnum
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -317,10 +316,3 @@ def refuse(given: Mapping[str, object], what: str, value: object = "") -> None:
     """
     if clash := next((name for name, found in given.items() if found), ""):
         raise SelectionError(Problem(what, f"leave out {clash}", str(value) or None))
-
-
-class FailOn(StrEnum):
-    """What is a failure beside a crash; typer has no lists of literals."""
-
-    slower = "slower"
-    goal = "goal"

@@ -57,9 +57,9 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     named = any(str(file_path) == str(Path(arg).resolve()) for arg in parent.config.args)
     if not named and "scenarios" not in file_path.parts:
         return None
-    from shardproof.scenarios.load import timed
+    from shardproof.scenarios.load import kind_of
 
-    if not named and timed(file_path):
+    if not named and kind_of(file_path):
         return None  # another command runs it
     return ScenarioFile.from_parent(parent, path=file_path)
 

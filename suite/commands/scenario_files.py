@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardproof.commands.console import echo
-from shardproof.errors import InputError, Problem, SelectionError
+from shardproof.errors import InputError, Problem, SelectionError, nearest
 from shardproof.table import number
+from shardproof.wings import file_kinds
 
 if TYPE_CHECKING:
     from shardproof.case import Case
+    from shardproof.scenarios.schema import Model
+
+#: The shape of files that the core reads.
+SCENARIO = "scenario"
 
 
 def check_scenario(
@@ -30,7 +35,7 @@ def check_scenario(
     shardproof check-scenario scenarios/conformance/*.yaml
     shardproof check-scenario scenarios/scaling/strong.yaml
     """
-    from shardproof.scenarios.load import load, load_all, timed
+    from shardproof.scenarios.load import kind_of, load, load_all
     from shardproof.scenarios.matrix import expand
     from shardproof.scenarios.vocabulary import installed
 
@@ -39,8 +44,8 @@ def check_scenario(
     asked: list[Case] = []
     for path in files:
         try:
-            if kind := timed(path):
-                echo(_timed(path, kind))
+            if kind := kind_of(path):
+                echo(f"{path}: {kind.summary(path)}, for `{kind.command}`")
                 continue
             file = load(path)
             cases = expand(file, installed())
@@ -93,26 +98,11 @@ def _require_taken(cases: Sequence[Case]) -> None:
         raise SelectionError(problems)
 
 
-def _timed(path: Path, kind: str) -> str:
-    """What a timed scenario without faults holds."""
-    if kind == "speed":
-        from shardproof.bench.sides import read
-
-        return f"{path}: {number(len(read([str(path)])), 'pair')}, for `shardproof bench`"
-    from shardproof.bench.scaling import matrix
-
-    cells = matrix.read([path])
-    return f"{path}: {cells[0].name}, {number(len(cells), 'cell')}, for `shardproof bench`"
-
-
 def schema(
     shape: Annotated[
-        Literal["scenario", "speed", "scaling"],
-        typer.Argument(
-            metavar="SHAPE",
-            help="scenario, or one for `bench` (speed, scaling)",
-        ),
-    ] = "scenario",
+        str,
+        typer.Argument(metavar="SHAPE", help="scenario, or that of files for another command"),
+    ] = SCENARIO,
 ) -> None:
     """Print the JSON Schema of scenario files, for editors.
 
@@ -120,15 +110,11 @@ def schema(
     shardproof schema > scenario.schema.json
     shardproof schema scaling > scaling.schema.json
     """
-    from shardproof.scenarios.schema import Model, Scenario, json_schema
+    from shardproof.scenarios.schema import Scenario, json_schema
 
-    model: type[Model] = Scenario
-    if shape == "speed":
-        from shardproof.bench.sides import SpeedScenario
-
-        model = SpeedScenario
-    elif shape == "scaling":
-        from shardproof.bench.scaling.matrix import ScalingScenario
-
-        model = ScalingScenario
-    echo(json.dumps(json_schema(model, shape), indent=2))
+    models: dict[str, Callable[[], type[Model]]] = {SCENARIO: lambda: Scenario}
+    models |= {name: kind.model for name, kind in file_kinds().items()}
+    if shape not in models:
+        remedy = nearest(shape, models, "shapes")
+        raise SelectionError(Problem("unknown shape of file", remedy, shape))
+    echo(json.dumps(json_schema(models[shape](), shape), indent=2))

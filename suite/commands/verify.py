@@ -8,8 +8,8 @@ every verdict a record; and does ``cases.verdict.decide_case`` make the same res
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from shardproof.runs.bundle.unpacking import unpacked
 from shardproof.runs.header import OtherFormat
 from shardproof.runs.integrity import changed
 from shardproof.runs.records import LeadsOut, RecordError
-from shardproof.runs.run_folder import Line, Run, lines, read, standard
+from shardproof.runs.run_folder import Run, read, standard
 from shardproof.verdicts import INTERRUPTED
+from shardproof.wings import LineKind, wings_of
 
 #: What must come out again; the rest is time and names of files.
 _JUDGED = (
@@ -46,20 +47,20 @@ class Verified:
     kills: int
     left_out: int
     problems: list[str]
-    benches: int = 0
-    scalings: int = 0
-    #: Lines of measured collectives, which are nothing but what was measured.
-    collectives: int = 0
+    #: Results of wings, by kind; those that are not judged were only read.
+    others: Mapping[LineKind, int] = field(default_factory=dict)
+    #: Which lines were not read, in a sentence.
+    unread: str = ""
 
     def sentence(self) -> str:
         """One line for people."""
         if self.problems:
             return f"not verified: {len(self.problems)} problem(s)"
-        kills = f", {self.kills} kills" if self.kills else ""
-        kills += f", {self.benches} comparisons" if self.benches else ""
-        kills += f", {self.scalings} scaling cells" if self.scalings else ""
-        read = f", {self.collectives} measured collectives read" if self.collectives else ""
-        return f"verified: {self.cases} cases{kills} judged again, {self.left_out} left out{read}"
+        judged = [f"{self.cases} cases", *([f"{self.kills} kills"] if self.kills else [])]
+        judged += [f"{n} {kind.noun}s" for kind, n in self.others.items() if kind.is_judged]
+        told = [f"verified: {', '.join(judged)} judged again", f"{self.left_out} left out"]
+        told += [f"{n} {kind.noun}s read" for kind, n in self.others.items() if not kind.is_judged]
+        return ", ".join(told) + (f". {self.unread}" if self.unread else "")
 
 
 def verify(path: Path) -> Verified:
@@ -83,9 +84,8 @@ def verify(path: Path) -> Verified:
         len(judged),
         len(run.left_out) + len(run.kills) - len(judged),
         problems,
-        benches=len(run.benches),
-        scalings=len(run.scalings),
-        collectives=len(run.collectives),
+        {kind: len(lines) for kind, lines in run.known(judged_only=False).items()},
+        run.unread,
     )
 
 
@@ -116,9 +116,8 @@ def _again(run: Run, results: list[CaseResult]) -> Iterator[str]:
         yield from _judged_again(run.path, result)
     for kill in run.kills:
         yield from _killed_again(kill, results)
-    for line in run.timed:
-        yield from _timed_again(run.path, line)
-    yield from _reported_again(run.path)
+    for wing in wings_of(run):
+        yield from wing.verify(run)
 
 
 def _missing(run: Run) -> Iterator[str]:
@@ -132,7 +131,7 @@ def _missing(run: Run) -> Iterator[str]:
                 yield f"{run.path / 'cases.jsonl'}: planned case {name} is missing"
         for name in invocation.benches:
             if name not in there and invocation.exit_code != INTERRUPTED:
-                yield f"{run.path / 'cases.jsonl'}: planned comparison {name} is missing"
+                yield f"{run.path / 'cases.jsonl'}: planned result {name} is missing"
         for name in invocation.kills:
             if name not in kills:
                 yield f"{run.path / 'cases.jsonl'}: planned fault {name} is missing"
@@ -179,43 +178,6 @@ def _unknown_strategy(account: Account) -> str:
 def _unknown(what: str, name: str, group: str) -> str:
     remedy = f"install the package that registers it in {group!r}, and verify again"
     return f"{what} {name!r} is not known here: {remedy}"
-
-
-def _timed_again(path: Path, line: Line) -> Iterator[str]:
-    """Judge the raw times of a comparison, or of a scaling cell."""
-    from shardproof.bench import evidence
-
-    try:
-        problem = evidence.verify_line(path, line)
-    except (RecordError, KeyError, TypeError, ValueError) as error:
-        problem = f"the raw times of {line['id']} cannot be judged: {error!r}"
-    if problem is not None:
-        yield f"{path / 'cases.jsonl'}: {problem}"
-
-
-def _reported_again(path: Path) -> Iterator[str]:
-    """Adjust the comparisons that stood before each report for one another again."""
-    from shardproof.bench import stats
-    from shardproof.bench.lines import PairLine
-
-    so_far: dict[str, Line] = {}
-    for line in lines(path):
-        if line["kind"] == "bench":
-            so_far[line["id"]] = line
-        if line["kind"] != "bench report":
-            continue
-        try:
-            report = stats.family(PairLine.model_validate(one) for one in so_far.values())
-            again = {name: json.loads(beside.model_dump_json()) for name, beside in report.items()}
-            stored = line["comparisons"]
-        except (KeyError, TypeError, ValueError) as error:
-            yield f"{path / 'cases.jsonl'}: the report over comparisons cannot be made: {error!r}"
-            return
-        for name in sorted({*again, *stored}):
-            if again.get(name) != stored.get(name):
-                where = f"{path / 'cases.jsonl'}: {name} in the report over all comparisons"
-                now, before = _short(again.get(name)), _short(stored.get(name))
-                yield f"{where}: they give {now}, not {before}"
 
 
 def _killed_again(kill: Kill, results: list[CaseResult]) -> Iterator[str]:

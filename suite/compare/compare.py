@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardproof import verdicts
-from shardproof.compare import exact_figures
+from shardproof.compare import exact_figures, ratios
 from shardproof.compare.snapshot import FAULTS, Entry, Sample, Snapshot, Version
 from shardproof.table import some
 
@@ -284,14 +284,13 @@ def _timings(pairs: Iterable[Pairing]) -> list[Timing]:
 def _timing(
     pair: Pairing, name: str, before: Sample, after: Sample, difference: Difference
 ) -> Timing:
-    from shardproof.bench import stats
     from shardproof.compare import welch
 
     least = welch.margin(pair.before.same, pair.after.same)
     verdict = verdict_on(difference, least, name.startswith(EFFICIENCY))
     if before == after:
         verdict = "same"  # one measurement, looked at twice
-    smallest = math.expm1(stats.smallest_effect(difference, least))
+    smallest = math.expm1(ratios.smallest_effect(difference, least))
     return Timing(pair.id, name, before, after, difference, least, verdict, smallest)
 
 
@@ -300,14 +299,12 @@ def verdict_on(difference: Difference, least: float, larger_is_better: bool) -> 
 
     A difference that does not survive beside all others that were compared is inconclusive.
     """
-    from shardproof.bench import stats
-
     if larger_is_better:
         difference = replace(
             difference, mean=-difference.mean, low=-difference.high, high=-difference.low
         )
-    verdict = stats.verdict(difference, least)
-    lost = verdict in stats.DIFFERENT and difference.p_holm >= 1 - stats.CONFIDENCE
+    verdict = ratios.verdict(difference, least)
+    lost = verdict in ratios.DIFFERENT and difference.p_holm >= 1 - ratios.CONFIDENCE
     return "inconclusive" if lost else verdict
 
 

@@ -21,6 +21,7 @@ from shardproof.compare.compare import UNDECIDED, Change, RunComparison, Timing,
 from shardproof.compare.policy import Allowed, AllowedTime, ExpectedFailure, Level, PolicyFile
 from shardproof.compare.snapshot import FAULTS, Entry
 from shardproof.compare.tables import verdict_of
+from shardproof.wings import line_kinds
 
 State = Literal["breaks", "reported", "excused"]
 Rule = Literal[
@@ -447,11 +448,11 @@ class _Judge:
 
 
 def kind(name: str) -> str:
-    """Comparisons, scaling results and planted faults have commands of their own, cases `run`."""
+    """What of a run one command makes: planted faults, the results of a wing, or cases."""
     if name.startswith(FAULTS):
         return f"{FAULTS}*"
     head = name.split("::", 1)[0]
-    return f"{head}::*" if head in ("bench", "scaling") else "cases"
+    return f"{head}::*" if head in line_kinds() else "cases"
 
 
 def ordered(findings: Sequence[GateFinding]) -> list[GateFinding]:

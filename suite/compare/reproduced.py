@@ -48,8 +48,8 @@ def beside(run: Run) -> dict[str, str]:
     """By its id why a result of ``run`` has nothing that another machine could have the same."""
     fault = "a planted fault: `shardproof mutants` weighs it against its parent"
     told = {f"mutants/{kill.name}": fault for kill in run.kills}
-    told |= {str(line["id"]): "timed: seconds are of one machine" for line in run.timed}
-    told |= {str(line["id"]): "timed: seconds are of one machine" for line in run.collectives}
+    others = (line for lines in run.others.values() for line in lines)
+    told |= {str(line.get("id")): "timed: seconds are of one machine" for line in others}
     told |= {line.id: f"was left out: {line.reason}" for line in run.left_out}
     for result in run.cases:
         if verdicts.kind(result.verdict) == "skip":

@@ -9,14 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from shardproof import verdicts
 from shardproof.axes import parts
-from shardproof.bench import lines as timed
-from shardproof.bench.lines import CellLine, Estimate, Memory, PairLine
-from shardproof.bench.model.step_time import Scorecard
-from shardproof.bench.subjects import LETTERS
 from shardproof.checks.results import CaseResult
 from shardproof.compare import exact_figures
 from shardproof.compare.exact_figures import Json, JsonObject
@@ -24,6 +20,7 @@ from shardproof.errors import Problem, SelectionError
 from shardproof.files import Stored
 from shardproof.runs.header import Invocation
 from shardproof.runs.run_folder import Run
+from shardproof.wings import wings_of
 
 #: Keys of a case that say how it is run but not what is run; the rest of it is in its id.
 _CELL = (
@@ -31,9 +28,6 @@ _CELL = (
     "deaths",
     *("shares", "reload_at", "checkpoint"),
 )
-_TIMED_CELL = ("workload", "base", "optimizer", "dtype", "size", "mode")
-#: Verdicts of a timed line without a ratio that means anything.
-_NO_RATIO = frozenset({"fail", "crash", "hang", "precondition", "refused"})
 _FORMULA = re.compile(r"([a-z][a-z0-9_]*)\.payload_bytes\Z")
 _DIGEST_CHARACTERS = 16
 #: How implementations of the suite are named: family, then strategy.
@@ -141,8 +135,9 @@ def of_run(run: Run) -> Snapshot:
         for name in (*invocation.planned, *invocation.benches)
     }
     last = versions[-1]
-    pairs = {pair.id: _bench(pair, by_id.get(pair.id, last)) for pair in timed.pairs(run)}
-    cells = {cell.id: _scaling(cell, by_id.get(cell.id, last)) for cell in timed.cells(run)}
+    timed = (
+        e for wing in wings_of(run) for e in wing.entries(run, lambda name: by_id.get(name, last))
+    )
     return Snapshot(
         name=run.path.resolve().name,
         hardware=" and ".join(dict.fromkeys(one.hardware for one in invocations)),
@@ -150,7 +145,7 @@ def of_run(run: Run) -> Snapshot:
         taken=run.header.last.started[:10],
         versions=list(dict.fromkeys(versions)),
         cases={r.id: _case(r, by_id.get(r.id, last)) for r in run.cases},
-        timed=pairs | cells,
+        timed={entry.id: entry for entry in timed},
         kills={kill.name: kill.killed for kill in run.kills if not kill.left_out},
         left_out={FAULTS + kill.name: kill.why_not for kill in run.kills if kill.left_out}
         | {line.id: line.reason for line in run.left_out},
@@ -183,91 +178,13 @@ def _case(result: CaseResult, version: Version) -> Entry:
         verdict=verdicts.kind(result.verdict),
         version=version,
         figures=figures,
-        cell=_cell(case.to_dict(), _CELL),
+        cell=cell_of(case.to_dict(), _CELL),
         data=(result.data or "")[:_DIGEST_CHARACTERS],
         source=case.source,
         reason=result.reason,
         deep=deep,
         rerun=result.rerun,
     )
-
-
-def _bench(line: PairLine, version: Version) -> Entry:
-    pair, figures = line.pair, line.figures
-    known = figures is not None and _means_something(line)
-    twin = None if figures is None else figures.aa
-    beside: dict[str, float] = {}
-    exact: dict[str, exact_figures.Scalar] = {}
-    if isinstance(line.memory, Memory):
-        peaks = {"a": line.memory.a, "b": line.memory.b}
-        if line.memory.kind == "ledger":
-            exact = {f"memory.ledger_bytes_{letter}": peak for letter, peak in peaks.items()}
-        else:
-            beside = {f"resident_bytes_{letter}": float(peak) for letter, peak in peaks.items()}
-    for letter, card in (line.scorecard or {}).items():
-        if isinstance(card, Scorecard):
-            scores = _numbers(asdict(card))
-            beside |= {f"{name}, {letter.upper()}": value for name, value in scores.items()}
-    cell = _cell(pair.to_dict(), _TIMED_CELL)
-    cell["sides"] = {letter: {"options": pair.side(letter).options} for letter in LETTERS}
-    cell["meshes"] = {letter: line.meshes.get(letter, {}) for letter in LETTERS}
-    return Entry(
-        id=line.id,
-        implementation=pair.versus,
-        strategy=strategy_of(pair.a.implementation),
-        backend=pair.backend,
-        world=pair.world,
-        verdict=TIMED if known else line.verdict,
-        version=version,
-        figures=exact,
-        cell=_cell(cell, tuple(cell)),
-        reason=line.reason,
-        samples={"time": _sample(figures.log)} if known and figures is not None else {},
-        same=None if twin is None else Sample(math.log(twin.ratio), twin.sd, twin.blocks),
-        beside=beside,
-    )
-
-
-def _scaling(line: CellLine, version: Version) -> Entry:
-    known = (line.efficiency or {}) if _means_something(line) else {}
-    samples = {f"efficiency ({base})": _sample(one.log) for base, one in known.items()}
-    # A cell that was refused repeats what its source measured.
-    if samples and line.wrapping is not None:
-        samples["time (wrapped / plain)"] = _sample(line.wrapping.log)
-    beside: dict[str, object] = {"modelled efficiency": line.modelled_efficiency}
-    if line.scorecard is not None:
-        beside |= asdict(line.scorecard)
-    return Entry(
-        id=line.id,
-        implementation=line.title,
-        strategy=strategy_of(line.implementation),
-        backend=line.backend,
-        world=line.world,
-        verdict=line.verdict,
-        version=version,
-        figures={},
-        cell=_cell(line.cell.to_dict(), (*_TIMED_CELL, "system")),
-        reason=line.reason,
-        samples=samples,
-        beside=_numbers(beside),
-    )
-
-
-def _numbers(figures: Mapping[str, object]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in figures.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
-
-
-def _means_something(line: PairLine | CellLine) -> bool:
-    """Whether the ratios of a timed line are those of sides that train the same."""
-    return line.verdict not in _NO_RATIO and bool(line.trained_alike)
-
-
-def _sample(log: Estimate) -> Sample:
-    return Sample(log.mean, log.sd, log.blocks)
 
 
 def strategy_of(implementation: str, claimed: str = "") -> str:
@@ -290,7 +207,7 @@ def _claimed(figures: Mapping[str, exact_figures.Scalar]) -> str:
     return str(strategy or "")
 
 
-def _cell(fields: JsonObject, keys: Iterable[str]) -> dict[str, Json]:
+def cell_of(fields: JsonObject, keys: Iterable[str]) -> dict[str, Json]:
     """``keys`` of ``fields``; what is empty, off or absent is all the same."""
     return {key: kept for key in keys if (kept := _kept(fields.get(key)))}
 

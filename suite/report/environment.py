@@ -11,7 +11,7 @@ from shardproof.runs.run_folder import Run
 from shardproof.table import Table
 
 #: Lists that stand elsewhere: only their lengths are facts.
-_LISTS = ("planned", "kills", "benches", "scalings")
+_LISTS = ("planned", "kills", "benches")
 _KNOWN = ("command", "started", "ended", "exit_code", "suite", "commit", "python")
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardproof import verdicts
-from shardproof.bench import lines
 from shardproof.checks import CHECKS, Outcome
-from shardproof.report import capability_matrix, looks, summary
+from shardproof.report import capability_matrix
 from shardproof.report.coverage import seen
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, some
+from shardproof.wings import wings_of
 
 #: Rows of one table that are shown; the rest is counted.
 MOST = 200
@@ -48,7 +48,8 @@ class Limit:
 
 
 def limits(run: Run) -> list[Limit]:
-    return [limit for limit in (*_of_cases(run), _open_times(run), *_of_checks(run)) if limit.rows]
+    of_wings = (limit for wing in wings_of(run) for limit in wing.limits(run))
+    return [limit for limit in (*_of_cases(run), *of_wings, *_of_checks(run)) if limit.rows]
 
 
 def _limit(
@@ -124,36 +125,6 @@ def _of_cases(run: Run) -> Iterator[Limit]:
 
 def _seen(run: Run) -> dict[str, int]:
     return seen(run.cases) if len(run.cases) >= MANY else {}
-
-
-_OPEN_TIMES = (
-    "Times that decide nothing",
-    "Comparisons and efficiencies that were not measured, or whose interval leaves it open.",
-    ("timing", "verdict", "reason"),
-)
-
-
-def _open_times(run: Run) -> Limit:
-    """Comparisons and cells of scaling that were not measured, or do not suffice for a verdict.
-
-    A comparison that others beside it make undecided (Holm) is open as well.
-    """
-    if not run.benches and not run.scalings:
-        return Limit(*_OPEN_TIMES, ())
-    from shardproof.bench import stats  # scipy is slow to import, and the gate does not need it
-
-    pairs, cells = lines.pairs(run), lines.cells(run)
-    family = stats.family(pairs)
-    rows = []
-    timed: list[lines.PairLine | lines.CellLine] = [*pairs, *cells]
-    for line in timed:
-        word, why = line.verdict, line.reason
-        beside = family[line.id].verdict if line.id in family else word
-        if looks.head(beside) in summary.OPEN and beside != word:
-            word, why = beside, f"{word} alone, not beside {len(family)} comparisons (Holm)"
-        if looks.head(word) in (*summary.OPEN, "oversubscribed"):
-            rows.append((line.id, word, why))
-    return Limit(*_OPEN_TIMES, tuple(rows[:MOST]), rest=len(rows[MOST:]))
 
 
 def _of_checks(run: Run) -> Iterator[Limit]:

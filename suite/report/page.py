@@ -16,10 +16,6 @@ from pathlib import Path
 from markupsafe import Markup
 
 from shardproof import verdicts
-from shardproof.bench import collective_times, lines
-from shardproof.bench import tables as times
-from shardproof.bench.drawings import bandwidth, by_bandwidth, curves, forest
-from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.report import bubbles, capability_matrix, kills, memory, nodes, summary, tables
@@ -28,16 +24,15 @@ from shardproof.report.drawings import bars, heat, timelines
 from shardproof.report.environment import environment
 from shardproof.report.limits import limits
 from shardproof.report.looks import head, look
+from shardproof.report.sections import sections
 from shardproof.report.summary import cases_by_gravity
 from shardproof.report.tables import error_of
 from shardproof.runs.blocks import Block, Failure
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: Causes that are shown at once; the others stand below, folded by implementation.
 SHOWN = 12
-NOTHING = Table("", (), ())
 #: With at most so many cases every group of them is open.
 FEW = 40
 
@@ -89,7 +84,6 @@ def html(run: Run) -> str:
     grouped = _groups(run.cases)
     drawn, more = timelines.timelines(run.path, run.cases)
     judged = kills.judged(run.kills)
-    pairs, cells, timed = lines.pairs(run), lines.cells(run), bandwidth.of(run)
     return jinja.get_template("report.html").render(
         run=run,
         style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
@@ -118,15 +112,7 @@ def html(run: Run) -> str:
         bubbles=bubbles.tables(run.cases),
         timelines=drawn,
         more_timelines=more,
-        collectives=collective_times.summary(timed) if timed else NOTHING,
-        collective_sizes=collective_times.by_size(timed) if timed else NOTHING,
-        collective_panels=bandwidth.panels(timed),
-        panels=[*by_bandwidth.panels(cells), *curves.panels(cells)],
-        scaling=curves.table(cells) if cells else None,
-        scaling_remarks=remarks_by_system(cells),
-        comparisons=forest.table(pairs) if pairs else None,
-        comparison_notes=[[text.strip() for text in times.details(pair)] for pair in pairs],
-        lost=times.lost(pairs) if pairs else "",
+        sections=sections(run),
         coverage=coverage_map(run.cases),
         seen=seen_table(run.cases),
         kills=kills.table(judged),
@@ -168,7 +154,7 @@ def _maps_missing(broken: Sequence[BrokenItem]) -> int:
 def _by_implementation(broken: Sequence[BrokenItem]) -> list[tuple[str, list[BrokenItem]]]:
     groups: dict[str, list[BrokenItem]] = {}
     for item in broken:
-        name = item.item.implementation or f"{item.item.kind}s"
+        name = item.item.implementation or item.item.kind
         groups.setdefault(name, []).append(item)
     return sorted(groups.items())
 
@@ -204,9 +190,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         alive = len(kills.survivors(run.kills))
         state = "fail" if alive else "pass"
         tiles.append((state, f"{len(judged) - alive:,}/{len(judged):,}", "faults killed"))
-    timings = ("comparisons", run.benches), ("scaling", run.scalings)
-    for what, timed in (*timings, ("collectives", run.collectives)):
-        if timed:
-            heads = Counter(head(line["verdict"]) for line in timed)
-            tiles += [(look(word), f"{n:,}", f"{what}: {word}") for word, n in heads.items()]
+    for kind, lines in run.known(judged_only=False).items():
+        heads = Counter(head(line["verdict"]) for line in lines)
+        tiles += [(look(word), f"{n:,}", f"{kind.label}: {word}") for word, n in heads.items()]
     return tiles

@@ -17,7 +17,7 @@ from shardproof.runs.run_folder import Run
 from shardproof.table import Table
 
 State = Literal["held", "broke", "open"]
-#: Verdicts of timed comparisons and of scaling that say that something broke, or is open.
+#: Verdicts of results of wings that say that something broke, or is open.
 BROKEN = ("crash", "hang", "fail")
 OPEN = ("inconclusive", "precondition", "undecidable", "over budget")
 #: What holds of a run does not hold of what it leaves out: beyond this share it is not decided.
@@ -34,8 +34,8 @@ class Headline:
 
 
 def broken_blocks(run: Run) -> list[Block]:
-    """Everything that broke, a block for each cause: first cases by gravity, then survivors,
-    comparisons and scaling.
+    """Everything that broke, a block for each cause: first cases by gravity, then survivors, then
+    results of wings.
     """
     broken = [
         of_result(result) for result in run.cases if verdicts.kind(result.verdict) in verdicts.RED
@@ -43,17 +43,18 @@ def broken_blocks(run: Run) -> list[Block]:
     for kill in kills.survivors(run.kills):
         depth = f" --depth {kill.depth}" if kill.depth else ""
         rerun = f"shardproof mutants --impl {shlex.quote(kill.name)}{depth}"
-        broken.append(Failure("fault", kill.name, "survives", kill.why_not, rerun))
-    for kind, lines in (("comparison", run.benches), ("scaling", run.scalings)):
+        broken.append(Failure("faults", kill.name, "survives", kill.why_not, rerun))
+    for kind, lines in run.known().items():
         for line in lines:
             if looks.head(line["verdict"]) in BROKEN:
-                reason = str(line.get("reason") or "")
-                broken.append(Failure(kind, line["id"], line["verdict"], reason, _again(run)))
+                reason, again = str(line.get("reason") or ""), _again(run)
+                broken.append(Failure(kind.label, line["id"], line["verdict"], reason, again))
     return blocks(broken)
 
 
 def _again(run: Run) -> str:
-    commands = [one.command for one in run.header.invocations if "bench" in one.command]
+    """The last command that planned results of a wing."""
+    commands = [one.command for one in run.header.invocations if one.benches]
     return shlex.join(commands[-1]) if commands else ""
 
 
@@ -61,7 +62,7 @@ def headline(run: Run) -> Headline:
     """The one line at the top, from the worst of all that was judged."""
     counts = verdicts.count(run.cases)
     judged = sum(n for verdict, n in counts.items() if verdict != "skip")
-    planted, timed = kills.judged(run.kills), run.timed
+    planted, timed = kills.judged(run.kills), run.judged_others
     heads = Counter(looks.head(line["verdict"]) for line in timed)
     random = random_kills.read(run.path)
     alarms = 0 if random is None else len(random.alarms)
@@ -84,9 +85,9 @@ def headline(run: Run) -> Headline:
     if not (judged or planted or timed):
         if random is not None and random.faults:
             return Headline("held", f"Measured: {random.sentence()}.", details)
-        measured = len(run.collectives)
-        if measured:
-            return Headline("held", f"Measured, with nothing to judge: {measured} collectives.", ())
+        if measured := run.known(judged_only=False):
+            told = ", ".join(f"{len(lines)} {kind.label}" for kind, lines in measured.items())
+            return Headline("held", f"Measured, with nothing to judge: {told}.", ())
         return Headline("open", "Nothing was judged.", details)
     nouns = ((judged, "judged case"), (len(planted), "planted fault"), (len(timed), "timing"))
     held = _told(*((count, f"{noun}{'s' * (count != 1)}") for count, noun in nouns))
@@ -107,10 +108,11 @@ def _details(run: Run, counts: Counter[str]) -> Iterator[str]:
         yield verdicts.summary(counts, len(run.left_out)) + "."
     if run.kills:
         yield kills.verdict_counts(run.kills)
-    for what, lines in (("Comparisons of times", run.benches), ("Scaling", run.scalings)):
-        if lines:
-            heads = Counter(looks.head(line["verdict"]) for line in lines)
-            yield f"{what}: {', '.join(f'{n} {word}' for word, n in sorted(heads.items()))}."
+    for kind, lines in run.known().items():
+        heads = Counter(looks.head(line["verdict"]) for line in lines)
+        yield f"{kind.title}: {', '.join(f'{n} {word}' for word, n in sorted(heads.items()))}."
+    if run.unread:
+        yield run.unread
 
 
 def by_cause(broken: Iterable[Block]) -> Table:

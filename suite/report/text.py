@@ -6,17 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardproof.bench import collective_times
-from shardproof.bench import lines as stored
-from shardproof.bench import tables as times
-from shardproof.bench.drawings import bandwidth, curves
-from shardproof.bench.scaling.tables import remarks_by_system
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import write_whole
 from shardproof.report import bubbles, capability_matrix, kills, memory, nodes, summary, tables
 from shardproof.report.coverage import seen_table
 from shardproof.report.environment import environment
 from shardproof.report.limits import NOT_RUN, limits
+from shardproof.report.sections import sections
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, fenced, markdown_text
 
@@ -30,8 +26,8 @@ NAMED = 20
 def markdown(run: Run) -> str:
     """The README's tables: implementation x backend, options and worlds together; kill count."""
     lines = [tables.table(run.cases, detailed=False).markdown(), f"{tables.closing(run)}."]
-    folded = [memory.table(run.cases), *bubbles.tables(run.cases)]
-    lines += [_folded(table) for table in folded if table.rows]
+    beside = [memory.table(run.cases), *bubbles.tables(run.cases)]
+    lines += [folded(table) for table in beside if table.rows]
     if run.kills:
         lines += ["", kills.verdict_counts(run.kills)]
     lines += ["", run.provenance]
@@ -44,8 +40,8 @@ def document(run: Run) -> str:
     lines = [f"# Shardproof: run {run.path.name}", "", f"**{answer.sentence}**", ""]
     lines += [f"- {markdown_text(detail)}" for detail in answer.details]
     lines += ["", _safe(run.provenance), ""]
-    for section in (_broken, _judged, _timed, _scaling, _collectives, _killed, _limits):
-        lines += section(run)
+    for part in (_broken, _judged, _of_wings, _killed, _limits):
+        lines += part(run)
     return "\n".join([*lines, environment(run).section(2)])
 
 
@@ -93,30 +89,9 @@ def _judged(run: Run) -> Iterator[str]:
             yield table.section(2)
 
 
-def _timed(run: Run) -> Iterator[str]:
-    if not run.benches:
-        return
-    timed = stored.pairs(run)
-    yield times.table(timed).titled("Comparisons of times").section(2)
-    for line in timed:
-        yield from (*fenced(times.details(line)), "")
-
-
-def _scaling(run: Run) -> Iterator[str]:
-    if run.scalings:
-        cells = stored.cells(run)
-        yield curves.table(cells).section(2)
-        for heading, items in remarks_by_system(cells):
-            yield f"- {markdown_text(heading)}"
-            yield from (f"  - {markdown_text(item)}" for item in items)
-        yield ""
-
-
-def _collectives(run: Run) -> Iterator[str]:
-    timed = bandwidth.of(run)
-    if timed:
-        yield collective_times.summary(timed).section(2)
-        yield _folded(collective_times.by_size(timed))
+def _of_wings(run: Run) -> Iterator[str]:
+    for section in sections(run):
+        yield from section.markdown()
 
 
 def _killed(run: Run) -> Iterator[str]:
@@ -140,7 +115,7 @@ def _limits(run: Run) -> Iterator[str]:
             yield "\n".join(["", *fenced([*names[:NAMED], *rest]), ""])
 
 
-def _folded(table: Table) -> str:
+def folded(table: Table) -> str:
     """A part that a reader opens; blank lines make it Markdown inside of HTML."""
     notes = "".join(f"\n{note}\n" for note in table.notes)
     title = f"{_safe(table.title)} ({len(table.rows)} rows)"

@@ -48,7 +48,7 @@ _NUMBER = re.compile(r"(\.\w+:\d+)|[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that broke: ``kind`` is case, fault, comparison or scaling.
+    """Something that broke: ``kind`` is ``case``, ``faults`` or the label of a wing's results.
 
     ``size`` orders cases by how simple they are to run again; ``implementation`` is empty for what
     is no case.

@@ -23,9 +23,17 @@ from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import RunFolder
 from shardproof.runs.shard import Cut, name_of
 from shardproof.table import number
+from shardproof.wings import line_kinds
 
-#: Lines that are no item of a selection: cases behind a fault, and what is said of all comparisons.
-_BESIDE = ("mutant case", "bench report")
+
+def _is_item(line: Mapping[str, Any]) -> bool:
+    """Whether a line is about an item of a selection; cases behind a fault are none, nor is what a
+    wing says of all its results.
+    """
+    if line["kind"] in ("case", "kill", "left out"):
+        return True
+    kind = line_kinds().get(line["kind"])
+    return kind is not None and kind.is_result
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def read_part(name: str, path: Path) -> Part:
         raise SelectionError(Problem("no run", "name a run that --shard made", name))
     if (place := header.part) is None:
         what = "is no part of a selection" if header.merged is None else "is put together already"
-        remedy = "name the runs that `run`, `mutants` or `bench` with --shard I/N left"
+        remedy = "name the runs that a command with --shard I/N left"
         raise SelectionError(Problem(what, remedy, name))
     require_unedited(path)
     for file in _files(path):
@@ -109,7 +117,7 @@ def read_part(name: str, path: Path) -> Part:
     run_folder.read(path, strict=True)  # what is damaged is told by its line
     whole = Cut.read(path)
     own = whole.names(place.index)
-    lines = [line for line in run_folder.lines(path) if line["kind"] not in _BESIDE]
+    lines = [line for line in run_folder.lines(path) if _is_item(line)]
     done = frozenset(name_of(line) for line in lines if not run_folder.is_left_out(line))
     left = {name_of(line): _why(line) for line in lines if run_folder.is_left_out(line)}
     left = {name: why for name, why in left.items() if name not in done}
@@ -170,7 +178,9 @@ def copy(merge: Merge, folder: RunFolder) -> None:
             folder.copy_file(name, read_input(part.path / name))
         for raw in lines_of(part.path / run_folder.LINES):
             fields = json.loads(raw) if raw.endswith(b"\n") else None  # cut off by a kill
-            if isinstance(fields, dict) and fields.get("kind") not in (None, "bench report"):
+            if not isinstance(fields, dict) or fields.get("kind") is None:
+                continue
+            if _is_item(fields) or fields["kind"] == "mutant case":
                 folder.copy_line(raw[:-1])
     told = {name for part in ended for name in part.left}
     for line, why in merge.lacking:

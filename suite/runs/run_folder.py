@@ -5,7 +5,7 @@
                      selection.jsonl of a part (``--shard``): each item of the whole, and its part
                      cases.jsonl     one line a case, kill or left-out case, on disk as it ends
                      records/        what each verdict is made of, manifest.jsonl: digests of it all
-                     times/          raw step times of comparisons (``shardproof bench``)
+                     times/          raw times that wings leave, such as those of steps
                      report.html, report.md, junit.xml, coverage.json   when an invocation ends
                      kills-by-n.json   of faults that were planted in random cases
 
@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
-from shardproof import VERSION
+from shardproof import VERSION, table
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult, Kill, LeftOut, rerun
 from shardproof.contract import Options
@@ -57,12 +57,9 @@ from shardproof.runs.header import (
 )
 from shardproof.runs.records import Manifest, append_line, require_inside, write
 from shardproof.runs.shard import Cut, Shard
+from shardproof.wings import LineKind, line_kinds
 
-#: What a line of ``cases.jsonl`` is about.
-LineKind = Literal[
-    "case", "mutant case", "kill", "bench", "bench report", "scaling", "collective", "left out"
-]
-#: A line as JSON; those of ``bench`` and ``scaling`` are read by :mod:`shardproof.bench`.
+#: A line as JSON; its ``kind`` is one of the core's (:func:`read`) or of a wing's.
 Line = dict[str, Any]
 #: The file of a line for each result.
 LINES = "cases.jsonl"
@@ -73,7 +70,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 @dataclass
 class Run:
-    """A run as read back: ``run.json``, and the lines of ``cases.jsonl`` by kind."""
+    """A run as read back: ``run.json``, and the lines of ``cases.jsonl`` by kind.
+
+    ``others``: results that wings wrote, by kind; also those of wings that this tree lacks.
+    """
 
     path: Path
     header: Header
@@ -81,9 +81,7 @@ class Run:
     mutant_cases: list[CaseResult] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
-    benches: list[Line] = field(default_factory=list)
-    scalings: list[Line] = field(default_factory=list)
-    collectives: list[Line] = field(default_factory=list)
+    others: dict[str, list[Line]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -102,14 +100,14 @@ class Run:
 
     @property
     def ids(self) -> set[str]:
-        """Ids of every case and timed pair or cell that has a line."""
+        """Ids of every case and other result that has a line."""
         judged = {result.id for result in (*self.cases, *self.mutant_cases)}
-        timed = {str(line["id"]) for line in (*self.timed, *self.collectives)}
-        return judged | {line.id for line in self.left_out} | timed
+        others = {str(line.get("id")) for lines in self.others.values() for line in lines}
+        return judged | {line.id for line in self.left_out} | others
 
     @property
     def unfinished(self) -> list[str]:
-        """Planned cases, faults and comparisons without a line: a kill came before them."""
+        """Planned cases, faults and other results without a line: a kill came before them."""
         there, faults = self.ids, {kill.name for kill in self.kills}
         absent: list[str] = []
         for invocation in self.header.invocations:
@@ -130,10 +128,28 @@ class Run:
         why = "the run ended before, or goes on"
         return f"{absent} planned without a result: {why} ({cases}; repeat other commands)"
 
+    def known(self, judged_only: bool = True) -> dict[LineKind, list[Line]]:
+        """The ``others`` by kind of this tree's wings, in the order in which these list them.
+
+        ``judged_only``: without what was only measured.
+        """
+        return {
+            kind: self.others[kind.name]
+            for kind in line_kinds().values()
+            if kind.name in self.others and (kind.is_judged or not judged_only)
+        }
+
     @property
-    def timed(self) -> list[Line]:
-        """Comparisons, then scaling cells."""
-        return [*self.benches, *self.scalings]
+    def judged_others(self) -> list[Line]:
+        """All :meth:`known` lines that have a verdict."""
+        return [line for lines in self.known().values() for line in lines]
+
+    @property
+    def unread(self) -> str:
+        """Which of the ``others`` nothing in this tree reads, in a sentence; empty: none."""
+        counts = {n: len(lines) for n, lines in self.others.items() if n not in line_kinds()}
+        told = ", ".join(f"{table.number(n, 'line')} of kind {name}" for name, n in counts.items())
+        return f"Not shown: {told}; no wing of this installation reads them." if told else ""
 
 
 def make_folder(root: Path, kind: str = "") -> Path:
@@ -267,8 +283,8 @@ class RunFolder:
         before = before[: before.rfind(b"\n") + 1]  # without what a kill cut off
         self.write(file.name, before + "".join(f"{line}\n" for line in cases).encode())
 
-    def plan_benches(self, ids: Sequence[str]) -> None:
-        """Say which comparisons or scaling cells are about to be timed."""
+    def plan_others(self, ids: Sequence[str]) -> None:
+        """Say which results of a wing are about to be made."""
         self._require_of_part(ids)
         self._invocation.benches = list(ids)
         self._write_header()
@@ -316,7 +332,7 @@ class RunFolder:
         if result.data:
             self._data.add(f"{result.case.workload.name} {result.data}")
 
-    def add(self, result: CaseResult | Kill | LeftOut | Line, kind: LineKind = "case") -> None:
+    def add(self, result: CaseResult | Kill | LeftOut | Line, kind: str = "case") -> None:
         """Append one line; on disk when this returns."""
         fields = result if isinstance(result, dict) else result.to_dict()
         self._append(json.dumps(standard({"kind": kind, **fields}), allow_nan=False).encode())
@@ -336,9 +352,9 @@ class RunFolder:
     def leave_out(self, case: Case, reason: str) -> None:
         self.add(LeftOut(case.id, case, None, reason), "left out")
 
-    def leave_out_bench(self, pair: Options, reason: str) -> None:
-        """Record a comparison that was planned and not timed; ``pair`` in its JSON form."""
-        self.add(LeftOut(pair["id"], None, pair, reason), "left out")
+    def leave_out_other(self, planned: Options, reason: str) -> None:
+        """Record what a wing planned and did not do; ``planned`` in its JSON form."""
+        self.add(LeftOut(planned["id"], None, planned, reason), "left out")
 
     def close(self, exit_code: int | None) -> None:
         """Note how the invocation ended; calling it again changes nothing."""
@@ -445,16 +461,15 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
         "mutant case": lambda line: run.mutant_cases.append(CaseResult.from_dict(line)),
         "kill": lambda line: run.kills.append(Kill.from_dict(line)),
         "left out": lambda line: run.left_out.append(LeftOut.from_dict(line)),
-        "bench": lambda line: run.benches.append(_timed(line)),
-        "scaling": lambda line: run.scalings.append(_timed(line)),
-        "collective": lambda line: run.collectives.append(_timed(line)),
     }
+    of_wings = line_kinds()
     for number, line in last.values():
         for name in (line.get("record"), line.get("times")):
             require_inside(path, name, f"{path / LINES}:{number}")
-        if line["kind"] in readers:
+        kind = of_wings.get(line["kind"])
+        if line["kind"] in readers or kind is None or kind.is_result:
             try:
-                readers[line["kind"]](line)
+                readers.get(line["kind"], _keep_in(run, kind))(line)
             except DAMAGE as error:
                 name = line.get("id") or line.get("name") or "a line"
                 what = f"is damaged: {name}: {type(error).__name__} {error}"
@@ -466,11 +481,16 @@ def read(path: Path, strict: bool = False, damaged: list[Problem] | None = None)
     return run
 
 
-def _timed(line: Line) -> Line:
-    for name in ("id", "verdict"):
-        if not isinstance(line[name], str):
-            raise TypeError(f"{name} is {line[name]!r:.80}")
-    return line
+def _keep_in(run: Run, kind: LineKind | None) -> Callable[[Line], None]:
+    """Puts a line of a wing into ``run``; of a ``kind`` that a wing reads, if it is a result."""
+
+    def keep(line: Line) -> None:
+        for name in ("id", "verdict") if kind is not None else ():
+            if not isinstance(line[name], str):
+                raise TypeError(f"{name} is {line[name]!r:.80}")
+        run.others.setdefault(line["kind"], []).append(line)
+
+    return keep
 
 
 def is_left_out(line: Line) -> bool:

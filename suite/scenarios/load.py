@@ -18,6 +18,7 @@ from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
 from shardproof.scenarios.schema import Matrix, Scenario
 from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read, value_text
 from shardproof.scenarios.vocabulary import Vocabulary
+from shardproof.wings import FileKind, file_kinds
 
 #: Scenarios shipped with the suite, used if the working folder has no ``scenarios/``.
 SHIPPED = (Path(__file__).parent / "files").resolve()
@@ -25,12 +26,12 @@ SHIPPED = (Path(__file__).parent / "files").resolve()
 #: What is run where nothing is named.
 USUAL = ("conformance", "checkpoint")
 Shape = typing.TypeVar("Shape", bound=BaseModel)
-#: Keys that only files for ``shardproof bench`` have: of pairs, and of scaling.
-_TIMED = re.compile(r"^(?:(pairs)|mode|worlds|implementations)[ \t]*:", re.MULTILINE)
 #: Keys that only policies of ``shardproof gate`` have.
 _POLICY = re.compile(r"^(?:verdicts|figures|times|xfails)[ \t]*:", re.MULTILINE)
-#: The key that only scenarios have.
+#: The key that only scenarios have, those that every one has, and one of files of all kinds.
 _JUDGED = re.compile(r"^matrix[ \t]*:", re.MULTILINE)
+_REQUIRED = re.compile(r"^(?:matrix|checks|sees)[ \t]*:", re.MULTILINE)
+_COMMON = re.compile(r"^about[ \t]*:", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,48 +60,53 @@ def load(path: Path) -> ScenarioFile:
     """Read one file.
 
     :raises ScenarioError: all faults of the first faulty stage (text, then shape); or the file is
-        timed (:func:`timed`).
+        of another kind (:func:`kind_of`).
     """
-    if kind := timed(path):
-        raise ScenarioError([_not_judged(path, f"a {kind} scenario")])
+    if kind := kind_of(path):
+        raise ScenarioError([_not_judged(path, f"a {kind.name} scenario", kind)])
     if _head(path, _POLICY):
         remedy = "`shardproof gate RUN --against BASELINE --policy FILE` reads it"
         raise ScenarioError(Problem("a policy, not a scenario", remedy, file=_shown(path)))
     return _validate(read(path), _shown(path))
 
 
-def timed(path: Path) -> str:
-    """``"speed"`` or ``"scaling"`` for a file that ``shardproof bench`` times, else ``""``.
+def kind_of(path: Path) -> FileKind | None:
+    """The kind of a file that a wing reads; ``None``: a scenario, or a file that cannot be read.
 
-    Its top-level keys decide, not its folder: ``pairs:`` or ``mode:``, and no ``matrix:``.  The
-    caller that loads an unreadable file reports it.
+    Its top-level keys decide, not its folder: those of the kind, and no ``matrix:``.  The caller
+    that loads an unreadable file reports it.
     """
-    match = _head(path, _TIMED)
-    if match is None:
-        return ""
-    return "speed" if match[1] else "scaling"
+    for kind in file_kinds().values():
+        if _head(path, re.compile(rf"^(?:{kind.keys})[ \t]*:", re.MULTILINE)):
+            return kind
+    return None
 
 
 def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
     """The first of ``keys`` in a file other than a scenario; ``None`` for an unreadable file."""
-    if not path.is_file():
-        return None
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return None
+    text = _text(path)
     return None if _JUDGED.search(text) else keys.search(text)
 
 
-def timed_files(folder: Path) -> list[Path]:
-    """Files below ``folder`` that `shardproof bench` times."""
-    return [path for path in _yaml_below(folder) if timed(path)]
+def _text(path: Path) -> str:
+    """The text of a file; empty where it cannot be read."""
+    if not path.is_file():
+        return ""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
-def _not_judged(path: Path, what: str) -> Problem:
+def files_of_wings(folder: Path) -> dict[Path, FileKind]:
+    """The files below ``folder`` that wings read, with their kind."""
+    return {path: kind for path in _yaml_below(folder) if (kind := kind_of(path))}
+
+
+def _not_judged(path: Path, what: str, kind: FileKind) -> Problem:
     shown = _shown(path)
-    return Problem(f"{what}: it is timed, not judged", f"run `shardproof bench {shown}`", shown)
+    return Problem(f"{what}: it is {kind.done}, not judged", f"run `{kind.command} {shown}`", shown)
 
 
 def load_text(text: str, file: str = "<text>") -> ScenarioFile:
@@ -184,9 +190,9 @@ def _paths(argument: str, root: Path) -> list[Path]:
     folders = {candidate.name: candidate for candidate in inside if candidate.is_dir()}
     if argument in folders:
         return _judged_in(folders[argument])
-    for candidate in timed_files(root):
+    for candidate, kind in files_of_wings(root).items():
         if argument in (candidate.stem, f"{candidate.parent.name}/{candidate.stem}"):
-            raise SelectionError(_not_judged(candidate, f"a {timed(candidate)} scenario"))
+            raise SelectionError(_not_judged(candidate, f"a {kind.name} scenario", kind))
     if path.parent != Path():
         return [path]
     # The name inside a file may differ from the file name.
@@ -204,16 +210,27 @@ def _paths(argument: str, root: Path) -> list[Path]:
 
 
 def _judged_in(folder: Path) -> list[Path]:
-    """The scenarios below a named folder; a folder with only timed files is an error."""
+    """The scenarios below a named folder; a folder with only files of wings is an error."""
     files = _files_below(folder)
-    if not files and timed_files(folder):
-        raise SelectionError(_not_judged(folder, "a folder of timed scenarios"))
+    if not files and (others := files_of_wings(folder)):
+        kind = next(iter(others.values()))
+        raise SelectionError(_not_judged(folder, f"a folder of {kind.done} scenarios", kind))
     return files
 
 
 def _files_below(folder: Path) -> list[Path]:
     """The scenarios that are judged."""
-    return [path for path in _yaml_below(folder) if not timed(path)]
+    return [
+        path
+        for path in _yaml_below(folder)
+        if kind_of(path) is None and not _is_of_a_missing_wing(path)
+    ]
+
+
+def _is_of_a_missing_wing(path: Path) -> bool:
+    """Whether a file is like one of ours, with none of the keys that every scenario has."""
+    text = _text(path)
+    return bool(_COMMON.search(text)) and not (_REQUIRED.search(text) or _POLICY.search(text))
 
 
 def _yaml_below(folder: Path) -> list[Path]:

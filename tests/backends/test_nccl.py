@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 from shardproof import contract, workloads
 from shardproof.backends import BACKENDS, Joining, base, cuda, joined, logged, nccl
 from shardproof.backends.disturbances import Disturbances
-from shardproof.bench import clock, collectives
+from shardproof.bench import collectives, on_rank
 from shardproof.bench.arm import Arm
-from shardproof.bench.clock import Clock
+from shardproof.bench.on_rank import Clock
 from shardproof.case import WorkloadSpec
 from shardproof.cases import rank_program
 from shardproof.commands import prove
@@ -201,7 +201,7 @@ def test_steps_are_timed_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_cpu_the_host_s_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 1.5, 3.0])
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(on_rank.time, "perf_counter", lambda: next(times))
     now = Clock("cpu")
     for _ in range(3):
         now.mark()

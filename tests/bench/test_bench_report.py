@@ -16,25 +16,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_case import made_case
 from scipy import stats as distributions
 from typer.testing import CliRunner
 
 from shardproof import registry
-from shardproof.bench import evidence, peers, session, sides, stats, tables, time_budget
-from shardproof.bench.command import bench_run
-from shardproof.bench.launches import RankTimes
+from shardproof.bench import compared, evidence, session, sides, stats, tables, time_budget
+from shardproof.bench.command import measuring
+from shardproof.bench.command.options import How
+from shardproof.bench.command.plan import TimedPlan
 from shardproof.bench.lines import MeasuredPair, NoFigures, PairLine
-from shardproof.bench.subjects import BLOCKS, Subject
+from shardproof.bench.subjects import BLOCKS, RankTimes, Subject
 from shardproof.bench.time_budget import Passes
-from shardproof.checks.results import CaseResult
 from shardproof.commands.main import app
 from shardproof.commands.verify import verify
-from shardproof.compare import snapshot
+from shardproof.compare.snapshot import Version
 from shardproof.contract import Untrained
 from shardproof.errors import SelectionError
 from shardproof.runs import run_folder
 from shardproof.runs.durations import Durations
+from tools import peers
 
 ROOT = Path(__file__).parents[2]
 SD = 0.05
@@ -79,7 +79,6 @@ def line(name: str, mean: float, **more: Any) -> dict[str, Any]:
         "samples_per_second": {"a": 160.0, "b": 160.0},
         "log": asdict(log),
         "memory": {"kind": "ledger", "a": 2**20, "b": 2**20, "ratio": 1.0},
-        "profile": None,
     }
     return stored | more
 
@@ -193,7 +192,7 @@ def test_an_effect_at_the_margin_is_found_as_often_as_said() -> None:
 def written(path: Path, told: list[dict[str, Any]]) -> run_folder.Run:
     """A run folder with these comparisons and their report."""
     with run_folder.RunFolder(path, ["shardproof", "bench"]) as folder:
-        folder.plan_benches([one["id"] for one in told])
+        folder.plan_others([one["id"] for one in told])
         for one in told:
             folder.add({k: v for k, v in one.items() if k != "kind"}, "bench")
         evidence.keep_report(folder)
@@ -276,12 +275,12 @@ def test_times_without_losses_have_figures_and_no_verdict() -> None:
     assert "whether the sides train the same is not known" in one.reason
     assert one.goal_met is None and one.pair.goal == 1.1
     assert stats.family([one]) == {}  # no hypothesis for others to be adjusted for
-    version = snapshot.Version("0", "0")
-    entry = snapshot._bench(one, version)
+    version = Version("0", "0")
+    entry = compared._of_pair(one, version)
     assert entry.verdict == "inconclusive" and not entry.samples
     known = judged(stored | {"losses": ALIKE})
     assert known.verdict == "slower" and known.goal_met is False
-    assert known.trained_alike is True and snapshot._bench(known, version).samples
+    assert known.trained_alike is True and compared._of_pair(known, version).samples
 
 
 def test_a_line_is_written_as_it_was_read() -> None:
@@ -320,8 +319,8 @@ def every_peer() -> list[dict[str, Any]]:
     return [line(pair.name, means.get(pair.name, 0.0)) for pair in sides.read(["peers"])]
 
 
-def into(run: Path, page: Path) -> Any:
-    return CliRunner().invoke(app, ["report", str(run), "--into", str(page)])
+def into(run: Path, page: Path) -> int:
+    return peers.main([str(run), str(page)])
 
 
 def test_the_table_of_peers_stands_between_its_markers(tmp_path: Path) -> None:
@@ -336,8 +335,7 @@ def test_the_table_of_peers_stands_between_its_markers(tmp_path: Path) -> None:
     written(tmp_path / "run", [*told.values(), with_ddp | {"id": "another"}])
     page = tmp_path / "page.md"
     page.write_text(f"above\n{peers.BEGIN}\nold\n{peers.END}\nbelow\n")
-    done = into(tmp_path / "run", page)
-    assert done.exit_code == 0, done.output
+    assert into(tmp_path / "run", page) == 0
     text = page.read_text()
     assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
     rows = [row for row in text.splitlines() if row.startswith("| reference/")]
@@ -347,12 +345,14 @@ def test_the_table_of_peers_stands_between_its_markers(tmp_path: Path) -> None:
     assert "pipe 2 x shard 2" in by_name["hybrid"] and "1.350 [" in by_name["hybrid"]
     assert "precondition: package is not installed" in by_name["zero1-deepspeed"]
     assert "2 to 4 gloo ranks" in text and "`shardproof bench peers --blocks 24`" in text
-    assert into(tmp_path / "run", page).exit_code == 0 and page.read_text() == text
+    assert into(tmp_path / "run", page) == 0 and page.read_text() == text
     shown = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--format", "markdown"])
     assert shown.stdout.startswith("| pair | verdict") and "0 judged" not in shown.stdout
 
 
-def test_only_the_whole_scenario_replaces_the_table_of_peers(tmp_path: Path) -> None:
+def test_only_the_whole_scenario_replaces_the_table_of_peers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.md"
     old = f"{peers.BEGIN}\nold\n{peers.END}\n"
     page.write_text(old)
@@ -363,32 +363,23 @@ def test_only_the_whole_scenario_replaces_the_table_of_peers(tmp_path: Path) -> 
         ("all-but-one", every_peer()[1:]),
         ("by-hand", [*every_peer()[2:], by_hand]),
     ):
-        done = into(written(tmp_path / name, lines).path, page)
-        assert isinstance(done.exception, SelectionError) and page.read_text() == old
-        assert "only a run of the whole scenario `peers`" in str(done.exception)
-    with run_folder.RunFolder(tmp_path / "one", ["shardproof", "run"]) as folder:
-        made = made_case("plain", {"replicate": 1}, backend="gloo")
-        folder.add(CaseResult("c", made, "pass"))
-        folder.close(0)
-    page.write_text(f"<!-- results:begin -->\n<!-- results:end -->\n{old}")
-    done = into(tmp_path / "one", page)
-    assert done.exit_code == 0, done.exception
-    assert "its table of peers stays: only a run of the whole" in done.stdout
-    assert page.read_text().endswith(old) and "| plain | gloo |" in page.read_text()
+        assert into(written(tmp_path / name, lines).path, page) == 2 and page.read_text() == old
+        assert "only a run of the whole scenario `peers`" in capsys.readouterr().err
 
 
-def test_without_markers_or_peers_nothing_is_written(tmp_path: Path) -> None:
+def test_without_markers_or_peers_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
-    done = into(written(tmp_path / "run", every_peer()).path, page)
-    assert isinstance(done.exception, SelectionError) and peers.BEGIN in str(done.exception)
-    assert page.read_text() == "nothing\n"
+    assert into(written(tmp_path / "run", every_peer()).path, page) == 2
+    assert peers.BEGIN in capsys.readouterr().err and page.read_text() == "nothing\n"
     own = line("ddp", 0.0)
     own["pair"]["b"]["implementation"] = "reference/ddp"
-    done = into(written(tmp_path / "none", [own]).path, page)
+    run = str(written(tmp_path / "none", [own]).path)
+    assert into(Path(run), page) == 2 and "shardproof bench peers" in capsys.readouterr().err
+    done = CliRunner().invoke(app, ["report", run, "--into", str(page)])
     assert isinstance(done.exception, SelectionError) and "nothing to put" in str(done.exception)
-    with pytest.raises(SelectionError, match="shardproof bench peers"):
-        peers.section(written(tmp_path / "other", [own]))
 
 
 # -------------------------------------------------------------------------------------- budget
@@ -476,17 +467,17 @@ def test_what_does_not_fit_is_left_out_by_name(
 ) -> None:
     """Guesses let two in; the clock shows that the second no longer fits."""
     clock = [0.0]
-    monkeypatch.setattr(bench_run.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: clock[0])
     pairs = sides.read(["peers"])[:3]
     durations = known(tmp_path, {})
     guess = time_budget.estimates(pairs, durations, Passes())[pairs[0].id]
     minutes = 2.5 * guess / 60
     assert len(planned(pairs, durations, minutes).chosen) == 2
-    request = bench_run.Request(minutes)
     run = tmp_path / "run"
-    code = bench_run.run(_Clockwork(clock, 2 * guess), pairs, request, durations, run)
+    plan = TimedPlan((), pairs, How(budget=minutes, results=run))
+    code = measuring.run(_Clockwork(clock, 2 * guess), plan, durations)
     found = run_folder.read(run)
-    assert [one["pair"]["name"] for one in found.benches] == ["ddp"] and code == 0
+    assert [one["pair"]["name"] for one in found.others["bench"]] == ["ddp"] and code == 0
     assert [one.pair and one.pair["name"] for one in found.left_out] == ["zero1", "zero2"]
     assert all("no room in a budget" in one.reason for one in found.left_out)
     assert capsys.readouterr().out.count("left out by the budget: bench::") == 2
@@ -495,21 +486,21 @@ def test_what_does_not_fit_is_left_out_by_name(
     assert stored == {time_budget.duration_name(pairs[0], Passes()): [pytest.approx(2 * guess)]}
 
     # Left out later, figures of before stay.
-    bench_run.run(_Clockwork(clock, 1.0), pairs, request, durations, run)
-    assert [one["pair"]["name"] for one in run_folder.read(run).benches] == ["ddp"]
+    measuring.run(_Clockwork(clock, 1.0), plan, durations)
+    assert [one["pair"]["name"] for one in run_folder.read(run).others["bench"]] == ["ddp"]
     assert "(stays as it was: " in _told(capsys)
 
     # A failure among them counts.
-    (line,) = run_folder.read(run).benches
+    (line,) = run_folder.read(run).others["bench"]
     with run_folder.RunFolder(run, ["bench"]) as folder:
         folder.add(line | {"verdict": "crash"}, "bench")
-    assert bench_run.run(_Clockwork(clock, 1.0), pairs, request, durations, run) == 1
+    assert measuring.run(_Clockwork(clock, 1.0), plan, durations) == 1
     assert "(stays as it was: crash)" in _told(capsys)
 
 
 def test_a_budget_without_room_judges_nothing(tmp_path: Path) -> None:
     pairs = sides.read(["peers"])[:1]
     durations = known(tmp_path, {})
-    request, clockwork = bench_run.Request(0.01), _Clockwork([0.0], 1.0)
-    code = bench_run.run(clockwork, pairs, request, durations, tmp_path / "run")
-    assert code == 3 and not run_folder.read(tmp_path / "run").benches
+    plan = TimedPlan((), pairs, How(budget=0.01, results=tmp_path / "run"))
+    code = measuring.run(_Clockwork([0.0], 1.0), plan, durations)
+    assert code == 3 and not run_folder.read(tmp_path / "run").others

@@ -14,11 +14,10 @@ from shardproof.bench import lines as stored
 from shardproof.bench import sides, tables
 from shardproof.bench.checkpoint.counted import SMALLEST, counted
 from shardproof.bench.checkpoint.timed_saves import Saves
-from shardproof.bench.command.checkpoint import parse_parameters, sized
+from shardproof.bench.command.parameters import parse_parameters, sized
 from shardproof.bench.evidence import conclude
-from shardproof.bench.launches import RankCounts, RankTimes
 from shardproof.bench.lines import MeasuredPair, PairLine
-from shardproof.bench.subjects import Action
+from shardproof.bench.subjects import Action, RankCounts, RankTimes
 from shardproof.contract import Piece
 from shardproof.runs.run_folder import read
 
@@ -51,10 +50,13 @@ def test_sizes_are_written_as_people_write_them(text: str, count: int) -> None:
         (["checkpoint", "--parameters", "many"], "--parameters takes a number (many)"),
         (["checkpoint", "--parameters", "0.001B1"], "write e.g. 20M, 200M or 1.5B"),
         (["checkpoint", "--parameters", "3"], "at least 49,152"),
-        (["peers", "--parameters", "20M"], "belongs to checkpoints of charnames_gpt (ddp)"),
-        (["reference/ddp", "pytorch/ddp", "--parameters", "20M"], "belongs to checkpoints"),
-        (["strong", "--parameters", "20M"], "--parameters belongs to checkpoints"),
-        (["collectives", "--parameters", "20M"], "means nothing for collectives"),
+        (["peers", "--parameters", "20M"], "it belongs to `bench checkpoint`"),
+        (["checkpoint", "peers", "--parameters", "20M"], "of charnames_gpt (ddp)"),
+        (["strong", "--parameters", "20M"], "--parameters is no option of `bench scaling`"),
+        (
+            ["collectives", "--parameters", "20M"],
+            "--parameters is no option of `bench collectives`",
+        ),
     ],
 )
 def test_bad_input_ends_with_2_and_a_remedy(command: Any, words: list[str], says: str) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from shardproof import report
+from shardproof.bench import collective_times
 from shardproof.bench.collective_times import BACKEND, Timed, by_size, over_backend, summary
 from shardproof.bench.collectives import OPERATIONS, SIZES, Request
-from shardproof.bench.command.collectives import parse_sizes
+from shardproof.bench.command.collectives_plan import parse_sizes
 from shardproof.bench.drawings import bandwidth
 from shardproof.errors import SelectionError
 from shardproof.registry import collectives as own
@@ -98,7 +99,7 @@ def test_the_drawing_has_a_line_and_a_name_for_each_algorithm() -> None:
         (["--bytes", "6"], "--bytes takes a size (6)"),
         (["--backend", "glo"], "unknown backend (glo) - did you mean gloo?"),
         (["--backend", "gloo_cuda"], "sends nothing from one rank to one other"),
-        (["--goal", "2"], "--goal means nothing for collectives"),
+        (["--goal", "2"], "--goal is no option of `bench collectives`"),
     ],
 )
 def test_bad_input_ends_with_2_and_a_remedy(command: Any, options: list[str], says: str) -> None:
@@ -108,7 +109,7 @@ def test_bad_input_ends_with_2_and_a_remedy(command: Any, options: list[str], sa
 
 def test_options_of_collectives_belong_to_nothing_else(command: Any) -> None:
     code, _, errors = command("bench", "data-parallel", "--algorithm", "ring")
-    assert code == 2 and "--algorithm belongs to collectives" in errors
+    assert code == 2 and "leave it out: it belongs to `bench collectives`" in errors
 
 
 def test_an_algorithm_that_cannot_serve_the_world_is_refused() -> None:
@@ -129,7 +130,7 @@ def test_times_end_in_the_report(command: Any, tmp_path: Path) -> None:
     code, out, errors = command("bench", "collectives", *options, "--results", str(folder))
     assert code == 0, out + errors
     run = read(folder)
-    lines = bandwidth.of(run)
+    lines = collective_times.of(run)
     assert [(line.operation, line.algorithm) for line in lines] == Request().systems
     for line in lines:
         assert all(len(times) == 2 and min(times) > 0 for times in line.seconds.values())

@@ -11,8 +11,8 @@ from test_scaling_meshes import cell, figures, line_of, probed
 
 from shardproof.bench.model.alpha_beta import Fit, Links
 from shardproof.bench.model.messages import Window, played
-from shardproof.bench.model.records import Call
 from shardproof.bench.model.step_time import predict
+from shardproof.bench.subjects import Call
 from shardproof.impls.reference.pipeline.schedules import gpipe, interleaved, one_f_one_b
 from shardproof.schedules import Schedule
 

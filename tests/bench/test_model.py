@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from shardproof.bench.lines import ProbedStep, Probes
 from shardproof.bench.model import alpha_beta, curve, scorecard, step_time
 from shardproof.bench.model.alpha_beta import COSTS, Cost, Fit, Group, Links, cost, fit
-from shardproof.bench.model.curve import Compute
-from shardproof.bench.model.records import Call
+from shardproof.bench.model.curve import Compute, Ground
 from shardproof.bench.model.step_time import Unmodelled, predict
+from shardproof.bench.subjects import Call
 from shardproof.costs import ModelFacts, cost_model_class
 from shardproof.costs.model import NoCostModel
 from shardproof.costs.model_facts import TensorFacts
@@ -313,8 +313,8 @@ WORLDS = tuple(2**power for power in range(1, 11))
 
 def test_weak_scaling_of_ddp_by_hand_up_to_1024_ranks() -> None:
     compute = Compute(0.0, 0.001, 0.004)
-    args = ("ddp", plan("replicate", 2), "replicate", "weak", 16, compute, LINKS, "gloo")
-    steps = [curve.step_at(world, *args) for world in WORLDS]
+    ground = Ground("ddp", plan("replicate", 2), compute, LINKS, "gloo")
+    steps = [ground.step_at(world, "replicate", "weak", 16) for world in WORLDS]
     last = steps[-1]
     seconds = 2 * 1023 * 10e-6 + 2 * 1023 / 1024 * 4 * 1524 * 1e-9
     assert last.communication_seconds == pytest.approx(seconds)
@@ -326,22 +326,22 @@ def test_weak_scaling_of_ddp_by_hand_up_to_1024_ranks() -> None:
 
 def test_strong_scaling_shares_the_batch_and_ends_with_it() -> None:
     compute = Compute(0.002, 0.001, 0.004)
-    args = ("ddp", plan("replicate", 2), "replicate", "strong", 16, compute, LINKS, "gloo")
-    steps = {world: curve.step_at(world, *args) for world in WORLDS[:4]}
+    ground, grows = Ground("ddp", plan("replicate", 2), compute, LINKS, "gloo"), "replicate"
+    steps = {world: ground.step_at(world, grows, "strong", 16) for world in WORLDS[:4]}
     assert steps[4].compute_seconds == pytest.approx(0.002 + 0.004 + 0.004)
     assert steps[4].step_seconds > steps[4].compute_seconds
     for world in WORLDS[4:]:
         with pytest.raises(Unmodelled, match=f"^16 samples do not go round {world} ranks$"):
-            curve.step_at(world, *args)
+            ground.step_at(world, grows, "strong", 16)
     # 16 samples on 3 ranks: one of them has 6, and the others wait for it.
-    three = curve.step_at(3, *args)
+    three = ground.step_at(3, grows, "strong", 16)
     assert three.compute_seconds == pytest.approx(0.002 + 0.006 + 0.004)
 
 
 def test_sharding_divides_the_update() -> None:
     compute = Compute(0.0, 0.001, 0.064)
     base = plan("shard", 2)
-    four = curve.step_at(4, "zero1", base, "shard", "weak", 16, compute, LINKS, "gloo")
+    four = Ground("zero1", base, compute, LINKS, "gloo").step_at(4, "shard", "weak", 16)
     assert four.compute_seconds == pytest.approx(0.016 + 0.016)
     assert curve.update_share(cost_model_class("ddp")(plan("replicate", 4))) == 1.0
 
@@ -350,10 +350,8 @@ def test_what_is_hidden_still_takes_core_time_at_modelled_worlds() -> None:
     """Two cores a rank, one of which computes: 100 ms of calls keep 1.9 of them busy."""
     links = Links({"all_reduce": Fit("all_reduce", 2, 0.0, 0.05 / 4 / 1524, busy=1.9)})
     compute = Compute(0.0, 0.1, 0.0)
-    made = curve.step_at(
-        *(1024, "ddp", plan("replicate", 2), "replicate", "weak", 1, compute, links, "gloo"),
-        cores_per_rank=2,
-    )
+    ground = Ground("ddp", plan("replicate", 2), compute, links, "gloo", cores_per_rank=2)
+    made = ground.step_at(1024, "replicate", "weak", 1)
     assert made.overlap == "full"
     assert made.communication_seconds == pytest.approx(0.1, rel=0.01)
     assert made.step_seconds == pytest.approx((0.1 + 0.19) / 2, rel=0.01)
@@ -365,11 +363,14 @@ def test_a_rank_with_fewer_samples_has_fewer_micro_batches() -> None:
     assert curve.facts_at(base, "shard", 8).micro_batches == (4,) * 8
     assert curve.facts_at(base, "shard", 8, samples=1).micro_batches == (1,) * 8
     compute = Compute(0.0, 0.001, 0.004)
-    args = ("shard", "strong", 16, compute, LINKS, "gloo")
+    how = compute, LINKS, "gloo"
     for world, count in ((4, 4), (8, 2), (16, 1)):
         few = plan("shard", 2, micro_batches=(count, count))
-        made = curve.step_at(world, "zero3", base, *args)
-        assert made == curve.step_at(world, "zero3", few, *args)
+        one, other = (
+            Ground("zero3", facts, *how).step_at(world, "shard", "strong", 16)
+            for facts in (base, few)
+        )
+        assert one == other
 
 
 def test_a_pipeline_is_as_long_as_its_bubble() -> None:
@@ -396,12 +397,12 @@ def test_compute_goes_through_what_was_measured() -> None:
 
 def test_what_cannot_be_cut_is_not_modelled_and_says_why() -> None:
     compute = Compute(0.0, 0.001, 0.0)
-    args = ("weak", 4, compute, LINKS, "gloo")
+    how = compute, LINKS, "gloo"
     with pytest.raises(Unmodelled, match="nothing has no formulas"):
-        curve.step_at(2, "nothing", plan("replicate", 2), "replicate", *args)
+        Ground("nothing", plan("replicate", 2), *how).step_at(2, "replicate", "weak", 4)
     # Torch's hybrid is cut by a pipe axis; without one its promise says nothing of ranks.
     with pytest.raises(Unmodelled, match=r"\w"):
-        curve.step_at(2, "torch_hybrid", plan("shard", 2), "shard", *args)
+        Ground("torch_hybrid", plan("shard", 2), *how).step_at(2, "shard", "weak", 4)
 
 
 # ---------------------------------------------------------------------------------- the scorecard

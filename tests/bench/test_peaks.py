@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from local_ranks import succeed
 
-from shardproof.bench import launches, sides, timed_ranks
+from shardproof.bench import sides, timed_ranks
+from shardproof.bench.subjects import SideRun, side_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,10 +37,10 @@ def test_the_peak_is_at_most_the_peers(
     )
     peaks = []
     for letter, axes in zip("ab", meshes, strict=True):
-        run = launches.side_run(pair, letter, axes or pair.side(letter).mesh)
+        run = side_run(pair, letter, axes or pair.side(letter).mesh)
         run = replace(run, backend="in_memory")
 
-        def body(rank: int, size: int, run: launches.SideRun = run) -> int:
+        def body(rank: int, size: int, run: SideRun = run) -> int:
             return timed_ranks.memory(run, rank)
 
         peaks.append(max(succeed(body, pair.world, ledgers=True)))

@@ -17,20 +17,20 @@ from local_ranks import succeed
 
 from shardproof.bench import sides
 from shardproof.bench.arm import comms_along
-from shardproof.bench.launches import SideRun
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.lines import Probes
 from shardproof.bench.model import alpha_beta, curve, measurement, probes, scorecard, step_time
-from shardproof.bench.model.records import (
+from shardproof.bench.session import Session
+from shardproof.bench.subjects import (
     AloneSteps,
     Call,
     ProbeRecord,
     RankRounds,
     Rounds,
+    Side,
+    SideRun,
     WatchedStep,
 )
-from shardproof.bench.session import Session
-from shardproof.bench.subjects import Side
 from shardproof.costs import cost_model_of
 from shardproof.errors import InputError
 from shardproof.files import from_plain, to_plain
@@ -381,7 +381,7 @@ def test_a_score_on_real_ranks() -> None:
     assert pickle.loads(pickle.dumps(run)) == run
     with Session() as session:
         rounds = session.measure_rounds([run], 2)
-    (scored,), found = measurement.judge([run], rounds)
+    (scored,), found = model_check.scores_of([run], rounds)
     made = scored.prediction
     cores = len(rounds.measured[0].cores) or None
     assert made.overlap == step_time.overlap_of("gloo", cores)[0]
@@ -397,10 +397,8 @@ def test_a_score_on_real_ranks() -> None:
     )
     assert found.flop_rate is not None
     compute = curve.Compute.through({6: made.compute_seconds}, 0.0)
-    grown = curve.step_at(
-        *(1024, "ddp", run.facts(), "replicate", "weak", 6, compute, found.links, "gloo"),
-        known=scored.calls,
-    )
+    ground = curve.Ground("ddp", run.facts(), compute, found.links, "gloo", scored.calls)
+    grown = ground.step_at(1024, "replicate", "weak", 6)
     assert grown.compute_seconds == pytest.approx(compute.seconds(6))
     assert grown.step_seconds > grown.compute_seconds
 

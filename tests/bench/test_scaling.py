@@ -17,17 +17,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from commands import here, started
 
-from shardproof.bench import session, stats, time_budget
+from shardproof.bench import compared, session, stats, time_budget
 from shardproof.bench.evidence import load_times, write_times
-from shardproof.bench.launches import cell_launch
 from shardproof.bench.lines import CellLine, Interval, MeasuredCell
 from shardproof.bench.scaling import judge, matrix, tables
-from shardproof.bench.sides import files
+from shardproof.bench.session import cell_launch
+from shardproof.bench.sides import files, kind_of
 from shardproof.bench.subjects import CELL_BLOCKS, ORDER, PLAIN, SCALING, Cell, Room
 from shardproof.commands.verify import verify
-from shardproof.compare import snapshot
+from shardproof.compare.snapshot import Version
 from shardproof.errors import InputError, SelectionError
 from shardproof.registry.declaration import Answer, Declaration
 from shardproof.runs.run_folder import RunFolder, read
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("brief_sessions")
 ROOT = Path(__file__).parents[2]
 STRONG = ROOT / "scenarios" / "scaling" / "strong.yaml"
 WEAK = STRONG.with_name("weak.yaml")
-VERSION = snapshot.Version("0", "0")
+VERSION = Version("0", "0")
 #: Log-ratio SD of a block, as in tests/bench/test_timing.py.
 SD = 0.10
 SMALL = """\
@@ -239,10 +240,10 @@ def test_times_without_losses_have_figures_and_no_verdict(path: Path) -> None:
     told = line_of(cell, 2, simulated(0.95, mode=cell.mode), losses={})
     assert told["efficiency"]["plain"]["low"] > 0.8 and told["trained_alike"] is None
     assert told["verdict"] == "inconclusive" and "is not known" in told["reason"]
-    assert not snapshot._scaling(CellLine.model_validate(told), VERSION).samples
+    assert not compared._of_cell(CellLine.model_validate(told), VERSION).samples
     known = line_of(cell, 2, simulated(0.95, mode=cell.mode))
     assert known["verdict"] == "holds" and known["trained_alike"] is True
-    assert snapshot._scaling(CellLine.model_validate(known), VERSION).samples
+    assert compared._of_cell(CellLine.model_validate(known), VERSION).samples
     # What is refused claims nothing of times.
     refused = line_of(cells(path)[64], 2, simulated(0.95, mode=cell.mode), losses={})
     assert refused["verdict"] == "oversubscribed"
@@ -256,8 +257,8 @@ def test_an_open_interval_says_how_many_blocks_it_takes() -> None:
 
 
 def test_exit_codes() -> None:
-    from shardproof.bench.command.bench_run import exit_code
-    from shardproof.commands.options import FailOn
+    from shardproof.bench.command.measuring import exit_code
+    from shardproof.bench.command.options import FailOn
 
     def told(*words: str) -> list[CellLine]:
         return [CellLine.model_construct(verdict=word) for word in words]
@@ -320,10 +321,10 @@ def test_faults_of_a_scaling_scenario_have_a_line(
 
 def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     speed = ROOT / "scenarios" / "speed" / "data-parallel.yaml"
-    assert load.timed(STRONG) == load.timed(WEAK) == "scaling"
-    assert load.timed(speed) == "speed"
-    assert not load.timed(STRONG.with_name("bubble.yaml"))
-    assert not load.timed(tmp_path / "absent.yaml")
+    assert kind_of(STRONG) == kind_of(WEAK) == "scaling"
+    assert kind_of(speed) == "speed"
+    assert not kind_of(STRONG.with_name("bubble.yaml"))
+    assert not kind_of(tmp_path / "absent.yaml")
     for name in ("strong", "scaling/strong", str(STRONG)):
         assert [path.resolve() for path in files([name])] == [STRONG]
     own = {"strong.yaml", "weak.yaml", "cluster-strong.yaml", "cluster-weak.yaml"}
@@ -361,7 +362,7 @@ def test_commands_know_timed_files() -> None:
         (("strong", "-k", "nothing_like_it"), "matches no cell"),
         (("strong", "--backend", "glue"), "gloo"),
         (("strong", "--world", "1"), "one rank is the base case"),
-        (("strong", "--param", "layers=1"), "--param belongs to one pair"),
+        (("strong", "--param", "layers=1"), "--param is no option of `bench scaling`"),
         (("strong", "--fail-on", "slower"), "scaling has a target"),
         (("strong", "--fail-on", "goal", "--fail-on", "slower"), "write --fail-on goal"),
         (("strong", "--blocks", "2", "--launches", "3"), "at most one launch a block"),
@@ -377,54 +378,22 @@ def test_bad_input_names_what_is_valid(arguments: tuple[str, ...], told: str) ->
     assert told in str(outcome.exception)
 
 
-#: Options of `bench` that a cell has no use for, each with a value.
-OF_PAIRS = {
-    "workload": "charnames_gpt",
-    "size": "1m",
-    "param": "layers=1",
-    "batch": "16",
-    "micro_batches": "1",
-    "optimizer": "adamw",
-    "dtype": "float32",
-    "option_a": "a=1",
-    "option_b": "a=1",
-    "mesh_a": "replicate=2",
-    "mesh_b": "replicate=2",
-    "goal": "1.1",
-    "profile": None,
-    "score": None,
-    "no_memory": None,
-}
-#: Those that change which cells are measured, how, and what their figures come to.
-OF_CELLS = {"names", "expression", "backend", "world", "blocks", "launches", "fail_on", "budget"}
-OF_CELLS |= {"deadline", "results", "dry_run"}
+def test_an_option_of_another_command_is_refused_and_says_whose_it_is(command: Any) -> None:
+    """Every command of ``bench`` has just the options that mean something to it."""
+    from shardproof.bench.command import app
 
-
-def test_every_option_of_bench_counts_for_scaling_or_is_refused() -> None:
-    import inspect
-
-    from typer.testing import CliRunner
-
-    from shardproof.bench import command as bench
-    from shardproof.bench.command.collectives import OWN
-    from shardproof.commands.main import app
-
-    known = set(inspect.signature(bench.bench).parameters) - {"context"}
-    assert known == OF_CELLS | set(OF_PAIRS) | set(OWN) | {"parameters", "shard"}
-    size = ["bench", "strong", "--parameters", "200M", "--dry-run"]
-    told = str(CliRunner().invoke(app, size).exception)
-    assert "--parameters belongs to checkpoints" in told
-    for name in OWN:
-        option = "--bytes" if name == "sizes" else f"--{name.replace('_', '-')}"
-        outcome = CliRunner().invoke(app, ["bench", "strong", option, "4", "--dry-run"])
-        assert isinstance(outcome.exception, InputError), option
-        assert f"{option} belongs to collectives" in str(outcome.exception)
-    for name, value in OF_PAIRS.items():
-        option = f"--{name.replace('_', '-')}"
-        more = [option] if value is None else [option, value]
-        outcome = CliRunner().invoke(app, ["bench", "strong", *more, "--dry-run"])
-        assert isinstance(outcome.exception, InputError), option
-        assert f"{option} belongs to one pair" in str(outcome.exception)
+    group: Any = typer.main.get_command(app)
+    flags = {
+        name: {o.opts[0] for o in each.params if o.opts[0].startswith("-")} - {"--help"}
+        for name, each in group.commands.items()
+    }
+    assert set(flags) == {"pair", "speed", "scaling", "checkpoint", "collectives"}
+    for name, own in flags.items():
+        for flag in set().union(*flags.values()) - own:
+            having = [other for other, theirs in flags.items() if flag in theirs]
+            code, _, told = command("bench", name, flag, "4")
+            assert code == 2 and f"{flag} is no option of `bench {name}`" in told, (name, flag)
+            assert all(f"`bench {other}`" in told for other in having), (name, flag)
 
 
 def test_a_dry_run_tells_what_fits_into_the_budget(tmp_path: Path) -> None:
@@ -517,7 +486,7 @@ def test_a_session_leaves_evidence_that_verifies(tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = here("bench", str(small(tmp_path, worlds=(2, 64))), "--results", str(run))
     assert done.returncode in (0, 3), done.stdout + done.stderr
-    found = {line["world"]: line for line in read(run).scalings}
+    found = {line["world"]: line for line in read(run).others["scaling"]}
     two = found[2]
     room = two["room"]["ranks"]
     assert (two["verdict"] == "oversubscribed") == (room < 2)
@@ -532,7 +501,7 @@ def test_a_session_leaves_evidence_that_verifies(tmp_path: Path) -> None:
     assert found[64]["times"] == two["times"] and found[64]["measured_in"] == two["id"]
     assert "oversubscribed" in done.stdout and "reference/ddp" in done.stdout
     told = verify(run)
-    assert not told.problems and told.scalings == 2
+    assert not told.problems and sum(told.others.values()) == 2
     table_again = here("report", str(run), "--format", "markdown").stdout
     assert "| strong | reference/ddp | gloo | 2 |" in table_again
 
@@ -560,7 +529,7 @@ def test_every_system_of_the_shipped_scenarios_scales_somehow(backend: str, tmp_
     few = ("--blocks", "2", "--launches", "1")
     done = here("bench", str(path), *few, "--results", str(run))
     assert done.returncode in (0, 3), done.stdout + done.stderr
-    told = {line["cell"]["system"]["implementation"]: line for line in read(run).scalings}
+    told = {line["cell"]["system"]["implementation"]: line for line in read(run).others["scaling"]}
     assert set(told) == {name for name, _ in names}
     assert {line["verdict"] for line in told.values()} <= {"holds", "below", "inconclusive"}
     assert not verify(run).problems
@@ -579,7 +548,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         rest = process.stdout.read()
         assert process.wait(60) == 130
     assert "stopped: 1 of 1 cells" in rest
-    (line,) = read(run).scalings
+    (line,) = read(run).others["scaling"]
     assert 0 < line["blocks"] < 4000 and not verify(run).problems
     if line["verdict"] != "oversubscribed":
         assert (line["verdict"], line["trained_alike"]) == ("inconclusive", None)
@@ -591,7 +560,7 @@ def test_what_does_not_fit_into_the_budget_is_left_out_by_name(tmp_path: Path) -
     done = here("bench", str(small(tmp_path, worlds=(2, 64))), *more)
     assert done.returncode == 3, done.stdout + done.stderr
     assert done.stdout.count("left out by the budget: scaling::small::reference/ddp") == 2
-    assert len(read(run).left_out) == 2 and not read(run).scalings and not verify(run).problems
+    assert len(read(run).left_out) == 2 and not read(run).others and not verify(run).problems
 
 
 def test_a_budget_leaves_figures_of_an_earlier_invocation(tmp_path: Path) -> None:
@@ -602,9 +571,9 @@ def test_a_budget_leaves_figures_of_an_earlier_invocation(tmp_path: Path) -> Non
     done = here("bench", str(path), "--budget", "0.01", "--results", str(run))
     assert done.returncode == 3, done.stdout + done.stderr
     assert "left out by the budget" in done.stdout
-    assert len(read(run).scalings) == 1 and not read(run).left_out
+    assert len(read(run).others["scaling"]) == 1 and not read(run).left_out
     with RunFolder(run, ["shardproof", "bench"]) as folder:  # a failure of before is not hidden
-        folder.add(read(run).scalings[0] | {"verdict": "crash"}, "scaling")
+        folder.add(read(run).others["scaling"][0] | {"verdict": "crash"}, "scaling")
     done = here("bench", str(path), "--budget", "0.01", "--results", str(run))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "(stays as it was: crash)" in done.stdout
@@ -620,7 +589,7 @@ def test_a_system_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> No
     path = small(tmp_path, worlds=(2, 4), systems="['falls:Falls']")
     done = here("bench", str(path), "--results", "run", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    told = {line["world"]: line for line in read(tmp_path / "run").scalings}
+    told = {line["world"]: line for line in read(tmp_path / "run").others["scaling"]}
     assert told[2]["verdict"] == "crash" and "OverflowError: on purpose" in told[2]["reason"]
     assert told[4]["verdict"] in ("oversubscribed", "crash")
     assert not verify(tmp_path / "run").problems

@@ -11,10 +11,10 @@ import pytest
 from commands import here
 
 from shardproof.bench import session
-from shardproof.bench.launches import cell_launch
 from shardproof.bench.lines import CellProbes, MeasuredCell
 from shardproof.bench.model.alpha_beta import Fit, Machine
 from shardproof.bench.scaling import matrix, modelled
+from shardproof.bench.session import cell_launch
 from shardproof.bench.sides import files
 from shardproof.bench.subjects import Cell
 from shardproof.commands.verify import verify
@@ -243,7 +243,7 @@ def test_they_are_timed_and_train_what_one_process_trains(tmp_path: Path) -> Non
     few = ("--world", "2", "--launches", "1", "-k", "hsdp or pipeline")
     done = here("bench", str(path), *few, "--results", str(run))
     assert done.returncode in (0, 3), done.stdout + done.stderr
-    told = {line["cell"]["label"]: line for line in read(run).scalings}
+    told = {line["cell"]["label"]: line for line in read(run).others["scaling"]}
     assert set(told) == {"hsdp", "two"} and not verify(run).problems
     for line in told.values():
         assert line["trained_alike"] is True, line["reason"]

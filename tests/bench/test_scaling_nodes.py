@@ -16,16 +16,14 @@ from test_scaling_meshes import cell, figures, line_of, probed
 
 from shardproof.bench import evidence, sides, timed_ranks
 from shardproof.bench.arm import everybody
-from shardproof.bench.launches import RankTimes, cell_launch
 from shardproof.bench.lines import CellProbes
 from shardproof.bench.model import probes
 from shardproof.bench.model.alpha_beta import Fit, Group
-from shardproof.bench.model.records import WatchedStep
 from shardproof.bench.scaling import judge, modelled, tables
 from shardproof.bench.scaling.nodes import lies, not_probed
-from shardproof.bench.session import Measured, in_order
+from shardproof.bench.session import Measured, cell_launch, in_order
 from shardproof.bench.stats import TimedStep
-from shardproof.bench.subjects import ORDER, Cell, Room
+from shardproof.bench.subjects import ORDER, Cell, RankTimes, Room, WatchedStep
 
 MESH = {"replicate": 2, "shard": 2}
 

@@ -20,10 +20,9 @@ import pytest
 from commands import here, started
 
 from shardproof.bench import evidence, session, sides, stats
-from shardproof.bench.launches import RankTimes
+from shardproof.bench.judge import alike
 from shardproof.bench.lines import MeasuredPair, NoFigures, PairLine
-from shardproof.bench.same_training import alike
-from shardproof.bench.subjects import BLOCKS, LETTERS, ORDERS, Pair
+from shardproof.bench.subjects import BLOCKS, LETTERS, ORDERS, Pair, RankTimes
 from shardproof.commands.verify import verify
 from shardproof.errors import InputError
 from shardproof.runs.run_folder import read
@@ -231,12 +230,11 @@ def test_options_nest_and_are_yaml() -> None:
         (("reference/ddp", "pytorch/ddp", "--mesh-a", "rows=2"), "replicate"),
         (("reference/ddp", "pytorch/ddp", "--launches", "9", "--blocks", "4"), "launch"),
         (("data-parallel", "-k", "dpd"), "ddp"),
-        (("data-parallel", "--option-a", "a=1"), "belongs to one pair"),
-        (("data-parallel", "--batch", "16"), "--batch belongs to one pair"),
-        (("reference/ddp", "pytorch/ddp", "-k", "zero3"), "-k chooses among pairs of scenarios"),
+        (("data-parallel", "--option-a", "a=1"), "it belongs to `bench pair`"),
+        (("data-parallel", "--batch", "16"), "--batch is no option of `bench speed`"),
+        (("reference/ddp", "pytorch/ddp", "-k", "zero3"), "-k is no option of `bench pair`"),
         (("reference/ddp", "pytorch/ddp", "--fail-on", "goal"), "no pair here has a goal"),
         (("against-ddp", "--fail-on", "goal"), "no pair here has a goal"),
-        (("reference/ddp", "pytorch/ddp", "--profile", "--backend", "in_memory"), "gloo"),
     ],
 )
 def test_bad_input_names_the_valid_values(arguments: tuple[str, ...], told: str) -> None:
@@ -284,7 +282,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def is_evidence(run: Path, printed: str, backend: str) -> None:
     """A session left whole figures and raw times, and changed times are found."""
-    (line,) = read(run).benches
+    (line,) = read(run).others["bench"]
     assert line["blocks"] == 4 and line["launches"] == 1 and line["aa"]["blocks"] == 4
     assert line["memory"]["kind"] == "ledger" and line["targets_per_step"] == {"a": 256, "b": 256}
     assert "tokens/s" in printed and "in this report" in printed and "of a core" in printed
@@ -300,7 +298,7 @@ def is_evidence(run: Path, printed: str, backend: str) -> None:
     rows = evidence.load_times(run / line["times"])
     assert {row.rank for row in rows} == {0, 1}
     found = verify(run)
-    assert not found.problems and found.benches == 1
+    assert not found.problems and sum(found.others.values()) == 1
 
     rows[::2] = [replace(row, seconds=100 * row.seconds) for row in rows[::2]]
     forged: Any = SimpleNamespace(path=run, write=lambda n, data: (run / n).write_bytes(data))
@@ -327,7 +325,7 @@ def test_a_session_leaves_evidence_that_verifies(scored: tuple[Path, str], tmp_p
 
 def test_a_scorecard_of_both_sides_is_made_again_by_verify(scored: tuple[Path, str]) -> None:
     run, printed = scored
-    (line,) = read(run).benches
+    (line,) = read(run).others["bench"]
     assert line["strategies"] == {"a": "zero1", "b": "ddp"}
     for letter in ("a", "b"):
         card = line["scorecard"][letter]
@@ -370,7 +368,7 @@ def test_sides_that_train_differently_are_not_compared(tmp_path: Path) -> None:
     run = tmp_path / "run"
     more = ("--optimizer", "sgd", "--no-memory", "--results", str(run))
     done = here("bench", "reference/ddp", "mutants/ddp_divides_by_world", *SMALL, *more)
-    (line,) = read(run).benches
+    (line,) = read(run).others["bench"]
     assert line["verdict"] == "fail" and "do not train the same" in line["reason"]
     assert done.returncode == 1
 
@@ -386,7 +384,7 @@ def test_a_side_that_raises_is_a_crash_with_its_sentence(tmp_path: Path) -> None
     more = ("--results", str(run))
     done = here("bench", "reference/ddp", "falls:Falls", *SMALL, *more, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    (line,) = read(run).benches
+    (line,) = read(run).others["bench"]
     assert line["verdict"] == "crash" and "OverflowError: on purpose" in line["reason"]
 
 
@@ -395,7 +393,7 @@ def test_a_side_that_refuses_the_model_is_a_precondition(tmp_path: Path) -> None
     sides = ("reference/tensor", "pytorch/tensor_parallel")
     done = here("bench", *sides, *SMALL, "--world", "3", "--results", str(run))
     assert done.returncode == 3, done.stdout + done.stderr
-    (line,) = read(run).benches
+    (line,) = read(run).others["bench"]
     assert line["verdict"] == "precondition" and "which so many ranks cannot" in line["reason"]
 
 
@@ -422,7 +420,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         rest = process.stdout.read()
         assert process.wait() == 130
     assert "stopped" in rest
-    (line,) = read(run).benches
+    (line,) = read(run).others["bench"]
     assert 0 < line["blocks"] < 400 and not verify(run).problems
     assert (line["verdict"], line["trained_alike"]) == ("inconclusive", None)
 

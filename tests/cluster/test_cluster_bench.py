@@ -15,10 +15,9 @@ from made_engine import assert_refused_at_once
 
 from shardproof.bench import leader_tasks, sides
 from shardproof.bench.drawings import by_bandwidth
-from shardproof.bench.launches import side_run
 from shardproof.bench.lines import Efficiency, Estimate
 from shardproof.bench.scaling import matrix
-from shardproof.bench.subjects import Cell, Room
+from shardproof.bench.subjects import Cell, Room, side_run
 from shardproof.cluster import head
 from shardproof.cluster.nodes.nodes import ClusterNodes
 from shardproof.commands import main as command_line
@@ -206,12 +205,12 @@ def test_timed_ranks_start_on_the_nodes_that_this_is_the_head_of(
     monkeypatch.setenv(ENVIRONMENT, json.dumps(told))
     leader_tasks.on_ranks(run, tmp_path / "two", int, _twice)
     cell = next(cell for cell in matrix.read(sides.files(["strong"])) if cell.world == 2)
-    for what in ("memory", "alone", "profile"):
+    for what in ("memory", "alone"):
         one = side_run(cell, "ranks", {"replicate": 2})
         assert leader_tasks.one_side((what, one, tmp_path / what)) == {"answer": []}
     (_, here), (program, there), *_ = seen
     assert isinstance(here, Forked) and there._nodes == ClusterNodes(2, 1)
-    assert program(3, 4) == {"record": 6} and len(seen) == 5
+    assert program(3, 4) == {"record": 6} and len(seen) == 4
 
 
 def test_nodes_have_room_for_no_more_ranks_than_places() -> None:

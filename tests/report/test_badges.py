@@ -122,7 +122,7 @@ def test_badges_of_before_go_and_other_files_stay(tmp_path: Path) -> None:
 def test_comparisons_that_were_left_out_have_no_badge(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", ["test"]) as folder:
         folder.add(line())
-        folder.leave_out_bench({"id": "bench::a"}, "no room")
+        folder.leave_out_other({"id": "bench::a"}, "no room")
     write(read(tmp_path / "run"), tmp_path / "badges")
     assert words((tmp_path / "badges" / OVERALL).read_text()) == ["shardproof", "pass 1/1"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import sys
 from collections import Counter
@@ -12,22 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import interval
-from synthetic_run import FULL, TENSORS, scaling_lines, timed, write_run
+from synthetic_run import FULL, TENSORS, write_run
 from test_report import case, fill, result
 
 from shardproof import report
-from shardproof.bench import lines
-from shardproof.bench.drawings import curves, forest
-from shardproof.bench.lines import InReport
-from shardproof.bench.scaling import tables as scaling_tables
-from shardproof.report import limits, looks, summary, tables
+from shardproof.report import limits, summary, tables
 from shardproof.report.drawings import bars, heat, svg, timelines
 from shardproof.report.page import TEMPLATES, parts
 from shardproof.runs import records
-from shardproof.runs.header import Header
-from shardproof.runs.run_folder import Run, RunFolder, read
-from shardproof.table import Cell
+from shardproof.runs.run_folder import RunFolder, read
 
 
 class Page(HTMLParser):
@@ -147,8 +139,6 @@ def test_both_forms_tell_the_same(full: Path, page: str) -> None:
         ({"cases": 0}, "open", "Nothing was judged."),
         ({"cases": 20, "left_out": 2}, "held", "It held: "),
         ({"cases": 20, "left_out": 5}, "open", ", but 5 of "),
-        ({"cases": 0, "benches": 4}, "open", "1 of 4 timings are not decided"),
-        ({"cases": 0, "benches": 3}, "held", "3 timings"),
     ],
 )
 def test_the_headline(tmp_path: Path, arguments: dict[str, Any], state: str, says: str) -> None:
@@ -182,37 +172,6 @@ def test_what_was_not_checked_is_told_with_its_reason(full: Path) -> None:
     assert "reference/pipeline" in {row[0]: row[2] for row in asked.rows}["memory"]
 
 
-def test_timings_that_decide_nothing_are_among_what_was_not_checked(tmp_path: Path) -> None:
-    found = read(write_run(tmp_path / "run", benches=5, scalings=True))
-    [told] = [limit for limit in limits.limits(found) if limit.title.startswith("Times that")]
-    wanted = {
-        line["id"]
-        for line in [*found.benches, *found.scalings]
-        if looks.head(line["verdict"]) in (*summary.OPEN, "oversubscribed")
-    }
-    assert wanted and wanted <= {row[0] for row in told.rows}
-    assert "oversubscribed" in {row[1] for row in told.rows}
-    for form in (report.html(found), report.document(found)):
-        assert "Nothing was left out" not in form
-        assert all(row[2] in form for row in told.rows)
-
-
-def test_a_difference_that_is_lost_beside_others_is_not_decided() -> None:
-    draw = random.Random(0)
-    stored = [timed(number, draw) for number in range(2)]
-    stored[0] |= {"verdict": "small difference"}
-    stored[1] |= {"verdict": "inconclusive", "reason": "effects from 9.0% on can be seen"}
-    family = {stored[0]["id"]: InReport(p=0.04, p_holm=0.2, verdict="inconclusive")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardproof.bench.stats.family", lambda lines: family)
-        [told] = limits.limits(Run(Path("run"), Header(invocations=[]), benches=stored))
-    why = "small difference alone, not beside 1 comparisons (Holm)"
-    assert told.rows == (
-        (stored[0]["id"], "inconclusive", why),
-        (stored[1]["id"], "inconclusive", "effects from 9.0% on can be seen"),
-    )
-
-
 def test_ids_break_between_their_parts_only() -> None:
     assert parts("a<b::c") == "a&lt;b::<wbr>c"
 
@@ -233,60 +192,6 @@ def test_widths_of_bars_add_up() -> None:
     parts = bars._pair({"parameters": 25, "gradients": 50}, {"total": 100}, 100, "k")
     widths = [float(w) for w in re.findall(r'y="2" width="([0-9.]+)"', "".join(parts))]
     assert widths == [300.0, 74.2, 149.2]
-
-
-def cells() -> list[lines.CellLine]:
-    return [lines.CellLine.model_validate(line) for line in scaling_lines()]
-
-
-def test_curves_show_intervals_target_and_what_is_modelled() -> None:
-    panels = curves.panels(cells())
-    assert [heading for heading, _ in panels][:2] == [
-        "pytorch/fsdp2 on gloo, strong scaling",
-        "reference/ddp on gloo, strong scaling",
-    ]
-    _, image = panels[0]
-    assert "target 80%" in image and "1,024" in image
-    assert image.count('class="m-plain"') == image.count('class="m-wrapped"') == 2
-    assert image.count('class="m-modelled"') == 5
-    assert "1024 ranks: modelled 35.0% (oversubscribed)." in image
-    rows = curves.table(cells()).texts
-    assert len(rows) == 20 and all(len(row) == len(scaling_tables.HEADINGS) for row in rows)
-    assert rows[0][5:9] == ["88.0% [85.0%, 91.0%]", "92.0% [90.0%, 94.0%]", "89.0%", "80%"]
-
-
-def test_remarks_of_the_terminal_stand_below_the_scaling_table(full: Path, page: str) -> None:
-    told = scaling_tables.remarks(lines.cells(read(full)))
-    assert len(told) == 4 * (1 + 3)  # a system: how, two measured worlds, one caution
-    text = report.document(read(full))
-    for remark in map(str.strip, told):
-        assert f"- {remark}" in text
-        assert remark.replace("'", "&#39;") in page
-    assert "caution: launches differ (p 0.001)" in page
-
-
-def test_efficiencies_beyond_one_stay_inside() -> None:
-    [line] = scaling_lines()[:1]
-    line["efficiency"] = {"plain": interval(1.3, 1.2, 1.5)}
-    [(_, image)] = curves.panels([lines.CellLine.model_validate(line)])
-    assert "160%" in image
-    for at in re.findall(r'cy="([-0-9.]+)"', image):
-        assert 0 < float(at) < 240
-
-
-def test_comparisons_share_one_axis(full: Path) -> None:
-    table = forest.table(lines.pairs(read(full)))
-    assert [str(row[1]) for row in table.rows][:3] == ["faster", "same", "slower"]
-    assert all(len(row) == len(table.headings) for row in table.rows)
-    images = [cell.html for _, _, cell, *_ in table.rows if isinstance(cell, Cell)]
-    assert {re.search(r'x1="([0-9.]+)"[^>]*class="one"', image)[1] for image in images} == {"150"}  # type: ignore[index]
-    assert "i-bad" in images[2] and "i-good" in images[0]
-    stored = {**read(full).benches[0], "verdict": "crash", "reason": "it fell"}
-    del stored["ratio"]
-    broken = lines.PairLine.model_validate(stored)
-    drawing = forest.table([broken]).rows[0][2]
-    assert isinstance(drawing, Cell) and drawing.html == "-"
-    assert forest.axis([broken]) is None
 
 
 def test_timelines_have_a_lane_a_rank(full: Path) -> None:

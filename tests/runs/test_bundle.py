@@ -21,15 +21,11 @@ from archives import Part, forge
 from commands import python
 
 from shardproof import VERSION, report
-from shardproof.bench import evidence, session
-from shardproof.bench.subjects import Pair, Side
-from shardproof.case import WorkloadSpec
 from shardproof.cases.kills import pair
 from shardproof.commands import run as run_command
 from shardproof.commands import verify
 from shardproof.commands.main import main
 from shardproof.commands.verify import verify_archive
-from shardproof.contract import OptimizerSpec
 from shardproof.errors import SelectionError
 from shardproof.registry import load_mutant
 from shardproof.runs.bundle import packing
@@ -54,20 +50,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with RunFolder(path, ["test"]) as folder:
         cases = fit_cases([fault.parent, fault.case], durations, 1, None)
         assert run_command.execute(folder, cases, 1, None, durations) == 1
-        side = Side("reference/ddp")
-        workload = WorkloadSpec("charnames_gpt")
-        sides = Pair(
-            name="speed",
-            a=side,
-            b=side,
-            backend="gloo",
-            world=2,
-            workload=workload,
-            optimizer=OptimizerSpec(),
-        )
-        line = evidence.result(session.Measured(sides, problem=("precondition", "not today")))
-        times = evidence.write_times(folder, sides.id, [])
-        folder.add(line.to_dict() | {"times": times}, "bench")
+        folder.add({"id": "other::x", "verdict": "fine", "times": "times/x"}, "other")
+        (path / "times").mkdir()
+        folder.write("times/x", "raw")
     (path / "local" / "case0000").mkdir(parents=True)
     (path / "local" / "case0000" / "rank0.log").write_text("hello")
     (path / "local" / "plan.json").write_text("{}")
@@ -112,7 +97,7 @@ def test_a_bundle_is_judged_again_without_the_run(made: Path, packed: Path, tmp_
     finally:
         hidden.rename(made)
     assert found.problems == []
-    assert (found.cases, found.benches) == (2, 1)
+    assert found.cases == 2 and "1 line of kind other" in found.unread
     assert (listing.run, listing.judged_by) == (made.name, (VERSION,))
     assert found == verify.verify(made)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import bench, case
+from synthetic import case
 
 from shardproof.case import Case
 from shardproof.cases import kills
@@ -20,7 +20,7 @@ from shardproof.compare.compare import compare
 from shardproof.compare.snapshot import of_run
 from shardproof.errors import SelectionError
 from shardproof.runs import machine, records
-from shardproof.runs.header import Fingerprint, read_header
+from shardproof.runs.header import read_header
 from shardproof.runs.integrity import changed
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.runs.run_folder import lines as stored
@@ -68,13 +68,8 @@ def test_every_command_cuts_what_it_has_chosen(command: Any, tmp_path: Path) -> 
     parts = [command(*words, "--shard", f"{index}/3")[1].split() for index in (1, 2, 3)]
     assert sorted(name for part in parts for name in part) == sorted(whole)
     assert {len(part) - len(whole) // 3 for part in parts} <= {0, 1}
-    pairs = command("bench", "--dry-run")[1].split("\n")
-    halves = [command("bench", "--dry-run", "--shard", f"{n}/2")[1].split("\n") for n in (1, 2)]
-    assert sorted({*halves[0], *halves[1]}) == sorted(set(pairs)) and halves[0] != halves[1]
     drawn = command("run", "--campaign", "6", "--shard", "1/2", "--dry-run")[1].split()
     assert len(drawn) == 3
-    code, _, err = command("bench", "reference/ddp", "pytorch/ddp", "--shard", "1/2")
-    assert code == 2 and "--shard belongs to scenarios (1/2)" in err
 
 
 # ------------------------------------------------------------------------------- parts and runs
@@ -340,40 +335,3 @@ def test_faults_are_cut_by_their_parents(
     run = read(tmp_path / "merged")
     assert {kill.name for kill in run.kills if kill.left_out} == lacking
     assert {kill.name for kill in run.kills if kill.killed} == {*planned[1].kills}
-
-
-def test_times_of_two_machines_are_not_put_together(
-    command: Any, tmp_path: Path, judged_elsewhere: dict[str, Any]
-) -> None:
-    lines = [bench(f"pair{number}") for number in range(4)]
-    left_out = [{"kind": "left out", "reason": "", **_of(line, "id", "pair")} for line in lines]
-
-    def part(name: str, index: int) -> str:
-        cut = Cut.of(left_out, {line["id"]: line["id"] for line in lines}, Shard(index, 2))
-        own = cut.names(index)
-        with RunFolder(tmp_path / name, ["bench"]) as folder:
-            folder.cut(cut, Shard(index, 2))
-            folder.plan_benches([line["id"] for line in lines if line["id"] in own])
-            for line in lines:
-                if line["id"] in own:
-                    folder.add(line, "bench")
-            folder.add({"id": "report", "comparisons": {}}, "bench report")
-        return str(tmp_path / name)
-
-    first, second = part("first", 1), part("second", 2)
-    merged = tmp_path / "merged"
-    code, out, err = command("merge", first, second, "--into", str(merged))
-    assert code == 0, out + err
-    assert {line["id"] for line in read(merged).benches} == {line["id"] for line in lines}
-    # One report over all: how differences stand beside all others is of the whole.
-    reports = [line for line in stored(merged) if line["kind"] == "bench report"]
-    assert [len(line["comparisons"]) for line in reports] == [4]
-    code, out, _ = command("merge", second, "--into", str(tmp_path / "half"))
-    assert code == 3 and "part 1 of 2 is missing: 2 comparisons left out" in out
-    judged_elsewhere["fingerprint"] = Fingerprint(cpu="Another 1", cores=64)
-    code, _, err = command("merge", first, part("third", 2), "--into", str(tmp_path / "x"))
-    assert code == 2 and "parts of two machines: " in err and "(Another 1, 64 cores)" in err
-
-
-def _of(line: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: line[key] for key in keys}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.bench import pinning, session
+from shardproof.bench import on_rank, session
 from shardproof.bench.lines import Estimate, PairFigures, PairLine, Twin
 from shardproof.bench.subjects import Pair, Side
 from shardproof.commands.verify import verify
@@ -106,7 +106,7 @@ def test_too_few_comparisons_hold_nothing() -> None:
 @pytest.mark.parametrize("world", range(1, 9))
 def test_ranks_share_no_core(world: int) -> None:
     cores = [3, 4, 7, 9, 11]
-    shares = [pinning.share(cores, rank, world) for rank in range(world)]
+    shares = [on_rank.share(cores, rank, world) for rank in range(world)]
     given = [core for own in shares for core in own]
     assert len(set(given)) == len(given)
     assert {len(own) for own in shares} == {len(cores) // world}
@@ -125,10 +125,10 @@ def test_ranks_share_no_core_whose_threads_are_numbered_apart(
     world: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four cores of two threads, as many machines number them: 4 is the second thread of core 0."""
-    monkeypatch.setattr(pinning, "by_core", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
+    monkeypatch.setattr(on_rank, "by_core", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
-    assert [pinning.pin(rank, world, threads=True) for rank in range(world)] == expected
+    assert [on_rank.pin(rank, world, threads=True) for rank in range(world)] == expected
 
 
 def test_bad_input_is_said(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_rank_of_threads_pins_itself_alone() -> None:
     before, seen = os.sched_getaffinity(0), []
 
     def rank() -> None:
-        pinning.pin(0, len(before), threads=True)
+        on_rank.pin(0, len(before), threads=True)
         seen.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=rank)
@@ -156,11 +156,11 @@ def test_a_rank_of_threads_pins_itself_alone() -> None:
 def test_a_rank_that_is_a_process_takes_its_threads_along() -> None:
     program = """
 import os, threading
-from shardproof.bench import pinning
+from shardproof.bench import on_rank
 over = threading.Event()
 thread = threading.Thread(target=over.wait)
 thread.start()
-own = pinning.pin(0, os.cpu_count(), threads=False)
+own = on_rank.pin(0, os.cpu_count(), threads=False)
 seen = {tuple(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
 over.set()
 assert seen == {tuple(own)}, (seen, own)
@@ -200,13 +200,13 @@ def test_sessions_beyond_the_budget_are_told_as_left_out(
     monkeypatch.setattr(false_alarms.time, "monotonic", lambda: clock[0])
     assert false_alarms.run(run, alike=8, slowed=4, minutes=2.5) == 3
     found = run_folder.read(run)
-    assert (len(found.benches), len(found.left_out)) == (2, 4)
+    assert (len(found.others["bench"]), len(found.left_out)) == (2, 4)
     assert {line.reason for line in found.left_out} == {"no room in a budget of 2.5 minutes"}
     assert "left out by the budget: 4 sessions" in capsys.readouterr().out
     assert not verify(run).problems
     assert false_alarms.run(run, alike=8, slowed=4) == 3
     found = run_folder.read(run)
-    assert (len(found.benches), len(found.left_out)) == (6, 0) and not verify(run).problems
+    assert (len(found.others["bench"]), len(found.left_out)) == (6, 0) and not verify(run).problems
 
 
 def test_a_budget_is_positive(tmp_path: Path) -> None:

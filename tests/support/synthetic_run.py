@@ -43,14 +43,12 @@ TENSORS = tuple(
 )
 
 
-#: A run that has something of everything.
+#: A run that has something of all that the core makes.
 FULL: dict[str, Any] = {
     "cases": 420,
     "failing": 30,
     "kills": 40,
     "survivors": 2,
-    "benches": 5,
-    "scalings": True,
     "pipelines": 6,
     "left_out": 3,
 }

@@ -175,9 +175,9 @@ def held(counts: Counts) -> bool:
 
 def _measure(folder: run_folder.RunFolder, pairs: Sequence[Pair], minutes: float | None) -> None:
     began, longest = time.monotonic(), 0.0
-    done = {line["id"] for line in run_folder.read(folder.path).benches}
+    done = {line["id"] for line in run_folder.read(folder.path).others.get("bench", ())}
     todo = [pair for pair in pairs if pair.id not in done]
-    folder.plan_benches([pair.id for pair in todo])
+    folder.plan_others([pair.id for pair in todo])
     with Session() as session:
         for number, pair in enumerate(todo):
             start = time.monotonic()
@@ -185,7 +185,7 @@ def _measure(folder: run_folder.RunFolder, pairs: Sequence[Pair], minutes: float
             if minutes is not None and spent + longest > 60 * minutes:
                 for late in todo[number:]:
                     why = f"no room in a budget of {minutes:g} minutes"
-                    folder.leave_out_bench(late.to_dict(), why)
+                    folder.leave_out_other(late.to_dict(), why)
                 print(f"left out by the budget: {len(todo) - number} sessions", flush=True)
                 break
             (measured,) = session.examine([pair])

@@ -8,23 +8,24 @@ Rounds and figures: suite/bench/model/measurement.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from shardproof import registry, verdicts
 from shardproof.backends import BACKENDS
-from shardproof.bench import sides
-from shardproof.bench.launches import SideRun
+from shardproof.bench import sides, stats
 from shardproof.bench.leader_tasks import LaunchFailed
-from shardproof.bench.model import alpha_beta, measurement, step_time
-from shardproof.bench.model.records import Rounds
+from shardproof.bench.model import alpha_beta, scorecard, step_time
 from shardproof.bench.session import Session
-from shardproof.bench.subjects import Side
+from shardproof.bench.subjects import Call, Rounds, Side, SideRun
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.files import to_plain, write_whole
 from shardproof.table import Table
@@ -89,14 +90,58 @@ def runs_of(implementation: str, backend: str, world: int) -> list[SideRun]:
     ]
 
 
-def judge(
-    runs: Sequence[SideRun], rounds: Rounds
-) -> tuple[list[measurement.Score], alpha_beta.Machine]:
-    """As :func:`shardproof.bench.model.measurement.judge`.
+@dataclass(frozen=True)
+class Score:
+    """One run.  ``error`` is measured over predicted less 1, ``low`` and ``high`` its 95 %
+    interval over rounds (paired t on logs).
+    """
+
+    calls: list[Call]
+    measured_seconds: float
+    prediction: step_time.Prediction
+    error: float
+    low: float
+    high: float
+    card: step_time.Scorecard
+
+
+def scores_of(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_beta.Machine]:
+    """Scores of ``runs`` and the machine.  Pure.
+
+    The figure of a round is ln(measured / predicted): predicted from the compute of this round and
+    the alpha and beta of the whole launch, which no step has a part in.
+    """
+    probes, steps = scorecard.digest(runs[0].backend, rounds)
+    scores = []
+    for number, (run, step) in enumerate(zip(runs, steps, strict=True)):
+        alone = step_time.slowest([r.alone[number].steps for r in rounds.measured])
+        together = step_time.slowest([r.together[number] for r in rounds.measured])
+        logs = []
+        # Two segments alone around the one together: a round.
+        for before, after, measured in zip(alone[::2], alone[1::2], together, strict=True):
+            of_round = step.model_copy(update={"alone": statistics.median([*before, *after])})
+            predicted = scorecard.predicted(probes, of_round).step_seconds
+            logs.append(math.log(statistics.median(measured) / predicted))
+        estimate = stats.estimate(logs)
+        error, low, high = (math.expm1(v) for v in (estimate.mean, estimate.low, estimate.high))
+        scores.append(
+            Score(
+                step.calls,
+                step.together,
+                scorecard.predicted(probes, step),
+                *(error, low, high),
+                card=scorecard.card(probes, step, step.together, run),
+            )
+        )
+    return scores, probes.machine
+
+
+def judge(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_beta.Machine]:
+    """As :func:`scores_of`.
 
     :raises ValueError: a model sends a message of a size that alpha and beta come from.
     """
-    scores, machine = measurement.judge(runs, rounds)
+    scores, machine = scores_of(runs, rounds)
     for run, score in zip(runs, scores, strict=True):
         for operation, payloads in step_time.sizes(score.calls).items():
             if shared := set(payloads) & set(machine.times.get(operation, ())):
@@ -104,7 +149,7 @@ def judge(
     return scores, machine
 
 
-def verdict(score: measurement.Score) -> str:
+def verdict(score: Score) -> str:
     """`yes`: the whole interval is within the limit; `NO`: the whole of it is not; else `open`."""
     if score.low >= -LIMIT and score.high <= LIMIT:
         return "yes"
@@ -112,7 +157,7 @@ def verdict(score: measurement.Score) -> str:
 
 
 def tables(
-    runs: Sequence[SideRun], scores: Sequence[measurement.Score], machine: alpha_beta.Machine
+    runs: Sequence[SideRun], scores: Sequence[Score], machine: alpha_beta.Machine
 ) -> list[Table]:
     """Predicted next to measured step times."""
     names = [run.name for run in runs]
@@ -156,7 +201,7 @@ def tables(
 
 def markdown(
     runs: Sequence[SideRun],
-    scores: Sequence[measurement.Score],
+    scores: Sequence[Score],
     machine: alpha_beta.Machine,
     about: str = "",
 ) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardproof.bench.launches import RankTimes
 from shardproof.bench.lines import Counted
-from shardproof.bench.subjects import LETTERS
+from shardproof.bench.subjects import LETTERS, RankTimes
 
 #: Bytes read over bytes needed where one rank less loads; peak above the state while saving, over
 #: the largest tensor.

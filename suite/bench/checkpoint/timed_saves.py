@@ -31,10 +31,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardproof import backends
-from shardproof.bench import pinning
+from shardproof.bench import on_rank
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
-from shardproof.bench.launches import Launch, RankCounts, RankTimes, SideRun
-from shardproof.bench.subjects import Action
+from shardproof.bench.subjects import Action, Launch, RankCounts, RankTimes, SideRun
 from shardproof.bench.timed_ranks import Writer
 from shardproof.comm import Comm
 from shardproof.contract import Kind, Piece
@@ -128,7 +127,7 @@ def run(launch: Launch, workdir: Path, rank: int) -> RankTimes:
     """Time the blocks of ``launch``, as :func:`shardproof.bench.timed_ranks.run` does steps."""
     first = launch.first
     assert_nothing_is_recorded(first.backend)
-    cores = pinning.pin(rank, first.world, backends.BACKENDS[first.backend].threads)
+    cores = on_rank.pin(rank, first.world, backends.BACKENDS[first.backend].threads)
     control = everybody(first.backend, first.world)
     arms = {side: Arm(of_side, rank) for side, of_side in launch.sides.items()}
     losses: dict[str, list[float | None]] = {}

@@ -12,10 +12,7 @@ from collections.abc import Iterable, Sequence
 from markupsafe import Markup
 
 from shardproof.bench.collective_times import Timed, text
-from shardproof.errors import Problem, SelectionError
-from shardproof.files import DAMAGE
 from shardproof.report.drawings import svg
-from shardproof.runs.run_folder import Run
 
 _MARKS = ("circle", "square", "diamond")
 _WIDTH = 330.0
@@ -23,25 +20,6 @@ _LEFT, _RIGHT, _TOP, _PLOT = 52.0, 14.0, 30.0, 190.0
 _ROW = 15.0
 #: Algorithms that have a look of their own.
 LOOKS = 7
-
-
-def of(run: Run) -> list[Timed]:
-    """The collectives that ``run`` timed.
-
-    :raises SelectionError: a line that cannot be read.
-    """
-    lines = []
-    for line in run.collectives:
-        try:
-            lines.append(Timed.from_dict({k: v for k, v in line.items() if k != "kind"}))
-            if not all(each > 0 for each in lines[-1].medians.values()):
-                raise ValueError("a time that is not positive")
-        except DAMAGE as error:
-            what = f"a line about collectives cannot be read: {error}"
-            remedy = "`shardproof verify` says whether the run was changed"
-            file = str(run.path / "cases.jsonl")
-            raise SelectionError(Problem(what, remedy, str(line["id"]), file)) from None
-    return lines
 
 
 def panels(lines: Iterable[Timed]) -> list[tuple[str, Markup]]:

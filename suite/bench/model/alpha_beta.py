@@ -40,7 +40,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from shardproof.backends import BACKENDS
-from shardproof.bench.model.records import Call, GroupRecord, ProbeRecord
+from shardproof.bench.subjects import Call, GroupRecord, ProbeRecord
 from shardproof.errors import Problem, SelectionError, nearest
 
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from shardproof.axes import parts, sharing, size, splitting
 from shardproof.bench.model.alpha_beta import Links
 from shardproof.bench.model.messages import Window
-from shardproof.bench.model.records import Call
 from shardproof.bench.model.step_time import Prediction, Unmodelled, predict, promised
-from shardproof.bench.subjects import Mode
+from shardproof.bench.subjects import Call, Mode
 from shardproof.costs import CostModel, ModelFacts, NoCostModel, cannot_fit, cost_model_of
 from shardproof.costs.schedules import FORMS, Setting
 from shardproof.costs.stages import schedule_name, stages_of
@@ -107,66 +106,69 @@ def pipeline_stretch(facts: ModelFacts) -> float:
     return float(1 + bubble / setting.ideal)
 
 
-def step_at(
-    world: int,
-    strategy: str,
-    facts: ModelFacts,
-    axis: str,
-    mode: Mode,
-    samples: int,
-    compute: Compute,
-    links: Links,
-    backend: str,
-    *,
-    known: Sequence[Call] = (),
-    cores_per_rank: float | None = None,
-    threads: int = 1,
-    schedule: Schedule | None = None,
-) -> Prediction:
-    """A step at ``world`` ranks, without starting one.
+@dataclass(frozen=True)
+class Ground:
+    """What was measured at one world, from which steps at others are modelled.
 
-    ``facts`` are those of the measured world, ``axis`` the one that grows, the sizes of its other
-    axes stay; ``samples`` the global batch (strong) or the batch of a data coordinate (weak; on a
-    tensor or pipe axis in both modes).
-    Every rank has what the measured ones had: ``cores_per_rank`` for ``threads`` that compute (what
-    is hidden costs core time, too), and a link of the alpha and beta that were probed.  Messages of
-    a pipeline are played where its ``schedule`` is that of the measured ranks; elsewhere each costs
-    what it takes alone.
-
-    :raises Unmodelled: no formula, or a batch or a model that so many ranks cannot share.
+    Every rank there has what the measured ones had: ``cores_per_rank`` for ``threads`` that compute
+    (what is hidden costs core time, too), and a link of the alpha and beta that were probed.
+    ``calls`` are those of the measured ranks.  Messages of a pipeline are played where its
+    ``schedule`` is that of the measured ranks; elsewhere each costs what it takes alone.
     """
-    shares_batch = mode == "strong" and sharing([axis]) != ()
-    ranks = world * facts.size(axis) // facts.world
-    mesh = {**facts.axes, axis: ranks}
-    shares = size(mesh, sharing(mesh))
-    try:
+
+    strategy: str
+    facts: ModelFacts
+    compute: Compute
+    links: Links
+    backend: str
+    calls: Sequence[Call] = ()
+    cores_per_rank: float | None = None
+    threads: int = 1
+    schedule: Schedule | None = None
+
+    def step_at(self, world: int, axis: str, mode: Mode, samples: int) -> Prediction:
+        """A step at ``world`` ranks, without starting one.
+
+        ``axis`` is the one that grows, the sizes of its other axes stay; ``samples`` the global
+        batch (strong) or the batch of a data coordinate (weak; on a tensor or pipe axis in both
+        modes).
+
+        :raises Unmodelled: no formula, or a batch or a model that so many ranks cannot share.
+        """
+        facts = self.facts
+        shares_batch = mode == "strong" and sharing([axis]) != ()
+        ranks = world * facts.size(axis) // facts.world
+        mesh = {**facts.axes, axis: ranks}
+        shares = size(mesh, sharing(mesh))
         if shares_batch and samples < shares:
             raise Unmodelled(f"{samples} samples do not go round {shares} ranks")
         # The rank that has most samples sets the pace.
         own = math.ceil(samples / shares) if shares_batch else samples
-        grown = facts_at(facts, axis, ranks, own)
-        cost_model = cost_model_of(strategy, grown)
-        if cost_model is None:
-            raise Unmodelled(f"{strategy} has no formulas")
-        ways = size(mesh, splitting(mesh))
-        split = ways / pipeline_stretch(grown)
-        calls = promised(cost_model, known, facts.world)
-        seconds = compute.seconds(own, split, update_share(cost_model))
-        window = None
-        if schedule is not None and (schedule.ranks, schedule.micro_batches) == (
-            grown.parts("layers"),
-            grown.rounds,
-        ):
-            whole = compute.seconds(own, ways, 0.0)
-            window = Window(schedule, whole / grown.rounds)
-    except NoCostModel as error:
-        raise Unmodelled(str(error)) from None
-    except LookupError as error:  # shapes of other meshes only
-        why = f"the formulas of {strategy} do not cover this mesh: {error}"
-        raise Unmodelled(why) from None
-    return predict(
-        *(calls, seconds, links, backend),
-        cores_per_rank=cores_per_rank,
-        threads=threads,
-        window=window,
-    )
+        try:
+            cost_model = cost_model_of(self.strategy, facts_at(facts, axis, ranks, own))
+            if cost_model is None:
+                raise Unmodelled(f"{self.strategy} has no formulas")
+            return self._predicted(cost_model, own)
+        except NoCostModel as error:
+            raise Unmodelled(str(error)) from None
+        except LookupError as error:  # shapes of other meshes only
+            why = f"the formulas of {self.strategy} do not cover this mesh: {error}"
+            raise Unmodelled(why) from None
+
+    def _predicted(self, cost_model: CostModel, samples: int) -> Prediction:
+        """The step of ``cost_model``, whose busiest rank has so many ``samples``."""
+        grown = cost_model.facts
+        split = size(grown.axes, splitting(grown.axes))
+        stretched = split / pipeline_stretch(grown)
+        window, schedule, window_of = None, self.schedule, (grown.parts("layers"), grown.rounds)
+        if schedule is not None and (schedule.ranks, schedule.micro_batches) == window_of:
+            window = Window(schedule, self.compute.seconds(samples, split, 0.0) / grown.rounds)
+        return predict(
+            promised(cost_model, self.calls, self.facts.world),
+            self.compute.seconds(samples, stretched, update_share(cost_model)),
+            self.links,
+            self.backend,
+            cores_per_rank=self.cores_per_rank,
+            threads=self.threads,
+            window=window,
+        )

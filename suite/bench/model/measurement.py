@@ -1,25 +1,19 @@
-"""A step measured beside its prediction: the ranks' part, and the figures.
+"""A step measured beside its prediction: the part of the ranks.
 
 First a launch with ledgers on shows what a step of each run sends.  Then, with ledgers off, in
 rounds, for each run
 
     alone  together  together  alone     steps without traffic, and the steps that are predicted
 
-and a sweep of the probes.  The figure of a round is ln(measured / predicted): predicted from the
-compute of this round and the alpha and beta of the whole launch, which no step has a part in.
+and a sweep of the probes.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from shardproof.bench import stats
-from shardproof.bench.launches import SideRun
-from shardproof.bench.model import alpha_beta, scorecard, step_time
-from shardproof.bench.model.records import Call, RankRounds, Rounds
+from shardproof.bench.model import step_time
+from shardproof.bench.subjects import Call, RankRounds, SideRun
 
 #: Steps of a segment, and before the first one.
 STEPS, WARM = 2, 4
@@ -70,13 +64,13 @@ def measure(
     import torch
 
     from shardproof.backends import BACKENDS
-    from shardproof.bench import pinning
+    from shardproof.bench import on_rank
     from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
     from shardproof.bench.model import probes
 
     backend, world = runs[0].backend, runs[0].world
     assert_nothing_is_recorded(backend)
-    cores = pinning.pin(rank, world, BACKENDS[backend].threads)
+    cores = on_rank.pin(rank, world, BACKENDS[backend].threads)
     control = everybody(backend, world)
     alone = [probes.Alone(each, rank) for each in runs]
     together = [Arm(each, rank) for each in runs]
@@ -108,45 +102,3 @@ def measure(
         together=seconds,
         probes=prober.record(),
     )
-
-
-@dataclass(frozen=True)
-class Score:
-    """One run.  ``error`` is measured over predicted less 1, ``low`` and ``high`` its 95 %
-    interval over rounds (paired t on logs).
-    """
-
-    calls: list[Call]
-    measured_seconds: float
-    prediction: step_time.Prediction
-    error: float
-    low: float
-    high: float
-    card: step_time.Scorecard
-
-
-def judge(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_beta.Machine]:
-    """Scores of ``runs`` and the machine.  Pure."""
-    probes, steps = scorecard.digest(runs[0].backend, rounds)
-    scores = []
-    for number, (run, step) in enumerate(zip(runs, steps, strict=True)):
-        alone = step_time.slowest([r.alone[number].steps for r in rounds.measured])
-        together = step_time.slowest([r.together[number] for r in rounds.measured])
-        logs = []
-        # Two segments alone around the one together: a round.
-        for before, after, measured in zip(alone[::2], alone[1::2], together, strict=True):
-            of_round = step.model_copy(update={"alone": statistics.median([*before, *after])})
-            predicted = scorecard.predicted(probes, of_round).step_seconds
-            logs.append(math.log(statistics.median(measured) / predicted))
-        estimate = stats.estimate(logs)
-        error, low, high = (math.expm1(v) for v in (estimate.mean, estimate.low, estimate.high))
-        scores.append(
-            Score(
-                step.calls,
-                step.together,
-                scorecard.predicted(probes, step),
-                *(error, low, high),
-                card=scorecard.card(probes, step, step.together, run),
-            )
-        )
-    return scores, probes.machine

@@ -26,14 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardproof.axes import parts
 from shardproof.backends import BACKENDS
 from shardproof.bench.arm import Arm, mesh_of
-from shardproof.bench.clock import Clock, finish
-from shardproof.bench.launches import SideRun
 from shardproof.bench.model import step_time
-from shardproof.bench.model.records import (
+from shardproof.bench.on_rank import Clock, finish
+from shardproof.bench.subjects import (
     AloneSteps,
     AxisRecord,
     GroupRecord,
     ProbeRecord,
+    SideRun,
     WatchedStep,
 )
 from shardproof.case import data_shares

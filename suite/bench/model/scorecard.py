@@ -7,12 +7,10 @@ import statistics
 from collections.abc import Mapping
 
 from shardproof import axes
-from shardproof.bench.launches import SideRun, side_run
 from shardproof.bench.lines import MeasuredPair, Memory, NoFigures, ProbedStep, Probes, SideProbes
 from shardproof.bench.model import alpha_beta, step_time
-from shardproof.bench.model.records import Rounds
 from shardproof.bench.model.step_time import Prediction, Scorecard
-from shardproof.bench.subjects import LETTERS
+from shardproof.bench.subjects import LETTERS, Rounds, SideRun, side_run
 
 
 def predicted(probes: Probes, step: ProbedStep) -> Prediction:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from shardproof.backends import BACKENDS
 from shardproof.bench.model.alpha_beta import Links, algorithms_of
 from shardproof.bench.model.messages import Window
-from shardproof.bench.model.records import Call
+from shardproof.bench.subjects import Call
 from shardproof.costs import CostModel, ModelFacts
 from shardproof.costs.model import Flow
 from shardproof.costs.model_facts import TensorFacts

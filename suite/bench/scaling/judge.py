@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from shardproof.bench import stats
+from shardproof.bench.judge import alike
 from shardproof.bench.lines import CellFigures, Efficiency, Interval, JudgedCell, MeasuredCell
-from shardproof.bench.same_training import alike
 from shardproof.bench.scaling import modelled
 from shardproof.bench.subjects import ALONE_ORDER, BASES, LOSS_TOLERANCE, ORDER
 

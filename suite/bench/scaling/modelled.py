@@ -9,14 +9,12 @@ import statistics
 from collections.abc import Sequence
 
 from shardproof.axes import sharing
-from shardproof.bench.launches import Launch, RankTimes, side_run
 from shardproof.bench.lines import CellProbes, MeasuredCell, Modelled
 from shardproof.bench.model import alpha_beta, curve, step_time
-from shardproof.bench.model.records import WatchedStep
 from shardproof.bench.model.scorecard import card, unscored
 from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.scaling.nodes import not_probed
-from shardproof.bench.subjects import Cell, grown
+from shardproof.bench.subjects import Cell, Launch, RankTimes, WatchedStep, grown, side_run
 from shardproof.launch.nodes import Nodes
 from shardproof.schedules import Schedule
 
@@ -74,15 +72,18 @@ def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
     try:
         if problem := _crosses(line, probed):
             raise step_time.Unmodelled(problem)
-        prediction = curve.step_at(
-            *(cell.world, line.strategy, there.facts(), axis, cell.mode, samples),
+        ground = curve.Ground(
+            line.strategy,
+            there.facts(),
             curve.Compute.through(probed.gradients, probed.update),
-            *(probed.machine.links, cell.backend),
-            known=probed.calls,
-            cores_per_rank=probed.cores_per_rank,
-            threads=probed.threads,
-            schedule=None if probed.schedule is None else Schedule.from_dict(probed.schedule),
+            probed.machine.links,
+            cell.backend,
+            probed.calls,
+            probed.cores_per_rank,
+            probed.threads,
+            None if probed.schedule is None else Schedule.from_dict(probed.schedule),
         )
+        prediction = ground.step_at(cell.world, axis, cell.mode, samples)
     except step_time.Unmodelled as error:
         return Modelled.model_validate({**figures, "problem": str(error)})
     share = cell.world if cell.mode == "strong" else 1
@@ -94,13 +95,7 @@ def _crosses(line: MeasuredCell, probed: CellProbes) -> str:
     """Why what was probed is not what the calls of a cell cost; empty: it is."""
     if probed.ranks_per_node:
         return not_probed(line.mesh, grown(line.mesh, probed.world), probed.ranks_per_node)
-    axes = [axis for axis, size in line.mesh.items() if size > 1]  # of a run of before
-    if probed.nodes == 1 or len(axes) < 2:
-        return ""
-    return (
-        f"calls along {' and '.join(axes)} lie inside nodes or between them, and alpha and beta "
-        "are those of one group of all ranks"
-    )
+    return ""
 
 
 def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:

@@ -26,7 +26,7 @@ from torch import nn
 
 from shardproof import registry, workloads
 from shardproof.backends import BACKENDS
-from shardproof.bench import pinning
+from shardproof.bench import on_rank
 from shardproof.bench.leader_tasks import LaunchFailed, on_ranks
 from shardproof.case import WorkloadSpec, data_shares
 from shardproof.comm import Mesh
@@ -117,7 +117,7 @@ def train(task: tuple[Run, Path]) -> dict[str, Any]:
 
 
 def _of_rank(run: Run, rank: int) -> RankEnd:
-    own_cores = run.timed and pinning.pin(rank, run.world, threads=False)
+    own_cores = run.timed and on_rank.pin(rank, run.world, threads=False)
     return RankTraining(run, rank, timed=bool(own_cores)).train()
 
 

@@ -1,21 +1,28 @@
 """Every reference strategy beside its upstream peer: one table with intervals, for the README.
 
-    make peers     times scenarios/speed/peers.yaml and puts the table between the markers
+    make peers                                        times scenarios/speed/peers.yaml, then
+    python -m tools.peers RUN results/README.md       puts the table between the page's markers
 
-Pure functions of comparisons as a run holds them.  A is the reference.
+A is the reference.  Only a run of the whole scenario gives the table: a part of it, or a pair of
+the command line, is no table of every strategy.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardproof.bench import lines as stored
 from shardproof.bench import sides, stats
 from shardproof.bench.lines import Memory, PairLine
 from shardproof.bench.subjects import Pair
 from shardproof.bench.tables import interval
-from shardproof.errors import Problem, SelectionError
-from shardproof.runs.run_folder import Run
+from shardproof.errors import InputError, Problem, SelectionError
+from shardproof.report import insert
+from shardproof.runs.integrity import require_unchanged
+from shardproof.runs.run_folder import Run, find_run, read
 from shardproof.table import Table, some
 
 BEGIN, END = "<!-- peers:begin -->", "<!-- peers:end -->"
@@ -51,17 +58,10 @@ def is_peers(line: PairLine) -> bool:
 def missing(run: Run) -> list[str]:
     """Names of the pairs of ``scenarios/speed/peers.yaml`` of which ``run`` has no line.
 
-    Sides and name identify a pair; with a package missing its line is a ``precondition``.  A part
-    of the scenario, or a pair of the command line, is no table of every strategy.
+    Sides and name identify a pair; with a package missing its line is a ``precondition``.
     """
     there = {_key(line.pair) for line in stored.pairs(run)}
     return [pair.name for pair in sides.read([SCENARIO]) if _key(pair) not in there]
-
-
-def why_not(missing: Sequence[str]) -> str:
-    """Why a run with these pairs ``missing`` has no table of peers, in a clause."""
-    names = some(missing, 4)
-    return f"only a run of the whole scenario `{SCENARIO}` gives one, and this has no {names}"
 
 
 def _key(pair: Pair) -> tuple[str, str]:
@@ -117,8 +117,9 @@ def section(run: Run) -> str:
     """
     absent = missing(run)
     if absent:
+        what = f"only a run of the whole scenario `{SCENARIO}` gives a table, and this has no "
         remedy = "time them: shardproof bench peers"
-        raise SelectionError(Problem(why_not(absent), remedy, str(run.path)))
+        raise SelectionError(Problem(what + some(absent, 4), remedy, str(run.path)))
     lines = lines_of(run)
     blocks = max(line.pair.blocks for line in lines)
     again = f"`shardproof bench {SCENARIO} --blocks {blocks}`"
@@ -147,3 +148,24 @@ def _notes(lines: Sequence[PairLine]) -> str:
 def _span(values: Sequence[int]) -> str:
     least, most = min(values), max(values)
     return str(least) if least == most else f"{least} to {most}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Put the table of a run into a page; exit code 2 where the run gives none."""
+    parser = argparse.ArgumentParser(prog="python -m tools.peers", description=main.__doc__)
+    parser.add_argument("run", metavar="RUN", help="run folder or id")
+    parser.add_argument("page", metavar="PAGE", type=Path, help="a page with the markers")
+    given = parser.parse_args(arguments)
+    try:
+        folder = find_run(given.run)
+        require_unchanged(folder)
+        insert(section(read(folder)), given.page, BEGIN, END)
+    except InputError as error:
+        print(*error.problems, sep="\n", file=sys.stderr)
+        return 2
+    print(f"{given.page}: table of peers of run {folder.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""What ``shardproof bench collectives`` times: the backend's own, and the suite's over sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardproof import verdicts
+from shardproof.backends import BACKENDS, USUAL_PROCESSES
+from shardproof.bench import collectives, sides
+from shardproof.bench.collective_times import KIND, Timed
+from shardproof.bench.command.options import OfCollectives
+from shardproof.bench.leader_tasks import LaunchFailed, time_collectives
+from shardproof.bench.reported import Collectives
+from shardproof.bench.session import Session
+from shardproof.commands import supervision
+from shardproof.commands.console import echo, make_console, print_line
+from shardproof.commands.run import wait_for
+from shardproof.errors import Problem, SelectionError
+
+if TYPE_CHECKING:
+    from shardproof.launch.nodes import Nodes
+
+
+def parse_sizes(texts: Sequence[str]) -> tuple[int, ...]:
+    """Bytes, as ``4``, ``64KiB`` or ``16MiB``; multiples of 4, for elements are of float32.
+
+    :raises SelectionError: none of these.
+    """
+    units = {"KiB": 2**10, "MiB": 2**20}
+    sizes = set()
+    for text in texts:
+        number, unit = text, 1
+        for name, factor in units.items():
+            if text.endswith(name):
+                number, unit = text.removesuffix(name), factor
+        if not number.isdecimal() or not 4 <= int(number) * unit <= 2**30 or int(number) * unit % 4:
+            remedy = "write bytes, e.g. 4, 64KiB or 16MiB: a multiple of 4, at most 1024MiB"
+            raise SelectionError(Problem("--bytes takes a size", remedy, text))
+        sizes.add(int(number) * unit)
+    return tuple(sorted(sizes)) or collectives.SIZES
+
+
+@dataclass(frozen=True)
+class CollectivesPlan:
+    """Collectives to time as options ask for it; ``request``: on the ranks that there are."""
+
+    given: OfCollectives
+    request: collectives.Request | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """No word names anything that is to be read."""
+        return []
+
+    @property
+    def dry_run(self) -> bool:
+        """Whether nothing is timed."""
+        return self.given.dry_run
+
+    @property
+    def rates(self) -> list[int]:
+        """The bits per second between nodes that are asked for: none."""
+        return []
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of what is timed."""
+        request = self.request
+        return [] if request is None else [request.id_of(*system) for system in request.systems]
+
+    @property
+    def backends(self) -> set[str]:
+        """The backend that ranks run on."""
+        return {self.given.backend or USUAL_PROCESSES}
+
+    def on(self, nodes: Nodes | None) -> CollectivesPlan:
+        """The plan for the ranks of ``nodes`` (``None``: of this machine).
+
+        :raises SelectionError: a request that cannot be met there.
+        """
+        given = self.given
+        per_node = 0 if nodes is None or nodes.count == 1 else nodes.ranks_per_node
+        (backend,) = self.backends
+        request = collectives.Request(
+            backend=backend,
+            world=given.world or (2 if nodes is None else nodes.places),
+            algorithms=tuple(given.algorithm or ()),
+            ranks_per_node=given.ranks_per_node or per_node,
+            sizes=parse_sizes(given.sizes or ()),
+            rounds=given.rounds,
+            deadline=given.deadline,
+        )
+        sides.check_backend(backend)
+        if not BACKENDS[backend].sends:
+            what = "this backend sends nothing from one rank to one other"
+            raise SelectionError(Problem(what, "choose another backend", backend))
+        if request.world < 2:
+            raise SelectionError(Problem("one rank sends nothing", "--world 2, or more", "1"))
+        if nodes is not None and request.world > nodes.places:
+            what = f"{request.world} ranks do not fit {nodes}"
+            raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
+        request.check()
+        return replace(self, request=request)
+
+    def run(self) -> int:
+        """Time what :meth:`on` made of the plan, or print it; the exit code."""
+        from shardproof.launch.nodes import Nodes
+
+        assert self.request is not None
+        request, ids = self.request, self.ids
+        if self.dry_run:
+            for name in ids:
+                echo(name)
+            return verdicts.HELD
+        wait_for(Nodes.here())
+        console = make_console()
+        with supervision.open_folder(self.given.results) as folder:
+
+            def body(interrupts: supervision.Interrupts) -> int:
+                folder.plan_others(ids)
+                where = f"{request.backend}, {request.world} ranks, {request.rounds} rounds"
+                print_line(console, f"timing {len(ids)} collectives on {where}")
+                try:
+                    with Session() as session:
+                        lines = session.lead(
+                            time_collectives,
+                            list[Timed],
+                            "collectives",
+                            (request, session.folder()),
+                            request.deadline,
+                        )
+                except LaunchFailed as failed:
+                    print_line(console, f"{failed.verdict}: {failed.reason}")
+                    return verdicts.BROKEN
+                with interrupts.held():
+                    for line in lines:
+                        folder.add(line.to_dict(), KIND)
+                Collectives(lines).show(console)
+                print_line(console, "every size, and a drawing: report.html")
+                return verdicts.HELD
+
+            def interrupted() -> None:
+                print_line(console, "stopped: nothing was kept, for no system had all its rounds")
+
+            return supervision.supervised(folder, console, body, interrupted, lambda: None)

@@ -1,0 +1,157 @@
+"""Groups of options of ``shardproof bench``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import typer
+
+from shardproof.commands import options
+
+
+class FailOn(StrEnum):
+    """What is a failure besides a crash; typer has no lists of literals."""
+
+    slower = "slower"
+    goal = "goal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where ranks run, for how long, and what becomes of their times."""
+
+    backend: Annotated[
+        str, typer.Option("--backend", metavar="B", help="communication backend")
+    ] = ""
+    world: Annotated[
+        int | None, typer.Option("--world", metavar="N", min=1, max=1024, help="number of ranks")
+    ] = None
+    deadline: Annotated[
+        float, typer.Option("--deadline", metavar="S", min=1, help="seconds of a launch, at most")
+    ] = 900.0
+    results: options.Results = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would be timed, and time nothing")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class How(Where):
+    """How much is timed, and which outcome is a failure."""
+
+    blocks: Annotated[
+        int | None,
+        typer.Option("--blocks", metavar="N", min=2, max=100_000, help="blocks of turns"),
+    ] = None
+    launches: Annotated[
+        int | None,
+        typer.Option("--launches", metavar="L", min=1, max=1000, help="sets of fresh ranks"),
+    ] = None
+    fail_on: Annotated[
+        list[FailOn] | None,
+        typer.Option("--fail-on", help="exit code 1 for `slower`, or a missed `goal` (target)"),
+    ] = None
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="MINUTES", min=0.01, help="leave out what does not fit"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selected:
+    """A part of what scenarios have."""
+
+    expression: Annotated[
+        str, typer.Option("-k", metavar="EXPR", help="only pairs or cells whose id matches")
+    ] = ""
+    shard: options.ShardOption = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What the ratio of a pair is held to."""
+
+    goal: Annotated[
+        float | None,
+        typer.Option("--goal", metavar="R", min=0.01, help="upper end of A over B, at most"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfSteps(Goal):
+    """What is measured of pairs of steps beside their times."""
+
+    score: Annotated[
+        bool, typer.Option("--score", help="afterwards: each side beside its predicted step")
+    ] = False
+    no_memory: Annotated[
+        bool, typer.Option("--no-memory", help="leave out the passes of each side alone: bytes")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePair:
+    """A pair that no scenario has."""
+
+    workload: Annotated[str, typer.Option("--workload", metavar="W", help="model and data")] = (
+        "charnames_gpt"
+    )
+    size: Annotated[
+        str, typer.Option("--size", metavar="S", help="size preset of the model, e.g. 20m")
+    ] = ""
+    param: Annotated[
+        list[str] | None, typer.Option("--param", metavar="K=V", help="a parameter of the model")
+    ] = None
+    batch: Annotated[
+        int, typer.Option("--batch", metavar="N", min=1, max=4096, help="samples a step, all ranks")
+    ] = 16
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", metavar="M", min=1, max=64, help="per rank and step")
+    ] = 1
+    optimizer: Annotated[
+        Literal["adamw", "sgd"],
+        typer.Option("--optimizer", help="the same kernel on both sides"),
+    ] = "adamw"
+    dtype: Annotated[str, typer.Option("--dtype", help="dtype of the model")] = "float32"
+    option_a: Annotated[
+        list[str] | None, typer.Option("--option-a", metavar="K=V", help="option of A; a.b=V nests")
+    ] = None
+    option_b: Annotated[
+        list[str] | None, typer.Option("--option-b", metavar="K=V", help="option of B")
+    ] = None
+    mesh_a: Annotated[
+        str, typer.Option("--mesh-a", metavar="AXIS=N,...", help="mesh of A (default: one axis)")
+    ] = ""
+    mesh_b: Annotated[str, typer.Option("--mesh-b", metavar="AXIS=N,...", help="mesh of B")] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfCheckpoints:
+    """The model that is saved."""
+
+    parameters: Annotated[
+        str, typer.Option("--parameters", metavar="N", help="of the model, e.g. 200M")
+    ] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfCollectives(Where):
+    """Which collectives are timed, and of how many bytes."""
+
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option("--algorithm", metavar="A", help="only this one (repeatable)"),
+    ] = None
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option("--ranks-per-node", metavar="L", min=1, help="time hierarchical, too"),
+    ] = None
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option("--bytes", metavar="S", help="4, 64KiB, 16MiB (repeatable)"),
+    ] = None
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="R", min=1, max=1000, help="the median counts")
+    ] = 7

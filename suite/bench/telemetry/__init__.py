@@ -1,1 +1,0 @@
-"""What the machine reports while ranks are timed."""
