@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from shardproof.bench import lines
-from shardproof.bench.drawings import by_bandwidth
 from shardproof.report import capability_matrix
 from shardproof.report.badges import COLOURS
 from shardproof.report.capability_matrix import STATES, State
@@ -193,6 +191,9 @@ def cast() -> str:
 
 def efficiency(runs: Sequence[Path]) -> str:
     """Efficiency by the bandwidth between nodes: the panels of the report, side by side."""
+    from shardproof.bench import lines
+    from shardproof.bench.drawings import by_bandwidth
+
     panels = by_bandwidth.panels(cell for run in runs for cell in lines.cells(read(run)))
     wide, top = 330, 34
     high = max(float(re.findall(r'viewBox="0 0 330 ([0-9.]+)"', panel)[0]) for _, panel in panels)

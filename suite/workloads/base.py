@@ -82,7 +82,7 @@ class Family(ABC):
     name: str
     about: str
     knobs: ClassVar[Mapping[str, Knob]]
-    #: Named sets of knobs for ``shardproof bench --size``, by about how many parameters they give.
+    #: Named sets of knobs for ``--size``, by about how many parameters they give.
     sizes: ClassVar[Mapping[str, Params]] = {}
     digest: str
     #: Whether all its numbers are small integers over powers of two.

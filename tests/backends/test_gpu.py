@@ -21,7 +21,6 @@ from made_case import made_case
 from test_costs import plan
 
 from shardproof.backends import BACKENDS, base, cuda, joined
-from shardproof.bench import leader_tasks
 from shardproof.case import Case, Death
 from shardproof.cases.verdict import decide_case
 from shardproof.checks import Outcome, memory, weighs
@@ -167,14 +166,6 @@ def test_a_process_that_hides_its_gpus_shows_them_to_ranks(
         assert cuda.count() == 2 and cuda.available(2) is None
         cuda._show()
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
-
-
-def test_a_leader_of_a_bench_counts_the_gpus_that_it_hides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cuda, "_hidden", (4, None))
-    task = leader_tasks.Examination({}, "nccl", "float32", 2)
-    assert leader_tasks.examine(task) == {"sides": {}, "gpus": 4}
 
 
 def test_a_refusal_that_moves_to_another_backend_is_judged_there() -> None:

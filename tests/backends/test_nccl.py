@@ -15,12 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof import contract, workloads
+from shardproof import workloads
 from shardproof.backends import BACKENDS, Joining, base, cuda, joined, logged, nccl
 from shardproof.backends.disturbances import Disturbances
-from shardproof.bench import collectives, on_rank
-from shardproof.bench.arm import Arm
-from shardproof.bench.on_rank import Clock
 from shardproof.case import WorkloadSpec
 from shardproof.cases import rank_program
 from shardproof.commands import prove
@@ -128,84 +125,6 @@ def test_what_nccl_joined_nccl_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoggedNccl, "install", lambda ours: left.append(ours))
     base.JOINED.set(BACKENDS["nccl"], process=True)
     assert joined.leave() and left == [False] and base.JOINED.get() is None
-
-
-# ------------------------------------------------------------------------------------------ clocks
-
-
-class Gpu:
-    """A GPU whose clock runs apart from the host's: it passes an event when it is told to work."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_ms, self.queued, self.waits = 1000.0, list[Any](), 0
-        monkeypatch.setattr(torch.cuda, "Event", self.event)
-        monkeypatch.setattr(torch.cuda, "synchronize", self.work)
-
-    def event(self, enable_timing: bool) -> Any:
-        assert enable_timing
-        event = SimpleNamespace(at=None)
-        event.record = lambda: self.queued.append(event)
-        event.synchronize = self.work
-        event.elapsed_time = lambda later: later.at - event.at
-        return event
-
-    def kernel(self, ms: float) -> None:
-        """Queue work, and return at once."""
-        self.queued.append(ms)
-
-    def work(self) -> None:
-        """Do all that is queued."""
-        self.waits += 1
-        for item in self.queued:
-            if isinstance(item, float):
-                self.now_ms += item
-            else:
-                item.at = self.now_ms
-        self.queued.clear()
-
-
-def test_a_gpu_is_timed_by_its_own_clock_without_a_wait_between(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu, now = Gpu(monkeypatch), Clock("cuda")
-    for ms in (0.0, 3.0, 250.0):
-        gpu.kernel(ms)
-        now.mark()
-    assert gpu.waits == 0
-    assert now.seconds() == [0.003, 0.25]
-    assert gpu.waits == 1 and Clock("cuda").seconds() == []
-
-
-def test_a_collective_is_timed_from_a_common_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(monkeypatch)
-    comm: Any = SimpleNamespace(device="cuda", barrier=lambda: gpu.kernel(500.0))
-    gpu.kernel(9000.0)  # what came before is over when the clock starts
-    assert collectives._seconds(lambda: gpu.kernel(8.0), comm, 4) == pytest.approx(0.008)
-
-
-def test_steps_are_timed_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, lengths = Gpu(monkeypatch), iter([2.0, 4.0, 8.0, 16.0])
-    arm: Any = object.__new__(Arm)
-    arm.device, arm.steps, arm.batches = "cuda", 0, [contract.Batch(0, ())] * 8
-
-    def step(batch: contract.Batch, observe: contract.Observe) -> contract.StepResult:
-        assert batch.step == arm.steps - 1
-        gpu.kernel(next(lengths))
-        return contract.StepResult(loss=torch.zeros(()))
-
-    arm.implementation = SimpleNamespace(step=step)
-    assert arm.seconds(3) == [0.002, 0.004, 0.008] and gpu.waits == 1
-    arm.step()
-    assert gpu.waits == 2 and arm.steps == 4
-
-
-def test_on_a_cpu_the_host_s_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 1.5, 3.0])
-    monkeypatch.setattr(on_rank.time, "perf_counter", lambda: next(times))
-    now = Clock("cpu")
-    for _ in range(3):
-        now.mark()
-    assert now.seconds() == [0.5, 1.5]
 
 
 @no_gpu

@@ -1,18 +1,14 @@
-"""How often comparisons err: what is counted, and ranks that keep to their cores."""
+"""How often comparisons err: what is counted."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardproof.bench import on_rank, session
+from shardproof.bench import session
 from shardproof.bench.lines import Estimate, PairFigures, PairLine, Twin
 from shardproof.bench.subjects import Pair, Side
 from shardproof.commands.verify import verify
@@ -103,72 +99,12 @@ def test_too_few_comparisons_hold_nothing() -> None:
     assert false_alarms.sentences(false_alarms.count([])) == ["no session has figures yet"]
 
 
-@pytest.mark.parametrize("world", range(1, 9))
-def test_ranks_share_no_core(world: int) -> None:
-    cores = [3, 4, 7, 9, 11]
-    shares = [on_rank.share(cores, rank, world) for rank in range(world)]
-    given = [core for own in shares for core in own]
-    assert len(set(given)) == len(given)
-    assert {len(own) for own in shares} == {len(cores) // world}
-
-
-@pytest.mark.parametrize(
-    ("world", "expected"),
-    [
-        (2, [[0, 1], [2, 3]]),
-        (3, [[0], [1], [2]]),
-        (4, [[0], [1], [2], [3]]),
-        (5, [[0], [1], [2], [3], [4]]),  # more ranks than cores: these share some
-    ],
-)
-def test_ranks_share_no_core_whose_threads_are_numbered_apart(
-    world: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four cores of two threads, as many machines number them: 4 is the second thread of core 0."""
-    monkeypatch.setattr(on_rank, "by_core", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
-    assert [on_rank.pin(rank, world, threads=True) for rank in range(world)] == expected
-
-
 def test_bad_input_is_said(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("no JSON")
     with pytest.raises(InputError, match="is damaged"):
         false_alarms.run(tmp_path)
     with pytest.raises(OSError, match="Not a directory"):
         false_alarms.run(Path("/dev/null/run"))
-
-
-def test_a_rank_of_threads_pins_itself_alone() -> None:
-    before, seen = os.sched_getaffinity(0), []
-
-    def rank() -> None:
-        on_rank.pin(0, len(before), threads=True)
-        seen.append(os.sched_getaffinity(0))
-
-    thread = threading.Thread(target=rank)
-    thread.start()
-    thread.join()
-    assert seen == [{min(before)}]
-    assert os.sched_getaffinity(0) == before
-
-
-def test_a_rank_that_is_a_process_takes_its_threads_along() -> None:
-    program = """
-import os, threading
-from shardproof.bench import on_rank
-over = threading.Event()
-thread = threading.Thread(target=over.wait)
-thread.start()
-own = on_rank.pin(0, os.cpu_count(), threads=False)
-seen = {tuple(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
-over.set()
-assert seen == {tuple(own)}, (seen, own)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
 
 
 class _Clockwork:

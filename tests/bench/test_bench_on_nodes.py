@@ -49,16 +49,10 @@ def test_bad_input_is_told_before_anything_is_built(
     assert_refused_at_once(monkeypatch, says, "bench", *words)
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("bench", ["strong", "--world", "2", "-k", "ddp and gloo", "--blocks", "4"]),
-        ("run", ["ddp-gpt", "-k", "not fp64", "--impl", "reference/ddp*", "-j", "1"]),
-    ],
-)
 def test_words_go_on_to_the_command_in_the_head(
-    command: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = ["strong", "--world", "2", "-k", "ddp and gloo", "--blocks", "4"]
     asked: list[Any] = []
 
     def note(*given: Any, **_: Any) -> int:
@@ -67,9 +61,9 @@ def test_words_go_on_to_the_command_in_the_head(
 
     monkeypatch.setattr(head, "run", note)
     capped = ["--cpus", "0.5", "--nodes", "4", "--results", str(tmp_path)]
-    assert _exit_code(monkeypatch, command, *words[:2], *capped, *words[2:]) == HELD
+    assert _exit_code(monkeypatch, "bench", *words[:2], *capped, *words[2:]) == HELD
     ((there, wanted, *_),) = asked
-    assert there == [command, *words]
+    assert there == ["bench", *words]
     assert (wanted.nodes, wanted.limits().cpus, wanted.results) == (4, 0.5, tmp_path)
 
 
@@ -161,31 +155,6 @@ class _Line:
     efficiency: dict[str, Efficiency]
     target: float
     modelled_efficiency: float
-
-
-def test_a_run_with_faults_of_nodes_goes_on_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told: list[Any] = []
-
-    def note(*given: Any, **_: Any) -> int:
-        told.append(given[-1])
-        return HELD
-
-    monkeypatch.setattr(head, "run", note)
-    goes_on = ["--resume", "--results", str(tmp_path)]
-    assert _exit_code(monkeypatch, "run", *goes_on) == HELD
-    assert told == [{}], "its cases of such faults were skipped as on no nodes"
-    assert _exit_code(monkeypatch, "run", *goes_on, "--fault", "kill_node") == BAD_INPUT
-    said = " ".join(capsys.readouterr().err.split())
-    assert "a run that goes on has its cases already" in said
-
-
-def test_a_run_to_go_on_with_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _exit_code(monkeypatch, "run", "--resume") == BAD_INPUT
-    assert "name it by --results" in capsys.readouterr().err
 
 
 def test_timed_ranks_start_on_the_nodes_that_this_is_the_head_of(
