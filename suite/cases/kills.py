@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from shardproof.case import Case
 from shardproof.cases import kinds as workload_kinds
 from shardproof.cases.kinds.kind import Untrained
-from shardproof.cases.runner import OnAccount, run_cases
+from shardproof.cases.runner import WHOLE, Course, OnAccount, OnResult, run_cases
 from shardproof.checks import CHECKS, GENERAL
 from shardproof.checks.overlap import SETTLING
 from shardproof.checks.results import CaseResult, Kill
@@ -188,16 +188,15 @@ def _in_turn(pairs: Sequence[Pair]) -> list[Pair]:
 def run_mutants(
     pairs: Sequence[Pair],
     jobs: int,
-    on_result: Callable[[CaseResult], None],
-    stop_after: float | None = None,
+    on_result: OnResult,
     on_account: OnAccount | None = None,
-    on_start: Callable[[Case], None] | None = None,
+    course: Course = WHOLE,
 ) -> list[Kill]:
     """Run every mutant beside its parent and say which were killed; the rest as ``run_cases``.
 
-    Where time may run out (``stop_after``) every pair of check and class comes first.
+    Where time may run out every pair of check and class comes first.
     """
-    order = pairs if stop_after is None else _in_turn(pairs)
-    results, _ = run_cases(mutant_cases(order), jobs, on_result, stop_after, on_account, on_start)
+    order = pairs if course.stop_after is None else _in_turn(pairs)
+    results, _ = run_cases(mutant_cases(order), jobs, on_result, on_account, course)
     by_id = {result.id: result for result in results}
     return [judge_kill(p, by_id.get(p.case.id), by_id.get(p.parent.id)) for p in pairs]

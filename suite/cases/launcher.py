@@ -20,10 +20,14 @@ from shardproof.oracle.truth import Truth
 
 @dataclass(frozen=True)
 class Launcher:
-    """Runs the ranks of one case on ``host``, each time in a folder of its own in ``workdir``."""
+    """Runs the ranks of one case on ``host``, each time in a folder of its own in ``workdir``.
+
+    ``oracles``: the folder of oracles that several cases share.
+    """
 
     workdir: Path
     host: RankHost
+    oracles: Path
 
     def launch(
         self, case: Case, program: Program, name: str = "", world: int = 0, keeps: bool = True

@@ -22,7 +22,6 @@ from shardproof.cases import kinds
 from shardproof.cases.kinds.kind import Schedules
 from shardproof.cases.launcher import Launcher
 from shardproof.cases.plans import plans_of
-from shardproof.cases.plans.plan import Place
 from shardproof.cases.verdict import decide_case, measure_case, problem_of
 from shardproof.checks.results import CaseResult
 from shardproof.contract import Implementation, Refused
@@ -71,7 +70,7 @@ def judge_case(
     started = time.monotonic()
     account = Account(case)
     try:
-        evidence = _evidence(account, Place(Launcher(workdir, host or Forked()), cache))
+        evidence = _evidence(account, Launcher(workdir, host or Forked(), cache))
         began = time.monotonic()
         if evidence is not None:
             # Every check of suite/checks/ sees the tensors here; decide_case needs only figures.
@@ -81,20 +80,23 @@ def judge_case(
         if evidence is not None:
             account.whole = _failing_tensors(evidence, result)
             account.timings["judge"] = time.monotonic() - began
-    except BrokenContract as error:
-        account.refused = [type(error).__name__, str(error)]
-        result = decide_case(account)
-    except NodeGone as error:
-        account.figures, account.whole = None, []
-        account.fault = f"{error}, and this case needs it"
-        result = decide_case(account)
     except Exception as error:  # noqa: BLE001 - the judge's own fault must become a verdict as well
-        trace = "".join(traceback.format_exception(error)[-3:])
-        account.figures, account.whole = None, []
-        account.fault = f"the judge itself failed: {error!r}\n{trace}"
+        _note_end(account, error)
         result = decide_case(account)
     result.seconds = account.timings["all"] = time.monotonic() - started
     return account, result
+
+
+def _note_end(account: Account, error: Exception) -> None:
+    """Note why the case ended early: by the system's fault, its node's or the judge's."""
+    if isinstance(error, BrokenContract):
+        account.refused = [type(error).__name__, str(error)]
+        return
+    account.figures, account.whole = None, []
+    account.fault = f"{error}, and this case needs it"
+    if not isinstance(error, NodeGone):
+        trace = "".join(traceback.format_exception(error)[-3:])
+        account.fault = f"the judge itself failed: {error!r}\n{trace}"
 
 
 def refusals(cases: Sequence[Case]) -> list[str]:
@@ -116,7 +118,7 @@ def _refusal(case: Case) -> str:
     return ""
 
 
-def _evidence(account: Account, place: Place) -> Evidence | None:
+def _evidence(account: Account, launcher: Launcher) -> Evidence | None:
     """Fill ``account`` as far as the case gets; evidence, if there is something to measure."""
     case = account.case
     # 1. Load the system, and hold what it declares and announces against the case.
@@ -128,26 +130,26 @@ def _evidence(account: Account, place: Place) -> Evidence | None:
     # 2. Run the ranks, as the plans of the case want the first run.
     own_plans, first = plans_of(case), case
     for plan in own_plans:
-        first = plan.first(first, place)
+        first = plan.first(first, launcher)
     with _timed(account, "ranks"):
-        left = work.run(first, place.launcher)
+        left = work.run(first, launcher)
     account.outcomes = left.outcomes
     if "refuses" in case.expect:
         return None
     if root_cause(left.outcomes) is not None:
-        rest = (plan.after_fault(case, place) for plan in own_plans if case.fault)
+        rest = (plan.after_fault(case, launcher) for plan in own_plans if case.fault)
         return next((evidence for evidence in rest if evidence is not None), None)
     # 3. Train the oracle.
     account.no_oracle_because = work.no_oracle_because
     if account.no_oracle_because:
         return None
     with _timed(account, "oracle"):
-        truth = work.train_oracle(left, place.cache)
+        truth = work.train_oracle(left, launcher.oracles)
     # 4. Put the runs beside it that plans ask for.  The caller measures all of them.
     evidence = work.evidence(left, truth)
     with _timed(account, "ranks"):
         for plan in own_plans:
-            account.outcomes = plan.after(evidence, place) or account.outcomes
+            account.outcomes = plan.after(evidence, launcher) or account.outcomes
     return evidence
 
 

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardproof import registry
@@ -30,7 +31,9 @@ from shardproof.launch.rank_process import LAST_RESORT
 from shardproof.launch.ranks import Forked, RankHost
 from shardproof.registry import declaration, preflight
 
-#: Called with each result and its account (:class:`shardproof.evidence.account.Account` as JSON).
+#: Called with each result as it ends.
+OnResult = Callable[[CaseResult], None]
+#: Called before that, also with its account (:class:`shardproof.evidence.account.Account` as JSON).
 OnAccount = Callable[[CaseResult, dict[str, Any]], None]
 #: Wall-clock seconds that a leader gets to train the oracle and to judge: a last resort, like that
 #: of its ranks, on which no verdict of a system hangs.
@@ -48,6 +51,21 @@ class Judged(NamedTuple):
 #: Judges cases, some at a time, and yields each as it ends.  The next is drawn only when there is
 #: room for it; closed early, what runs is ended.
 Judge = Callable[[Iterable[Case]], Generator[Judged, None, None]]
+
+
+@dataclass(frozen=True)
+class Course:
+    """When cases are started: none any more once ``stop_after`` seconds are over or ``enough`` says
+    so; ``on_start`` is told each.
+    """
+
+    stop_after: float | None = None
+    enough: Callable[[], bool] = lambda: False
+    on_start: Callable[[Case], None] = lambda case: None
+
+
+#: All cases are started.
+WHOLE = Course()
 
 
 class CaseHost(ABC):
@@ -93,14 +111,12 @@ class Session:
     def run(
         self,
         cases: Sequence[Case],
-        on_result: Callable[[CaseResult], None],
-        stop_after: float | None = None,
+        on_result: OnResult,
         on_account: OnAccount | None = None,
-        on_start: Callable[[Case], None] | None = None,
-        enough: Callable[[], bool] | None = None,
+        course: Course = WHOLE,
     ) -> tuple[list[CaseResult], list[Case]]:
         """As :func:`run_cases`."""
-        return _collect(self.judge, cases, on_result, stop_after, on_account, on_start, enough)
+        return _collect(self.judge, cases, on_result, on_account, course)
 
     def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
         """Judge them in leaders of this machine; a :data:`Judge`."""
@@ -185,36 +201,29 @@ def _leaves_no_trace(case: Case) -> bool:
 def run_cases(
     cases: Sequence[Case],
     jobs: int,
-    on_result: Callable[[CaseResult], None],
-    stop_after: float | None = None,
+    on_result: OnResult,
     on_account: OnAccount | None = None,
-    on_start: Callable[[Case], None] | None = None,
-    enough: Callable[[], bool] | None = None,
+    course: Course = WHOLE,
     nodes: Nodes | None = None,
     judge: Judge | None = None,
 ) -> tuple[list[CaseResult], list[Case]]:
     """Run ``cases``; ``on_account``, then ``on_result`` see each result as it ends.
 
-    ``on_start`` is told each case as it starts.  None is started any more once ``stop_after``
-    (seconds) are over or ``enough`` says so.  ``nodes``: as of a
-    :class:`Session`; ``judge``: who judges them, if not such a session.  Returns the results and
-    the cases that were left out.
+    ``nodes``: as of a :class:`Session`; ``judge``: who judges them, if not such a session.  Returns
+    the results and the cases that were left out.
     """
-    how = on_result, stop_after, on_account, on_start, enough
     if judge is not None:
-        return _collect(judge, cases, *how)
+        return _collect(judge, cases, on_result, on_account, course)
     with Session(jobs, nodes) as session:
-        return session.run(cases, *how)
+        return session.run(cases, on_result, on_account, course)
 
 
 def _collect(
     judge: Judge,
     cases: Sequence[Case],
-    on_result: Callable[[CaseResult], None],
-    stop_after: float | None,
+    on_result: OnResult,
     on_account: OnAccount | None,
-    on_start: Callable[[Case], None] | None,
-    enough: Callable[[], bool] | None,
+    course: Course,
 ) -> tuple[list[CaseResult], list[Case]]:
     """As :func:`run_cases`.
 
@@ -230,12 +239,11 @@ def _collect(
 
     def starting(cases: Sequence[Case]) -> Iterator[Case]:
         for case in cases:
-            late = stop_after is not None and time.monotonic() - begin > stop_after
-            if cases is not again and (late or (enough is not None and enough())):
+            spent, most = time.monotonic() - begin, course.stop_after
+            if cases is not again and ((most is not None and spent > most) or course.enough()):
                 return
             started.add(case.id)
-            if on_start is not None:
-                on_start(case)
+            course.on_start(case)
             yield case
 
     # Closed by hand: an error in a callback must end the running leaders now, not some day.

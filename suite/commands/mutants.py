@@ -144,6 +144,7 @@ class Planting:
     def run(self, folder: RunFolder) -> int:
         """Run every fault and print the kill matrix.  Returns the exit code."""
         from shardproof.cases.kills import mutant_cases, pair, run_mutants
+        from shardproof.cases.runner import Course
         from shardproof.commands.console import FaultProgress, make_console, print_line
         from shardproof.commands.supervision import supervised
         from shardproof.runs.run_folder import read
@@ -166,7 +167,8 @@ class Planting:
                     progress.step(result)
 
                 seconds = None if self.budget is None else self.budget * 60
-                kills = run_mutants(pairs, self.jobs, note, seconds, folder.keep, progress.started)
+                course = Course(seconds, on_start=progress.started)
+                kills = run_mutants(pairs, self.jobs, note, folder.keep, course)
             for kill in kills:
                 folder.add(kill, "kill")
             late = {kill.name for kill in kills if kill.left_out}
@@ -238,7 +240,7 @@ def execute_random(
     ``budget`` is in minutes.  Returns the exit code.
     """
     from shardproof.campaign.kills import plant
-    from shardproof.cases.runner import Session
+    from shardproof.cases.runner import Course, Session
     from shardproof.commands.console import make_console, print_line
     from shardproof.commands.supervision import supervised
     from shardproof.runs import random_kills
@@ -251,7 +253,7 @@ def execute_random(
             seconds = None if end is None else end - time.monotonic()
             if seconds is not None and seconds <= 0:
                 return {}
-            results, late = session.run(cases, note, seconds, folder.keep)
+            results, late = session.run(cases, note, folder.keep, Course(seconds))
             for case in late:
                 folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
             return {result.id: result for result in results}

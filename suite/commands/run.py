@@ -376,7 +376,7 @@ def execute(
     not this machine's leaders.
     """
     from shardproof import report
-    from shardproof.cases.runner import run_cases
+    from shardproof.cases.runner import Course, run_cases
     from shardproof.commands.console import Progress, make_console, print_line
     from shardproof.commands.supervision import supervised
     from shardproof.runs import junit
@@ -403,8 +403,8 @@ def execute(
                     durations.note(result.id, result.seconds)
                 progress.step(result)
 
-            seen = folder.keep, progress.started, failed_fast
-            _, late = run_cases(planned.chosen, jobs, note, seconds, *seen, nodes, judge)
+            course = Course(seconds, failed_fast, progress.started)
+            _, late = run_cases(planned.chosen, jobs, note, folder.keep, course, nodes, judge)
         return late
 
     def body(interrupts: Interrupts) -> int:

@@ -27,6 +27,7 @@ from shardproof.cases.kills import (
     run_mutants,
     why_not_killed,
 )
+from shardproof.cases.runner import Course
 from shardproof.checks import GENERAL, OF_UNTRAINED, Outcome, Worst
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.commands.mutants import Planting
@@ -225,7 +226,9 @@ def test_where_time_may_run_out_every_pair_of_check_and_class_comes_first(monkey
     mutants = [registry.load_mutant(name) for name in registry.mutant_names()]
     every = set().union(*map(kinds, mutants))
     for stop_after in (None, 60.0):
-        kills = run_mutants([pair(m) for m in mutants], 1, lambda result: None, stop_after)
+        kills = run_mutants(
+            [pair(m) for m in mutants], 1, lambda result: None, course=Course(stop_after)
+        )
         assert [kill.name for kill in kills] == [mutant.name for mutant in mutants]
     whole, hurried = ([name for name in order if name.startswith("mutants/")] for order in orders)
     assert whole == [f"mutants/{mutant.name}" for mutant in mutants] != hurried

@@ -62,7 +62,7 @@ def played(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Callab
     happens: list[Callable[[], None]] = []
 
     def play(
-        cases: Sequence[Case], jobs: int, on_result: Any, stop: object, on_account: Any, *_: object
+        cases: Sequence[Case], jobs: int, on_result: Any, on_account: Any, *_: object
     ) -> tuple[list[CaseResult], list[Case]]:
         for case in cases:
             while happens:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from shardproof import registry
 from shardproof.case import Case, Fault
-from shardproof.cases.plans.plan import Place, Plan
+from shardproof.cases.launcher import Launcher
+from shardproof.cases.plans.plan import Plan
 from shardproof.cases.rank_program import workload_facts
 from shardproof.cases.training import beside, without_oracle
 from shardproof.checks.checkpoint import PROMISES, who_loads
@@ -40,23 +41,23 @@ class Checkpoint(Plan):
         """Whether ``case`` saves."""
         return case.checkpoint is not None
 
-    def first(self, case: Case, place: Place) -> Case:
+    def first(self, case: Case, launcher: Launcher) -> Case:
         """It saves, and a fault of the load is yet to come."""
         fault = None if _of_load(case) else case.fault
-        return replace(case, saves_into=str(_root(place)), fault=fault)
+        return replace(case, saves_into=str(_root(launcher)), fault=fault)
 
-    def after(self, evidence: Evidence, place: Place) -> list[RankOutcome]:
+    def after(self, evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
         """Run what saves nothing, then what loads; how that ended, if the fault is of the load."""
-        case, root = evidence.case, _root(place)
+        case, root = evidence.case, _root(launcher)
         if root.is_dir():
             evidence.checkpoints_left = sum(path.is_dir() for path in root.iterdir())
         evidence.beside["unsaved"], _ = beside(
-            place.launcher, _unsaved(case), "unsaved", _SAVES_NOTHING, without_oracle(evidence)
+            launcher, _unsaved(case), "unsaved", _SAVES_NOTHING, without_oracle(evidence)
         )
-        outcomes = _load(evidence, place)
+        outcomes = _load(evidence, launcher)
         return outcomes if _of_load(case) else []
 
-    def after_fault(self, case: Case, place: Place) -> Evidence | None:
+    def after_fault(self, case: Case, launcher: Launcher) -> Evidence | None:
         """Evidence of the run that saves nothing, and of one that loads what was committed."""
         if "checkpoint" not in case.checks:
             return None
@@ -65,19 +66,19 @@ class Checkpoint(Plan):
             model, facts = workload_facts(workload), facts_of(case, workload)
             return Evidence(case, records, Truth(), model, facts)
 
-        found, _ = beside(place.launcher, _unsaved(case), "unsaved", _SAVES_NOTHING, collect)
+        found, _ = beside(launcher, _unsaved(case), "unsaved", _SAVES_NOTHING, collect)
         if found.evidence is not None:
             found.evidence.case = replace(case, checks=("checkpoint",))
-            _load(found.evidence, place)
+            _load(found.evidence, launcher)
         return found.evidence
 
 
 _SAVES_NOTHING = "the run that saves nothing"
 
 
-def _root(place: Place) -> Path:
+def _root(launcher: Launcher) -> Path:
     """The root of what a case saves."""
-    return place.launcher.workdir / "checkpoints"
+    return launcher.workdir / "checkpoints"
 
 
 def _unsaved(case: Case) -> Case:
@@ -89,7 +90,7 @@ def _of_load(case: Case) -> Fault | None:
     return case.fault if case.fault is not None and case.fault.phase == "load" else None
 
 
-def _load(evidence: Evidence, place: Place) -> list[RankOutcome]:
+def _load(evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
     """Put the run that loads beside ``evidence``, and the one after it, if the plan has one."""
     case = evidence.case
     try:
@@ -97,7 +98,7 @@ def _load(evidence: Evidence, place: Place) -> list[RankOutcome]:
     except Refused as error:
         evidence.beside["loaded"] = Beside(problem=f"who loads cannot be made: {error}")
         return []
-    fault, root = _of_load(case), str(_root(place))
+    fault, root = _of_load(case), str(_root(launcher))
     promised = tuple(name for name in case.checks if name in PROMISES)
     assert loads.checkpoint is not None
     saves_again = loads.checkpoint.again_at and case.fault is None
@@ -119,7 +120,7 @@ def _load(evidence: Evidence, place: Place) -> list[RankOutcome]:
         same, truth = is_same(case, loads), Truth()
         if not same:
             rule = records[0].declaration.buffers
-            load_or_train = partial(training.load_or_train, loads, rule, place.cache)
+            load_or_train = partial(training.load_or_train, loads, rule, launcher.oracles)
             truth = apart.trained(loads, load_or_train)
         facts = facts_of(loads, workload)
         found = Continued(evidence, loads, records, truth, evidence.workload, facts)
@@ -130,14 +131,14 @@ def _load(evidence: Evidence, place: Place) -> list[RankOutcome]:
         return found
 
     what = "the run that loads"
-    found, outcomes = beside(place.launcher, loads, "loaded", what, collect)
+    found, outcomes = beside(launcher, loads, "loaded", what, collect)
     evidence.beside["loaded"] = found
     if saves_again and found.evidence is not None:
-        evidence.beside["again"] = _load_again(found.evidence, place)
+        evidence.beside["again"] = _load_again(found.evidence, launcher)
     return outcomes
 
 
-def _load_again(loaded: Evidence, place: Place) -> Beside:
+def _load_again(loaded: Evidence, launcher: Launcher) -> Beside:
     """The run that loads what ``loaded`` saved: its ranks are fresh ones, too."""
     plan = loaded.case.checkpoint
     assert plan is not None
@@ -151,4 +152,4 @@ def _load_again(loaded: Evidence, place: Place) -> Beside:
         return found
 
     what = "the run that loads what was saved after a load"
-    return beside(place.launcher, again, "again", what, collect)[0]
+    return beside(launcher, again, "again", what, collect)[0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardproof import registry
 from shardproof.case import Case
-from shardproof.cases.plans.plan import Place, Plan
+from shardproof.cases.launcher import Launcher
+from shardproof.cases.plans.plan import Plan
 from shardproof.cases.training import beside, without_oracle
 from shardproof.checks import relations
 from shardproof.contract import Refused
@@ -19,7 +20,7 @@ class Relation(Plan):
         """Whether the check is asked."""
         return "relations" in case.checks
 
-    def after(self, evidence: Evidence, place: Place) -> list[RankOutcome]:
+    def after(self, evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
         """Run the derived case, or say why there is none."""
         try:
             case, skip = relations.derive(evidence)
@@ -29,6 +30,6 @@ class Relation(Plan):
             found = Beside(skip=skip)
             if case is not None:
                 what = "the second run"
-                found, _ = beside(place.launcher, case, "derived", what, without_oracle(evidence))
+                found, _ = beside(launcher, case, "derived", what, without_oracle(evidence))
         evidence.beside["relation"] = found
         return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,16 @@ GUARD = 3
 ROWS, COLUMNS = 3, 5
 #: Elements of a row of the layout ``long``.
 LONG = 1400
+_FOLDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 #: Sums, and each operand, stay below it: exact in every dtype.
 LARGEST = 255
 
@@ -84,19 +94,7 @@ def operand(
 def reduced(reduce: str, values: Sequence[Tensor]) -> Tensor:
     """``values`` combined, exactly."""
     wide = [v.to(torch.complex128 if v.is_complex() else torch.int64) for v in values]
-    total = wide[0].clone()
-    for value in wide[1:]:
-        if reduce in ("sum", "avg"):
-            total = total + value
-        elif reduce == "product":
-            total = total * value
-        elif reduce == "min":
-            total = torch.minimum(total, value)
-        elif reduce == "max":
-            total = torch.maximum(total, value)
-        else:
-            bits = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
-            total = bits[reduce](total, value)
+    total = functools.reduce(_FOLDS[reduce], wide)
     if reduce == "avg":
         total = total // len(values)
     return total.to(values[0].dtype)
