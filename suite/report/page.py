@@ -30,7 +30,7 @@ from shardproof.report.limits import limits
 from shardproof.report.looks import head, look
 from shardproof.report.summary import cases_by_gravity
 from shardproof.report.tables import error_of
-from shardproof.runs.blocks import Block, Failure
+from shardproof.runs.blocks import Failure, FailureBlock
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
 
@@ -145,7 +145,7 @@ def parts(name: str) -> Markup:
     return Markup("::<wbr>").join(name.split("::"))
 
 
-def _broken(run: Run, causes: Sequence[Block]) -> list[BrokenItem]:
+def _broken(run: Run, causes: Sequence[FailureBlock]) -> list[BrokenItem]:
     broken, drawn = [], 0
     for number, block in enumerate(causes, 1):
         item, picture = block.first, None
