@@ -36,6 +36,12 @@ MOST_LOADED = {"naive_ddp": 15, "ddp": 20, "zero1": 30, "zero2": 30, "zero3": 30
 #: Where a function of impls/reference may import: in what ``late`` decorates, and here.  All of
 #: these are called when a system is set up, never in a step.
 AT_SET_UP = {"recompute", "emulator"}
+#: Names that several public classes of the core still have.
+STILL_SHARED = {
+    *("Call", "Calls", "Cell", "CheckpointPlan", "Deadlock", "Done", "Family", "Group", "Hub"),
+    *("Kill", "Message", "Mpi", "Pair", "Rule", "Samples", "ScenarioFile", "Sent", "Session"),
+    *("Shown", "Stack", "Untrained", "Workload"),
+}
 
 
 def listed(intro: str) -> list[str]:
@@ -327,3 +333,17 @@ def test_backends_are_named_in_files_of_their_own() -> None:
             and own.removesuffix(".py") != node.value
         ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    """Wings apart, and modules of models, whose names records keep."""
+    places: dict[str, list[str]] = {}
+    for path in SUITE.rglob("*.py"):
+        if path.relative_to(SUITE).parts[0] in {"impls", "bench", *wings.names()}:
+            continue
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                if "nn.Module" not in map(ast.unparse, node.bases):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    several = {name: where for name, where in places.items() if len(where) > 1}
+    assert not several.keys() - STILL_SHARED, several

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardproof.contract import OptimizerSpec, is_outer
-from shardproof.evidence.assembled import Evidence, Trajectory
+from shardproof.evidence.assembled import CoordinateEvidence, Evidence
 from shardproof.oracle.optimizers import (
     build_optimizer,
     largest_terms,
@@ -89,7 +89,7 @@ def made_of(evidence: Evidence, step: int) -> Made:
     A meeting is that of what the updates of all trajectories make.
     """
     made, meeting = update_of(evidence, step).make(), evidence.meeting
-    if meeting is None or not isinstance(evidence, Trajectory):
+    if meeting is None or not isinstance(evidence, CoordinateEvidence):
         return made
     trained = evidence.workload.trainable_names
     if step:

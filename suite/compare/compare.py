@@ -31,7 +31,7 @@ NAMED = 4
 
 
 @dataclass(frozen=True)
-class Change:
+class FigureChange:
     """An exact figure that differs.  ``detail`` tells where, if the figure is a digest.
 
     ``unlike``: what only runs that share it have the same, and these do not; empty: all have.
@@ -63,7 +63,7 @@ class Pairing:
 
     before: Entry
     after: Entry
-    changes: tuple[Change, ...]
+    changes: tuple[FigureChange, ...]
     figures: int
 
     @property
@@ -128,11 +128,11 @@ class RunComparison:
     left_out: dict[str, str] = field(default_factory=dict)
     new: list[str] = field(default_factory=list)
     #: Planted faults: name, killed in the reference, killed now.
-    kills: list[Change] = field(default_factory=list)
+    kills: list[FigureChange] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[FigureChange]:
         """Every exact figure that differs, worse ones first, and of these the verdicts."""
         order = ("worse", "changed", "better")
         changes = [change for pair in self.pairs for change in pair.changes] + self.kills
@@ -197,7 +197,7 @@ def compare(before: Snapshot, after: Snapshot) -> RunComparison:
         elif was != killed:
             old, new = ("killed" if side else "survives" for side in (was, killed))
             word: exact_figures.Word = "better" if killed else "worse"
-            comparison.kills.append(Change(fault, "fault", old, new, word))
+            comparison.kills.append(FigureChange(fault, "fault", old, new, word))
     comparison.notes = list(_notes(before, after, comparison.pairs))
     return comparison
 
@@ -224,14 +224,14 @@ def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
     changes = []
     if old.verdict != new.verdict:
         word = exact_figures.word(exact_figures.VERDICT, old.verdict, new.verdict)
-        changes.append(Change(new.id, exact_figures.VERDICT, old.verdict, new.verdict, word))
+        changes.append(FigureChange(new.id, exact_figures.VERDICT, old.verdict, new.verdict, word))
     alone = Pairing(old, new, tuple(changes), 1)
     if not alone.decided:
         return alone
     return Pairing(old, new, (*changes, *_changes(old, new, known)), len(new.figures) + 1)
 
 
-def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
+def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[FigureChange]:
     if old.figures == new.figures:
         return
     depths = [entry.figures.get(exact_figures.DEPTH) for entry in (old, new)]
@@ -250,7 +250,7 @@ def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[Change]:
             if name in old.deep and name in new.deep:
                 detail = exact_figures.first_difference(old.deep[name], new.deep[name])
         unlike = _unlike(name, old.version, new.version)
-        yield Change(new.id, name, was, now, word, detail, unlike)
+        yield FigureChange(new.id, name, was, now, word, detail, unlike)
 
 
 def _unlike(figure: str, old: Version, new: Version) -> str:

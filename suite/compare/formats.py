@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import Change, RunComparison, Timing
+from shardproof.compare.compare import FigureChange, RunComparison, Timing
 from shardproof.compare.exact_figures import JsonObject
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
 from shardproof.compare.tables import ComparisonReport
@@ -95,7 +95,7 @@ def _csv_rows(comparison: RunComparison, only_changed: bool) -> Iterator[list[st
             yield _csv_row(name, what, one, {})
 
 
-def _change(change: Change) -> dict[str, object]:
+def _change(change: FigureChange) -> dict[str, object]:
     cells = {"figure": change.figure, "reference": change.before, "now": change.after}
     return {**cells, "verdict": change.word, "where": change.detail}
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import UNDECIDED, Change, RunComparison, Timing, verdict_on
+from shardproof.compare.compare import UNDECIDED, FigureChange, RunComparison, Timing, verdict_on
 from shardproof.compare.policy import Allowed, AllowedTime, ExpectedFailure, Level, PolicyFile
 from shardproof.compare.snapshot import FAULTS, Entry
 from shardproof.compare.tables import verdict_of
@@ -414,7 +414,7 @@ class _Judge:
         matching = [entry for entry in self.policy.xfails if fnmatchcase(name, entry.cases)]
         return max(matching, key=lambda entry: entry.until, default=None)
 
-    def _allowed(self, change: Change) -> Allowed | None:
+    def _allowed(self, change: FigureChange) -> Allowed | None:
         matching = [
             entry
             for entry in self.policy.figures.allow

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardproof.compare import tables
 from shardproof.compare.gate import Gate, GateFinding, kind, ordered
 from shardproof.runs import junit
-from shardproof.runs.blocks import Block, Failure, blocks, size_of_cell
+from shardproof.runs.blocks import Failure, FailureBlock, blocks, size_of_cell
 from shardproof.table import Table, fenced, markdown_text, some
 
 #: Blocks that a summary lists, and commands; the JUnit file has all.
@@ -124,7 +124,7 @@ def github(gate: Gate) -> Iterator[str]:
         yield f"::{level} {shown}::" + _escaped("\n".join(messages))
 
 
-def _blocks(gate: Gate, findings: Sequence[GateFinding]) -> list[tuple[GateFinding, Block]]:
+def _blocks(gate: Gate, findings: Sequence[GateFinding]) -> list[tuple[GateFinding, FailureBlock]]:
     """The findings in blocks, one for each rule and cause; each with its first finding."""
     groups: dict[tuple[str, str], dict[Failure, GateFinding]] = defaultdict(dict)
     for finding in ordered(findings):

@@ -89,7 +89,7 @@ class Allowed(_Dated):
     figures: list[Pattern] = Field(["*"], min_length=1, description="globs on names of figures")
 
 
-class Figures(Model):
+class FigureRules(Model):
     """Exact figures: what a difference does."""
 
     worse: Level = Field("break", description="more bytes, more calls, less overlap")
@@ -150,7 +150,9 @@ class Policy(Model):
     verdicts: dict[Verdict, VerdictLevel] = Field(
         default_factory=dict, description="verdict: break, new (than the baseline), report, ignore"
     )
-    figures: Figures = Field(default=Figures.model_validate({}), description="exact figures")
+    figures: FigureRules = Field(
+        default=FigureRules.model_validate({}), description="exact figures"
+    )
     times: Times = Field(
         default=Times.model_validate({}), description="ratios of times, efficiencies"
     )

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import Change, Pairing, RunComparison, Timing, reasons
+from shardproof.compare.compare import FigureChange, Pairing, RunComparison, Timing, reasons
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
 from shardproof.table import Mark, Table, some
 
@@ -187,7 +187,7 @@ def _moved(pairs: Sequence[Pairing], name: str) -> str:
     return f"{exact_figures.show(str(was))} -> {exact_figures.show(str(now))}{share}"
 
 
-def changes(differences: Sequence[Change]) -> Table:
+def changes(differences: Sequence[FigureChange]) -> Table:
     rows = [
         (
             change.word,

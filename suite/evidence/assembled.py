@@ -333,7 +333,7 @@ class Evidence(Figures):
         steps = self.truth.steps
         if not steps or not steps[0].apart:
             return [self]
-        return [Trajectory(self, coordinate) for coordinate in range(len(steps[0].apart))]
+        return [CoordinateEvidence(self, coordinate) for coordinate in range(len(steps[0].apart))]
 
     def shares(self, step: int) -> list[Batch]:
         """The batch of each data coordinate in ``step``."""
@@ -456,7 +456,7 @@ class Continued(Evidence):
         return super()._assemble(step, point, kind)
 
 
-class Trajectory(Evidence):
+class CoordinateEvidence(Evidence):
     """Of ``base``, the copies of one data coordinate that trains alone, and its oracle."""
 
     def __init__(self, base: Evidence, coordinate: int) -> None:

@@ -51,7 +51,7 @@ SHARED_NOTE = (
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineFigures:
     """Figures of the check ``schedule`` in all cases of one row, those on processes first."""
 
     name: str
@@ -73,7 +73,7 @@ class Pipeline:
         return next((f["measured"] for f in self.figures if f.get("measured")), None)
 
 
-def pipelines(results: Iterable[CaseResult]) -> list[Pipeline]:
+def pipelines(results: Iterable[CaseResult]) -> list[PipelineFigures]:
     groups: dict[tuple[int, int, str, str], list[tuple[bool, Figures]]] = defaultdict(list)
     for result in results:
         case, figures = result.case, result.figures("schedule")
@@ -82,12 +82,14 @@ def pipelines(results: Iterable[CaseResult]) -> list[Pipeline]:
             on_threads = BACKENDS.of_record(case.backend).threads
             groups[(*size, case.implementation, case.system)].append((on_threads, figures))
     return [
-        Pipeline(name, ranks, micro, [f for _, f in sorted(members, key=lambda item: item[0])])
+        PipelineFigures(
+            name, ranks, micro, [f for _, f in sorted(members, key=lambda item: item[0])]
+        )
         for (ranks, micro, _, name), members in sorted(groups.items(), key=lambda item: item[0])
     ]
 
 
-def _bubble_row(one: Pipeline) -> tuple[str, ...] | None:
+def _bubble_row(one: PipelineFigures) -> tuple[str, ...] | None:
     """Texts of :data:`BUBBLE_HEADINGS`; ``None``: it was not timed."""
     timed, window = one.measured, one.window
     if timed is None or window is None:
@@ -105,7 +107,7 @@ def _bubble_row(one: Pipeline) -> tuple[str, ...] | None:
     )
 
 
-def _held_row(one: Pipeline) -> tuple[str, ...]:
+def _held_row(one: PipelineFigures) -> tuple[str, ...]:
     window, counted = one.window, one.figures[-1]["in_flight"]
     measured = [f["activations"] for f in one.figures if isinstance(f.get("activations"), Mapping)]
     worst = max(measured[0].values(), key=lambda row: int(row["peak"])) if measured else None
@@ -118,7 +120,7 @@ def _held_row(one: Pipeline) -> tuple[str, ...]:
     )
 
 
-def _notes(timed: Iterable[Pipeline]) -> list[str]:
+def _notes(timed: Iterable[PipelineFigures]) -> list[str]:
     shared = {
         (one.measured["ranks"], one.measured["cores"]) for one in timed if one.measured is not None
     }

@@ -19,7 +19,7 @@ _SHADES = (2, 4, 10, 32)
 
 
 @dataclass(frozen=True)
-class Place:
+class PairPlace:
     """A pair: how many cases met it, and its shade, 0 to 4."""
 
     cases: int
@@ -32,7 +32,7 @@ class CoverageMap:
     """A row for each feature that a judged case has, a column for each trigger and what it is."""
 
     triggers: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[str, tuple[Place | None, ...]], ...]
+    rows: tuple[tuple[str, tuple[PairPlace | None, ...]], ...]
     sentence: str
 
 
@@ -65,9 +65,9 @@ def coverage_map(results: Iterable[CaseResult]) -> CoverageMap:
     return CoverageMap(columns, rows, sentence)
 
 
-def _place(found: pairs.Coverage, pair: pairs.Pair) -> Place | None:
+def _place(found: pairs.Coverage, pair: pairs.Pair) -> PairPlace | None:
     count = found.cases(pair)
     if not count:
         return None
     told = f"{pair[0]} with {pair[1]}: {number(count, 'case')}"
-    return Place(count, bisect_right(_SHADES, count), told)
+    return PairPlace(count, bisect_right(_SHADES, count), told)

@@ -27,7 +27,7 @@ from shardproof.report.looks import head, look
 from shardproof.report.sections import sections
 from shardproof.report.summary import cases_by_gravity
 from shardproof.report.tables import error_of
-from shardproof.runs.blocks import Block, Failure
+from shardproof.runs.blocks import Failure, FailureBlock
 from shardproof.runs.run_folder import Run
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -131,7 +131,7 @@ def parts(name: str) -> Markup:
     return Markup("::<wbr>").join(name.split("::"))
 
 
-def _broken(run: Run, causes: Sequence[Block]) -> list[BrokenItem]:
+def _broken(run: Run, causes: Sequence[FailureBlock]) -> list[BrokenItem]:
     broken, drawn = [], 0
     for number, block in enumerate(causes, 1):
         item, picture = block.first, None

@@ -12,7 +12,7 @@ from shardproof import verdicts
 from shardproof.checks.results import CaseResult
 from shardproof.report import kills, looks
 from shardproof.runs import random_kills
-from shardproof.runs.blocks import Block, Failure, blocks, of_result
+from shardproof.runs.blocks import Failure, FailureBlock, blocks, of_result
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
 
@@ -33,7 +33,7 @@ class Headline:
     details: tuple[str, ...]
 
 
-def broken_blocks(run: Run) -> list[Block]:
+def broken_blocks(run: Run) -> list[FailureBlock]:
     """Everything that broke, a block for each cause: first cases by gravity, then survivors, then
     results of wings.
     """
@@ -115,7 +115,7 @@ def _details(run: Run, counts: Counter[str]) -> Iterator[str]:
         yield run.unread
 
 
-def by_cause(broken: Iterable[Block]) -> Table:
+def by_cause(broken: Iterable[FailureBlock]) -> Table:
     """How many cases of each implementation broke, by what failed first."""
     cases = (one for block in broken for one in block.failures if one.kind == "case")
     counts = Counter((case.implementation, case.failed_first) for case in cases)

@@ -70,7 +70,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Block:
+class FailureBlock:
     """Failures of one cause, the simplest first."""
 
     failures: tuple[Failure, ...]
@@ -124,7 +124,7 @@ def size_of_cell(world: int, backend: str, cell: Mapping[str, Any]) -> tuple[flo
     return size(world, micro_batches, cell.get("steps", 1), backend, clipped)
 
 
-def blocks(failures: Iterable[Failure]) -> list[Block]:
+def blocks(failures: Iterable[Failure]) -> list[FailureBlock]:
     """One block for each cause, the gravest verdict first, then as given."""
     members: dict[tuple[str, ...], list[Failure]] = {}
     for failure in failures:
@@ -133,7 +133,8 @@ def blocks(failures: Iterable[Failure]) -> list[Block]:
             key = ("case", failure.implementation, *cause(failure.verdict, failure.reason))
         members.setdefault(key, []).append(failure)
     found = [
-        Block(tuple(sorted(group, key=lambda f: (f.size, f.id)))) for group in members.values()
+        FailureBlock(tuple(sorted(group, key=lambda f: (f.size, f.id))))
+        for group in members.values()
     ]
     return sorted(found, key=lambda block: min(map(_gravity, block.failures)))
 

@@ -318,9 +318,9 @@ def test_every_class_of_a_drawing_has_a_style(page: str) -> None:
 def test_elements_escape_and_scales_clamp() -> None:
     assert svg.element("text", "<&>", class_="a b") == '<text class="a b">&lt;&amp;&gt;</text>'
     assert svg.element("rect", x=1.0, y=0.333333, fill=None) == '<rect x="1" y="0.33"/>'
-    scale = svg.Scale(1.0, 100.0, 0.0, 10.0, log=True)
+    scale = svg.PixelScale(1.0, 100.0, 0.0, 10.0, log=True)
     assert (scale(0.01), scale(10.0), scale(1e9)) == (0.0, 5.0, 10.0)
-    assert svg.Scale(2.0, 2.0, 0.0, 10.0)(2.0) == 5.0
+    assert svg.PixelScale(2.0, 2.0, 0.0, 10.0)(2.0) == 5.0
 
 
 def test_a_small_run_of_every_kind_of_line(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from shardproof import verdicts
 from shardproof.bench import lines as stored
 from shardproof.bench import stats
 from shardproof.bench.command.options import FailOn
-from shardproof.bench.command.plan import TimedPlan
 from shardproof.bench.evidence import keep, keep_report
 from shardproof.bench.lines import CellLine, PairLine
 from shardproof.bench.reported import Cells, Pairs
@@ -25,6 +24,8 @@ from shardproof.runs.shard import Cut
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from shardproof.bench.command.plan import TimedPlan
 
 Line = PairLine | CellLine
 

@@ -43,8 +43,8 @@ def _draw(members: Sequence[Timed]) -> Markup:
     low = 10.0 ** math.floor(math.log10(min(values)))
     high = 10.0 ** math.ceil(math.log10(max(values)))
     bottom = _TOP + _PLOT
-    x = svg.Scale(sizes[0], max(sizes[-1], sizes[0] * 2), _LEFT, _WIDTH - _RIGHT, log=True)
-    y = svg.Scale(low, high, bottom, _TOP, log=True)
+    x = svg.PixelScale(sizes[0], max(sizes[-1], sizes[0] * 2), _LEFT, _WIDTH - _RIGHT, log=True)
+    y = svg.PixelScale(low, high, bottom, _TOP, log=True)
     parts = []
     for power in range(round(math.log10(low)), round(math.log10(high)) + 1):
         at = y(10.0**power)

@@ -46,7 +46,7 @@ def _draw(name: str, world: int, members: Sequence[CellLine]) -> Markup:
     ends = [line.efficiency["plain"].high for line in members if line.efficiency is not None]
     models = [m for line in members if (m := line.modelled_efficiency) is not None]
     top = min(-(-max([1.0, *ends, *models]) * 5 // 1) / 5, 2.0)  # the next fifth
-    y = svg.Scale(0.0, top, bottom, _TOP)
+    y = svg.PixelScale(0.0, top, bottom, _TOP)
     room = (_WIDTH - _LEFT - _RIGHT) / len(ordered)
     parts = []
     for fifth in range(round(top * 5) + 1):

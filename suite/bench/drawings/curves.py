@@ -61,8 +61,8 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -
     ]
     top = max([1.0, *(high for _, _, high in points), *(m for _, m in modelled)])
     top = min(-(-top * 5 // 1) / 5, 2.0)  # the next fifth
-    x = svg.Scale(min(worlds), max(*worlds, 2), _LEFT + 14, _WIDTH - _RIGHT - 14, log=True)
-    y = svg.Scale(0.0, top, _HEIGHT - _BOTTOM, _TOP)
+    x = svg.PixelScale(min(worlds), max(*worlds, 2), _LEFT + 14, _WIDTH - _RIGHT - 14, log=True)
+    y = svg.PixelScale(0.0, top, _HEIGHT - _BOTTOM, _TOP)
     parts = _axes(x, y, worlds, top)
     target, label = y(ordered[0].target), f"target {ordered[0].target:.0%}"
     parts.append(svg.line(_LEFT, target, _WIDTH - _RIGHT, target, "target"))
@@ -97,7 +97,7 @@ def _sentence(line: CellLine) -> str:
     return f"{line.world} ranks: {', '.join(parts) or 'no figure'} ({line.verdict})."
 
 
-def _axes(x: svg.Scale, y: svg.Scale, worlds: Sequence[int], top: float) -> list[Markup]:
+def _axes(x: svg.PixelScale, y: svg.PixelScale, worlds: Sequence[int], top: float) -> list[Markup]:
     parts = []
     for fifth in range(round(top * 5) + 1):
         value = fifth / 5

@@ -55,7 +55,7 @@ def axis(lines: Sequence[PairLine]) -> Markup | None:
     return svg.drawing(title, text, (_WIDTH, 22), parts, "ruler")
 
 
-def _scale(lines: Iterable[PairLine]) -> svg.Scale:
+def _scale(lines: Iterable[PairLine]) -> svg.PixelScale:
     """Symmetric around 1, as far as the intervals reach."""
     reach = 0.12
     for line in lines:
@@ -64,10 +64,10 @@ def _scale(lines: Iterable[PairLine]) -> svg.Scale:
                 ends = (interval.low, interval.high, interval.ratio)
                 reach = max([reach, *(abs(math.log(end)) for end in ends if end > 0)])
     reach = min(reach * 1.08, math.log(_MOST))
-    return svg.Scale(math.exp(-reach), math.exp(reach), _EDGE, _WIDTH - _EDGE, log=True)
+    return svg.PixelScale(math.exp(-reach), math.exp(reach), _EDGE, _WIDTH - _EDGE, log=True)
 
 
-def _draw(line: PairLine, figures: PairFigures, scale: svg.Scale) -> Markup:
+def _draw(line: PairLine, figures: PairFigures, scale: svg.PixelScale) -> Markup:
     ratio, low, high, margin = figures.ratio, figures.low, figures.high, figures.margin
     band = scale(1 / (1 + margin)), scale(1 + margin)
     parts = [

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from shardproof.checks.one_update import update_of
-from shardproof.evidence.assembled import Trajectory
+from shardproof.evidence.assembled import CoordinateEvidence
 
 #: What a cause may leave over, relative to how far the ranks' own updates lie from the truth.
 _LEFT_OVER = 1e-6
 _AFTER = ("after_update", "parameters")
 
 
-def of_meeting(evidence: Trajectory, step: int) -> str:
+def of_meeting(evidence: CoordinateEvidence, step: int) -> str:
     """A sentence on the parameters of one trajectory after ``step``; empty: nothing explains them.
 
     Asked where the gradients of the step, and all before it, are right.

@@ -16,7 +16,7 @@ from shardproof.checks.causes.fits import Tensors, some
 from shardproof.checks.causes.meetings import of_meeting
 from shardproof.checks.one_update import Update, update_of
 from shardproof.contract import OptimizerSpec, Piece
-from shardproof.evidence.assembled import Evidence, Trajectory
+from shardproof.evidence.assembled import CoordinateEvidence, Evidence
 from shardproof.evidence.held import part
 
 #: What may be left over of an update, by dtype: differences of values have lost digits.
@@ -63,7 +63,7 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
 
     ``truth``: what they must be.  Asked where the gradients of the step are right.
     """
-    if isinstance(evidence, Trajectory) and (said := of_meeting(evidence, step)):
+    if isinstance(evidence, CoordinateEvidence) and (said := of_meeting(evidence, step)):
         return said
     limit = _LEFT_OVER[evidence.case.lowest_dtype]
     update = update_of(evidence, step)

@@ -71,8 +71,8 @@ def _panel(
     target: float,
     scales: tuple[float, float],
 ) -> list[Markup]:
-    x = svg.Scale(0, steps, _LEFT, _WIDTH - _RIGHT)
-    y = svg.Scale(*scales, _HEIGHT - _BOTTOM, _TOP, log=True)
+    x = svg.PixelScale(0, steps, _LEFT, _WIDTH - _RIGHT)
+    y = svg.PixelScale(*scales, _HEIGHT - _BOTTOM, _TOP, log=True)
     parts = [svg.text(_LEFT, 12, name, "name")]
     for own, kind in ((dense, "dense"), (curves, "method")):
         band = bands(own, every, steps)

@@ -103,7 +103,7 @@ def _pair(
 ) -> list[Markup]:
     """Two stacks on one scale, and a tick at the end of the formula's."""
     most = max(full, sum(measured.values()), sum(formula.values()), 1e-9)
-    scale = svg.Scale(0.0, most, 0.0, _WIDTH)
+    scale = svg.PixelScale(0.0, most, 0.0, _WIDTH)
     parts = [svg.rect(0, 2, scale(full), 14, "bar-full")]
     for stack, top, height, look in ((measured, 2.0, 14.0, ""), (formula, 18.0, 6.0, " formula")):
         at = 0.0

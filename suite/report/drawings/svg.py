@@ -100,7 +100,7 @@ def marker(kind: str, x: float, y: float, class_: str, size: float = 4.5) -> Mar
 
 
 @dataclass(frozen=True)
-class Scale:
+class PixelScale:
     """From values between ``low`` and ``high`` to units; ``log``: equal ratios, equal distances."""
 
     low: float

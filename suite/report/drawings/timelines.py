@@ -34,7 +34,7 @@ _WORDS = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TimelineFigure:
     """One drawing; ``problem`` stands in its place where the record cannot be read."""
 
     heading: str
@@ -50,7 +50,7 @@ class Timeline:
         return Table(title, HEADINGS, self.rows, align="rlrrr")
 
 
-def timelines(folder: Path, results: Iterable[CaseResult]) -> tuple[list[Timeline], int]:
+def timelines(folder: Path, results: Iterable[CaseResult]) -> tuple[list[TimelineFigure], int]:
     """The timelines of a run, and how many pipelines more there are that are not drawn."""
     chosen = _chosen(results)
     return [_timeline(folder, result) for result in chosen[:MOST]], max(0, len(chosen) - MOST)
@@ -85,7 +85,7 @@ def _telling(result: CaseResult) -> tuple[bool, bool, int, int]:
 Action = Mapping[str, Any]
 
 
-def _timeline(folder: Path, result: CaseResult) -> Timeline:
+def _timeline(folder: Path, result: CaseResult) -> TimelineFigure:
     case = result.case
     shape = " x ".join(f"{axis} {n}" for axis, n in case.mesh.items())
     size = case.workload.micro_batches
@@ -93,11 +93,11 @@ def _timeline(folder: Path, result: CaseResult) -> Timeline:
     try:
         sections = records.sections(folder / (result.record or ""), "action", "call")
     except records.RecordError as error:
-        return Timeline(heading, result.id, None, (), "", str(error))
+        return TimelineFigure(heading, result.id, None, (), "", str(error))
     last = max((row["step"] for row in sections["action"]), default=None)
     if last is None:
         problem = "its record holds no computation of a stage: the ranks did not come that far"
-        return Timeline(heading, result.id, None, (), "", problem)
+        return TimelineFigure(heading, result.id, None, (), "", problem)
     clocked = all(row.get("began") is not None for row in sections["action"])
     begin, end = ("began", "ended") if clocked else ("begin", "end")
     actions = [{**row, "from": row[begin], "to": row[end]} for row in sections["action"]]
@@ -115,10 +115,10 @@ def _timeline(folder: Path, result: CaseResult) -> Timeline:
     shown = dict(sorted(lanes.items())[:LANES])
     if sum(map(len, shown.values())) > BLOCKS:
         problem = f"more than {BLOCKS} computations in a step: its record holds them"
-        return Timeline(heading, result.id, None, (), "", problem)
+        return TimelineFigure(heading, result.id, None, (), "", problem)
     image = _draw(heading, shown, actions, sections["call"], clocked)
     rows = tuple(_row(rank, lane) for rank, lane in shown.items()) if clocked else ()
-    return Timeline(heading, result.id, image, rows, " ".join(notes))
+    return TimelineFigure(heading, result.id, image, rows, " ".join(notes))
 
 
 def _row(rank: int, lane: Sequence[Action]) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def _draw(
 ) -> Markup:
     first = min(lane[0]["from"] for lane in lanes.values())
     final = max(row["to"] for lane in lanes.values() for row in lane)
-    x = svg.Scale(first, max(final, first + 1e-9), _LEFT, _WIDTH - _RIGHT)
+    x = svg.PixelScale(first, max(final, first + 1e-9), _LEFT, _WIDTH - _RIGHT)
     stages = max(row["stage"] for lane in lanes.values() for row in lane) + 1
     every: dict[int, list[Action]] = defaultdict(list)
     for row in actions:
@@ -172,7 +172,7 @@ def _draw(
     )
 
 
-def _block(row: Action, x: svg.Scale, top: float, chunk: str, clocked: bool) -> list[Markup]:
+def _block(row: Action, x: svg.PixelScale, top: float, chunk: str, clocked: bool) -> list[Markup]:
     start, stop = x(row["from"]), x(row["to"])
     width = max(stop - start - 0.6, 0.8)
     took = f", {1e3 * (row['to'] - row['from']):.2f} ms" if clocked else ""
@@ -189,7 +189,7 @@ def _strip(
     lane: Sequence[Action],
     every: list[Action],
     calls: Iterable[Mapping[str, Any]],
-    x: svg.Scale,
+    x: svg.PixelScale,
     top: float,
 ) -> list[Markup]:
     """``calls`` of a rank while it went through ``lane``, from issue to wait."""
@@ -223,7 +223,7 @@ def _strip(
     return parts[: 2 * BLOCKS]
 
 
-def _ticks(x: svg.Scale, seconds: float, bottom: float) -> list[Markup]:
+def _ticks(x: svg.PixelScale, seconds: float, bottom: float) -> list[Markup]:
     """Round milliseconds since the first computation."""
     rounded = (digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5))
     step = next((size for size in rounded if seconds * 1e3 / size <= 8), seconds * 1e3)
