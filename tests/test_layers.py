@@ -342,8 +342,8 @@ def test_public_classes_have_names_of_their_own() -> None:
         if path.relative_to(SUITE).parts[0] in {"impls", "bench", *wings.names()}:
             continue
         for node in parsed(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                if "nn.Module" not in map(ast.unparse, node.bases):
-                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+            is_public = isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+            if is_public and "nn.Module" not in map(ast.unparse, node.bases):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     several = {name: where for name, where in places.items() if len(where) > 1}
     assert not several.keys() - STILL_SHARED, several
