@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardproof.errors import Problem, SelectionError
+
 if TYPE_CHECKING:
     import typer
 
@@ -104,3 +106,9 @@ def wings() -> tuple[Wing, ...]:
 def first(ask: Callable[[Wing], T | None]) -> T | None:
     """The first answer of a wing that is not ``None``; ``None``: no wing has one."""
     return next((answer for wing in wings() if (answer := ask(wing)) is not None), None)
+
+
+def absent(wing: str, option: str) -> SelectionError:
+    """The error of ``option``, which needs the folder of ``wing``."""
+    what = f"it needs the wing suite/{wing}, which this tree does not have"
+    return SelectionError(Problem(what, "restore that folder, or leave the option out", option))
