@@ -56,10 +56,10 @@ launches: setup ## tests that start many processes: watch, parts of a system in 
 	@$(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "launches and not slow"
 
 slow: setup ## slow tests
-	@$(BIN)/pytest tests -m slow --ignore tests/cluster --ignore tests/deploy
+	@$(BIN)/pytest tests -m slow --ignore tests/cluster
 
 clusters: setup ## slow tests that need a container engine or a Slurm
-	@$(BIN)/pytest tests/cluster tests/deploy -m slow
+	@$(BIN)/pytest tests/cluster -m slow
 
 peers: setup ## reference strategies beside their upstream peers, into results/README.md (15 minutes on an idle machine)
 	@run=results/$$(date -u +%Y%m%d-%H%M%S)-peers; \

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from shardproof.errors import Problem, SelectionError
+
 if TYPE_CHECKING:
     import typer
 
@@ -234,3 +236,9 @@ def line_kinds() -> dict[str, LineKind]:
 def file_kinds() -> dict[str, FileKind]:
     """The kinds of scenario files that wings of this tree read, by name."""
     return {kind.name: kind for wing in wings() for kind in wing.file_kinds}
+
+
+def absent(wing: str, option: str) -> SelectionError:
+    """The error of ``option``, which needs the folder of ``wing``."""
+    what = f"it needs the wing suite/{wing}, which this tree does not have"
+    return SelectionError(Problem(what, "restore that folder, or leave the option out", option))

@@ -69,64 +69,9 @@ def slow_node(text: str) -> tuple[int, Caps]:
     return node, Caps(cpus=cores(value))
 
 
-NodeCount = Annotated[
-    int, typer.Option("--nodes", metavar="K", min=1, max=MOST_NODES, help="nodes")
-]
-RanksPerNode = Annotated[
-    int,
-    typer.Option(
-        "--ranks-per-node",
-        metavar="R",
-        min=1,
-        max=MOST_RANKS,
-        help="consecutive ranks on one node; the last axes of a mesh lie inside nodes",
-    ),
-]
 Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="WORD", help="what the same command takes on one machine"),
-]
-Cpus = Annotated[
-    float | None, typer.Option("--cpus", metavar="C", parser=cores, help="cores of each node")
-]
-Memory = Annotated[
-    int | None,
-    typer.Option("--memory", metavar="M", parser=memory, help="of each node, such as 2g"),
-]
-Bandwidth = Annotated[
-    int | None,
-    typer.Option(
-        "--bandwidth",
-        metavar="RATE",
-        parser=bandwidth,
-        help="that each node sends with, such as 100mbit",
-    ),
-]
-Delay = Annotated[
-    float | None,
-    typer.Option(
-        "--delay",
-        metavar="MS",
-        min=1,
-        max=10_000,
-        help="milliseconds that a message to another node takes more",
-    ),
-]
-SlowNode = Annotated[
-    Any,
-    typer.Option(
-        "--slow-node",
-        metavar="N:CAP",
-        parser=slow_node,
-        help="what one node has instead: 1:cpus=0.5, or 1:bandwidth=10mbit",
-    ),
-]
-Keep = Annotated[
-    bool,
-    typer.Option("--keep", help="leave the containers, to look into them (`clean` removes them)"),
-]
-AllPackages = Annotated[
-    bool, typer.Option("--all-packages", help="DeepSpeed and MPI, also if nothing names them")
 ]
 
 
@@ -134,16 +79,64 @@ AllPackages = Annotated[
 class Shape:
     """What is typed of a cluster: its nodes, what each has, one that has less, where results go."""
 
-    nodes: NodeCount = 2
-    ranks_per_node: RanksPerNode = 2
-    cpus: Cpus = None
-    memory_bytes: Memory = None
-    bits_per_second: Bandwidth = None
-    delay_ms: Delay = None
-    slow: SlowNode = None
-    all_packages: AllPackages = False
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="K", min=1, max=MOST_NODES, help="nodes")
+    ] = 2
+    ranks_per_node: Annotated[
+        int,
+        typer.Option(
+            "--ranks-per-node",
+            metavar="R",
+            min=1,
+            max=MOST_RANKS,
+            help="consecutive ranks on one node; the last axes of a mesh lie inside nodes",
+        ),
+    ] = 2
+    cpus: Annotated[
+        float | None, typer.Option("--cpus", metavar="C", parser=cores, help="cores of each node")
+    ] = None
+    memory_bytes: Annotated[
+        int | None,
+        typer.Option("--memory", metavar="M", parser=memory, help="of each node, such as 2g"),
+    ] = None
+    bits_per_second: Annotated[
+        int | None,
+        typer.Option(
+            "--bandwidth",
+            metavar="RATE",
+            parser=bandwidth,
+            help="that each node sends with, such as 100mbit",
+        ),
+    ] = None
+    delay_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--delay",
+            metavar="MS",
+            min=1,
+            max=10_000,
+            help="milliseconds that a message to another node takes more",
+        ),
+    ] = None
+    slow: Annotated[
+        Any,
+        typer.Option(
+            "--slow-node",
+            metavar="N:CAP",
+            parser=slow_node,
+            help="what one node has instead: 1:cpus=0.5, or 1:bandwidth=10mbit",
+        ),
+    ] = None
+    all_packages: Annotated[
+        bool, typer.Option("--all-packages", help="DeepSpeed and MPI, also if nothing names them")
+    ] = False
     results: options.Results = None
-    keep: Keep = False
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep", help="leave the containers, to look into them (`clean` removes them)"
+        ),
+    ] = False
 
     @property
     def there(self) -> Nodes:

@@ -10,9 +10,8 @@ fresh process group on one store, and leaves what it saw in a folder that all ra
                     rank<k>.end     how it ended
                     rank<k>.stacks  where it stood when its time was up
 
-Then rank 0, or whoever starts ``--judge RECORDS``, judges (``shardproof.cluster.judge``).  A
-rank that raises spoils its case only; one that hangs or computes too long ends the job
-(:class:`_Guard`).
+Then rank 0 judges, or whoever starts ``python -m shardproof.cluster.judge RECORDS``.  A rank that
+raises spoils its case only; one that hangs or computes too long ends the job (:class:`_Guard`).
 
 Needs torch, numpy, pydantic, PyYAML and psutil, nothing else.
 """
@@ -226,8 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tier", choices=("quick", "full"), default="quick")
     parser.add_argument("-k", dest="expression", default="", metavar="EXPR")
     parser.add_argument("--impl", action="append", default=[], metavar="PATTERN")
-    parser.add_argument("--no-judge", action="store_true", help="leave the verdicts to --judge")
-    parser.add_argument("--judge", type=Path, metavar="RECORDS", help="run nothing, judge these")
+    parser.add_argument("--no-judge", action="store_true", help="leave the records as they are")
     parser.add_argument("--prune", action="store_true", help="drop tensors of cases that held")
     where = "run folder of the verdicts (default: a new one beside RECORDS)"
     parser.add_argument("--results", type=Path, metavar="FOLDER", help=where)
@@ -247,8 +245,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in REPRODUCIBLE.items():  # MKL asks at its first product
         os.environ.setdefault(name, value)
     try:
-        if options.judge is not None:
-            return _judge(options.judge, options)
         backend = BACKENDS.get(options.backend)
         over_mpi = backend is not None and backend.mpirun
         place = Place.by_mpi() if over_mpi else Place.find(os.environ)

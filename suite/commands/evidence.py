@@ -248,8 +248,7 @@ def doctor(
     from shardproof.commands.doctor import examine
 
     if of_cluster and "cluster" not in wings.names():
-        what = "this tree has no wing that has clusters"
-        raise SelectionError(Problem(what, "leave it out, or restore suite/cluster", "--cluster"))
+        raise wings.absent("cluster", "--cluster")
     ready = True
     for finding in examine(supervision.RESULTS, thorough=of_cluster):
         ready = ready and finding.state != "bad"

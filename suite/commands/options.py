@@ -158,8 +158,7 @@ def case_hosts(where: str) -> CaseHosts:
     :raises SelectionError: it names none.
     """
     if (found := wings.first(lambda wing: wing.case_hosts(where))) is None:
-        what = "this tree has no wing that judges cases elsewhere"
-        raise SelectionError(Problem(what, "leave --on out, or restore suite/cluster", where))
+        raise wings.absent("cluster", "--on")
     return found
 
 

@@ -59,8 +59,8 @@ def test_a_rank_of_mpi_that_ends_early_leaves_no_shared_memory(
         bcast=lambda place, root: ("127.0.0.1", 4242),
     )
     world = SimpleNamespace(COMM_WORLD=comm, COMM_TYPE_SHARED=0)
-    monkeypatch.setattr(place.mpi, "start", lambda: world)
-    monkeypatch.setattr(place.mpi, "available", lambda: None)
+    monkeypatch.setattr(place.group, "start", lambda: world)
+    monkeypatch.setattr(place.Mpi, "available", lambda self: None)
     monkeypatch.setattr(place, "unlink_segments", lambda: done.append("unlinked"))
     monkeypatch.setenv("PMI_SIZE", started)
     if started == "4":

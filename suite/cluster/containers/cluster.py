@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ LABEL = "shardproof"
 #: The label that tells what process of which place has made it.
 MADE_BY = f"{LABEL}.by"
 LEFT_OVER = "left over"
+#: Names of clusters, by :func:`name_of_a_run`.
+_OF_A_RUN = re.compile(rf"{LABEL}-\d+-\d+")
 #: Who the processes in containers are where the user is root.
 OWN_USER = 10001
 _SHARED_MEMORY = "2g"
@@ -312,7 +314,7 @@ def parts(engine: Any, name: str = "") -> list[Any]:
     filters = {"label": f"{LABEL}={name}" if name else LABEL}
     containers = engine.containers.list(all=True, filters=filters, ignore_removed=True)
     found = [*containers, *engine.networks.list(filters=filters)]
-    return found if name else [part for part in found if is_of_one_run(label_of(part))]
+    return found if name else [part for part in found if _OF_A_RUN.fullmatch(label_of(part))]
 
 
 def label_of(part: Any, which: str = LABEL) -> str:
@@ -353,9 +355,11 @@ def _remove_once(there: list[Any]) -> None:
 
 def clean(engine: Any, say: Callable[[str], None], everything: bool = False) -> bool:
     """Remove what runs left behind; those that go on only with ``everything``.  Whether it went."""
-    gone = True
-    for name, there in sorted(by_name(parts(engine)).items()):
-        does = what_it_does(name, there)
+    gone, found = True, dict[str, list[Any]]()
+    for part in parts(engine):
+        found.setdefault(label_of(part), []).append(part)
+    for name, there in sorted(found.items()):
+        does = what_it_does(there)
         if not everything and does != LEFT_OVER:
             say(f"left: {name}, which {does}; `cluster clean --all` ends it, too\n")
         else:
@@ -363,23 +367,13 @@ def clean(engine: Any, say: Callable[[str], None], everything: bool = False) -> 
     return gone
 
 
-def by_name(there: Iterable[Any]) -> dict[str, list[Any]]:
-    """Parts by the name of their cluster."""
-    found: dict[str, list[Any]] = {}
-    for part in there:
-        found.setdefault(label_of(part), []).append(part)
-    return found
-
-
-def what_it_does(name: str, there: Sequence[Any]) -> str:
+def what_it_does(there: Sequence[Any]) -> str:
     """Whether a cluster with these parts goes on, or is left over, in words.
 
     One engine may serve several machines and containers, whose processes are not seen here: what
     they have started goes on as long as a container of it runs.
     """
-    made_by = next(filter(None, (label_of(part, MADE_BY) for part in there)), "")
-    if not made_by:
-        return "goes on" if goes_on(name) else LEFT_OVER
+    made_by = next(filter(None, (label_of(part, MADE_BY) for part in there)), "/")
     place, _, process = made_by.rpartition("/")
     if place != this_place():
         runs = any(getattr(part, "status", "") in ("running", "paused") for part in there)
@@ -403,14 +397,3 @@ def this_place() -> str:
 def name_of_a_run() -> str:
     """The name of what this process runs now, and of its cluster."""
     return f"{LABEL}-{os.getpid()}-{int(time.time())}"
-
-
-def is_of_one_run(name: str) -> bool:
-    """Whether a cluster of this name is one of a single run: ``shardproof-<pid>-<time>``."""
-    return bool(re.fullmatch(r"shardproof-\d+-\d+", name))
-
-
-def goes_on(name: str) -> bool:
-    """Whether there is a process of the number in the ``name`` of a run."""
-    pid = name.split("-")[1] if is_of_one_run(name) else ""
-    return bool(pid) and process_control.began(int(pid)) is not None

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
@@ -53,8 +51,6 @@ class Plan(Stored):
 
     began: float
     world: int
-    torch: str
-    capability: str
     cases: list[Case]
     nodes: list[Host] = field(default_factory=list)
     image: dict[str, str] = field(default_factory=dict)
@@ -72,10 +68,7 @@ def write_plan(
         (records / name).unlink(missing_ok=True)
     for path in records.glob("case[0-9]*/rank[0-9]*.*"):
         path.unlink()
-    capability = torch.backends.cpu.get_cpu_capability()
-    plan = Plan(
-        time.time(), world, torch.__version__, capability, list(cases), list(nodes), image()
-    )
+    plan = Plan(time.time(), world, list(cases), list(nodes), image())
     write_whole(records / "plan.json", json.dumps(plan.to_dict()))
 
 

@@ -139,8 +139,7 @@ def _on_nodes(
         typed += [flag, str(value)] if value not in ("", None) else []
     command = wings.OnNodes(typed, cases, [*own, run], *nodes, results)
     if (code := wings.first(lambda wing: wing.run_on_nodes(command))) is None:
-        what = "this tree has no wing that has nodes"
-        raise SelectionError(Problem(what, "leave it out, or restore suite/cluster", "--cluster"))
+        raise wings.absent("cluster", "--cluster")
     return code
 
 

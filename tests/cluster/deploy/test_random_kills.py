@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from real_engine import real_engine
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 #: Its first three kill a node at a step, the command once anything is there, and the head.
 SEED = "39"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-NODE = Path(__file__).resolve().parents[2] / "deploy" / "node.sh"
+NODE = Path(__file__).resolve().parents[3] / "deploy" / "node.sh"
 GOOD = {
     "RUN": "by-hand",
     "NODES": "2",

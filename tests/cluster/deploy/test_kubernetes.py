@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 SCHEMA = json.loads(Path(__file__).with_name("kubernetes-1.37.json").read_text())
 

@@ -18,7 +18,7 @@ from shardproof.cluster.launchers.roll_call import Entry, mistake
 from shardproof.cluster.torchrun import _parser
 from shardproof.errors import LaunchError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CLOUDS = ROOT / "deploy" / "clouds"
 WRAPPER = "-m shardproof.cluster.judge "
 
