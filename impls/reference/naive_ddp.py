@@ -59,8 +59,9 @@ class NaiveDDP(Replicated):
     def finish(self) -> None:
         """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
         # A sum of zeros does not tell whether anybody used the parameter: users are counted beside.
-        used = self.comm.agree([p.grad is not None for p in self.parameters], "sum")
-        for name, parameter, count in zip(self.names, self.parameters, used, strict=True):
+        votes = [p.grad is not None for p in self.parameters]
+        used = self.comm.agree(votes, "sum", async_op=True)
+        for name, parameter, count in zip(self.names, self.parameters, used.wait(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             # A transposed parameter has a transposed gradient, and collectives take contiguous
             # tensors.
