@@ -16,8 +16,7 @@ from shardproof.bench.scaling import tables as scaling
 from shardproof.commands.console import print_line
 from shardproof.report import looks, summary
 from shardproof.report.limits import MOST, Limit
-from shardproof.report.sections import Section, rendered
-from shardproof.report.text import folded
+from shardproof.report.section import Section, folded, rendered
 from shardproof.runs.run_folder import Run
 from shardproof.table import fenced, markdown_text
 

@@ -49,7 +49,7 @@ def report(
 
 def _report(run: Run, form: Format, into: Path | None) -> None:
     from shardproof import report as reports
-    from shardproof.report.sections import sections
+    from shardproof.report.sections import of_wings
 
     if into is not None:
         if form == "html":
@@ -60,7 +60,7 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
         reports.insert(reports.markdown(run), into)
         echo(f"{into}: table of run {run.path.name}")
     elif form == "markdown":
-        others = [section.table() for section in sections(run)]
+        others = [section.table() for section in of_wings(run)]
         judged = [reports.markdown(run)] if run.cases or not others else []
         echo("\n".join([*judged, *others]), nl=False)
     elif form == "html":
@@ -73,9 +73,9 @@ def _show(run: Run) -> None:
     """Print the tables of ``run``."""
     from shardproof import report as reports
     from shardproof.commands.console import make_console, print_line
-    from shardproof.report.sections import sections
+    from shardproof.report.sections import of_wings
 
-    console, others = make_console(), sections(run)
+    console, others = make_console(), of_wings(run)
     if run.cases:
         reports.show(run.cases, console.print)
         reports.show_broken(run.cases, console.print)

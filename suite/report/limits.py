@@ -15,11 +15,13 @@ from shardproof.checks import CHECKS, Outcome
 from shardproof.report import capability_matrix
 from shardproof.report.coverage import seen
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table, some
+from shardproof.table import Table, fenced, some
 from shardproof.wings import wings_of
 
 #: Rows of one table that are shown; the rest is counted.
 MOST = 200
+#: Ids of cases that were not run, for each reason, in Markdown; the page has all.
+NAMED = 20
 #: With fewer cases than this it says little that none saw an event.
 MANY = 100
 #: Titles of what was to run and did not.
@@ -50,6 +52,20 @@ class Limit:
 def limits(run: Run) -> list[Limit]:
     of_wings = (limit for wing in wings_of(run) for limit in wing.limits(run))
     return [limit for limit in (*_of_cases(run), *of_wings, *_of_checks(run)) if limit.rows]
+
+
+def lines(run: Run) -> Iterator[str]:
+    """The section of ``report.md``."""
+    yield "## What was not checked\n"
+    unchecked = limits(run)
+    if not unchecked:
+        yield "Nothing was left out, skipped or left open.\n"
+    for limit in unchecked:
+        yield f"### {limit.title}\n\n{limit.why}\n\n{limit.table.markdown()}"
+        yield from limit.table.notes
+        for names in limit.items if limit.title in NOT_RUN else ():
+            rest = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
+            yield "\n".join(["", *fenced([*names[:NAMED], *rest]), ""])
 
 
 def _limit(

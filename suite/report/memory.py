@@ -37,6 +37,11 @@ def table(results: Iterable[CaseResult]) -> Table:
     return Table(TITLE, HEADINGS, rows, marks, (f"Accounting, in {ACCOUNTING}.",), "lllrlrrrrll")
 
 
+def table_of_scenarios(results: Iterable[CaseResult]) -> Table:
+    """The rows of scenarios that are named after memory."""
+    return table(result for result in results if result.case.scenario.startswith("memory"))
+
+
 def allocator(results: Iterable[CaseResult]) -> Table:
     """A GPU's allocator beside the ledger, a row for each case that ran on one."""
     rows = []

@@ -1,59 +1,143 @@
-"""Sections that wings add to the reports of a run."""
+"""The sections of a report, in order: page, Markdown and terminal walk this list."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from shardproof import verdicts
+from shardproof.report import (
+    bubbles,
+    capability_matrix,
+    cases,
+    coverage,
+    kills,
+    limits,
+    memory,
+    nodes,
+    tables,
+)
+from shardproof.report.drawings import bars, timelines
+from shardproof.report.environment import environment
+from shardproof.report.section import TEMPLATES, Section, folded, rendered
 from shardproof.runs.run_folder import Run
+from shardproof.table import Table
 from shardproof.wings import wings_of
 
-if TYPE_CHECKING:
-    from rich.console import Console
+Tables = Callable[[Run], Sequence[Table]]
 
 
-class Section(ABC):
-    """A part of the reports of a run, in each of their forms."""
+#: What templates of the core may ask.
+_ASKED = {
+    "bars": bars, "bubbles": bubbles, "capability_matrix": capability_matrix, "cases": cases,
+    "coverage": coverage, "environment": environment, "kills": kills, "limits": limits,
+    "memory": memory, "nodes": nodes, "tables": tables, "timelines": timelines,
+    "verdicts": verdicts,
+}
 
-    #: The part of the page's address that leads to it.
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the core: what each form of a report shows of it.
+
+    On the page that is the template ``<anchor>.html``, if it gives anything; in ``report.md`` the
+    ``lines``, and each of the ``tables`` that has rows; on a ``terminal`` the tables after a run of
+    cases.  ``label`` is its name in the page's list of sections, where that is not the title.
+    """
+
     anchor: str
     title: str
+    tables: Tables = lambda run: ()
+    lines: Callable[[Run], Iterable[str]] = lambda run: ()
+    terminal: Tables = lambda run: ()
+    readme: Callable[[Run], str] = lambda run: ""
+    label: str = ""
 
-    @abstractmethod
+
+class SectionOfCore(Section):
+    """A part of the list below, of one run."""
+
+    def __init__(self, part: Part, run: Run) -> None:
+        self.part, self.run = part, run
+        self.anchor, self.title, self.label = part.anchor, part.title, part.label
+
     def html(self) -> Markup:
         """What stands below the heading on ``report.html``."""
+        template = TEMPLATES / f"{self.anchor}.html"
+        return rendered(template, run=self.run, **_ASKED) if self.anchor else Markup()
 
-    @abstractmethod
     def markdown(self) -> Iterator[str]:
         """Lines of ``report.md``, with the heading."""
-
-    @abstractmethod
-    def table(self) -> str:
-        """The Markdown of its main table, for ``report --format markdown``."""
-
-    @abstractmethod
-    def show(self, console: Console) -> None:
-        """Print it on a terminal."""
+        yield from self.part.lines(self.run)
+        yield from (table.section(2) for table in self.part.tables(self.run) if table.rows)
 
 
-def sections(run: Run) -> list[Section]:
+def _results(run: Run) -> str:
+    table = tables.table(run.cases, detailed=False)
+    return f"{table.markdown()}\n{tables.closing(run)}."
+
+
+def _faults(run: Run) -> Sequence[Table]:
+    return [kills.table(judged)] if (judged := kills.judged(run.kills)) else []
+
+
+def _killed(run: Run) -> str:
+    return f"\n{kills.verdict_counts(run.kills)}" if run.kills else ""
+
+
+#: Sections of the core: those above what wings add, and those below.
+ABOVE = (
+    Part("broke", "What broke", lines=cases.broken_lines),
+    Part("capabilities", "Capabilities", lambda run: [capability_matrix.matrix(run).table()]),
+    Part(
+        "results",
+        "Results",
+        lambda run: [tables.table(run.cases)],
+        terminal=lambda run: [tables.table(run.cases).titled("")],
+        readme=_results,
+    ),
+    Part("traffic", "Traffic against formula", label="Traffic"),
+    Part(
+        "memory",
+        "Memory against formula",
+        lambda run: [memory.table(run.cases), memory.allocator(run.cases)],
+        terminal=lambda run: [memory.table_of_scenarios(run.cases)],
+        readme=lambda run: folded(memory.table(run.cases)),
+        label="Memory",
+    ),
+    Part(
+        "pipelines",
+        "Pipelines",
+        lambda run: bubbles.tables(run.cases),
+        terminal=lambda run: bubbles.tables(run.cases),
+        readme=lambda run: "\n".join(map(folded, bubbles.tables(run.cases))),
+    ),
+    Part("nodes", "Nodes", nodes.tables),
+    Part("", "Slowest cases", lambda run: [tables.slowest(run.cases)]),
+    Part("coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)]),
+)
+BELOW = (
+    Part("faults", "Planted faults", _faults, readme=_killed),
+    Part(
+        "random",
+        "Planted faults under random cases",
+        lambda run: [kills.by_n(run)],
+        label="Random cases",
+    ),
+    Part("limits", "What was not checked", lines=limits.lines),
+    Part("cases", "Every case"),
+    Part("where", "What ran, and where", lambda run: [environment(run)]),
+)
+
+
+def of_wings(run: Run) -> list[Section]:
     """The sections that wings add to the reports of ``run``."""
     return [section for wing in wings_of(run) for section in wing.sections(run)]
 
 
-def rendered(template: Path, **values: Any) -> Markup:
-    """The HTML that the Jinja ``template`` makes of ``values``; their texts are escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    jinja = Environment(
-        loader=FileSystemLoader(template.parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return Markup(jinja.get_template(template.name).render(**values))
+def sections(run: Run) -> list[Section]:
+    """All sections of the reports of ``run``, in order."""
+    above, below = ([SectionOfCore(part, run) for part in parts] for parts in (ABOVE, BELOW))
+    return [*above, *of_wings(run), *below]

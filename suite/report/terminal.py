@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from shardproof import verdicts
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import printable
-from shardproof.report import bubbles, kills, memory, tables
+from shardproof.report import kills
+from shardproof.report.sections import ABOVE
 from shardproof.runs.blocks import blocks, of_result
+from shardproof.runs.header import Header
+from shardproof.runs.run_folder import Run
 from shardproof.table import number
 
 #: Prints one renderable or text; rich's ``Console.print``.
@@ -18,12 +22,14 @@ _BLOCKS, _LINES = 20, 12
 
 
 def show(results: Sequence[CaseResult], write: Print) -> None:
-    """The table of results; those of memory and pipelines, of scenarios that are named so."""
-    write(tables.table(results).titled(""))
-    state = memory.table(r for r in results if r.case.scenario.startswith("memory"))
-    for table in (*([state] if state.rows else []), *bubbles.tables(results)):
-        write()
-        write(table)
+    """The tables of cases that a terminal shows: results, then memory and pipelines, if any."""
+    run = Run(Path(), Header(invocations=[]), cases=[*results])
+    first, *others = (table for part in ABOVE for table in part.terminal(run))
+    write(first)
+    for table in others:
+        if table.rows:
+            write()
+            write(table)
 
 
 def show_broken(results: Sequence[CaseResult], write: Print) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from shardproof.errors import printable
 from shardproof.files import fast_json, write_whole
-from shardproof.report import page as pages
 from shardproof.report.looks import look
+from shardproof.report.section import TEMPLATES
 from shardproof.table import Table, markdown_text, some
 from shardproof.watch.calls import Total
 from shardproof.watch.judge import Judged
@@ -139,7 +139,7 @@ def document(report: Report) -> str:
 
 def html(report: Report) -> str:
     """As one page that opens offline, in the style of ``report.html`` of a run."""
-    style = (pages.TEMPLATES / "report.css").read_text(encoding="utf-8")
+    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
     title = escape(f"Shardproof: {report.judged.verdict}, watched {_script(report)}")
     also = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.others())
     tables = "\n".join(

@@ -17,7 +17,7 @@ from test_report import case, fill, result
 from shardproof import report
 from shardproof.report import limits, summary, tables
 from shardproof.report.drawings import bars, heat, svg, timelines
-from shardproof.report.page import TEMPLATES, parts
+from shardproof.report.section import TEMPLATES, parts
 from shardproof.runs import records
 from shardproof.runs.run_folder import RunFolder, read
 

@@ -1,0 +1,137 @@
+"""Sections of cases one by one: what broke, a block for each cause, and every case."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardproof import verdicts
+from shardproof.case import Case
+from shardproof.checks.results import CaseResult
+from shardproof.report import capability_matrix, summary
+from shardproof.report.drawings import heat
+from shardproof.runs.blocks import Failure
+from shardproof.runs.run_folder import Run
+from shardproof.table import Table, fenced, markdown_text
+
+#: Causes that the page shows at once; the others stand below, folded by implementation.
+SHOWN = 12
+#: Causes that ``report.md`` shows in full; the others stand in a table.
+IN_FULL = 50
+#: With at most so many cases every group of them is open.
+FEW = 40
+
+
+@dataclass(frozen=True)
+class BrokenItem:
+    anchor: str
+    item: Failure
+    #: Ids of the other cases of its cause.
+    others: tuple[str, ...]
+    map: heat.Map | None
+
+
+def broken_lines(run: Run) -> Iterator[str]:
+    """The same in Markdown, without drawings."""
+    blocks = summary.broken_blocks(run)
+    if blocks:
+        yield "## What broke\n"
+    if len(blocks) > IN_FULL:
+        yield causes(run).markdown()
+        yield f"The first {IN_FULL} of {len(blocks)} causes:\n"
+    for block in blocks[:IN_FULL]:
+        item = block.first
+        name = item.id.replace("`", "'")
+        yield f"- **{markdown_text(item.verdict)}** `{name}`"
+        last = [line for text in (item.rerun, block.more()) if text for line in ("", text)]
+        shown = fenced([*item.reason.splitlines(), *last])
+        yield from ("", *(f"  {line}".rstrip() for line in shown), "")
+
+
+def causes(run: Run) -> Table:
+    """How many cases of each implementation broke, by what failed first."""
+    return summary.by_cause(summary.broken_blocks(run))
+
+
+def _anchor(number: int) -> str:
+    return f"b-{number}"
+
+
+def broken(run: Run) -> list[BrokenItem]:
+    """All that broke: each cause with the case to run again, the first with a map of errors."""
+    broken, drawn = [], 0
+    for number, block in enumerate(summary.broken_blocks(run), 1):
+        item, picture = block.first, None
+        if item.result is not None and drawn < heat.MOST:
+            picture = heat.heat_map(run.path, item.result)
+            drawn += picture is not None
+        others = tuple(failure.id for failure in block.failures[1:])
+        broken.append(BrokenItem(_anchor(number), item, others, picture))
+    return broken
+
+
+def maps_missing(broken: Sequence[BrokenItem]) -> int:
+    """Causes without a map because there are too many of them."""
+    if sum(item.map is not None for item in broken) < heat.MOST:
+        return 0
+    last = max(number for number, item in enumerate(broken) if item.map is not None)
+    return sum(item.item.kind == "case" for item in broken[last + 1 :])
+
+
+def by_implementation(broken: Sequence[BrokenItem]) -> list[tuple[str, list[BrokenItem]]]:
+    """``broken`` by the implementation, or by what it is."""
+    groups: dict[str, list[BrokenItem]] = {}
+    for item in broken:
+        name = item.item.implementation or item.item.kind
+        groups.setdefault(name, []).append(item)
+    return sorted(groups.items())
+
+
+@dataclass(frozen=True)
+class CaseGroup:
+    anchor: str
+    implementation: str
+    backend: str
+    counts: Counter[str]
+    red: bool
+    rows: list[CaseResult]
+
+
+def about(run: Run) -> Callable[[Case], str]:
+    """What gives the numbers of the columns that a case says something about, which the page's
+    script filters by.
+    """
+    columns = capability_matrix.matrix(run).columns
+    numbers = {name: str(number) for number, (name, _) in enumerate(columns)}
+
+    def of(case: Case) -> str:
+        names = capability_matrix.capabilities(case)
+        return " ".join(numbers[name] for name in names if name in numbers)
+
+    return of
+
+
+def broken_anchors(run: Run) -> dict[str, str]:
+    """The part of the page's address that leads to what broke, by its id."""
+    blocks = enumerate(summary.broken_blocks(run), 1)
+    return {one.id: _anchor(number) for number, block in blocks for one in block.failures}
+
+
+def groups(run: Run) -> list[CaseGroup]:
+    """The cases of each implementation on each backend, the gravest first."""
+    members: dict[tuple[str, str], list[CaseResult]] = {}
+    for result in summary.cases_by_gravity(run.cases):
+        key = result.case.implementation, result.case.backend
+        members.setdefault(key, []).append(result)
+    found = []
+    for number, (place, cases) in enumerate(sorted(members.items()), 1):
+        counts = verdicts.count(cases)
+        red = any(counts[verdict] for verdict in verdicts.RED)
+        found.append(CaseGroup(f"g-{number}", *place, counts, red, cases))
+    return found
+
+
+def anchors(run: Run) -> dict[tuple[str, str], str]:
+    """Implementation and backend -> the part of the page's address that leads to their cases."""
+    return {(group.implementation, group.backend): group.anchor for group in groups(run)}
