@@ -31,9 +31,18 @@ Tables = Callable[[Run], Sequence[Table]]
 
 #: What templates of the core may ask.
 _ASKED = {
-    "bars": bars, "bubbles": bubbles, "capability_matrix": capability_matrix, "cases": cases,
-    "coverage": coverage, "environment": environment, "kills": kills, "limits": limits,
-    "memory": memory, "nodes": nodes, "tables": tables, "timelines": timelines,
+    "bars": bars,
+    "bubbles": bubbles,
+    "capability_matrix": capability_matrix,
+    "cases": cases,
+    "coverage": coverage,
+    "environment": environment,
+    "kills": kills,
+    "limits": limits,
+    "memory": memory,
+    "nodes": nodes,
+    "tables": tables,
+    "timelines": timelines,
     "verdicts": verdicts,
 }
 

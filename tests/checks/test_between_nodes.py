@@ -17,8 +17,8 @@ from shardproof.checks import Outcome, traffic
 from shardproof.checks.results import CaseResult
 from shardproof.evidence.account import Account
 from shardproof.evidence.assembled import Figures
+from shardproof.report import forms
 from shardproof.report import nodes as report
-from shardproof.report import page
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.verdicts import kind
 
@@ -165,4 +165,4 @@ def test_each_node_tells_what_it_holds(tmp_path: Path) -> None:
         ("node0", "0, 1", "21", "= formula"),
         ("node1", "2, 3", "25", "24"),
     ]
-    assert '<h2 id="nodes">Nodes</h2>' in page.html(run)
+    assert '<h2 id="nodes">Nodes</h2>' in forms.html(run)

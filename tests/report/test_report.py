@@ -25,7 +25,7 @@ from shardproof.errors import SelectionError
 from shardproof.report import bubbles, kills, limits, tables
 from shardproof.report.coverage import seen
 from shardproof.report.environment import environment
-from shardproof.report.text import BEGIN, END
+from shardproof.report.forms import BEGIN, END
 from shardproof.runs import durations
 from shardproof.runs.durations import Durations
 from shardproof.runs.machine import KERNEL_VARIABLES, fingerprint

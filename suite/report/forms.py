@@ -1,0 +1,147 @@
+"""The forms of a report: the page, Markdown, and a terminal; each walks the list of sections.
+
+``report.html`` is one self-contained page that opens offline, without any script if need be: style,
+script and drawings are inline; a policy in the page forbids any request, and any script but the one
+that sorts tables and filters cases.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from shardproof import verdicts
+from shardproof.checks.results import CaseResult, Kill
+from shardproof.errors import Problem, SelectionError, printable
+from shardproof.files import write_whole
+from shardproof.report import kills, summary
+from shardproof.report.looks import head, look
+from shardproof.report.section import TEMPLATES, rendered, safe
+from shardproof.report.sections import ABOVE, BELOW, sections
+from shardproof.runs.blocks import blocks, of_result
+from shardproof.runs.header import Header
+from shardproof.runs.run_folder import Run
+from shardproof.table import markdown_text, number
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+#: Prints one renderable or text; rich's ``Console.print``.
+Print = Callable[..., None]
+#: Blocks that a terminal shows, and lines of a reason.
+_BLOCKS, _LINES = 20, 12
+
+
+def html(run: Run) -> str:
+    """The page of ``run``; reads records of failed cases and of pipelines for its drawings."""
+    script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
+    shown = [(section, section.html()) for section in sections(run)]
+    return rendered(
+        TEMPLATES / "report.html",
+        run=run,
+        style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        headline=summary.headline(run),
+        started=run.header.invocations[0].started.replace("T", " ").replace("+00:00", " UTC"),
+        tiles=_tiles(run),
+        sections=[(section, body) for section, body in shown if body],
+    )
+
+
+def _tiles(run: Run) -> list[tuple[str, str, str]]:
+    """(look, number, what) of the figures at the top."""
+    counts = verdicts.count(run.cases)
+    tiles = [(look(v), f"{counts[v]:,}", v) for v in verdicts.VERDICTS if counts[v]]
+    if run.left_out:
+        tiles.append(("none", f"{len(run.left_out):,}", "left out"))
+    judged = kills.judged(run.kills)
+    if judged:
+        alive = len(kills.survivors(run.kills))
+        state = "fail" if alive else "pass"
+        tiles.append((state, f"{len(judged) - alive:,}/{len(judged):,}", "faults killed"))
+    for kind, lines in run.known(judged_only=False).items():
+        heads = Counter(head(line["verdict"]) for line in lines)
+        tiles += [(look(word), f"{n:,}", f"{kind.label}: {word}") for word, n in heads.items()]
+    return tiles
+
+
+def markdown(run: Run) -> str:
+    """The README's tables: implementation x backend, options and worlds together; kill count."""
+    told = [text for part in (*ABOVE, *BELOW) if (text := part.readme(run))]
+    return "\n".join([*told, "", run.provenance]) + "\n"
+
+
+def document(run: Run) -> str:
+    """``report.md``: what ``report.html`` says, without its drawings."""
+    answer = summary.headline(run)
+    lines = [f"# Shardproof: run {run.path.name}", "", f"**{answer.sentence}**", ""]
+    lines += [f"- {markdown_text(detail)}" for detail in answer.details]
+    lines += ["", safe(run.provenance), ""]
+    for section in sections(run):
+        lines += section.markdown()
+    return "\n".join(lines)
+
+
+def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
+    """Replace what stands between two markers in the file at ``path``.
+
+    :raises SelectionError: no such file, or not exactly one pair of markers.
+    """
+    try:
+        old = path.read_text(encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or "cannot be read"
+        raise SelectionError(Problem(f"--into: {why}", "name a text file", str(path))) from None
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if old.count(begin) != 1 or len(pattern.findall(old)) != 1:
+        remedy = f"put one line {begin} and below it one line {end} into it"
+        raise SelectionError(Problem("--into: no markers", remedy, str(path)))
+    new = pattern.sub(lambda _: f"{begin}\n{printable(text.rstrip())}\n{end}", old)
+    write_whole(path, new)
+
+
+def show(results: Sequence[CaseResult], write: Print) -> None:
+    """The tables of cases that a terminal shows: results, then memory and pipelines, if any."""
+    run = Run(Path(), Header(invocations=[]), cases=[*results])
+    first, *others = (table for part in ABOVE for table in part.terminal(run))
+    write(first)
+    for table in others:
+        if table.rows:
+            write()
+            write(table)
+
+
+def show_broken(results: Sequence[CaseResult], write: Print) -> None:
+    """What broke or is open, a block for each cause: the simplest case, and how to rerun it."""
+    from rich.text import Text
+
+    told = verdicts.RED | verdicts.OPEN
+    found = blocks(of_result(r) for r in results if verdicts.kind(r.verdict) in told)
+    if found:
+        cases = sum(len(block.failures) for block in found)
+        write(f"\nwhat did not hold: {number(cases, 'case')}, {number(len(found), 'cause')}")
+    for block in found[:_BLOCKS]:
+        first = block.first
+        write(Text(printable(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)
+        lines = [*first.reason.splitlines()[:_LINES], f"rerun: {first.rerun}"]
+        for line in (*lines, *filter(None, [block.more()])):
+            write(Text(printable(f"    {line}")), soft_wrap=True)
+    if rest := found[_BLOCKS:]:
+        cases = sum(len(block.failures) for block in rest)
+        causes = f"{len(rest)} more {'cause' if len(rest) == 1 else 'causes'}"
+        write(f"{causes} ({number(cases, 'case')}): see report.html")
+
+
+def show_kills(lines: Sequence[Kill], write: Print) -> None:
+    """What became of the faults that were planted; of the others nothing is known."""
+    from rich.text import Text
+
+    if judged := kills.judged(lines):
+        write(kills.table(judged).titled(""))
+    for kill in kills.survivors(lines):
+        write(Text(printable(f"SURVIVES {kill.name}: {kill.why_not}"), style="red"))
