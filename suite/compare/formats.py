@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.compare import exact_figures
@@ -15,12 +14,12 @@ from shardproof.compare.exact_figures import JsonObject
 from shardproof.compare.snapshot import Entry, Sample, Snapshot
 from shardproof.compare.tables import ComparisonReport
 from shardproof.errors import printable
+from shardproof.report.section import TEMPLATES, rendered
 from shardproof.table import Table, markdown_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-TEMPLATES = Path(__file__).parents[1] / "report" / "templates"
 #: Where `--into` puts the Markdown.
 BEGIN, END = "<!-- hardware:begin -->", "<!-- hardware:end -->"
 #: Version of the JSON form.
@@ -54,10 +53,7 @@ def markdown(report: ComparisonReport) -> str:
 
 
 def html(report: ComparisonReport) -> str:
-    from jinja2 import Environment, FileSystemLoader
-
-    jinja = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
-    return jinja.get_template("compare.html").render(report=report)
+    return rendered(TEMPLATES / "compare.html", report=report, script_digest="")
 
 
 def csv(comparisons: Sequence[RunComparison], only_changed: bool) -> str:

@@ -57,8 +57,7 @@ _KINDS: dict[type, tuple[Any, str]] = {
 @dataclass(frozen=True)
 class Declaration(Capabilities, Stored):
     """The capabilities of a system under some options, the ``strategy`` that it claims, and the
-    ``depth`` at which it is held to that; records of contract 1 tell none.  ``reconfigures``:
-    whether it goes on with other members.
+    ``depth`` at which it is held to that.  ``reconfigures``: whether it goes on with other members.
     """
 
     features: Annotated[frozenset[str], Form(frozenset, sorted)] = frozenset()

@@ -42,7 +42,7 @@ def judged(results: Iterable[CaseResult]) -> list[Case]:
 
 
 def seen(results: Iterable[CaseResult]) -> dict[str, int]:
-    """Event -> how many cases saw it; empty where no result tells (older runs)."""
+    """Event -> how many cases saw it; empty where no result tells."""
     told = [result.seen for result in results if result.seen is not None]
     found = Counter(name for names in told for name in names)
     return {name: found[name] for name in EVENTS} if told else {}

@@ -9,7 +9,6 @@ from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
-from shardproof.runs.records import Manifest
 from shardproof.runs.run_folder import Run, read, read_plan
 
 
@@ -50,7 +49,5 @@ def _open(result: CaseResult) -> bool:
 
 
 def _whole(run: Run, result: CaseResult) -> bool:
-    """A result counts as done if its record is there; runs from before records have none."""
-    if not (run.path / Manifest.NAME).exists():
-        return True
+    """Whether the record of a result is there; otherwise its case is not done."""
     return result.record is not None and (run.path / result.record).is_file()
