@@ -119,9 +119,9 @@ class Backend(ABC):
             dist.destroy_process_group()
         return True
 
-    def ranks(self, world: int) -> Sequence[int]:
-        """The ranks of ``world`` that run, in order; the record of one may stand for others."""
-        return range(world)
+    def ranks(self, world: int) -> Mapping[int, tuple[int, ...]]:
+        """The ranks that run, each with all that its record stands for (empty: itself alone)."""
+        return dict.fromkeys(range(world), ())
 
     def hub(self, world: int, timeout_s: float) -> Any:
         """What ranks that are threads share, made before they start."""

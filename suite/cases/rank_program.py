@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof import registry, tensor_bytes
+from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases.membership import Membership
 from shardproof.cases.saving import Saving
@@ -103,6 +104,7 @@ class _Rank:
     def run(self) -> RankRecord:
         """Drive the implementation and record what it holds at every observation."""
         record = RankRecord(self.rank, cores(), self.declaration, node=node_here())
+        record.stands_for = BACKENDS[self.case.backend].ranks(self.case.world)[self.rank]
         with self.memory or nullcontext():
             self._run(record)
         if self.memory:

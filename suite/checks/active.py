@@ -74,10 +74,13 @@ def _profile(evidence: Figures) -> str:
 
 
 def _names(evidence: Figures) -> str:
-    """Every name that the workload has, and no other, is that of a whole tensor after ``setup``.
+    """Every name that the workload has, and no other, is that of a whole tensor after ``setup``,
+    where all ranks have shown their pieces.
 
     Ranks may hold one that makes no whole: copies that are not numbered are one tensor too often.
     """
+    if lacking(("every rank",), evidence.case, evidence.declaration):
+        return ""
     whole = {r.name for r in evidence.tensors if r.point == "initial" and r.kind == "parameters"}
     expected = set(evidence.workload.parameter_names)
     if whole == expected:

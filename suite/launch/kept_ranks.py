@@ -135,7 +135,7 @@ class Kept(ProcessHost):
         :raises NotLent: it wants fresh ones, one ended while it waited, or MPI does not start.
         """
         self._lent = {}
-        if launch.fresh:
+        if launch.fresh or len(launch.ranks) < launch.world:
             raise NotLent("it wants processes of its own")
         backend, world = launch.backend, launch.world
         key = backend.name, world if backend.mpirun else 0

@@ -93,6 +93,11 @@ class RankLaunch:
         return BACKENDS[self.on] if isinstance(self.on, str) else self.on
 
     @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that run, in order."""
+        return [*self.backend.ranks(self.world)]
+
+    @property
     def timeout_s(self) -> float:
         """Wall-clock seconds after which every wait of a rank ends."""
         return self.budget_s * LAST_RESORT
@@ -218,7 +223,8 @@ def _join(launch: RankLaunch, rank: int, hub: Hub | None) -> None:
 def _wait_for_peers(launch: RankLaunch) -> None:
     deadline = time.monotonic() + PARTING_SECONDS
     while time.monotonic() < deadline:
-        states = [rank.state for rank in heartbeat.read(launch.heartbeat)]
+        beats = heartbeat.read(launch.heartbeat)
+        states = [beats[rank].state for rank in launch.ranks]
         if heartbeat.FAILED in states or all(s >= heartbeat.RETURNED for s in states):
             return
         time.sleep(0.001)

@@ -114,7 +114,7 @@ class Forked(ProcessHost):
 
     def groups(self, launch: RankLaunch) -> Iterator[tuple[int, ...]]:
         """The ranks of each process."""
-        every = range(launch.world)
+        every = launch.ranks
         return iter([tuple(every)] if launch.backend.threads else [(rank,) for rank in every])
 
     def mpirun(self, launch: RankLaunch) -> Mpirun:

@@ -143,7 +143,7 @@ def test_stages_are_no_case_of_gloo_on_gpus() -> None:
 def test_a_death_inside_a_step_is_no_case_of_processes() -> None:
     declared = Declaration(strategy="elastic")
     dies = replace(_case("mpi", {"replicate": 2}), deaths=(Death(rank=1, step=1),))
-    assert declared.excludes_case(dies, "") == "a member can die inside a step on in_memory only"
+    assert declared.excludes_case(dies, "") == "a member cannot die inside a step on mpi"
     assert declared.excludes_case(replace(dies, backend="in_memory"), "") == ""
 
 

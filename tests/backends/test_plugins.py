@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hollow_backend import Hollow, judged
 from made_case import made_case
 
 from shardproof import by_path, checks
-from shardproof.backends import BACKENDS, Backend, Joining, plugins
+from shardproof.backends import BACKENDS, Joining, plugins
 from shardproof.cases.kinds.calls import workload
 from shardproof.contract import Capabilities
+from shardproof.launch.pool import Pool
 from shardproof.registry.declaration import Declaration
 from shardproof.runs import blocks
 
@@ -128,25 +130,6 @@ def test_an_allow_list_of_contract_2_is_honoured() -> None:
     assert Capabilities().backends == ()
 
 
-class Hollow(Backend):
-    """A backend that simulates: tensors have no values, and one rank of the world runs."""
-
-    name = "hollow"
-    has_values = False
-    exact_memory = True
-
-    def available(self, world: int = 1) -> str | None:
-        """It is always there."""
-        return None
-
-    def join(self, joining: Joining) -> None:
-        """Never called here."""
-
-    def ranks(self, world: int) -> range:
-        """The first rank stands for all."""
-        return range(1)
-
-
 def test_what_a_backend_lacks_skips_the_checks_that_need_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -176,3 +159,27 @@ def test_calls_that_a_backend_does_not_take_are_not_made() -> None:
         "gather": {"form": ["list"], "dtype": ["int32"]},
         "barrier": {},
     }
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("system", "axis"), [("reference/ddp", "replicate"), ("reference/zero3", "shard")]
+)
+def test_one_rank_without_values_is_held_to_bytes_of_all(
+    system: str, axis: str, tmp_path: Path
+) -> None:
+    """What a simulation can be judged by: calls, bytes and memory, never numbers."""
+    asked = ("equivalence", "norm", "replicas", "traffic", "memory", "active")
+    case = made_case(system, {axis: 4}, backend="hollow", checks=asked)
+    with Pool(1) as pool:
+        (end,) = pool.run(judged, [("hollow", (case, tmp_path), 120.0)])
+    assert end.value is not None, end.output
+    (record,) = end.value["records"]
+    assert (record["rank"], record["stands_for"]) == (0, [0, 1, 2, 3])
+    said = {one["check"]: one for one in end.value["result"]["checks"]}
+    assert {n: one["status"] for n, one in said.items()} == {
+        **dict.fromkeys(("equivalence", "norm", "replicas"), "skip"),
+        **dict.fromkeys(("traffic", "memory", "active"), "pass"),
+    }, end.value["result"]["reason"]
+    sent = said["traffic"]["figures"]
+    assert sent["bytes_sent"] == sent["bytes_expected"] != "0"

@@ -91,9 +91,8 @@ def figures(taken: list[dict[int, tuple[list[int], str]]], case: Case) -> Any:
         )
         for rank in range(3)
     ]
-    return SimpleNamespace(
-        case=case, steps=range(case.steps), members=members.of(case), records=records
-    )
+    of_steps = {"steps": range(case.steps), "members": members.of(case)}
+    return SimpleNamespace(case=case, records=records, ranks=dict(enumerate(records)), **of_steps)
 
 
 def three(**fields: Any) -> Case:

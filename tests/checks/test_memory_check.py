@@ -100,6 +100,7 @@ class MadeFigures(SimpleNamespace):
     own_costs = None
     updated_before = -1
     depth, cost_model, family = Figures.depth, Figures.cost_model, Figures.family
+    ranks = Figures.ranks
 
 
 def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardproof.backends.backend import Algorithms, Backend, Joining
@@ -48,40 +49,34 @@ class InMemory(Backend):
 
         :raises ValueError: the hub is missing, or of another number of ranks.
         """
-        from shardproof.backends.in_memory import group
-
         hub = joining.hub
         if hub is None or hub.world != joining.world:
             raise ValueError(f"{self.name} needs the hub that its {joining.world} ranks share")
-        group.join(joining.rank, hub, joining.disturbances)
+        _group().join(joining.rank, hub, joining.disturbances)
 
     def leave(self) -> bool:
         """Destroy all groups of the calling thread."""
-        from shardproof.backends.in_memory import group
-
-        group.leave()
+        _group().leave()
         return True
 
     def give_up(self, error: CommError) -> None:
         """Raise ``error`` on every rank: one that learns of it late would blame the others."""
-        from shardproof.backends.in_memory import group
-
-        group.hub().give_up(error)
+        _group().hub().give_up(error)
 
     def never_coming(self, there: Sequence[int], missing: Sequence[int]) -> Mapping[int, Absence]:
         """The hub knows what every rank waits for."""
-        from shardproof.backends.in_memory import group
-
-        return group.hub().never_coming(there, missing)
+        return _group().hub().never_coming(there, missing)
 
     def depart(self) -> None:
         """Take the calling rank out of all groups; ranks that wait for it learn of it."""
-        from shardproof.backends.in_memory import group
-
-        group.depart()
+        _group().depart()
 
     def renew(self) -> None:
         """Let all groups forget calls that were never completed; no rank is in a call."""
-        from shardproof.backends.in_memory import group
+        _group().hub().renew()
 
-        group.hub().renew()
+
+def _group() -> ModuleType:
+    from shardproof.backends.in_memory import group
+
+    return group

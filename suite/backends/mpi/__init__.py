@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 from shardproof.backends.backend import Algorithms, Backend, Joining
@@ -40,28 +41,27 @@ class Mpi(Backend):
 
         :raises RuntimeError: MPI gives this process another rank, or another number of ranks.
         """
-        from shardproof.backends.mpi import group
-
-        group.join(joining)
+        _group().join(joining)
 
     def tell_failure(self, error: BaseException) -> None:
         """Wake the ranks that wait: the calling one raised ``error``."""
-        from shardproof.backends.mpi import group
-
-        group.tell_failure(error)
+        _group().tell_failure(error)
 
     def never_coming(
         self, there: Sequence[int], missing: Sequence[int]
     ) -> Mapping[int, Absence] | None:
         """Those that make no more calls; of others the launcher knows more."""
         from shardproof.backends.errors import Absence
-        from shardproof.backends.mpi import group
 
-        ended = group.ended(missing)
+        ended = _group().ended(missing)
         return {rank: Absence("it has ended", ended=True) for rank in ended} or None
 
     def leave(self) -> bool:
         """Destroy all groups of this process; whether nothing was left unfinished."""
-        from shardproof.backends.mpi import group
+        return bool(_group().leave())
 
-        return group.leave()
+
+def _group() -> ModuleType:
+    from shardproof.backends.mpi import group
+
+    return group
