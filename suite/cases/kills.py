@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from shardproof.case import Case
 from shardproof.cases import kinds as workload_kinds
-from shardproof.cases.kinds.kind import Untrained
+from shardproof.cases.kinds.kind import UntrainedKind
 from shardproof.cases.runner import WHOLE, Course, OnAccount, OnResult, run_cases
 from shardproof.checks import CHECKS, GENERAL
 from shardproof.checks.overlap import SETTLING
@@ -34,7 +34,7 @@ UNWEIGHED = frozenset((*CHECKS, "crash", "hang")) - {"memory", "schedule", "rela
 
 
 @dataclass(frozen=True)
-class Pair:
+class PlantedPair:
     """One mutant's case and the same case of its parent."""
 
     mutant: Any
@@ -42,7 +42,7 @@ class Pair:
     parent: Case
 
 
-def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "") -> Pair:
+def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "") -> PlantedPair:
     """The cases of ``mutant`` and of its parent, which differ in the implementation only.
 
     Mutants that are triggered by the same case share their parent's: its id is made of what it
@@ -53,7 +53,7 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
     few = mutant.steps <= SETTLING
     left_out = {*(() if weighed else ("memory",)), *(("overlap",) if few else ())}
     checks = [name for name in GENERAL if name not in left_out]
-    if isinstance(kind := workload_kinds.of(mutant.workload), Untrained):
+    if isinstance(kind := workload_kinds.of(mutant.workload), UntrainedKind):
         checks = [kind.only_check]
     more = {
         "relations": "relation" in mutant.expect,
@@ -76,7 +76,7 @@ def pair(mutant: Any, weigh_all: bool = True, depth: Literal["", "family"] = "")
         depth=depth,
         **fields,
     )
-    return Pair(mutant, own, parent_case(own, mutant.parent))
+    return PlantedPair(mutant, own, parent_case(own, mutant.parent))
 
 
 def parent_case(own: Case, parent: str) -> Case:
@@ -87,7 +87,7 @@ def parent_case(own: Case, parent: str) -> Case:
     return replace(own, id=f"{parent}::parent-{digest}", implementation=parent)
 
 
-def why_not_killed(pair: Pair, own: CaseResult | None, parent: CaseResult | None) -> str:
+def why_not_killed(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | None) -> str:
     """Why the mutant's result beside its parent's is no kill; empty: it is one.
 
     At depth family any check that fails is a kill: those of exact bytes and layouts are not asked.
@@ -115,7 +115,7 @@ def why_not_killed(pair: Pair, own: CaseResult | None, parent: CaseResult | None
     return why_not
 
 
-def judge_kill(pair: Pair, own: CaseResult | None, parent: CaseResult | None) -> Kill:
+def judge_kill(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | None) -> Kill:
     """Compare the mutant's result with its parent's (``None``: left out, hence not killed)."""
     why_not = why_not_killed(pair, own, parent)
     as_declared = own is not None and not why_not and pair.case.depth != "family"
@@ -157,7 +157,7 @@ def _margin(result: CaseResult) -> float | None:
 # ----------------------------------------------------------------------------------------- running
 
 
-def mutant_cases(pairs: Sequence[Pair]) -> list[Case]:
+def mutant_cases(pairs: Sequence[PlantedPair]) -> list[Case]:
     """Every parent's case once, before those of its mutants."""
     cases: list[Case] = []
     for item in pairs:
@@ -171,14 +171,14 @@ def kinds(mutant: Any) -> set[tuple[str, str]]:
     return {(check, folder) for check in mutant.killed_by}
 
 
-def _in_turn(pairs: Sequence[Pair]) -> list[Pair]:
+def _in_turn(pairs: Sequence[PlantedPair]) -> list[PlantedPair]:
     """A fault for every pair of check and class, of few ranks; then one of each file in turn."""
     left = set().union(*(kinds(item.mutant) for item in pairs))
-    order: list[Pair] = []
+    order: list[PlantedPair] = []
     while left:
         order.append(max(pairs, key=lambda p: (len(kinds(p.mutant) & left), -p.case.world)))
         left -= kinds(order[-1].mutant)
-    files: dict[str, list[Pair]] = {}
+    files: dict[str, list[PlantedPair]] = {}
     for item in pairs:
         files.setdefault(item.mutant.implementation.__module__, []).append(item)
     turns = [p for turn in zip_longest(*files.values()) for p in turn if p is not None]
@@ -186,7 +186,7 @@ def _in_turn(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def run_mutants(
-    pairs: Sequence[Pair],
+    pairs: Sequence[PlantedPair],
     jobs: int,
     on_result: OnResult,
     on_account: OnAccount | None = None,

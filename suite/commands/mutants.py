@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardproof.case import Case
-    from shardproof.cases.kills import Pair
+    from shardproof.cases.kills import PlantedPair
     from shardproof.checks.results import CaseResult, Kill
     from shardproof.commands.supervision import Interrupts
     from shardproof.runs.run_folder import RunFolder
@@ -213,7 +213,7 @@ class Planting:
         return verdicts.NOT_DECIDED if open_end else verdicts.HELD
 
 
-def _part(whole: Sequence[Pair], shard: Shard, folder: RunFolder) -> list[Pair]:
+def _part(whole: Sequence[PlantedPair], shard: Shard, folder: RunFolder) -> list[PlantedPair]:
     """The pairs of one part of a cut selection."""
     from shardproof.cases.kills import judge_kill, mutant_cases
     from shardproof.runs.shard import Cut

@@ -137,7 +137,7 @@ def prove(
 
     from shardproof import registry
     from shardproof.cases import kinds
-    from shardproof.cases.kinds.kind import Untrained
+    from shardproof.cases.kinds.kind import UntrainedKind
     from shardproof.cases.runner import Session
 
     only_in_programs()
@@ -152,7 +152,7 @@ def prove(
     if sampler is not None and workload is None:
         workload = kinds.SAMPLES.name
     called = None if workload is None else kinds.of(_spec(workload, ()))
-    if isinstance(called, Untrained):
+    if isinstance(called, UntrainedKind):
         axis = axis or cutting("samples")
         lanes = ("bitwise",) if lanes == ("fp64",) else lanes
         checks = (called.only_check,) if checks == GENERAL else checks

@@ -16,7 +16,7 @@ from typing import Any
 from shardproof import strategies
 from shardproof.backends import BACKENDS
 from shardproof.backends.plugins import GROUP
-from shardproof.cases.kills import Pair, parent_case, why_not_killed
+from shardproof.cases.kills import PlantedPair, parent_case, why_not_killed
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import Problem, SelectionError, one_line
@@ -191,7 +191,7 @@ def _killed_again(kill: Kill, results: list[CaseResult]) -> Iterator[str]:
     # By what it ran: ids of parents are digests, which runs of old words made of those.
     theirs = next((r for r in results if replace(r.case, id=parent.id) == parent), None)
     # A kill names what judging needs of the mutant.
-    killed = not why_not_killed(Pair(kill, own.case, parent), own, theirs)
+    killed = not why_not_killed(PlantedPair(kill, own.case, parent), own, theirs)
     if killed != kill.killed:
         yield f"cases.jsonl: fault {kill.name}: its results give killed={killed}"
 

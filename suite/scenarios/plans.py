@@ -23,7 +23,7 @@ Wrong = tuple[Keys, str, str, Any]
 
 
 @dataclass(frozen=True)
-class Section:
+class PlanSection:
     """A section of plans, an axis of cells, and the check that judges them.
 
     ``fields``: those of a case with a plan; ``wrong``: with a plan in its scenario, whatever its
@@ -174,14 +174,14 @@ def _unfit_change(
 
 
 SECTIONS = (
-    Section("faults", "fault", "faults", _fault, _wrong_fault, _unfit_fault),
-    Section(
+    PlanSection("faults", "fault", "faults", _fault, _wrong_fault, _unfit_fault),
+    PlanSection(
         *("checkpoints", "checkpoint", "checkpoint"),
         lambda plan: {"checkpoint": _saves(plan)},
         _wrong_checkpoint,
         lambda plan, cell: iter(()),
     ),
-    Section(*("membership",) * 3, _members, _wrong_members, _unfit_members),
+    PlanSection(*("membership",) * 3, _members, _wrong_members, _unfit_members),
 )
 
 
@@ -218,7 +218,7 @@ def problems_of_cells(file: ScenarioFile, cells: Sequence[Cell]) -> Iterator[Pro
                 yield _problem(file, section, index, first)
 
 
-def _problem(file: ScenarioFile, section: Section, index: int, wrong: Wrong) -> Problem:
+def _problem(file: ScenarioFile, section: PlanSection, index: int, wrong: Wrong) -> Problem:
     keys, what, remedy, value = wrong
     name = plan_name(getattr(file.scenario, section.key)[index])
     what = f"{section.axis} plan {name}: {what}"

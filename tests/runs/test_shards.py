@@ -314,7 +314,7 @@ def test_faults_are_cut_by_their_parents(
 ) -> None:
     """No parent is run twice, and a part that is missing leaves its faults out by name."""
 
-    def killed(pairs: Sequence[kills.Pair], *_: Any) -> list[Kill]:
+    def killed(pairs: Sequence[kills.PlantedPair], *_: Any) -> list[Kill]:
         open_ends = [kills.judge_kill(pair, None, None) for pair in pairs]
         return [replace(kill, killed=True, verdict="fail", why_not="") for kill in open_ends]
 

@@ -66,7 +66,7 @@ def _nothing(*_: object) -> str:
 
 
 @dataclass(frozen=True)
-class Untrained(Kind):
+class UntrainedKind(Kind):
     """A kind that trains no model: it calls systems of one kind, and has one check.
 
     ``name``: of the workload; ``system``: a subclass of :class:`~shardproof.contract.Untrained`;

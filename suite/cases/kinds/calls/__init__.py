@@ -8,7 +8,7 @@ from typing import Any
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases.kinds.calls import workload
-from shardproof.cases.kinds.kind import Leg, Untrained
+from shardproof.cases.kinds.kind import Leg, UntrainedKind
 from shardproof.contract import Collectives
 
 
@@ -24,7 +24,7 @@ def _legs(case: Case, system: Any) -> Sequence[Leg] | str:
     return f"{case.system} offers no {operation} of these layouts"
 
 
-class _Calls(Untrained):
+class _Calls(UntrainedKind):
     tests_backend = True
 
     def parts_ranks(self, case: Case) -> bool:

@@ -22,7 +22,7 @@ from shardproof.case import Case
 from shardproof.cases.kinds.calls import large, workload, wrong
 from shardproof.cases.kinds.calls.buffers import Buffer
 from shardproof.cases.kinds.calls.check import DIFFERS, RAISED
-from shardproof.cases.kinds.calls.tensors import Flight, Group, flight_of
+from shardproof.cases.kinds.calls.tensors import CallGroup, Flight, flight_of
 from shardproof.cases.kinds.calls.workload import Cell
 from shardproof.cases.kinds.untrained import Program
 from shardproof.comm import Call
@@ -69,14 +69,16 @@ class _Caller:
             if rows[-1].phase == RAISED:
                 break
 
-    def _groups(self) -> dict[str, list[Group]]:
+    def _groups(self) -> dict[str, list[CallGroup]]:
         """By name, those that this rank is in; all ranks make them in one order."""
         every = tuple(range(self.world))
         first, second = (every[:-1], every[1:]) if self.world > 2 else (every, every)
         wanted: dict[str, list[tuple[int, ...]]] = {"single": [(r,) for r in every]}
         if self.world > 1:
             wanted |= {"part": [every[1:]], "overlapping": [first, second]}
-        found: dict[str, list[Group]] = {"world": [self._group("world", dist.group.WORLD, every)]}
+        found: dict[str, list[CallGroup]] = {
+            "world": [self._group("world", dist.group.WORLD, every)]
+        }
         for name, members in wanted.items():
             pairs = [(ranks, dist.new_group(list(ranks))) for ranks in members]
             found[name] = [
@@ -86,10 +88,10 @@ class _Caller:
             ]
         return found
 
-    def _group(self, name: str, group: Any, ranks: tuple[int, ...]) -> Group:
-        return Group(name, self.system.group(group, ranks), ranks, ranks.index(self.rank))
+    def _group(self, name: str, group: Any, ranks: tuple[int, ...]) -> CallGroup:
+        return CallGroup(name, self.system.group(group, ranks), ranks, ranks.index(self.rank))
 
-    def _judged(self, index: int, cell: Cell, groups: Sequence[Group]) -> ComparisonRow:
+    def _judged(self, index: int, cell: Cell, groups: Sequence[CallGroup]) -> ComparisonRow:
         """A call that is right."""
         owner, name = f"rank {self.rank}", workload.described(cell)
         try:
@@ -103,7 +105,7 @@ class _Caller:
         row = index, cell["operation"], name, owner, float(count), 0.0
         return ComparisonRow(*row, problem=problem)
 
-    def _refused(self, index: int, cell: Cell, groups: Sequence[Group]) -> ComparisonRow:
+    def _refused(self, index: int, cell: Cell, groups: Sequence[CallGroup]) -> ComparisonRow:
         """A call that must raise."""
         owner, name, (group,) = f"rank {self.rank}", workload.described(cell), groups
         phase = DIFFERS if "differs" in cell else cell["operation"]
@@ -122,7 +124,7 @@ class _Caller:
         problem = f"{name}: {owner} makes this call, which is wrong, and nothing is raised"
         return ComparisonRow(index, phase, name, owner, 1.0, 0.0, problem=problem)
 
-    def _made(self, index: int, cell: Cell, groups: Sequence[Group]) -> tuple[int, str]:
+    def _made(self, index: int, cell: Cell, groups: Sequence[CallGroup]) -> tuple[int, str]:
         """How many elements are wrong, and the first problem in words."""
         if cell.get("layout") == workload.LARGE:
             (group,) = groups

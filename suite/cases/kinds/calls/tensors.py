@@ -19,7 +19,7 @@ from shardproof.comm import ANY, Recv, Send
 
 
 @dataclass(frozen=True)
-class Group:
+class CallGroup:
     """A group that this rank is a member of, by a name that no other group has."""
 
     name: str
@@ -39,7 +39,7 @@ class Flight:
 
     call: dict[str, Any]
     buffers: list[Buffer]
-    group: Group
+    group: CallGroup
     key: str
     #: The member that calls last where one is late, and those whose result needs it.
     late: int = 0
@@ -48,7 +48,7 @@ class Flight:
     trouble: str = ""
 
 
-def flight_of(cell: Cell, group: Group, salt: int, key: str, kept: bool) -> Flight:
+def flight_of(cell: Cell, group: CallGroup, salt: int, key: str, kept: bool) -> Flight:
     """A call of ``cell`` in ``group``, ready to be made.
 
     ``salt``: makes its values differ from those of others under way; ``key``: its name in the

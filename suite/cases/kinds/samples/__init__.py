@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from shardproof.case import Case
-from shardproof.cases.kinds.kind import Leg, Untrained
+from shardproof.cases.kinds.kind import Leg, UntrainedKind
 from shardproof.cases.kinds.samples import workload
 from shardproof.contract import Sampling
 from shardproof.registry.declaration import Declaration
@@ -28,7 +28,7 @@ def _legs(case: Case, system: Any) -> Sequence[Leg]:
     return [(math.prod(mesh.values()), partial(after, case, leg)) for leg, mesh in meshes]
 
 
-SAMPLES = Untrained(
+SAMPLES = UntrainedKind(
     *(workload.NAME, Sampling, "data", "is no sampler"),
     resolve=workload.resolve,
     legs=_legs,

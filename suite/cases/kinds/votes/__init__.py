@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.case import Case
-from shardproof.cases.kinds.kind import Leg, Untrained
+from shardproof.cases.kinds.kind import Leg, UntrainedKind
 from shardproof.cases.kinds.votes import workload
 from shardproof.contract import Stopping
 
@@ -18,7 +18,7 @@ def _legs(case: Case, system: Any) -> Sequence[Leg]:
 
 
 #: Votes are steps, which fault plans may name.
-VOTES = Untrained(
+VOTES = UntrainedKind(
     *(workload.NAME, Stopping, "stopping", "does not decide when to stop"),
     resolve=workload.resolve,
     legs=_legs,
