@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import pickle
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
@@ -77,14 +78,15 @@ class _Group:
     _until_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def grow(self, count: int) -> None:
-        """Fork what lacks of ``count`` services.
+        """Fork services until there are ``count``.
 
         :raises MpirunError: ``mpirun`` does not start.
         """
         if self.world and not self.services:
-            left = tempfile.TemporaryDirectory(prefix=f"{self.place.name}-", dir=self.place.parent)
-            folder = Path(self._until_end.enter_context(left))
-            mpirun = Mpirun(range(self.world), folder)
+            # A new folder for each mpirun: one that is killed leaves its sockets and files.
+            folder = tempfile.mkdtemp(prefix=f"{self.place.name}-", dir=self.place.parent)
+            self._until_end.callback(shutil.rmtree, folder, ignore_errors=True)
+            mpirun = Mpirun(range(self.world), Path(folder))
             self._mpirun = self._until_end.enter_context(mpirun)
             process_control.STAYING.add(mpirun.pid)
             self._until_end.callback(process_control.STAYING.discard, mpirun.pid)
@@ -115,9 +117,9 @@ class _Group:
 
 
 class Kept(ProcessHost):
-    """The ranks that this process keeps, by their backend; ``folder``: what they leave lies there.
+    """Ranks that this process keeps, by backend; ``folder`` holds their logs and what MPI leaves.
 
-    A leader has one, which is made where the host of its first case is unpickled.
+    A leader has one: the hosts of all its cases are unpickled to the same object.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -132,7 +134,7 @@ class Kept(ProcessHost):
     def start(self, launch: RankLaunch) -> list[RankProcess]:
         """Lend the processes of ``launch``, forked if they are not there yet.
 
-        :raises NotLent: it wants fresh ones, one ended while it waited, or MPI does not start.
+        :raises NotLent: the launch wants fresh ones, one has ended, or ``mpirun`` does not start.
         """
         self._lent = {}
         if launch.fresh or len(launch.ranks) < launch.world:
@@ -144,11 +146,12 @@ class Kept(ProcessHost):
             self._groups[key] = _Group(place, key[1])
         group = self._groups[key]
         self._used.append(group)
+        order = launch.workdir / "launch"
+        order.write_bytes(pickle.dumps(launch))
+        count = 1 if backend.threads else world
         try:
-            group.grow(1 if backend.threads else world)
-            self._lent = {s.pid: s for s in group.services[: 1 if backend.threads else world]}
-            order = launch.workdir / "launch"
-            order.write_bytes(pickle.dumps(launch))
+            group.grow(count)
+            self._lent = {service.pid: service for service in group.services[:count]}
             for service in self._lent.values():
                 service.orders.send(os.fsencode(order))
         except (OSError, MpirunError) as error:
@@ -170,14 +173,14 @@ class Kept(ProcessHost):
         return self._lent[process.pid].status()
 
     def close(self, alive: Sequence[RankProcess]) -> None:
-        """End those that are not done; and all, unless each is as it was before."""
+        """End those that are not done, and the whole group if something is left in one."""
         for process in alive:
             self._lent[process.pid].fit = False
         if not all(service.fit for service in self._lent.values()):
             self._used[-1].end()
 
     def settle(self, held: bool) -> None:
-        """End those that a case used which did not hold."""
+        """End the groups that the case used, unless it ``held``."""
         for group in () if held else self._used:
             group.end()
             if process_control.is_subreaper():
@@ -187,5 +190,5 @@ class Kept(ProcessHost):
 
 @functools.cache
 def of_this_process(folder: Path) -> Kept:
-    """Those of this leader."""
+    """The kept ranks of this leader."""
     return Kept(folder)

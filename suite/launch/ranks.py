@@ -1,12 +1,12 @@
-"""Where the ranks of a case run: every way to have them is a host.
+"""Hosts: where the ranks of a case run, and who owns their processes.
 
-A host runs a launch and says how each rank ended.  Hosts differ in whose processes the ranks are:
+A host runs a launch and says how each rank ended.
 
 ===================  =====================================================================
-:class:`Forked`      forked for one launch, a process each or threads of one
-``kept_ranks.Kept``  forked once, and lent to one launch after the other
-nodes of a wing      forked by an agent on each node
-left records         they ended before, under another launcher: no process is started here
+:class:`Forked`      forks ranks for one launch: a process each, or threads of one process
+``kept_ranks.Kept``  forks ranks once and lends them to one launch after the other
+nodes of a wing      a keeper on each node forks ranks for one launch
+left records         another launcher ran the ranks before; nothing is started here
 ===================  =====================================================================
 
 Ranks are forked, so the calling process must not have native threads running (leaders come from the
@@ -31,7 +31,7 @@ __all__ = ["Forked", "NotLent", "ProcessHost", "RankHost", "RankOutcome", "root_
 
 
 class NotLent(RuntimeError):
-    """This host has no ranks for the launch: they are forked for it instead."""
+    """The host has no ranks for this launch, which is to fork its own."""
 
 
 class RankHost(ABC):
@@ -55,7 +55,7 @@ class ProcessHost(RankHost):
     """A host whose ranks are processes that this process watches and ends."""
 
     def run(self, launch: RankLaunch) -> list[RankOutcome]:
-        """As of every host; ranks that are not lent are forked."""
+        """Run the launch on this host, or on forked ranks if it lends none."""
         with contextlib.suppress(NotLent):
             return Supervisor(self, launch).outcomes()
         return Forked().run(launch)
