@@ -129,9 +129,12 @@ class Summary(StoredModel):
     problem: str | None
 
 
-class SideSummary(Summary):
-    """The same of a side that ran alone; ``allocator`` are torch's figures of the worst rank."""
+class SideSummary(StoredModel):
+    """Of a side that ran alone, on its worst rank: bytes that became resident, and figures of
+    torch's allocator on a GPU.
+    """
 
+    resident_bytes: int
     allocator: dict[str, int] | None
 
 

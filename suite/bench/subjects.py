@@ -338,33 +338,26 @@ class AloneSteps:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """What the probes of one rank found in one of its groups.
+    """What the probes of one rank found in one of its groups, of so many ``ranks``.
 
     ``collectives`` are (operation, payload bytes, seconds of each sweep), ``used`` wall and CPU
     seconds by operation.
     """
 
+    ranks: int
     collectives: list[tuple[str, int, list[float]]]
     used: dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class AxisRecord(GroupRecord):
-    """The same in the group of ``ranks`` ranks along ``axis``; all groups of the axis at once."""
-
-    axis: str
-    ranks: int
-
-
-@dataclass(frozen=True)
-class ProbeRecord(GroupRecord):
-    """What the probes of one rank found, sweep by sweep: in the group of all ranks, along axes, and
-    rates in FLOP/s and bytes/s.
+class ProbeRecord:
+    """What the probes of one rank found, sweep by sweep: in its groups, by axis (of all ranks under
+    ``""``; all groups of an axis were measured at once), and rates in FLOP/s and bytes/s.
     """
 
+    groups: dict[str, GroupRecord]
     flop_rates: list[float]
     byte_rates: list[float]
-    along: list[AxisRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -465,13 +458,8 @@ class AloneRecord:
     """What one side took of a rank that ran nothing else.
 
     ``resident`` is the growth of resident memory (bytes) since before the set-up, allocators,
-    groups and libraries included; ``allocator`` and ``pci`` are ``None`` without a GPU, which is
-    looked at between ``began`` and ``ended`` (``time.monotonic``).
+    groups and libraries included; ``allocator`` is ``None`` without a GPU.
     """
 
-    rank: int
     resident: int
     allocator: dict[str, int] | None
-    pci: dict[str, int] | None
-    began: float
-    ended: float
