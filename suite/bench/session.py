@@ -101,10 +101,12 @@ class Measured:
 
     @property
     def timed(self) -> bool:
+        """Whether it has launches of its own."""
         return self.problem is None and self.source in (None, self)
 
     @property
     def refused(self) -> bool:
+        """Whether there are fewer cores or GPUs than ranks."""
         return self.room is not None and self.room.oversubscribed(self.subject.world)
 
     @property
@@ -113,9 +115,11 @@ class Measured:
         return self.crowded or not self.refused
 
     def run(self, side: str) -> SideRun:
+        """A side of it in training."""
         return side_run(self.subject, side, self.meshes[side])
 
     def launch(self, number: int, blocks: Iterable[int]) -> Launch:
+        """The launch of that ``number``, which times ``blocks``."""
         if isinstance(self.subject, Cell):
             mesh, at_once = self.meshes["ranks"], 0
             if self.crowded and self.room is not None:

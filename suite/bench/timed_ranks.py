@@ -162,16 +162,20 @@ def _agree(over: bool, control: Comm) -> bool:
 
 
 class Writer:
+    """Raw times of a rank, written at the end of each block."""
+
     def __init__(self, file: TextIO, launch: int, rank: int) -> None:
         self._file, self._launch, self._rank = file, launch, rank
         self._rows: list[TimedStep] = []
 
     def add(self, pair: str, block: int, segment: int, side: str, times: Sequence[float]) -> None:
+        """Keep the ``times`` of the steps of a segment."""
         for step, seconds in enumerate(times):
             row = TimedStep(self._launch, pair, block, segment, side, step, self._rank, seconds)
             self._rows.append(row)
 
     def flush(self) -> None:
+        """Write what was kept."""
         self._file.write("".join(json.dumps(asdict(row)) + "\n" for row in self._rows))
         self._rows.clear()
 

@@ -27,6 +27,7 @@ _HEIGHT, _BOTTOM = 240.0, 38.0
 
 
 def table(lines: Sequence[CellLine]) -> Table:
+    """The table of scaling with marks for verdicts, ordered by system and ranks."""
     ordered = sorted(
         lines, key=lambda line: (line.cell.name, line.title, line.cell.network, line.world)
     )

@@ -51,6 +51,7 @@ class Cost(NamedTuple):
     volume: Fraction
 
     def seconds(self, payload: float, alpha: float, beta: float) -> float:
+        """Seconds of a call of ``payload`` bytes."""
         return float(self.steps) * alpha + float(self.volume) * payload * beta
 
 

@@ -342,6 +342,7 @@ class Alone:
         self.steps: list[list[float]] = []
 
     def record(self) -> AloneSteps:
+        """The seconds of all segments."""
         return AloneSteps(self.steps, self.gradients)
 
     def segment(self, count: int, meet: Callable[[], object] = lambda: None) -> None:
