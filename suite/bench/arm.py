@@ -113,6 +113,7 @@ class Arm:
         return sum(micro.targets.numel() for micro in self.batches[0].micro_batches)
 
     def close(self) -> None:
+        """Let what is under way end, and give up what the implementation holds."""
         self.implementation.drain()
         self.implementation.close()
 

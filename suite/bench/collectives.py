@@ -68,6 +68,7 @@ class Request:
             own.check(name, self.world, self.ranks_per_node)
 
     def id_of(self, operation: str, algorithm: str) -> str:
+        """The id of a line about one algorithm."""
         return f"collectives::{operation}::{algorithm}::{self.backend}::world{self.world}"
 
 

@@ -92,6 +92,7 @@ def _telemetry(measured: Measured) -> lines.Telemetry:
 
 
 def losses(measured: Measured, sides: Sequence[str]) -> dict[str, list[float]]:
+    """Losses of the first steps of the first launch, by side."""
     if not measured.records:
         return {}
     return {side: losses_of(measured.records[0], side) for side in sides}

@@ -122,7 +122,7 @@ def one_side(task: tuple[str, SideRun, Path]) -> Any:
         run = replace(run, backend=USUAL)
     kinds: dict[str, tuple[Any, Callable[[int], Any]]] = {
         "memory": (int, partial(timed_ranks.memory, run)),
-        "alone": (AloneRecord, partial(timed_ranks.alone, run, workdir)),
+        "alone": (AloneRecord, partial(timed_ranks.alone, run)),
     }
     kind, program = kinds[what]
     return _reply(lambda: on_ranks(run, workdir, kind, program))

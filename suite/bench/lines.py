@@ -91,6 +91,8 @@ class PairFigures(Interval):
 
 
 class Efficiency(Interval):
+    """An efficiency, and the estimate of its logarithm."""
+
     log: Estimate
 
 
@@ -114,6 +116,8 @@ class GpuFigures(StoredModel):
 
 
 class LookCost(StoredModel):
+    """What looking at ranks and GPUs took of the leading process."""
+
     looks: int
     cpu_seconds: float
     share_of_a_core: float | None
@@ -129,9 +133,12 @@ class Summary(StoredModel):
     problem: str | None
 
 
-class SideSummary(Summary):
-    """The same of a side that ran alone; ``allocator`` are torch's figures of the worst rank."""
+class SideSummary(StoredModel):
+    """Of a side that ran alone, on its worst rank: bytes that became resident, and figures of
+    torch's allocator on a GPU.
+    """
 
+    resident_bytes: int
     allocator: dict[str, int] | None
 
 
@@ -260,6 +267,8 @@ class Judgement(StoredModel):
 
 
 class MeasuredPair(Line):
+    """A comparison before it is judged, as it is stored."""
+
     pair: Pair
     meshes: dict[str, dict[str, int]] = Field(default_factory=dict)
     memory: Memory | NoFigures | None = None
@@ -304,6 +313,7 @@ class PairLine(MeasuredPair, JudgedPair):
 
     @property
     def missed(self) -> bool:
+        """Whether a goal, or the limit of what was counted, is missed."""
         return self.goal_met is False or any(one.missed for one in self.counted)
 
 
@@ -333,6 +343,7 @@ class MeasuredCell(Line):
 
     @property
     def refused(self) -> bool:
+        """Whether there are fewer cores or GPUs than ranks."""
         return self.room is not None and self.room.oversubscribed(self.world)
 
     @property
@@ -355,24 +366,31 @@ class CellFigures(StoredModel):
 
 
 class JudgedCell(CellFigures, Judgement):
+    """Verdict and figures of a scaling cell."""
+
     tokens_per_second: dict[str, float] = Field(default_factory=dict)
     modelled: Modelled | None = None
     scorecard: Scorecard | None = None
 
 
 class CellLine(MeasuredCell, JudgedCell):
+    """A scaling cell, judged."""
+
     kind: ClassVar[Literal["scaling"]] = "scaling"
 
     @property
     def missed(self) -> bool:
+        """Whether the target is missed for certain."""
         return self.verdict == "below"
 
     @property
     def title(self) -> str:
+        """The system, with its label."""
         return self.cell.title
 
     @property
     def modelled_efficiency(self) -> float | None:
+        """The modelled efficiency; ``None``: there is none."""
         return None if self.modelled is None else self.modelled.efficiency
 
 

@@ -101,10 +101,12 @@ class Measured:
 
     @property
     def timed(self) -> bool:
+        """Whether it has launches of its own."""
         return self.problem is None and self.source in (None, self)
 
     @property
     def refused(self) -> bool:
+        """Whether there are fewer cores or GPUs than ranks."""
         return self.room is not None and self.room.oversubscribed(self.subject.world)
 
     @property
@@ -113,9 +115,11 @@ class Measured:
         return self.crowded or not self.refused
 
     def run(self, side: str) -> SideRun:
+        """A side of it in training."""
         return side_run(self.subject, side, self.meshes[side])
 
     def launch(self, number: int, blocks: Iterable[int]) -> Launch:
+        """The launch of that ``number``, which times ``blocks``."""
         if isinstance(self.subject, Cell):
             mesh, at_once = self.meshes["ranks"], 0
             if self.crowded and self.room is not None:
@@ -234,16 +238,13 @@ class Session:
             measured.memory = Memory(kind="ledger", a=a, b=b, ratio=a / b)
 
     def run_alone(self, measured: Measured) -> None:
-        """Each side in passes of its own that nobody times: bytes, and figures of GPUs."""
+        """Each side in passes of its own that nobody times: bytes."""
         if BACKENDS[measured.subject.backend].threads:
             return
         for letter in LETTERS:
-            workdir = self.folder()
-            sampler = self._sampler(measured, workdir)
             try:
-                with sampler:
-                    ranks = self._one_side("alone", AloneRecord, measured, letter, workdir)
-                measured.sides[letter] = telemetry.of_side(sampler.seen, ranks)
+                ranks = self._one_side("alone", AloneRecord, measured, letter)
+                measured.sides[letter] = telemetry.of_side(ranks)
             except LaunchFailed as failed:
                 measured.sides[letter] = NoFigures(problem=failed.reason)
 
@@ -296,10 +297,8 @@ class Session:
         seconds = 2 * runs[0].deadline
         return self.lead(leader_tasks.measure_rounds, Rounds, runs[0].name, task, seconds)
 
-    def _one_side(
-        self, what: str, kind: type[T], measured: Measured, side: str, workdir: Path | None = None
-    ) -> list[T]:
-        task = what, measured.run(side), workdir or self.folder()
+    def _one_side(self, what: str, kind: type[T], measured: Measured, side: str) -> list[T]:
+        task = what, measured.run(side), self.folder()
         subject, kinds = measured.subject, list[kind]  # type: ignore[valid-type]
         return self.lead(leader_tasks.one_side, kinds, subject.id, task, subject.deadline)
 
@@ -423,7 +422,7 @@ def _resident(measured: Measured) -> Memory | NoFigures:
     for letter, side in measured.sides.items():
         if isinstance(side, NoFigures):
             return side
-        added[letter] = side.resident_bytes or 0
+        added[letter] = side.resident_bytes
     if min(added.values()) <= 0:
         return NoFigures(problem="a side added nothing to what was resident before its set-up")
     return Memory(kind="resident", **added, ratio=added["a"] / added["b"])

@@ -161,6 +161,7 @@ def parse_mesh(text: str, option: str) -> dict[str, int]:
 
 
 def named(value: Any) -> Any:
+    """A bare name as the mapping that it stands for."""
     return {"implementation": value} if isinstance(value, str) else value
 
 
@@ -240,6 +241,8 @@ class SpeedScenario(TimedScenario):
 
 
 class Faults:
+    """The faults of files, with their places, raised together."""
+
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 

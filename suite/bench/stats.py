@@ -182,6 +182,7 @@ class Judged(NamedTuple):
 
 
 def judge(rows: Iterable[TimedStep]) -> Judged:
+    """The verdict and figures of a comparison from its raw times."""
     rows = list(rows)
     logs, times = log_ratios(rows), step_times(rows)
     if len(logs["ab"]) < 2:

@@ -93,14 +93,18 @@ class Timed(Stored, ABC):
 
     @property
     def work(self) -> str:
+        """The workload and its size, as ids name them."""
         return "+".join((self.workload.name, *([self.size] if self.size else [])))
 
     def to_dict(self) -> dict[str, Any]:
+        """The JSON form, with the id."""
         return super().to_dict() | {"id": self.id}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Timed):
+    """Two sides, A and B, that are compared."""
+
     #: Those that are declared and judged.
     own_sides: ClassVar[Sequence[str]] = LETTERS
 
@@ -115,6 +119,7 @@ class Pair(Timed):
 
     @property
     def versus(self) -> str:
+        """Both implementations."""
         return f"{self.a.implementation} v {self.b.implementation}"
 
     @property
@@ -128,6 +133,7 @@ class Pair(Timed):
         return (self.id,)
 
     def progress_name(self, alone: bool) -> str:
+        """The name in messages about progress."""
         return self.versus
 
     def side(self, letter: str) -> Side:
@@ -165,10 +171,12 @@ class Cell(Timed):
 
     @property
     def title(self) -> str:
+        """The system, with its label."""
         return self.system.implementation + (f"+{self.label}" if self.label else "")
 
     @property
     def id(self) -> str:
+        """Names the cell in results."""
         where = f"{self.backend}::{self.world}::{self.work}"
         between = f"::{self.bandwidth}" if self.bandwidth else ""
         return f"scaling::{self.name}::{self.title}::{where}{between}"
@@ -189,6 +197,7 @@ class Cell(Timed):
         return f"{self.mode} {self.title} {ranks}, {self.network}"
 
     def side(self, side: str) -> Side:
+        """The system: all sides of a cell are made of it."""
         return self.system
 
     @property
@@ -206,6 +215,7 @@ class Cell(Timed):
         return math.ceil(self.at(world).workload.global_batch / self.data_coordinates(world))
 
     def at(self, world: int) -> Cell:
+        """The cell on ``world`` ranks."""
         samples = self.base.global_batch * (world if self.mode == "weak" else 1)
         return replace(self, world=world, workload=replace(self.base, global_batch=samples))
 
@@ -232,6 +242,7 @@ class Room:
         return cls(count, of if count == 1 else f"{of}s")
 
     def oversubscribed(self, world: int) -> bool:
+        """Whether ``world`` ranks need more than there is."""
         return world * self.threads > self.ranks
 
 
@@ -319,6 +330,7 @@ class Launch:
 
 
 def side_run(subject: Subject, side: str, axes: Mapping[str, int]) -> SideRun:
+    """A side of ``subject`` in training on the mesh ``axes``."""
     return SideRun(
         *(subject.name, subject.side(side), dict(axes), subject.backend, subject.world),
         *(subject.workload, subject.optimizer, subject.dtype, subject.deadline),
@@ -338,33 +350,26 @@ class AloneSteps:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """What the probes of one rank found in one of its groups.
+    """What the probes of one rank found in one of its groups, of so many ``ranks``.
 
     ``collectives`` are (operation, payload bytes, seconds of each sweep), ``used`` wall and CPU
     seconds by operation.
     """
 
+    ranks: int
     collectives: list[tuple[str, int, list[float]]]
     used: dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class AxisRecord(GroupRecord):
-    """The same in the group of ``ranks`` ranks along ``axis``; all groups of the axis at once."""
-
-    axis: str
-    ranks: int
-
-
-@dataclass(frozen=True)
-class ProbeRecord(GroupRecord):
-    """What the probes of one rank found, sweep by sweep: in the group of all ranks, along axes, and
-    rates in FLOP/s and bytes/s.
+class ProbeRecord:
+    """What the probes of one rank found, sweep by sweep: in its groups, by axis (of all ranks under
+    ``""``; all groups of an axis were measured at once), and rates in FLOP/s and bytes/s.
     """
 
+    groups: dict[str, GroupRecord]
     flop_rates: list[float]
     byte_rates: list[float]
-    along: list[AxisRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -465,13 +470,8 @@ class AloneRecord:
     """What one side took of a rank that ran nothing else.
 
     ``resident`` is the growth of resident memory (bytes) since before the set-up, allocators,
-    groups and libraries included; ``allocator`` and ``pci`` are ``None`` without a GPU, which is
-    looked at between ``began`` and ``ended`` (``time.monotonic``).
+    groups and libraries included; ``allocator`` is ``None`` without a GPU.
     """
 
-    rank: int
     resident: int
     allocator: dict[str, int] | None
-    pci: dict[str, int] | None
-    began: float
-    ended: float

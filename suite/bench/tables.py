@@ -49,6 +49,7 @@ def _row(line: PairLine, beside: InReport | None) -> tuple[str, ...]:
 
 
 def table(lines: Sequence[PairLine], headings: Sequence[str] = HEADINGS) -> Table:
+    """The table of the comparisons, with the columns ``headings``."""
     from shardproof.bench import stats
 
     places = [HEADINGS.index(heading) for heading in headings]
@@ -80,6 +81,7 @@ def name(line: PairLine) -> str:
 
 
 def interval(ratio: Interval) -> str:
+    """A ratio with its interval."""
     return f"{ratio.ratio:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 

@@ -21,8 +21,6 @@ from typing import Any
 from shardproof.bench.lines import GpuFigures, LookCost, NoFigures, SideSummary, Summary, Telemetry
 from shardproof.bench.subjects import AloneRecord
 
-#: From and to, by ``time.monotonic``.
-Window = tuple[float, float]
 #: Figure -> its value, ``None`` where there is no answer.
 Figures = Mapping[str, Any]
 
@@ -30,8 +28,6 @@ Figures = Mapping[str, Any]
 EVERY_SECONDS = 0.5
 #: Seconds that a look may take before the thread is left to itself (a driver that hangs).
 PATIENCE_SECONDS = 5.0
-#: Seconds of steps of a side alone on a GPU, so that there are looks at it.
-ALONE_SECONDS = 3.0
 #: What is kept of the caching allocator (``torch.cuda.memory_stats``), bytes or counts.
 ALLOCATOR = {
     "allocated_bytes.all.peak": "allocated_peak",
@@ -202,8 +198,11 @@ def announce(workdir: Path, pid: int) -> None:
     (workdir / f"pid-{pid}").touch()
 
 
-def pci_of(properties: Any) -> dict[str, int] | None:
-    """Where torch's GPU is, as NVML calls ``pci``; ``None`` where torch does not say."""
+def pci() -> dict[str, int] | None:
+    """Where this process's GPU is, as NVML calls ``pci``; ``None`` where torch does not say."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     names = {name: f"pci_{name}_id" for name in CALLS["pci"][1]}
     if not all(hasattr(properties, name) for name in names.values()):
         return None
@@ -217,22 +216,17 @@ def allocator() -> dict[str, int]:
     return {key: int(v) for key, v in torch.cuda.memory_stats().items() if v}
 
 
-def summary(
-    seen: Seen, pcis: Sequence[Mapping[str, int]] | None = None, window: Window | None = None
-) -> Summary:
-    """Figures of the samples in ``window``.
-
-    ``pcis`` names the GPUs that count; ``None``: all.
-    """
-    samples = [s for s in seen.samples if window is None or window[0] <= s.clock <= window[1]]
-    places = [gpu["pci"] for gpu in (seen.samples[0].gpus if seen.samples else ())]
+def summary(seen: Seen, pcis: Sequence[Mapping[str, int]] | None = None) -> Summary:
+    """Figures of all samples; ``pcis`` names the GPUs that count (``None``: all)."""
+    samples = seen.samples
+    places = [gpu["pci"] for gpu in (samples[0].gpus if samples else ())]
     chosen = [n for n, pci in enumerate(places) if pcis is None or pci is None or pci in pcis]
     return Summary(
         samples=len(samples),
         resident_bytes=max((s.resident for s in samples if s.resident is not None), default=None),
-        gpus=[_gpu(seen, samples, number) for number in chosen],
+        gpus=[_gpu(seen, number) for number in chosen],
         cost=LookCost(
-            looks=len(seen.samples),
+            looks=len(samples),
             cpu_seconds=seen.cpu_seconds,
             share_of_a_core=seen.cpu_seconds / seen.seconds if seen.seconds else None,
         ),
@@ -240,9 +234,9 @@ def summary(
     )
 
 
-def _gpu(seen: Seen, samples: Sequence[Sample], number: int) -> GpuFigures:
+def _gpu(seen: Seen, number: int) -> GpuFigures:
     def values(figure: str, part: str) -> list[float]:
-        answered = [sample.gpus[number][figure] for sample in samples]
+        answered = [sample.gpus[number][figure] for sample in seen.samples]
         return [float(value[part]) for value in answered if value is not None]
 
     return GpuFigures(
@@ -259,13 +253,11 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def of_side(seen: Seen, records: Sequence[AloneRecord]) -> SideSummary:
+def of_side(records: Sequence[AloneRecord]) -> SideSummary:
     """Figures of a side that ran alone on the ranks of ``records``."""
-    places = [record.pci for record in records if record.pci is not None]
-    window = max(r.began for r in records), min(r.ended for r in records)
-    figures = dict(summary(seen, places or None, window))
-    figures["resident_bytes"] = max(record.resident for record in records)
-    return SideSummary(**figures, allocator=worst([record.allocator for record in records]))
+    resident = max(record.resident for record in records)
+    allocator = worst([record.allocator for record in records])
+    return SideSummary(resident_bytes=resident, allocator=allocator)
 
 
 def worst(ranks: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
@@ -281,7 +273,7 @@ def texts(told: Telemetry | None) -> list[str]:
     if told is None:
         return []
     lines = []
-    launches, sides = told.launches, told.sides
+    launches = told.launches
     if launches is not None:
         if launches.resident_bytes is not None:
             mib = launches.resident_bytes / 2**20
@@ -291,10 +283,10 @@ def texts(told: Telemetry | None) -> list[str]:
         if cost.share_of_a_core is not None:
             share = cost.share_of_a_core
             lines.append(f"looking at this {cost.looks} times took {share:.2%} of a core")
-    lines += [_side_text(letter, side) for letter, side in sides.items()]
-    looked = [part for part in (launches, *sides.values()) if isinstance(part, Summary)]
-    problems = {part.problem for part in looked if part.problem}
-    return lines + [f"telemetry: {problem}" for problem in sorted(problems)]
+    lines += [_side_text(letter, side) for letter, side in told.sides.items()]
+    if launches is not None and launches.problem:
+        lines.append(f"telemetry: {launches.problem}")
+    return lines
 
 
 def _gpu_text(gpu: GpuFigures) -> str:
@@ -311,7 +303,7 @@ def _gpu_text(gpu: GpuFigures) -> str:
 def _side_text(letter: str, side: SideSummary | NoFigures) -> str:
     if isinstance(side, NoFigures):
         return f"{letter.upper()} alone: no figures: {side.problem}"
-    parts = [f"{(side.resident_bytes or 0) / 2**20:,.0f} MiB resident added, advisory"]
+    parts = [f"{side.resident_bytes / 2**20:,.0f} MiB resident added, advisory"]
     if side.allocator is not None:
         peak, held = (side.allocator[key] / 2**20 for key in ("allocated_peak", "reserved_peak"))
         parts.append(f"{peak:,.0f} MiB allocated on the GPU, {held:,.0f} held")

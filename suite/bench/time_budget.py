@@ -41,6 +41,7 @@ class Schedule:
     seconds: float
 
     def summary(self) -> str:
+        """How many are measured, how long that takes, and how many are left out."""
         items = [*self.chosen, *self.left_out]
         noun = "cells" if items and isinstance(items[0].subject, Cell) else "comparisons"
         late = f", {len(self.left_out)} left out by the budget" if self.left_out else ""

@@ -21,8 +21,8 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -90,6 +90,21 @@ def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -
                 probing.block()
         control.barrier()  # nothing is closed while rank 0 is still being timed
     assert_nothing_is_recorded(launch.first.backend)
+    times = closed(launch, arms, rank, steps, losses, cores)
+    if probing is None:
+        return times
+    return replace(times, alone=probing.close(), probes=probing.probes.record())
+
+
+def closed(
+    launch: Launch,
+    arms: Mapping[str, Arm],
+    rank: int,
+    steps: dict[str, int],
+    losses: dict[str, list[float | None]],
+    cores: list[int],
+) -> RankTimes:
+    """Close the ``arms`` of a launch; what the rank returns of them."""
     for arm in arms.values():
         arm.close()
     return RankTimes(
@@ -100,9 +115,7 @@ def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -
         targets={side: arm.targets for side, arm in arms.items()},
         threads=torch.get_num_threads(),
         cores=cores,
-        pci=_pci(launch.first.backend),
-        alone=[] if probing is None else probing.close(),
-        probes=None if probing is None else probing.probes.record(),
+        pci=telemetry.pci() if backends.BACKENDS[launch.first.backend].device == "cuda" else None,
     )
 
 
@@ -149,16 +162,20 @@ def _agree(over: bool, control: Comm) -> bool:
 
 
 class Writer:
+    """Raw times of a rank, written at the end of each block."""
+
     def __init__(self, file: TextIO, launch: int, rank: int) -> None:
         self._file, self._launch, self._rank = file, launch, rank
         self._rows: list[TimedStep] = []
 
     def add(self, pair: str, block: int, segment: int, side: str, times: Sequence[float]) -> None:
+        """Keep the ``times`` of the steps of a segment."""
         for step, seconds in enumerate(times):
             row = TimedStep(self._launch, pair, block, segment, side, step, self._rank, seconds)
             self._rows.append(row)
 
     def flush(self) -> None:
+        """Write what was kept."""
         self._file.write("".join(json.dumps(asdict(row)) + "\n" for row in self._rows))
         self._rows.clear()
 
@@ -222,45 +239,14 @@ def memory(of_side: SideRun, rank: int) -> int:
     return ledger.log.peak("step", MEMORY_STEPS - 1).bytes
 
 
-def alone(of_side: SideRun, workdir: Path, rank: int) -> AloneRecord:
-    """What the side takes of this rank, a process of its own, while nobody times it.
-
-    With a GPU steps go on for ``telemetry.ALONE_SECONDS``, so that there are looks at it.
-    """
-    telemetry.announce(workdir, os.getpid())
+def alone(of_side: SideRun, rank: int) -> AloneRecord:
+    """What the side takes of this rank, a process of its own, while nobody times it."""
     on_gpu = backends.BACKENDS[of_side.backend].device == "cuda"
     arm = Arm(of_side, rank)
     before = psutil.Process().memory_info().rss
     arm.set_up()
     arm.seconds(MEMORY_STEPS)
-    began = time.monotonic()
-    if on_gpu:
-        _steps_alone(arm)
-    ended = time.monotonic()
     scale = 1 if sys.platform == "darwin" else 1 << 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
     arm.close()
-    return AloneRecord(
-        rank,
-        resident=peak - before,
-        allocator=telemetry.allocator() if on_gpu else None,
-        pci=_pci(of_side.backend),
-        began=began,
-        ended=ended,
-    )
-
-
-def _steps_alone(arm: Arm) -> None:
-    control = everybody(arm.run.backend, arm.run.world)
-    over = False
-    began = time.monotonic()
-    while not over:
-        arm.seconds(sides.SEGMENT_STEPS)
-        over = _agree(time.monotonic() - began >= telemetry.ALONE_SECONDS, control)
-
-
-def _pci(backend: str) -> dict[str, int] | None:
-    """Where this rank's GPU is, if it computes on one and torch knows."""
-    if backends.BACKENDS[backend].device != "cuda":
-        return None
-    return telemetry.pci_of(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    return AloneRecord(peak - before, telemetry.allocator() if on_gpu else None)

@@ -24,6 +24,7 @@ from shardproof.bench.session import Session
 from shardproof.bench.subjects import (
     AloneSteps,
     Call,
+    GroupRecord,
     ProbeRecord,
     RankRounds,
     Rounds,
@@ -273,9 +274,9 @@ def test_an_operation_without_a_probe_is_named() -> None:
 
 def test_a_machine_is_as_fast_as_its_slowest_rank_in_the_median_sweep() -> None:
     def record(*seconds: float, used: float, flops: float) -> ProbeRecord:
+        group = GroupRecord(2, [("all_reduce", 1000, list(seconds))], {"all_reduce": (2.0, used)})
         return ProbeRecord(
-            [("all_reduce", 1000, list(seconds))],
-            {"all_reduce": (2.0, used)},
+            {"": group},
             flop_rates=[flops, 5.0, 6.0],
             byte_rates=[3.0, 4.0, 100.0],
         )
@@ -300,12 +301,12 @@ def told_of(factor: float, compute: float = 0.02, rounds: int = 5) -> Rounds:
     step = compute + sum(ring.seconds(row.bytes, alpha, beta) for row in rows)
     wobble = [1.0, 1.02, 0.98, 1.01, 0.99][:rounds]
     sides = len(model_check.SIZES)
-    probe = ProbeRecord(
+    group = GroupRecord(
+        2,
         [("all_reduce", n, [ring.seconds(n, alpha, beta)] * rounds) for n in model_check.LADDER],
         {"all_reduce": (1.0, 0.8)},
-        flop_rates=[2e10],
-        byte_rates=[1e10],
     )
+    probe = ProbeRecord({"": group}, flop_rates=[2e10], byte_rates=[1e10])
     alone = [[compute * w] * 2 for w in wobble for _ in range(2)]
     record = RankRounds(
         *(0, [0], 1),

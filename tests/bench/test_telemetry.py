@@ -70,7 +70,7 @@ def test_no_nvml_is_a_reason() -> None:
         (Absent([GPU]), "NVML: NVML Shared Library Not Found"),
         (none, "NVML sees no GPU"),
     ):
-        with of_gpus(api) as sampler:
+        with of_gpus(api, every=60.0) as sampler:
             pass
         assert sampler.seen.no_gpu == why and not sampler.seen.problem
         assert [sample.gpus for sample in sampler.seen.samples] == [[]], "memory is looked at"
@@ -103,8 +103,8 @@ def test_a_figure_that_is_not_supported_is_none_with_its_reason(
     figure: str, lacks: set[str]
 ) -> None:
     seen = seen_of(made_up(figure), 5)
-    (gpu,) = telemetry.summary(seen, window=(0.0, 4.0)).gpus
-    (whole,) = telemetry.summary(seen_of(made_up(), 5), window=(0.0, 4.0)).gpus
+    (gpu,) = telemetry.summary(seen).gpus
+    (whole,) = telemetry.summary(seen_of(made_up(), 5)).gpus
     assert gpu.missing == {figure: "Not Supported"} and whole.missing == {}
     figures = gpu.to_dict()
     assert {key for key, value in figures.items() if value is None} == lacks
@@ -159,19 +159,13 @@ def test_only_the_gpus_of_the_ranks_count() -> None:
     seen = seen_of(Player([GPU, other], both), 5)
     assert [gpu.name for gpu in telemetry.summary(seen, [other["pci"]]).gpus] == ["The Other"]
     assert len(telemetry.summary(seen).gpus) == 2
-    record = AloneRecord(0, 10, None, PCI, 1.0, 3.0)
-    (gpu,) = telemetry.of_side(seen, [record]).gpus
-    assert (gpu.name, gpu.utilisation_percent) == ("Made Up 9000", 20)
-    records = [record, dataclasses.replace(record, pci=other["pci"], resident=30)]
-    told = telemetry.of_side(seen, records)
+    told = telemetry.summary(seen, [PCI, other["pci"]])
     assert [one.utilisation_percent for one in told.gpus] == [20, 1]
-    assert told.resident_bytes == 30
 
 
 def test_a_side_on_the_cpu_has_no_gpu() -> None:
-    record = AloneRecord(0, 2**20, None, None, 1.0, 1.0)
-    told = telemetry.of_side(telemetry.Seen(), [record])
-    assert told.allocator is None and told.gpus == []
+    told = telemetry.of_side([AloneRecord(2**20, None), AloneRecord(2**19, None)])
+    assert told.allocator is None and told.resident_bytes == 2**20
     (text,) = telemetry.texts(Telemetry(launches=None, sides={"a": told}))
     assert text == "A alone, worst rank: 1 MiB resident added, advisory"
     (text,) = telemetry.texts(

@@ -34,7 +34,7 @@ from shardproof import backends
 from shardproof.bench import on_rank
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody
 from shardproof.bench.subjects import Action, Launch, RankCounts, RankTimes, SideRun
-from shardproof.bench.timed_ranks import Writer
+from shardproof.bench.timed_ranks import Writer, closed
 from shardproof.comm import Comm
 from shardproof.contract import Kind, Piece
 
@@ -149,17 +149,7 @@ def run(launch: Launch, workdir: Path, rank: int) -> RankTimes:
     assert_nothing_is_recorded(first.backend)
     largest = max(_whole(piece) for piece in sides["a"].pieces)
     above = {side: saves.above for side, saves in sides.items() if launch.action == "save"}
-    times = RankTimes(
-        rank,
-        segment_steps=dict.fromkeys(arms, 1),
-        losses=losses,
-        coordinates={side: arm.coordinate for side, arm in arms.items()},
-        targets={side: arm.targets for side, arm in arms.items()},
-        threads=torch.get_num_threads(),
-        cores=cores,
-    )
-    for arm in arms.values():
-        arm.close()
+    times = closed(launch, arms, rank, dict.fromkeys(arms, 1), losses, cores)
     sides.clear()
     arms.clear()
     counts = RankCounts(above if _can_tell() else {}, largest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from shardproof import verdicts
 from shardproof.backends import BACKENDS, USUAL_PROCESSES
@@ -46,23 +46,17 @@ def parse_sizes(texts: Sequence[str]) -> tuple[int, ...]:
 class CollectivesPlan:
     """Collectives to time as options ask for it; ``request``: on the ranks that there are."""
 
+    #: No word names anything that is to be read, and no bandwidth is asked for.
+    names: ClassVar[Sequence[str]] = ()
+    rates: ClassVar[Sequence[int]] = ()
+
     given: OfCollectives
     request: collectives.Request | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """No word names anything that is to be read."""
-        return []
 
     @property
     def dry_run(self) -> bool:
         """Whether nothing is timed."""
         return self.given.dry_run
-
-    @property
-    def rates(self) -> list[int]:
-        """The bits per second between nodes that are asked for: none."""
-        return []
 
     @property
     def ids(self) -> list[str]:

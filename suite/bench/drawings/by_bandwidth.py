@@ -12,13 +12,15 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
+from shardproof.bench.drawings import shares
 from shardproof.bench.drawings.bandwidth import LOOKS
+from shardproof.bench.drawings.shares import LEFT, RIGHT, TOP, WIDTH
 from shardproof.bench.lines import CellLine
 from shardproof.launch.nodes import bits_per_second
 from shardproof.report.drawings import svg
 
 _MARKS = ("circle", "square", "diamond")
-_WIDTH, _LEFT, _RIGHT, _TOP, _PLOT, _ROW = 330.0, 42.0, 12.0, 14.0, 190.0, 15.0
+_PLOT, _ROW = 190.0, 15.0
 
 
 def panels(lines: Iterable[CellLine]) -> list[tuple[str, Markup]]:
@@ -41,22 +43,15 @@ def rates(lines: Iterable[CellLine]) -> list[str]:
 
 
 def _draw(name: str, world: int, members: Sequence[CellLine]) -> Markup:
-    ordered, bottom = rates(members), _TOP + _PLOT
+    ordered, bottom = rates(members), TOP + _PLOT
     systems = list(dict.fromkeys(line.title for line in members))
     ends = [line.efficiency["plain"].high for line in members if line.efficiency is not None]
     models = [m for line in members if (m := line.modelled_efficiency) is not None]
-    top = min(-(-max([1.0, *ends, *models]) * 5 // 1) / 5, 2.0)  # the next fifth
-    y = svg.PixelScale(0.0, top, bottom, _TOP)
-    room = (_WIDTH - _LEFT - _RIGHT) / len(ordered)
-    parts = []
-    for fifth in range(round(top * 5) + 1):
-        at = y(fifth / 5)
-        parts.append(svg.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
-        parts.append(svg.text(_LEFT - 6, at + 4, f"{fifth / 5:.0%}", "tick-label", "end"))
-    target = y(members[0].target)
-    parts.append(svg.line(_LEFT, target, _WIDTH - _RIGHT, target, "target"))
+    y = shares.scale([*ends, *models], bottom)
+    room = (WIDTH - LEFT - RIGHT) / len(ordered)
+    parts = shares.across(y, members[0].target)
     for place, rate in enumerate(ordered):
-        middle = _LEFT + room * (place + 0.5)
+        middle = LEFT + room * (place + 0.5)
         parts.append(svg.text(middle, bottom + 16, rate, "tick-label", "middle"))
     for number, system in enumerate(systems):
         look, mark = number % LOOKS, _MARKS[number % len(_MARKS)]
@@ -64,20 +59,22 @@ def _draw(name: str, world: int, members: Sequence[CellLine]) -> Markup:
         for line in members:
             if line.title != system or line.efficiency is None:
                 continue
-            x = _LEFT + room * (ordered.index(line.cell.bandwidth) + 0.5) + shift
+            x = LEFT + room * (ordered.index(line.cell.bandwidth) + 0.5) + shift
             found = line.efficiency["plain"]
             parts.append(svg.line(x, y(found.low), x, y(found.high), f"w-{look}"))
             parts.append(svg.marker(mark, x, y(found.ratio), f"v-{look}", 2.8))
             if (modelled := line.modelled_efficiency) is not None:
-                parts.append(svg.marker("diamond", x + 5, y(min(modelled, top)), "m-modelled", 2.2))
+                parts.append(
+                    svg.marker("diamond", x + 5, y(min(modelled, y.high)), "m-modelled", 2.2)
+                )
         row = bottom + 36 + _ROW * (number // 2)
-        left = _LEFT - 34 + 160 * (number % 2)
+        left = LEFT - 34 + 160 * (number % 2)
         parts.append(svg.marker(mark, left + 6, row - 4, f"v-{look}", 2.8))
         parts.append(svg.text(left + 16, row, system))
     text = " ".join(_sentence(line) for line in members)
     height = bottom + 40 + _ROW * ((len(systems) + 1) // 2)
     title = f"Efficiency of {world} ranks by bandwidth, {name}"
-    return svg.drawing(title, text, (_WIDTH, height), parts, "chart")
+    return svg.drawing(title, text, (WIDTH, height), parts, "chart")
 
 
 def _sentence(line: CellLine) -> str:

@@ -13,6 +13,8 @@ from dataclasses import replace
 
 from markupsafe import Markup
 
+from shardproof.bench.drawings import shares
+from shardproof.bench.drawings.shares import LEFT, RIGHT, WIDTH
 from shardproof.bench.lines import CellLine
 from shardproof.bench.scaling import tables
 from shardproof.report.drawings import svg
@@ -21,11 +23,11 @@ from shardproof.table import Table
 
 #: What a curve is against, its mark and its name.
 BASES = (("plain", "circle"), ("wrapped", "square"))
-_WIDTH, _HEIGHT = 330.0, 240.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 42.0, 12.0, 14.0, 38.0
+_HEIGHT, _BOTTOM = 240.0, 38.0
 
 
 def table(lines: Sequence[CellLine]) -> Table:
+    """The table of scaling with marks for verdicts, ordered by system and ranks."""
     ordered = sorted(
         lines, key=lambda line: (line.cell.name, line.title, line.cell.network, line.world)
     )
@@ -53,20 +55,17 @@ def _measured(line: CellLine, base: str) -> tuple[float, float, float] | None:
 def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -> Markup:
     ordered = sorted(members, key=lambda line: line.world)
     worlds = [line.world for line in ordered]
-    points = [p for line in ordered for base, _ in BASES if (p := _measured(line, base))]
+    highs = [p[2] for line in ordered for base, _ in BASES if (p := _measured(line, base))]
     modelled = [
         (line.world, line.modelled_efficiency)
         for line in ordered
         if line.modelled_efficiency is not None
     ]
-    top = max([1.0, *(high for _, _, high in points), *(m for _, m in modelled)])
-    top = min(-(-top * 5 // 1) / 5, 2.0)  # the next fifth
-    x = svg.PixelScale(min(worlds), max(*worlds, 2), _LEFT + 14, _WIDTH - _RIGHT - 14, log=True)
-    y = svg.PixelScale(0.0, top, _HEIGHT - _BOTTOM, _TOP)
-    parts = _axes(x, y, worlds, top)
+    x = svg.PixelScale(min(worlds), max(*worlds, 2), LEFT + 14, WIDTH - RIGHT - 14, log=True)
+    y = shares.scale([*highs, *(m for _, m in modelled)], _HEIGHT - _BOTTOM)
     target, label = y(ordered[0].target), f"target {ordered[0].target:.0%}"
-    parts.append(svg.line(_LEFT, target, _WIDTH - _RIGHT, target, "target"))
-    parts.append(svg.text(_WIDTH - _RIGHT, target - 4, label, "target-label", "end"))
+    parts = [*shares.across(y, ordered[0].target), *_worlds(x, worlds)]
+    parts.append(svg.text(WIDTH - RIGHT, target - 4, label, "target-label", "end"))
     if modelled:
         parts.append(svg.path([(x(w), y(m)) for w, m in modelled], "s-modelled"))
         parts += [svg.marker("diamond", x(w), y(m), "m-modelled", 2.6) for w, m in modelled]
@@ -83,7 +82,7 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -
             parts.append(svg.marker(mark, at, y(ratio), f"m-{base}{hollow}", 2.8))
     title = f"{scenario.capitalize()} scaling of {name} on {backend}"
     text = " ".join(_sentence(line) for line in ordered)
-    return svg.drawing(title, text, (_WIDTH, _HEIGHT), parts, "chart")
+    return svg.drawing(title, text, (WIDTH, _HEIGHT), parts, "chart")
 
 
 def _sentence(line: CellLine) -> str:
@@ -97,14 +96,8 @@ def _sentence(line: CellLine) -> str:
     return f"{line.world} ranks: {', '.join(parts) or 'no figure'} ({line.verdict})."
 
 
-def _axes(x: svg.PixelScale, y: svg.PixelScale, worlds: Sequence[int], top: float) -> list[Markup]:
-    parts = []
-    for fifth in range(round(top * 5) + 1):
-        value = fifth / 5
-        at = y(value)
-        parts.append(svg.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
-        parts.append(svg.text(_LEFT - 6, at + 4, f"{value:.0%}", "tick-label", "end"))
-    room = _WIDTH
+def _worlds(x: svg.PixelScale, worlds: Sequence[int]) -> list[Markup]:
+    parts, room = [], WIDTH
     for world in sorted(set(worlds), reverse=True):  # the largest world has its label
         at = x(world)
         parts.append(svg.line(at, _HEIGHT - _BOTTOM, at, _HEIGHT - _BOTTOM + 4, "axis"))
@@ -113,6 +106,6 @@ def _axes(x: svg.PixelScale, y: svg.PixelScale, worlds: Sequence[int], top: floa
         if at + half <= room:
             parts.append(svg.text(at, _HEIGHT - _BOTTOM + 16, label, "tick-label", "middle"))
             room = at - half - 6
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(svg.text(middle, _HEIGHT - 6, "ranks", "axis-label", "middle"))
     return parts

@@ -51,6 +51,7 @@ class Cost(NamedTuple):
     volume: Fraction
 
     def seconds(self, payload: float, alpha: float, beta: float) -> float:
+        """Seconds of a call of ``payload`` bytes."""
         return float(self.steps) * alpha + float(self.volume) * payload * beta
 
 
@@ -284,11 +285,11 @@ class Machine:
 
 def machine(backend: str, records: Sequence[ProbeRecord]) -> Machine:
     """Fits and rates of the probes: of each call the slowest rank, of several sweeps the median."""
-    everybody = _group(backend, len(records), records)
     along = {
-        rows[0].axis: _group(backend, rows[0].ranks, rows)
-        for rows in zip(*(record.along for record in records), strict=True)
+        axis: _group(backend, [record.groups[axis] for record in records])
+        for axis in records[0].groups
     }
+    everybody = along.pop("")
     flops = [min(rates) for rates in zip(*(r.flop_rates for r in records), strict=True)]
     copies = [min(rates) for rates in zip(*(r.byte_rates for r in records), strict=True)]
     return Machine(
@@ -302,7 +303,8 @@ def machine(backend: str, records: Sequence[ProbeRecord]) -> Machine:
     )
 
 
-def _group(backend: str, ranks: int, records: Sequence[GroupRecord]) -> Group:
+def _group(backend: str, records: Sequence[GroupRecord]) -> Group:
+    ranks = records[0].ranks
     times: dict[str, dict[int, float]] = {}
     for rows in zip(*(record.collectives for record in records), strict=True):
         operation, payload, _ = rows[0]

@@ -30,7 +30,6 @@ from shardproof.bench.model import step_time
 from shardproof.bench.on_rank import Clock, finish
 from shardproof.bench.subjects import (
     AloneSteps,
-    AxisRecord,
     GroupRecord,
     ProbeRecord,
     SideRun,
@@ -150,6 +149,7 @@ class Probed:
     def record(self) -> GroupRecord:
         """What all sweeps found."""
         return GroupRecord(
+            self.comm.size,
             [(op, n, seconds) for (op, n), seconds in self.seconds.items()],
             {op: (wall, cpu) for op, (wall, cpu) in self.used.items()},
         )
@@ -174,9 +174,9 @@ class Probes:
     ) -> None:
         self.comm, self.products = comm, list(products)
         self.device, self.dtype = comm.device, dtype
-        self.everybody = Probed(comm, sizes)
-        self.along = {axis: Probed(*each) for axis, each in (along or {}).items()}
-        largest = max(group.largest for group in self._groups)
+        groups = {"": (comm, sizes), **(along or {})}
+        self.groups = {axis: Probed(*each) for axis, each in groups.items()}
+        largest = max(group.largest for group in self.groups.values())
         count = max(POOL_BYTES, 2 * largest + 4096) // 4
         # Written, so that the pages exist; zeros stay zeros in every sum.
         self.pool = torch.empty(count, device=self.device).fill_(0.0)
@@ -184,12 +184,9 @@ class Probes:
         self.place = 0
         self.forget()
 
-    @property
-    def _groups(self) -> list[Probed]:
-        return [self.everybody, *self.along.values()]
-
     def sweep(self) -> None:
-        for group in self._groups:
+        """Measure each operation at each of its payloads, and the rates."""
+        for group in self.groups.values():
             for operation, payloads in group.sizes.items():
                 for payload in payloads:
                     self._collective(group, operation, payload)
@@ -199,7 +196,7 @@ class Probes:
 
     def forget(self) -> None:
         """Drop what was measured so far: it was warm-up."""
-        for group in self._groups:
+        for group in self.groups.values():
             group.seconds.clear()
             group.used.clear()
         self.flop_rates: list[float] = []
@@ -207,14 +204,8 @@ class Probes:
 
     def record(self) -> ProbeRecord:
         """What all sweeps found, for :func:`shardproof.bench.model.alpha_beta.machine`."""
-        along = [
-            AxisRecord(**vars(group.record()), axis=axis, ranks=group.comm.size)
-            for axis, group in self.along.items()
-        ]
-        found = vars(self.everybody.record())
-        return ProbeRecord(
-            **found, flop_rates=self.flop_rates, byte_rates=self.byte_rates, along=along
-        )
+        groups = {axis: group.record() for axis, group in self.groups.items()}
+        return ProbeRecord(groups, self.flop_rates, self.byte_rates)
 
     def _collective(self, group: Probed, operation: str, payload: int) -> None:
         """Mean seconds of a call of ``payload`` bytes, calls back to back from a start that all
@@ -351,6 +342,7 @@ class Alone:
         self.steps: list[list[float]] = []
 
     def record(self) -> AloneSteps:
+        """The seconds of all segments."""
         return AloneSteps(self.steps, self.gradients)
 
     def segment(self, count: int, meet: Callable[[], object] = lambda: None) -> None:

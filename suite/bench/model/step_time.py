@@ -138,6 +138,7 @@ class Prediction:
 
     @property
     def high_seconds(self) -> float:
+        """The bound where nothing is hidden."""
         return self.compute_seconds + self.communication_seconds
 
     @property
@@ -151,6 +152,7 @@ class Prediction:
         return 1 - self.compute_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def to_dict(self) -> dict[str, float | str]:
+        """The JSON form, with what follows from the fields."""
         return asdict(self) | {
             "high_seconds": self.high_seconds,
             "step_seconds": self.step_seconds,

@@ -60,6 +60,7 @@ def modelled_table(lines: Sequence[CellLine]) -> Table:
 
 
 def markdown(lines: Sequence[CellLine]) -> str:
+    """The table of scaling and, below it, that of modelled figures."""
     modelled = modelled_table(lines)
     below = f"\n{MODELLED_TITLE}:\n\n{modelled.markdown()}" if modelled.rows else ""
     return table(lines).markdown() + below
