@@ -194,7 +194,7 @@ class Wing:
         return ()
 
     def sections(self, run: Any) -> Sequence[Any]:
-        """Sections of the reports of ``run`` (:class:`shardproof.report.sections.Section`)."""
+        """Sections of the reports of ``run`` (:class:`shardproof.report.section.Section`)."""
         return ()
 
     def limits(self, run: Any) -> Iterable[Any]:
