@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import gc
 import json
+import math
 import os
 import stat
 import tempfile
@@ -240,9 +241,26 @@ def from_others(kind: type[T], data: Any) -> T:
 
     :raises TypeError: also where a number is given as text, say.
     """
+    try:
+        text = pydantic_core.to_json(data, inf_nan_mode="constants")
+    except ValueError:  # half a surrogate pair, say
+        text = json.dumps(standard(data)).encode()
     with _one_line():
-        value: T = _adapter(kind).validate_json(fast_json(data), strict=True)
+        value: T = _adapter(kind).validate_json(text, strict=True)
         return value
+
+
+def standard(value: Any) -> Any:
+    """``value`` as JSON has it; numbers that are not finite become ``"nan"`` or ``"inf"``."""
+    if isinstance(value, Mapping):
+        return {str(key): standard(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [standard(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def learn_forms() -> None:

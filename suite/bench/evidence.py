@@ -16,6 +16,7 @@ from shardproof.bench.judge import conclude, losses_of, targets_of
 from shardproof.bench.scaling import judge
 from shardproof.bench.session import Measured
 from shardproof.bench.subjects import BASES, LETTERS, Cell, Pair, Subject
+from shardproof.files import standard
 from shardproof.runs import run_folder
 from shardproof.runs.records import RecordError, file_name, read_table
 
@@ -193,7 +194,7 @@ def verify_line(run: Path, stored: Mapping[str, Any]) -> str | None:
         judged = judge.conclude(lines.MeasuredCell.model_validate(stored), rows)
     else:
         judged = conclude(lines.MeasuredPair.model_validate(stored), rows)
-    for key, value in json.loads(json.dumps(run_folder.standard(judged.to_dict()))).items():
+    for key, value in json.loads(json.dumps(standard(judged.to_dict()))).items():
         if stored.get(key) != value:
             return f"{stored['id']}: the raw times give {key} {value!r}, not {stored.get(key)!r}"
     return None

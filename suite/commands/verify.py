@@ -21,14 +21,14 @@ from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
 from shardproof.errors import Problem, SelectionError, one_line
 from shardproof.evidence.account import Account
-from shardproof.files import DAMAGE
+from shardproof.files import DAMAGE, standard
 from shardproof.runs import records
 from shardproof.runs.bundle.form import Listing
 from shardproof.runs.bundle.unpacking import unpacked
 from shardproof.runs.header import OtherFormat
 from shardproof.runs.integrity import changed
 from shardproof.runs.records import LeadsOut, RecordError
-from shardproof.runs.run_folder import Run, read, standard
+from shardproof.runs.run_folder import Run, read
 from shardproof.verdicts import INTERRUPTED
 from shardproof.wings import LineKind, wings_of
 

@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 from shardproof import verdicts
 from shardproof.case import Case
+from shardproof.checks import CHECKS
 from shardproof.checks.results import CaseResult, LeftOut
 from shardproof.report.tables import error_is_ratio
 from shardproof.runs.run_folder import Run
@@ -75,10 +76,7 @@ CAPABILITIES: dict[str, str] = {
 #: Capabilities that take the outcome of checks; the worst of them counts.
 BY_CHECK: dict[str, tuple[str, ...]] = {
     "numbers": ("equivalence", "replicas", "norm", "relations"),
-    **{name: (name,) for name in ("traffic", "memory", "active", "overlap", "schedule")},
-    "compression": ("compression",),
-    **{name: (name,) for name in ("checkpoint", "refusals", "collectives", "data", "stopping")},
-    "faults": ("faults",),
+    **{name: (name,) for name in CAPABILITIES if name in CHECKS},
 }
 
 #: Capabilities that a case trains with if its workload has one of these traits.

@@ -48,7 +48,7 @@ _ASKED = {
 
 
 @dataclass(frozen=True)
-class Part:
+class SectionKind:
     """A section of the core: what each form of a report shows of it.
 
     On the page that is the template ``<anchor>.html``, if it gives anything; in ``report.md`` the
@@ -68,7 +68,7 @@ class Part:
 class SectionOfCore(Section):
     """A part of the list below, of one run."""
 
-    def __init__(self, part: Part, run: Run) -> None:
+    def __init__(self, part: SectionKind, run: Run) -> None:
         self.part, self.run = part, run
         self.anchor, self.title, self.label = part.anchor, part.title, part.label
 
@@ -98,17 +98,19 @@ def _killed(run: Run) -> str:
 
 #: Sections of the core: those above what wings add, and those below.
 ABOVE = (
-    Part("broke", "What broke", lines=cases.broken_lines),
-    Part("capabilities", "Capabilities", lambda run: [capability_matrix.matrix(run).table()]),
-    Part(
+    SectionKind("broke", "What broke", lines=cases.broken_lines),
+    SectionKind(
+        "capabilities", "Capabilities", lambda run: [capability_matrix.matrix(run).table()]
+    ),
+    SectionKind(
         "results",
         "Results",
         lambda run: [tables.table(run.cases)],
         terminal=lambda run: [tables.table(run.cases).titled("")],
         readme=_results,
     ),
-    Part("traffic", "Traffic against formula", label="Traffic"),
-    Part(
+    SectionKind("traffic", "Traffic against formula", label="Traffic"),
+    SectionKind(
         "memory",
         "Memory against formula",
         lambda run: [memory.table(run.cases), memory.allocator(run.cases)],
@@ -116,28 +118,28 @@ ABOVE = (
         readme=lambda run: folded(memory.table(run.cases)),
         label="Memory",
     ),
-    Part(
+    SectionKind(
         "pipelines",
         "Pipelines",
         lambda run: bubbles.tables(run.cases),
         terminal=lambda run: bubbles.tables(run.cases),
         readme=lambda run: "\n".join(map(folded, bubbles.tables(run.cases))),
     ),
-    Part("nodes", "Nodes", nodes.tables),
-    Part("", "Slowest cases", lambda run: [tables.slowest(run.cases)]),
-    Part("coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)]),
+    SectionKind("nodes", "Nodes", nodes.tables),
+    SectionKind("", "Slowest cases", lambda run: [tables.slowest(run.cases)]),
+    SectionKind("coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)]),
 )
 BELOW = (
-    Part("faults", "Planted faults", _faults, readme=_killed),
-    Part(
+    SectionKind("faults", "Planted faults", _faults, readme=_killed),
+    SectionKind(
         "random",
         "Planted faults under random cases",
         lambda run: [kills.by_n(run)],
         label="Random cases",
     ),
-    Part("limits", "What was not checked", lines=limits.lines),
-    Part("cases", "Every case"),
-    Part("where", "What ran, and where", lambda run: [environment(run)]),
+    SectionKind("limits", "What was not checked", lines=limits.lines),
+    SectionKind("cases", "Every case"),
+    SectionKind("where", "What ran, and where", lambda run: [environment(run)]),
 )
 
 

@@ -21,10 +21,9 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,6 +42,7 @@ from shardproof.files import (
     open_input,
     read_fast_json,
     read_input,
+    standard,
     write_whole,
 )
 from shardproof.runs import code, shard
@@ -510,19 +510,6 @@ def find_run(name: str | None, root: Path = Path("results")) -> Path:
         if (path / "run.json").is_file():
             return path
     raise SelectionError(Problem("no such run", "name a folder or an id under results/", name))
-
-
-def standard(value: Any) -> Any:
-    """``value`` as JSON has it; numbers that are not finite become ``"nan"`` or ``"inf"``."""
-    if isinstance(value, Mapping):
-        return {str(key): standard(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [standard(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, str) and not value.isascii():
-        return value.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def lines(run: Path) -> Iterator[Line]:

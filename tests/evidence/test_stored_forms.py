@@ -29,12 +29,11 @@ from shardproof.evidence.records import (
     Voted,
     WorkloadFacts,
 )
-from shardproof.files import from_plain, to_plain
+from shardproof.files import from_plain, standard, to_plain
 from shardproof.ledgers.memory.log import MemoryLog
 from shardproof.ledgers.traffic import Call
 from shardproof.registry.declaration import Declaration
 from shardproof.runs.random_kills import RandomKills
-from shardproof.runs.run_folder import standard
 
 _CLASSES: tuple[Any, ...] = (
     *(Account, Call, Case, CaseResult, CheckpointPlan, Declaration, Drawn, Fault, Kill, LeftOut),
@@ -118,3 +117,8 @@ def test_a_line_of_others_must_have_the_types_as_they_are(wrong: dict[str, Any],
 def test_numbers_that_json_lacks_are_read_as_numbers() -> None:
     form = next(form for name, form in FORMS if name == "Kill" and form["margin"] == "inf")
     assert Kill.from_dict(form).margin == float("inf")
+
+
+def test_a_line_may_hold_half_a_surrogate_pair() -> None:
+    form = next(form for name, form in FORMS if name == "CaseResult")
+    assert CaseResult.from_dict(form | {"reason": "a\ud800b"}).reason == "a\\ud800b"

@@ -67,7 +67,7 @@ def test_filters_narrow_within_the_plan(command: Any, run: Path) -> None:
         (("-k", "adamw"), "-k matches nothing (adamw)"),
         (("--rerun-failed",), "--resume and --rerun-failed exclude each other - give one"),
         (("--tier", "full"), "--tier: not planned in this run (full) - planned: quick"),
-        (("--campaign", "3"), "--campaign draws its own cases (3) - leave out --resume"),
+        (("--campaign", "3"), "--campaign and --case draw their own cases - leave out --resume"),
     ],
 )
 def test_what_was_not_planned_is_refused(

@@ -29,7 +29,7 @@ _WIDTH, _HEIGHT = 300.0, 26.0
 
 
 @dataclass(frozen=True)
-class Bar:
+class BarRow:
     """A row: its texts, and the drawing between the first and the others."""
 
     name: str
@@ -48,7 +48,7 @@ def traffic_table(results: Iterable[CaseResult]) -> Table:
     return _table("Traffic against formula", "sent", headings, traffic_bars(results))
 
 
-def _table(title: str, verb: str, headings: Sequence[str], bars: Sequence[Bar]) -> Table:
+def _table(title: str, verb: str, headings: Sequence[str], bars: Sequence[BarRow]) -> Table:
     rows: list[Row] = [
         (bar.name, Cell("", html=str(bar.image), style_class="image"), *bar.cells) for bar in bars
     ]
@@ -57,7 +57,7 @@ def _table(title: str, verb: str, headings: Sequence[str], bars: Sequence[Bar]) 
     return Table(title, ("implementation", heading, *headings), rows, marks)
 
 
-def memory_bars(results: Iterable[CaseResult]) -> list[Bar]:
+def memory_bars(results: Iterable[CaseResult]) -> list[BarRow]:
     bars = []
     for cells, figures in memory.with_figures(results):
         if not figures["bytes_whole"]:
@@ -80,7 +80,7 @@ def memory_bars(results: Iterable[CaseResult]) -> list[Bar]:
         )
         texts = (f"{figures['bytes_held']:,}", cost_model, f"{full:,}", measured)
         red = memory.FAILS in measured
-        bars.append(Bar(name, (optimizer, precision, world, *texts), image, red))
+        bars.append(BarRow(name, (optimizer, precision, world, *texts), image, red))
     return bars
 
 
@@ -118,7 +118,7 @@ def _pair(
     return parts
 
 
-def traffic_bars(results: Iterable[CaseResult]) -> list[Bar]:
+def traffic_bars(results: Iterable[CaseResult]) -> list[BarRow]:
     """One bar for each implementation with options, backend and world that was counted."""
     groups: dict[tuple[str, str, int], list[CaseResult]] = defaultdict(list)
     for result in results:
@@ -129,7 +129,9 @@ def traffic_bars(results: Iterable[CaseResult]) -> list[Bar]:
     return sorted((bar for bar in bars if bar is not None), key=lambda bar: not bar.red)
 
 
-def _traffic_bar(name: str, backend: str, world: int, members: Sequence[CaseResult]) -> Bar | None:
+def _traffic_bar(
+    name: str, backend: str, world: int, members: Sequence[CaseResult]
+) -> BarRow | None:
     sent, expected = bytes_of(members)
     if not sent and not expected:
         return None
@@ -161,7 +163,7 @@ def _traffic_bar(name: str, backend: str, world: int, members: Sequence[CaseResu
     )
     same = "= formula" if sent == expected else whole(expected)
     of_book = f"{times:.3g} x {book}" if book else "-"
-    return Bar(name, (backend, str(world), whole(sent), same, of_book), image, red)
+    return BarRow(name, (backend, str(world), whole(sent), same, of_book), image, red)
 
 
 def _scaled(parts: Mapping[str, float], total: Fraction) -> dict[str, float]:
