@@ -28,7 +28,7 @@ OTHER_WORDS = {
         *("runs/records.py", "compare/reproduced.py", "report/limits.py"),
     ),
     # `shardproof run --shard`
-    "shard": ("bench/command/choice.py", "cluster/command.py"),
+    "shard": ("cluster/command.py",),
 }
 #: Two axes with properties that no axis of today has together.
 CONTEXT = Axis(

@@ -91,7 +91,6 @@ def test_piped_lists_print_one_full_name_a_line(what: str, name: str) -> None:
         (("run", "ddp-gpt", "--results", "docs"), "docs: is a folder that holds no run - "),
         (("mutants", "--results", "docs"), "docs: is a folder that holds no run - "),
         (("run", "ddp-gpt", "--results", ""), "'--results': an empty name"),
-        (("bench", "strong", "--results", ""), "'--results': an empty name"),
         (("run", "ddp-gpt", "--junit", "docs"), "--junit: Is a directory (docs) - name a file"),
         (("run", "ddp-gpt", "--junit", ""), "--junit: Is a directory (.) - name a file"),
         (("run", "ddp-gpt", "--junit", "README.md/x"), "--junit: Not a directory (README.md/x)"),

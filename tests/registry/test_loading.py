@@ -76,13 +76,6 @@ def test_run_ends_with_code_2_and_writes_nothing(
     assert sorted(set(modules.iterdir()) - {modules / "__pycache__"}) == before
 
 
-@pytest.mark.parametrize("others", [("plain",), ("plain", "--dry-run")])
-def test_bench_does_too(command: Any, modules: Path, others: tuple[str, ...]) -> None:
-    code, out, err = command("bench", "no_class:Min", *others, "--results", str(modules / "run"))
-    assert (code, out) == (2, ""), out
-    assert "has no 'Min'" in err and not (modules / "run").exists()
-
-
 def test_a_scenario_names_the_line(command: Any, modules: Path) -> None:
     text = """\
 name: own

@@ -173,7 +173,6 @@ def test_only_regular_files_are_read(command: Any, run: Path, tmp_path: Path, ki
     for words in (
         ["run", str(odd)],
         ["check-scenario", str(odd)],
-        ["bench", str(odd)],
         ["gate", str(run), "--against", str(run), "--policy", str(odd)],
         ["gate", str(run), "--against", str(odd)],
         ["compare", str(run), str(odd)],

@@ -1,0 +1,38 @@
+"""What `bench` refuses before anything is timed, with one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize("others", [("plain",), ("plain", "--dry-run")])
+def test_a_class_that_cannot_be_loaded(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
+) -> None:
+    (tmp_path / "no_class.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, err = command("bench", "no_class:Min", *others, "--results", str(tmp_path / "run"))
+    assert (code, out) == (2, ""), out
+    assert "has no 'Min'" in err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_regular_files_are_read(command: Any, tmp_path: Path, kind: str) -> None:
+    odd = tmp_path / "odd.yaml"
+    if kind == "pipe":
+        os.mkfifo(odd)
+    elif kind == "device":
+        odd.symlink_to("/dev/zero")
+    else:
+        odd.mkdir()
+    code, _, err = command("bench", str(odd))
+    assert code == 2 and ("odd.yaml" in err or "/dev/zero" in err) and " - " in err, err
+
+
+def test_results_without_a_name(command: Any) -> None:
+    code, _, err = command("bench", "strong", "--results", "")
+    assert code == 2 and "'--results': an empty name" in err
