@@ -67,7 +67,7 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
         _mute(sys.stderr if err else sys.stdout)
 
 
-class Bar:
+class ProgressBar:
     """Context manager: a bar on a terminal, elsewhere a line now and then.
 
     ``total`` may be unknown (``None``).
@@ -148,7 +148,7 @@ class Bar:
         return ""
 
 
-class Progress(Bar):
+class Progress(ProgressBar):
     """Progress over ``cases``: :meth:`started` and :meth:`step` are called once for each.
 
     ``expected``: seconds of a case by its id, where known.  Elsewhere than on a terminal a thread

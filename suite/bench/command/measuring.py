@@ -17,7 +17,7 @@ from shardproof.bench.session import Measured, Session
 from shardproof.bench.subjects import Cell
 from shardproof.bench.time_budget import Schedule, choose, duration_name, estimates
 from shardproof.commands import supervision
-from shardproof.commands.console import Bar, echo, make_console, print_line
+from shardproof.commands.console import ProgressBar, echo, make_console, print_line
 from shardproof.runs.durations import Durations
 from shardproof.runs.run_folder import RunFolder, read
 from shardproof.runs.shard import Cut
@@ -180,7 +180,7 @@ class _Measuring:
         print_line(self.console, told)
 
 
-class _Blocks(Bar):
+class _Blocks(ProgressBar):
     """Progress over the blocks of one comparison."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
