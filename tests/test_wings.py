@@ -1,0 +1,78 @@
+"""The core works in a tree without the folder of a wing, and then only lacks its commands."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardproof import wings
+
+ROOT = Path(__file__).parents[1]
+#: Of the working tree; links stay links, as in a checkout.
+COPIED = ("suite", "impls", "scenarios", "shardproof")
+CASE = "ddp-gpt::reference/naive_ddp::in_memory::replicate1::sgd::noclip::fp64::full"
+
+
+def shardproof(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """``shardproof`` of the copy ``tree``."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "100"}
+    command = [sys.executable, "-m", "shardproof", *words]
+    return subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def commands(text: str) -> set[str]:
+    """The commands that a help text lists."""
+    return {
+        line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line[2:3].strip()
+    }
+
+
+@pytest.fixture(params=wings.names())
+def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of the tree without the folder of a wing, whose name is the copy's."""
+    copy = tmp_path / str(request.param)
+    copy.mkdir()
+    for name in COPIED:
+        ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
+        if (ROOT / name).is_symlink():
+            (copy / name).symlink_to((ROOT / name).readlink())
+        else:
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+    shutil.rmtree(copy / "suite" / str(request.param))
+    return copy
+
+
+@pytest.mark.launches
+@pytest.mark.timeout(900)
+def test_without_a_wing_only_its_commands_are_missing(tree: Path) -> None:
+    whole = commands(shardproof(ROOT, "--help").stdout)
+    done = shardproof(tree, "--help")
+    assert done.returncode == 0, done.stderr
+    assert whole - commands(done.stdout) == {tree.name}
+    assert commands(done.stdout) <= whole
+
+
+@pytest.mark.launches
+@pytest.mark.timeout(900)
+def test_without_a_wing_a_case_is_judged_verified_and_reported(tree: Path) -> None:
+    run = tree / "run"
+    for words in (
+        ("run", CASE, "--results", str(run)),
+        ("verify", str(run)),
+        ("report", str(run)),
+        ("doctor",),
+        ("list", "cases", "--tier", "quick"),
+    ):
+        done = shardproof(tree, *words)
+        assert done.returncode in (0, 1) if words == ("doctor",) else done.returncode == 0, (
+            words,
+            done.stdout[-2000:],
+            done.stderr[-2000:],
+        )
