@@ -149,7 +149,7 @@ def test_a_world_of_the_command_line_fits_the_mesh(tmp_path: Path) -> None:
     assert done.stdout.split() == ["scaling::meshes::reference/fsdp+hsdp::gloo::4::charnames_gpt"]
 
 
-def probed(world: int, calls: dict[int, float], nodes: int = 1) -> CellProbes:
+def probed(world: int, calls: dict[int, float]) -> CellProbes:
     """Probes of ``world`` ranks whose calls cost 10 us a message and 1 ns a byte; ``calls``:
     seconds to the gradients by samples.
     """
@@ -164,7 +164,6 @@ def probed(world: int, calls: dict[int, float], nodes: int = 1) -> CellProbes:
         flops=0,
         elements=0,
         world=world,
-        nodes=nodes,
         gradients=calls,
         update=0.01,
     )
@@ -205,19 +204,6 @@ def test_replicas_of_shards_are_modelled_where_all_calls_cost_the_same(tmp_path:
     far = replace(hybrid, world=64, workload=hybrid.at(64).workload)
     late = figures(line_of(far, {"replicate": 32, "shard": 2}, "fsdp", probed(4, samples)))
     assert late["problem"] == "8 samples do not go round 64 ranks"
-
-
-def test_calls_inside_nodes_and_between_them_have_no_one_alpha(tmp_path: Path) -> None:
-    hybrid = cell(tmp_path, "hsdp", 4)
-    line = line_of(hybrid, {"replicate": 2, "shard": 2}, "fsdp", probed(4, {2: 0.02}, nodes=2))
-    told = figures(line)
-    assert told["efficiency"] is None
-    assert "calls along replicate and shard lie inside nodes or between them" in told["problem"]
-    assert modelled.scorecard(line, 0.1) is None
-    one_axis = line_of(
-        cell(tmp_path, "hsdp", 2), {"replicate": 1, "shard": 2}, "fsdp", probed(2, {4: 0.02}, 2)
-    )
-    assert figures(one_axis)["efficiency"] is not None
 
 
 def test_a_pipeline_is_modelled_with_its_bubble(tmp_path: Path) -> None:

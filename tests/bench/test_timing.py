@@ -354,7 +354,7 @@ def test_what_cannot_be_predicted_says_why() -> None:
     from shardproof.bench.model import scorecard
 
     assert scorecard.unscored("gloo", {"replicate": 2, "shard": 2}) == ""
-    assert "tensor and pipe" in scorecard.unscored("gloo", {"pipe": 2, "tensor": 2})
+    assert "pipe and tensor" in scorecard.unscored("gloo", {"pipe": 2, "tensor": 2})
     assert "no cost formulas for backend ucc" in scorecard.unscored("ucc", {"shard": 2})
     pair = sides.read(["peers"])[0]
     line = PairLine(id="x", pair=pair, verdict="same")
