@@ -42,7 +42,7 @@ KERNELS = (
 
 
 @functools.cache
-def representatives() -> list[kill_matrix.Pair]:
+def representatives() -> list[kill_matrix.PlantedPair]:
     """Faults of each file of faults and of each check or verdict that kills, few and small.
 
     Of equal use are rather those whose parent's case is judged already.  Memory is weighed where a
@@ -52,7 +52,7 @@ def representatives() -> list[kill_matrix.Pair]:
     shown = {n: {fault.implementation.__module__, *fault.killed_by} for n, fault in faults.items()}
     pairs = {name: pair(fault, weigh_all=False) for name, fault in faults.items()}
     wanted, judged = set[str]().union(*shown.values()), set[str]()
-    chosen: list[kill_matrix.Pair] = []
+    chosen: list[kill_matrix.PlantedPair] = []
     while wanted:
         best = max(
             faults,
@@ -129,7 +129,7 @@ def test_a_kill_is_judged_again_by_its_line_alone() -> None:
     )
     kill = judge_kill(item, own, parent)
     assert kill.killed
-    again = kill_matrix.Pair(kill, item.case, item.parent)
+    again = kill_matrix.PlantedPair(kill, item.case, item.parent)
     assert why_not_killed(again, own, parent) == ""
     own.checks = []
     assert "survives" in why_not_killed(again, own, parent)
