@@ -242,8 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def put(file: Path, run: Path, lines: Sequence[str], closing: str) -> None:
     """Put the table of ``run`` between the markers of ``file``, with what was skipped."""
-    from shardproof.report.text import insert
-
+    from shardproof.report.forms import insert
     from shardproof.runs.run_folder import read
 
     text = [*lines, "", f"{closing}.", "", read(run).provenance]

@@ -149,7 +149,7 @@ def test_a_world_of_the_command_line_fits_the_mesh(tmp_path: Path) -> None:
     assert done.stdout.split() == ["scaling::meshes::reference/fsdp+hsdp::gloo::4::charnames_gpt"]
 
 
-def probed(world: int, calls: dict[int, float]) -> CellProbes:
+def probed(world: int, calls: dict[int, float], nodes: int = 1) -> CellProbes:
     """Probes of ``world`` ranks whose calls cost 10 us a message and 1 ns a byte; ``calls``:
     seconds to the gradients by samples.
     """
@@ -164,6 +164,7 @@ def probed(world: int, calls: dict[int, float]) -> CellProbes:
         flops=0,
         elements=0,
         world=world,
+        nodes=nodes,
         gradients=calls,
         update=0.01,
     )

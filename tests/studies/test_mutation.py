@@ -86,7 +86,7 @@ def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreach
 ) -> None:
     killed = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
     unreached = named("zero3.py", "compare", "")
-    idle = named("engine/recompute.py", "turns", "range(0, len(units)")
+    idle = named("naive_ddp.py", "twice", "reducer.check(comm.size)")
     monkeypatch.setattr(operators, "faults", lambda: [killed, unreached, idle])
     cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:2]
     said: list[str] = []
@@ -94,7 +94,7 @@ def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreach
     assert {one.fault.operator: one.state for one in found.planted} == {
         "drop": "killed",
         "compare": "unreached",
-        "turns": "without effect",
+        "twice": "without effect",
     }
     assert said
     assert "1 killed" in found.sentence()
