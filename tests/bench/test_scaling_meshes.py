@@ -207,6 +207,19 @@ def test_replicas_of_shards_are_modelled_where_all_calls_cost_the_same(tmp_path:
     assert late["problem"] == "8 samples do not go round 64 ranks"
 
 
+def test_calls_inside_nodes_and_between_them_have_no_one_alpha(tmp_path: Path) -> None:
+    hybrid = cell(tmp_path, "hsdp", 4)
+    line = line_of(hybrid, {"replicate": 2, "shard": 2}, "fsdp", probed(4, {2: 0.02}, nodes=2))
+    told = figures(line)
+    assert told["efficiency"] is None
+    assert "calls along replicate and shard lie inside nodes or between them" in told["problem"]
+    assert modelled.scorecard(line, 0.1) is None
+    one_axis = line_of(
+        cell(tmp_path, "hsdp", 2), {"replicate": 1, "shard": 2}, "fsdp", probed(2, {4: 0.02}, 2)
+    )
+    assert figures(one_axis)["efficiency"] is not None
+
+
 def test_a_pipeline_is_modelled_with_its_bubble(tmp_path: Path) -> None:
     """Two micro-batches in two stages: 3/2 of half the work, and half of the update."""
     piped = cell(tmp_path, "two", 2)

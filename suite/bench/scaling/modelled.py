@@ -95,7 +95,13 @@ def _crosses(line: MeasuredCell, probed: CellProbes) -> str:
     """Why what was probed is not what the calls of a cell cost; empty: it is."""
     if probed.ranks_per_node:
         return not_probed(line.mesh, grown(line.mesh, probed.world), probed.ranks_per_node)
-    return ""
+    axes = [axis for axis, size in line.mesh.items() if size > 1]
+    if probed.nodes == 1 or len(axes) < 2:
+        return ""
+    return (
+        f"calls along {' and '.join(axes)} lie inside nodes or between them, and alpha and beta "
+        "are those of one group of all ranks"
+    )
 
 
 def scorecard(line: MeasuredCell, seconds: float) -> Scorecard | None:
