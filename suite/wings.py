@@ -193,6 +193,22 @@ class Wing:
         """
         return ()
 
+    def compared(self, pairs: Sequence[Any]) -> Any:
+        """Times that both results of ``pairs`` have, which are
+        :class:`shardproof.compare.compare.Pairing`
+        (:class:`shardproof.compare.compare.ComparedTimes`; ``None``: none).
+        """
+        return None
+
+    def by_hardware(
+        self, names: Sequence[str], reference: Any, others: Sequence[Any], only_changed: bool
+    ) -> Sequence[Any]:
+        """Tables with a column a machine, which has one of ``names``: those of the runs
+        ``reference`` (:class:`shardproof.compare.snapshot.Snapshot`) and ``others``, each compared
+        with it (:class:`shardproof.compare.compare.RunComparison`).
+        """
+        return ()
+
     def sections(self, run: Any) -> Sequence[Any]:
         """Sections of the reports of ``run`` (:class:`shardproof.report.section.Section`)."""
         return ()

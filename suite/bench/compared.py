@@ -9,9 +9,9 @@ from dataclasses import asdict
 from shardproof.bench import lines
 from shardproof.bench.lines import CellLine, Memory, PairLine
 from shardproof.bench.model.step_time import Scorecard
+from shardproof.bench.ratios import Estimate
 from shardproof.bench.subjects import LETTERS
 from shardproof.compare.exact_figures import Scalar
-from shardproof.compare.ratios import Estimate
 from shardproof.compare.snapshot import TIMED, Entry, Sample, Version, cell_of, strategy_of
 from shardproof.runs.run_folder import Run
 

@@ -21,8 +21,8 @@ from pydantic import (
 
 from shardproof.bench.model.alpha_beta import Machine
 from shardproof.bench.model.step_time import Scorecard
+from shardproof.bench.ratios import Estimate
 from shardproof.bench.subjects import Call, Cell, Pair, Room
-from shardproof.compare.ratios import Estimate
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
 

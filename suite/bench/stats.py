@@ -20,7 +20,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from shardproof.bench.lines import InReport, PairFigures, PairLine, Twin
-from shardproof.compare.ratios import (
+from shardproof.bench.ratios import (
     CONFIDENCE,
     DIFFERENT,
     SMALLEST_MARGIN,

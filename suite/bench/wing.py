@@ -110,6 +110,20 @@ class Bench(Wing):
 
         return entries(run, version)
 
+    def compared(self, pairs: Sequence[Any]) -> Any:
+        """Ratios of both runs."""
+        from shardproof.bench.timings import compared
+
+        return compared(pairs)
+
+    def by_hardware(
+        self, names: Sequence[str], reference: Any, others: Sequence[Any], only_changed: bool
+    ) -> Sequence[Any]:
+        """Ratios, modelled figures and scorecards of each machine."""
+        from shardproof.bench.timings import by_hardware
+
+        return by_hardware(names, reference, others, only_changed)
+
     def sections(self, run: Any) -> Sequence[Any]:
         """A section for each kind of results."""
         from shardproof.bench.reported import sections

@@ -229,12 +229,10 @@ def gate(
     if doubts is None:
         what = "is a baseline, which has no evidence to judge"
         raise SelectionError(Problem(what, "name a run folder, an id or a bundle", file=run))
-    comparison = compared(before, after)
     policies.check(policy_file, before, after, max(today, _day(None)))
-    named = [(before.name, text) for text in old_doubts or ()]
-    gated = judge(
-        comparison, policy_file, today, [*named, *((after.name, text) for text in doubts)]
-    )
+    of_both = (before.name, old_doubts or ()), (after.name, doubts)
+    named = [(name, text) for name, texts in of_both for text in texts]
+    gated = judge(compared(before, after), policy_file, today, named)
     _tell(gated, outputs)
     raise typer.Exit(gated.exit_code)
 

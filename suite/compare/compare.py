@@ -8,22 +8,21 @@ with the hardware.
 
 from __future__ import annotations
 
-import math
+import datetime
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 from shardproof import verdicts
-from shardproof.compare import exact_figures, ratios
-from shardproof.compare.snapshot import FAULTS, Entry, Sample, Snapshot, Version
-from shardproof.table import some
+from shardproof.compare import exact_figures
+from shardproof.compare.snapshot import FAULTS, Entry, Snapshot, Version
+from shardproof.table import Table, some
+from shardproof.wings import first
 
 if TYPE_CHECKING:
-    from shardproof.compare.welch import Difference
+    from shardproof.compare import policy
 
-#: Names of ratios that are better when larger; those of times are better when smaller.
-EFFICIENCY = "efficiency"
 #: Verdicts of results whose figures say nothing: they were not run to their end, or not judged.
 UNDECIDED = verdicts.RED | verdicts.OPEN | {"xfail", "skip"}
 #: Figures that one note names.
@@ -76,36 +75,20 @@ class Pairing:
         return self.after.id
 
 
-@dataclass(frozen=True)
-class Timing:
-    """A ratio that both runs have; ``verdict`` and ``smallest`` are about the difference.
+class ComparedTimes(list[Any]):
+    """Ratios of times that both runs have, as a wing compares them; without a wing there are none.
 
-    ``slower`` also says that an efficiency is lower.  ``verdict`` is ``inconclusive`` where nothing
-    is certain; ``smallest`` is the effect (a share) that these blocks could have shown.
+    Each has an ``id``, a ``verdict``, whether it ``moved``, the ``rule`` and ``message`` of the
+    gate, ``cells()`` of CSV, and the JSON form ``to_dict()``.
     """
 
-    id: str
-    ratio: str
-    before: Sample
-    after: Sample
-    difference: Difference
-    margin: float
-    verdict: str
-    smallest: float
+    def table(self, only_changed: bool) -> Table:
+        """A row a ratio."""
+        return Table("Times", (), ())
 
-    @property
-    def change(self) -> str:
-        difference = self.difference
-        low, middle, high = map(math.exp, (difference.low, difference.mean, difference.high))
-        return f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-
-    @property
-    def moved(self) -> bool:
-        return self.verdict not in ("same", "inconclusive")
-
-    @property
-    def larger_is_better(self) -> bool:
-        return self.ratio.startswith(EFFICIENCY)
+    def allowed(self, rules: policy.Times, today: datetime.date) -> Self:
+        """The same, with the margins that a policy allows."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -121,7 +104,7 @@ class RunComparison:
     before: Snapshot
     after: Snapshot
     pairs: list[Pairing] = field(default_factory=list)
-    times: list[Timing] = field(default_factory=list)
+    times: ComparedTimes = field(default_factory=lambda: ComparedTimes())
     apart: list[Apart] = field(default_factory=list)
     #: Ids of one side only; what the run says it left out (with its reason) is not missing.
     missing: list[str] = field(default_factory=list)
@@ -189,7 +172,8 @@ def compare(before: Snapshot, after: Snapshot) -> RunComparison:
         for name in olds:
             if name not in news:
                 gone(name)
-    comparison.times = _timings(comparison.pairs)
+    times = first(lambda wing: wing.compared(comparison.pairs))
+    comparison.times = times or ComparedTimes()
     for name, was in before.kills.items():
         fault, killed = f"{FAULTS}{name}", after.kills.get(name)
         if killed is None:
@@ -260,52 +244,6 @@ def _unlike(figure: str, old: Version, new: Version) -> str:
     if figure in exact_figures.OF_ONE_PYTHON and old.python != new.python:
         return "another Python"
     return ""
-
-
-def _timings(pairs: Iterable[Pairing]) -> list[Timing]:
-    timed = [
-        (pair, name, pair.before.samples[name], pair.after.samples[name])
-        for pair in pairs
-        for name in pair.after.samples
-        if name in pair.before.samples
-        and min(pair.before.samples[name].blocks, pair.after.samples[name].blocks) > 1
-    ]
-    if not timed:
-        return []  # scipy is slow to import
-    from shardproof.compare import welch
-
-    differences = welch.adjusted([welch.difference(after, before) for _, _, before, after in timed])
-    return [
-        _timing(pair, name, before, after, difference)
-        for (pair, name, before, after), difference in zip(timed, differences, strict=True)
-    ]
-
-
-def _timing(
-    pair: Pairing, name: str, before: Sample, after: Sample, difference: Difference
-) -> Timing:
-    from shardproof.compare import welch
-
-    least = welch.margin(pair.before.same, pair.after.same)
-    verdict = verdict_on(difference, least, name.startswith(EFFICIENCY))
-    if before == after:
-        verdict = "same"  # one measurement, looked at twice
-    smallest = math.expm1(ratios.smallest_effect(difference, least))
-    return Timing(pair.id, name, before, after, difference, least, verdict, smallest)
-
-
-def verdict_on(difference: Difference, least: float, larger_is_better: bool) -> str:
-    """The verdict on a difference where less than ``least`` (log units) does not matter.
-
-    A difference that does not survive beside all others that were compared is inconclusive.
-    """
-    if larger_is_better:
-        difference = replace(
-            difference, mean=-difference.mean, low=-difference.high, high=-difference.low
-        )
-    verdict = ratios.verdict(difference, least)
-    lost = verdict in ratios.DIFFERENT and difference.p_holm >= 1 - ratios.CONFIDENCE
-    return "inconclusive" if lost else verdict
 
 
 def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Iterator[str]:

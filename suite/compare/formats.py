@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import FigureChange, RunComparison, Timing
+from shardproof.compare.compare import FigureChange, RunComparison
 from shardproof.compare.exact_figures import JsonObject
-from shardproof.compare.snapshot import Entry, Sample, Snapshot
+from shardproof.compare.snapshot import Entry, Snapshot
 from shardproof.compare.tables import ComparisonReport
 from shardproof.errors import printable
 from shardproof.report.section import TEMPLATES, rendered
@@ -79,11 +78,7 @@ def _csv_rows(comparison: RunComparison, only_changed: bool) -> Iterator[list[st
     for time in comparison.times:
         if only_changed and not time.moved:
             continue
-        cells = {"figure": time.ratio, "verdict": time.verdict}
-        cells |= {"reference": time.before.ratio, "now": time.after.ratio}
-        cells |= {end: math.exp(getattr(time.difference, end)) for end in ("low", "high")}
-        entry = comparison.after.timed[time.id]
-        yield _csv_row(name, "ratio", time.id, cells, entry)
+        yield _csv_row(name, "ratio", time.id, time.cells(), comparison.after.timed[time.id])
     for item in comparison.apart:
         yield _csv_row(name, "not comparable", item.id, {"where": item.why})
     for what in ("missing", "left out", "new"):
@@ -142,35 +137,10 @@ def _comparison(comparison: RunComparison, only_changed: bool) -> JsonObject:
             }
             for pair in pairs
         ],
-        "times": [_time(time) for time in times],
+        "times": [time.to_dict() for time in times],
         "faults": [asdict(change) for change in comparison.kills],
         "not_comparable": [asdict(item) for item in comparison.apart],
         "missing": comparison.missing,
         "left_out": comparison.left_out,
         "new": comparison.new,
     }
-
-
-def _time(time: Timing) -> JsonObject:
-    change = time.difference
-    return {
-        "id": time.id,
-        "ratio": time.ratio,
-        "reference": _sample(time.before),
-        "now": _sample(time.after),
-        "change": {
-            "ratio": math.exp(change.mean),
-            **{end: math.exp(getattr(change, end)) for end in ("low", "high")},
-            **{key: getattr(change, key) for key in ("freedom", "p", "p_holm")},
-        },
-        "margin": math.expm1(time.margin),
-        "smallest_effect": time.smallest,
-        "verdict": time.verdict,
-    }
-
-
-def _sample(sample: Sample) -> JsonObject:
-    from shardproof.compare import welch
-
-    low, high = welch.interval(sample)
-    return {"ratio": sample.ratio, "low": low, "high": high, "blocks": sample.blocks}

@@ -8,19 +8,17 @@ not done.  Verdicts are judged also where nothing can be compared, for a failure
 from __future__ import annotations
 
 import datetime
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import UNDECIDED, FigureChange, RunComparison, Timing, verdict_on
-from shardproof.compare.policy import Allowed, AllowedTime, ExpectedFailure, Level, PolicyFile
+from shardproof.compare.compare import UNDECIDED, FigureChange, RunComparison
+from shardproof.compare.policy import Allowed, ExpectedFailure, Level, PolicyFile
 from shardproof.compare.snapshot import FAULTS, Entry
-from shardproof.compare.tables import verdict_of
 from shardproof.wings import line_kinds
 
 State = Literal["breaks", "reported", "excused"]
@@ -176,7 +174,7 @@ def judge(
     for part in (
         judge.verdicts(),
         judge.figures(),
-        judge.times(),
+        judge.ratios(),
         judge.lost_ratios(),
         judge.faults(),
         judge.presence(),
@@ -192,6 +190,7 @@ class _Judge:
     ) -> None:
         self.comparison, self.policy_file, self.today = comparison, policy_file, today
         self.policy = policy_file.policy
+        self.times = comparison.times.allowed(self.policy.times, today)
         #: Expired entries at which a result broke already: :meth:`expected` tells the others.
         self.broken: set[int] = set()
 
@@ -203,10 +202,7 @@ class _Judge:
             for pair in self.comparison.pairs
             if pair.after.verdict in (verdicts.RED if pair.id in timed else _DECIDED)
         }
-        open_ = "inconclusive"
-        return decided | {
-            time.id for time in self.comparison.times if self._time(time)[0].verdict != open_
-        }
+        return decided | {time.id for time in self.times if time.verdict != "inconclusive"}
 
     def missing(self) -> list[str]:
         """What the run lacks of the commands that it used."""
@@ -230,8 +226,7 @@ class _Judge:
     def failed(self) -> set[str]:
         """Ids of results that are red, or slower by more than is allowed."""
         red = {pair.id for pair in self.comparison.pairs if pair.after.verdict in verdicts.RED}
-        times = self.comparison.times
-        return red | {time.id for time in times if self._time(time)[0].verdict == "slower"}
+        return red | {time.id for time in self.times if time.verdict == "slower"}
 
     def verdicts(self) -> Iterator[GateFinding]:
         """Results whose verdict breaks, and those with a better one than before."""
@@ -296,33 +291,14 @@ class _Judge:
                 else:
                     yield self._finding("excused", rule, pair.after, message)
 
-    def times(self) -> Iterator[GateFinding]:
+    def ratios(self) -> Iterator[GateFinding]:
         """Ratios that are certainly worse by more than is allowed, or certainly better."""
-        for time in self.comparison.times:
-            judged, slower, note = self._time(time)
-            message = f"{verdict_of(judged)}: {time.ratio} changed by x{time.change}, margin "
-            message += f"{math.expm1(judged.margin):.1%}{note}"
-            rules: dict[str, Rule] = {"faster": "too good", "inconclusive": "time"}
-            if rule := {"slower": slower, **rules}.get(judged.verdict):
+        for time in self.times:
+            rules = {"slower": time.rule, "faster": "too good", "inconclusive": "time"}
+            if rule := rules.get(time.verdict):
+                level = getattr(self.policy.times, time.verdict)
                 entry = self.comparison.after.timed[time.id]
-                level = getattr(self.policy.times, judged.verdict)
-                yield from self._perhaps(level, rule, entry, message)
-
-    def _time(self, time: Timing) -> tuple[Timing, Rule, str]:
-        """``time`` with the margin that the policy allows; the rule of a slower one, and a note."""
-        allowed, note = self._slowdown(time), ""
-        rule: Rule = "time"
-        share = self.policy.times.slowdown
-        if allowed is not None:
-            note = f"; {allowed.slowdown:.0%} allowed: {allowed.reason}"
-            if allowed.until is not None and allowed.until < self.today:
-                rule, note = "expired", f"{note}, expired on {allowed.until}"
-            else:
-                share = allowed.slowdown
-        least = max(time.margin, math.log1p(share))
-        verdict = verdict_on(time.difference, least, time.larger_is_better)
-        verdict = "same" if time.before == time.after else verdict
-        return replace(time, margin=least, verdict=verdict), rule, note
+                yield from self._perhaps(level, rule, entry, time.message)
 
     def lost_ratios(self) -> Iterator[GateFinding]:
         """Ratios of the baseline that the run did not measure (again), though it has the result."""
@@ -422,11 +398,6 @@ class _Judge:
             and any(fnmatchcase(change.figure, pattern) for pattern in entry.figures)
         ]
         return max(matching, key=lambda e: e.until or datetime.date.max, default=None)
-
-    def _slowdown(self, time: Timing) -> AllowedTime | None:
-        matching = [e for e in self.policy.times.allow if fnmatchcase(time.id, e.pairs)]
-        lasting = [e for e in matching if e.until is None or e.until >= self.today]
-        return max(lasting or matching, key=lambda e: e.slowdown, default=None)
 
     @classmethod
     def _perhaps(

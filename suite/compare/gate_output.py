@@ -72,7 +72,7 @@ def summary(gate: Gate) -> str:
     for part in (
         tables.runs([comparison.before, comparison.after]),
         tables.groups(comparison, "", only_changed=True),
-        tables.times(comparison.times, only_changed=True),
+        comparison.times.table(only_changed=True),
     ):
         parts += [part.section(3)] if part.rows else []
     return "\n".join(parts)

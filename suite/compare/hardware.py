@@ -1,27 +1,20 @@
 """Runs of several machines side by side: what is equal everywhere, and each machine's own ratios.
 
 Exact figures must be the same on every machine.  Times stand as ratios that each machine measured
-by itself; the reference's column is the first, and what cannot be compared with it says why.
+by itself (:meth:`shardproof.wings.Wing.by_hardware`); the reference's column is the first, and what
+cannot be compared with it says why.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from shardproof.compare.compare import RunComparison, Timing
+from shardproof.compare.compare import RunComparison
 from shardproof.compare.snapshot import Entry, Snapshot
-from shardproof.compare.tables import ComparisonReport, interval, runs, verdict_of, verdicts_of
-from shardproof.strategies import REPLICATION
+from shardproof.compare.tables import ComparisonReport, runs, verdicts_of
 from shardproof.table import Table
-
-NOTE = (
-    "Each ratio was measured side by side on its own machine, with its 95 % interval; seconds of "
-    "two machines are never compared. Beside it stands how it differs from the first column "
-    "(Welch, p by Holm), where versions, cell and data are the same."
-)
-SCALING = "Scaling"
-TITLES = ("Time against DDP", "Time of A over B", SCALING)
+from shardproof.wings import wings
 
 
 def report(
@@ -34,7 +27,8 @@ def report(
         made.summary += [f"{comparison.after.name}: {note}" for note in comparison.notes]
     if (exact := strategies(reference, others)).rows:
         made.tables.append(exact)
-    made.tables += ratios(reference, others, only_changed)
+    for wing in wings():
+        made.tables += wing.by_hardware(_names(snapshots), reference, others, only_changed)
     return made
 
 
@@ -70,87 +64,6 @@ def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
             cells[key][number] += f" ({len(changed)} compared, {equal})"
     rows = [(*key, *texts) for key, texts in sorted(cells.items())]
     return Table("Verdicts by strategy", ("strategy", "backend", *_names(columns)), rows)
-
-
-def ratios(reference: Snapshot, others: Sequence[RunComparison], only_changed: bool) -> list[Table]:
-    columns = [reference, *(c.after for c in others)]
-    compared: list[Mapping[tuple[str, str], Timing]] = [
-        {},
-        *({(time.id, time.ratio): time for time in c.times} for c in others),
-    ]
-    apart = [{}, *({item.id: item.why for item in c.apart} for c in others)]
-    keys: dict[tuple[str, str], Entry] = {}
-    for snapshot in columns:
-        for name, entry in _in_order(snapshot):
-            for ratio in entry.samples:
-                keys.setdefault((name, ratio), entry)
-    rows: dict[str, list[tuple[str, ...]]] = {title: [] for title in TITLES}
-    for (name, ratio), entry in keys.items():
-        times = [timings.get((name, ratio)) for timings in compared]
-        if only_changed and not any(time is not None and time.moved for time in times):
-            continue
-        texts = []
-        for snapshot, time, others_apart in zip(columns, times, apart, strict=True):
-            here = snapshot.timed.get(name)
-            if here is None or ratio not in here.samples:
-                texts.append(here.verdict if here is not None else "-")
-                continue
-            more = " (not comparable)" if name in others_apart else ""
-            more = f" {verdict_of(time)}" if time is not None else more
-            texts.append(interval(here.samples[ratio]) + more)
-        title = _title(ratio, entry)
-        kind = [ratio] if title == SCALING else []
-        rows[title].append((_what(name, entry), entry.backend, str(entry.world), *kind, *texts))
-    tables = []
-    for title, of_title in rows.items():
-        kind = ["ratio"] if title == SCALING else []
-        headings = ("what", "backend", "world", *kind, *_names(columns))
-        tables += [Table(title, headings, of_title, notes=[NOTE])] if of_title else []
-    beside = _beside(columns)
-    return tables + ([beside] if beside.rows else [])
-
-
-def _beside(columns: Sequence[Snapshot]) -> Table:
-    rows = []
-    names = dict.fromkeys(
-        (name, figure)
-        for snapshot in columns
-        for name, entry in _in_order(snapshot)
-        for figure in entry.beside
-        if not figure.startswith("resident_bytes")
-    )
-    for name, figure in names:
-        entries = [snapshot.timed.get(name) for snapshot in columns]
-        first = next(entry for entry in entries if entry is not None)
-        texts = [
-            f"{entry.beside[figure]:.3f}" if entry is not None and figure in entry.beside else "-"
-            for entry in entries
-        ]
-        what = (_what(name, first), first.backend, str(first.world))
-        rows.append((*what, figure.replace("_", " "), *texts))
-    headings = ("what", "backend", "world", "figure", *_names(columns))
-    return Table("Modelled, and the dimensionless scorecard", headings, rows)
-
-
-def _in_order(snapshot: Snapshot) -> list[tuple[str, Entry]]:
-    """Timed results by name, those that differ in nothing but ranks by their number."""
-    return sorted(
-        snapshot.timed.items(),
-        key=lambda item: (item[1].implementation, item[1].backend, item[1].world, item[0]),
-    )
-
-
-def _title(ratio: str, entry: Entry) -> str:
-    if ratio != "time":
-        return SCALING
-    against = entry.implementation.split(" v ")[-1]
-    return TITLES[0] if against.endswith(f"/{REPLICATION}") else TITLES[1]
-
-
-def _what(name: str, entry: Entry) -> str:
-    parts = name.split("::")
-    workload = f", {parts[-1]}" if len(parts) > 3 else ""
-    return f"{entry.implementation} ({parts[1]}{workload})" if len(parts) > 1 else name
 
 
 def _names(columns: Sequence[Snapshot]) -> list[str]:

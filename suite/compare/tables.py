@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,24 +9,18 @@ from fractions import Fraction
 
 from shardproof import verdicts
 from shardproof.compare import exact_figures
-from shardproof.compare.compare import FigureChange, Pairing, RunComparison, Timing, reasons
-from shardproof.compare.snapshot import Entry, Sample, Snapshot
+from shardproof.compare.compare import FigureChange, Pairing, RunComparison, reasons
+from shardproof.compare.snapshot import Entry, Snapshot
 from shardproof.table import Mark, Table, some
 
 #: Ids that are named for one reason.
 EXAMPLES = 3
 _MARKS: Mapping[exact_figures.Word, Mark] = {"worse": "bad", "better": "good", "changed": "changed"}
-_TIME_MARKS: Mapping[str, Mark] = {"slower": "bad", "faster": "good"}
 BY: dict[str, tuple[tuple[str, ...], Callable[[Entry], tuple[str, ...]]]] = {
     "": (("implementation", "backend"), lambda entry: (entry.implementation, entry.backend)),
     "strategy": (("strategy",), lambda entry: (entry.strategy,)),
     "backend": (("backend",), lambda entry: (entry.backend,)),
 }
-TIME_NOTE = (
-    "Ratios are those that each run measured by itself, side by side; seconds of two runs are "
-    "never compared. Change: the ratio of the two ratios, its 95 % interval (Welch), p by Holm "
-    "over this table. Margin: 5 %, or what the A/A pairs of both runs leave open."
-)
 
 
 @dataclass
@@ -53,7 +46,7 @@ def report(
             presence(comparison),
             groups(comparison, by, only_changed),
             changes(comparison.changes),
-            times(comparison.times, only_changed),
+            comparison.times.table(only_changed),
         )
         made.tables += [t.titled(prefix + t.title) for t in parts if t.rows]
     return made
@@ -202,42 +195,3 @@ def changes(differences: Sequence[FigureChange]) -> Table:
     headings = ("change", "result", "figure", "reference", "now", "where")
     marks = [_MARKS[change.word] for change in differences]
     return Table("Changes", headings, rows, marks, row_header=1)
-
-
-def times(timings: Sequence[Timing], only_changed: bool) -> Table:
-    shown = [time for time in timings if time.moved or not only_changed]
-    rows = [
-        (
-            *(time.id, time.ratio, interval(time.before), interval(time.after), time.change),
-            f"{time.difference.p_holm:.2g}",
-            f"{math.expm1(time.margin):.1%}",
-            verdict_of(time),
-        )
-        for time in shown
-    ]
-    marks = [_TIME_MARKS.get(time.verdict, "") for time in shown]
-    headings = (
-        *("pair", "ratio", "reference [95 %]", "now [95 %]", "change [95 %]", "p", "margin"),
-        "verdict",
-    )
-    return Table("Times, as ratios of each run", headings, rows, marks, [TIME_NOTE])
-
-
-def verdict_of(time: Timing) -> str:
-    """The verdict, in words that fit the ratio."""
-    if time.verdict == "inconclusive":
-        return f"inconclusive (could see {time.smallest:.0%})"
-    if time.larger_is_better:
-        return {"slower": "less efficient", "faster": "more efficient"}.get(
-            time.verdict, time.verdict
-        )
-    return time.verdict
-
-
-def interval(sample: Sample) -> str:
-    from shardproof.compare import welch
-
-    if sample.blocks < 2:
-        return f"{sample.ratio:.3f}"
-    low, high = welch.interval(sample)
-    return f"{sample.ratio:.3f} [{low:.3f}, {high:.3f}]"

@@ -1,17 +1,23 @@
 """Log ratios of times that one run measured side by side, and what may be said of them.
 
 A *log ratio* is ``ln(time of A / time of B)``: 0.1 when A takes 10 % longer.  Here are the estimate
-of one, and the verdict on it; wings measure ratios, :mod:`shardproof.compare.welch` compares those
-of two runs.
+of one, the verdict on it, and the difference of those of two sessions, on one machine or on two.
+
+Seconds of two machines are never compared.  What is compared is a log ratio that each machine
+measured by itself, or the log of an efficiency: Delta = r_X - r_Y, SE = sqrt(SE_X^2 + SE_Y^2),
+degrees of freedom by Welch (Biometrika 34, 1947).  The margin is 5 %, or what the A/A pairs of both
+sessions leave open of *their* difference, whichever is more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
+
+from shardproof.compare.snapshot import Sample
 
 #: A difference below this is called small even where it is certain.
 SMALLEST_MARGIN = 0.05
@@ -124,3 +130,64 @@ def holm(ps: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(ps) - place) * ps[index]))
         adjusted[index] = least
     return adjusted
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """Delta of two log
+
+    ``blocks`` are those of both.  ``p`` is that of the interval, ``p_holm`` by Holm over all that
+    were compared with it.
+    """
+
+    welch: float
+    p_holm: float = 1.0
+
+    @property
+    def freedom(self) -> float:
+        return self.welch
+
+
+def interval(sample: Sample) -> dict[str, float]:
+    """A ratio (1: no difference), and its paired t interval from ``low`` to ``high``."""
+    half = _half_width(sample)
+    low, high = math.exp(sample.mean - half), math.exp(sample.mean + half)
+    return {"ratio": sample.ratio, "low": low, "high": high}
+
+
+def _half_width(sample: Sample) -> float:
+    return t_quantile(CONFIDENCE, sample.blocks - 1) * sample.error
+
+
+def difference(x: Sample, y: Sample, confidence: float = CONFIDENCE) -> Difference:
+    """Interval of ``x - y``: positive where ``x`` is the larger ratio.
+
+    :raises ValueError: a sample of fewer than 2 blocks.
+    """
+    if min(x.blocks, y.blocks) < 2:
+        raise ValueError(f"an interval needs at least 2 blocks, not {min(x.blocks, y.blocks)}")
+    mean, error, blocks = x.mean - y.mean, math.hypot(x.error, y.error), x.blocks + y.blocks
+    freedom = blocks - 2.0
+    if error > 0:
+        freedom = 1 / sum((s.error / error) ** 4 / (s.blocks - 1) for s in (x, y))
+    half, sd = t_quantile(confidence, freedom) * error, error * math.sqrt(blocks)
+    made = Difference(blocks, mean, mean - half, mean + half, sd, None, False, freedom)
+    p = difference_p(made)
+    return replace(made, p=p, p_holm=p)
+
+
+def margin(x: Sample | None, y: Sample | None) -> float:
+    """Smallest relevant difference in log units, from the A/A pairs of both sessions."""
+    floor = math.log1p(SMALLEST_MARGIN)
+    match [same for same in (x, y) if same is not None and same.blocks > 1]:
+        case [one]:
+            return max(floor, _half_width(one))
+        case [one, other]:
+            return max(floor, difference(one, other).half_width)
+    return floor
+
+
+def adjusted(differences: Sequence[Difference]) -> list[Difference]:
+    """The same differences, with ``p_holm`` for all of them together."""
+    ps = holm([item.p if item.p is not None else 1.0 for item in differences])
+    return [replace(item, p_holm=p) for item, p in zip(differences, ps, strict=True)]
