@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.backends import BACKENDS, USUAL, cuda
 from shardproof.bench.model import measurement, step_time
@@ -26,8 +26,10 @@ from shardproof.files import from_plain, to_plain
 from shardproof.registry.declaration import ask
 
 if TYPE_CHECKING:
+    from shardproof.bench import collective_times
     from shardproof.bench.collectives import Request
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 
@@ -69,11 +71,22 @@ class RoundsToMeasure:
     workdir: Path
 
 
+def _answering(work: Callable[[P], object]) -> Callable[[P], Any]:
+    """The task of a leader that does ``work``: its ``answer``, or the ``problem`` of a launch."""
+
+    @wraps(work)
+    def task(what: P) -> Any:
+        try:
+            return {"answer": to_plain(work(what))}
+        except LaunchFailed as failed:
+            return {"problem": [failed.verdict, failed.reason]}
+
+    return task
+
+
 def examine(task: Examination) -> Any:
     """What sides declare (:class:`Answer`), without running them; and the number of GPUs."""
-    gpus = None
-    if BACKENDS[task.backend].device == "cuda":
-        gpus = cuda.count()
+    gpus = cuda.count() if BACKENDS[task.backend].device == "cuda" else None
     where = task.backend, task.dtype, task.world
     sides = {
         key: ask(side.implementation, side.options, *where).to_dict()
@@ -82,36 +95,32 @@ def examine(task: Examination) -> Any:
     return {"sides": sides, "gpus": gpus}
 
 
-def time_launch(task: tuple[Launch, Path]) -> Any:
+@_answering
+def time_launch(task: tuple[Launch, Path]) -> Timed:
     """Time the blocks of a launch; where it probes the model a step is watched before."""
     from shardproof.bench import timed_ranks
     from shardproof.bench.checkpoint import timed_saves
     from shardproof.bench.model import probes
 
     launch, workdir = task
-
-    def answer() -> Timed:
-        watched = None
-        if launch.probed:
-            run = next(iter(launch.probed.values()))
-            watched, *_ = on_ranks(
-                replace(run, deadline=run.deadline / 2),
-                workdir.with_name(f"{workdir.name}-watched"),
-                WatchedStep,
-                partial(probes.watch, run),
-                ledgers=True,
-            )
-
-        program = partial(timed_ranks.run, launch, watched, workdir)
-        if launch.action != "step":
-            program = partial(timed_saves.run, launch, workdir)
-        ranks = on_ranks(launch.first, workdir, RankTimes, program)
-        return Timed(ranks, watched)
-
-    return _reply(answer)
+    watched = None
+    if launch.probed:
+        run = next(iter(launch.probed.values()))
+        watched, *_ = on_ranks(
+            replace(run, deadline=run.deadline / 2),
+            workdir.with_name(f"{workdir.name}-watched"),
+            WatchedStep,
+            partial(probes.watch, run),
+            ledgers=True,
+        )
+    program = partial(timed_ranks.run, launch, watched, workdir)
+    if launch.action != "step":
+        program = partial(timed_saves.run, launch, workdir)
+    return Timed(on_ranks(launch.first, workdir, RankTimes, program), watched)
 
 
-def one_side(task: tuple[str, SideRun, Path]) -> Any:
+@_answering
+def one_side(task: tuple[str, SideRun, Path]) -> Sequence[int | AloneRecord]:
     """One side on ranks of its own, untimed: peak bytes of a step (``memory``: on ranks that are
     threads, where they are counted exactly), or what it takes (``alone``).
     """
@@ -120,69 +129,43 @@ def one_side(task: tuple[str, SideRun, Path]) -> Any:
     what, run, workdir = task
     if what == "memory":
         run = replace(run, backend=USUAL)
-    kinds: dict[str, tuple[Any, Callable[[int], Any]]] = {
-        "memory": (int, partial(timed_ranks.memory, run)),
-        "alone": (AloneRecord, partial(timed_ranks.alone, run)),
-    }
-    kind, program = kinds[what]
-    return _reply(lambda: on_ranks(run, workdir, kind, program))
+        return on_ranks(run, workdir, int, partial(timed_ranks.memory, run))
+    return on_ranks(run, workdir, AloneRecord, partial(timed_ranks.alone, run))
 
 
-def measure_rounds(task: RoundsToMeasure) -> Any:
+@_answering
+def measure_rounds(task: RoundsToMeasure) -> Rounds:
     """Steps of runs with and without traffic, in rounds."""
     from shardproof.bench.model import probes
 
     runs, first = task.runs, task.runs[0]
-
-    def answer() -> Rounds:
-        (watched, *_) = on_ranks(
-            first,
-            task.workdir / "watched",
-            list[WatchedStep],
-            partial(probes.watch_each, runs),
-            ledgers=True,
-        )
-        calls = [call for each in watched for call in each.calls]
-        ladder = task.ladder or measurement.ladder(calls)
-        sizes = {op: ladder[op] for op in sorted(step_time.sizes(calls)) if op in ladder}
-        products = watched[-1].products
-        measured = on_ranks(
-            first,
-            task.workdir / "measured",
-            RankRounds,
-            partial(measurement.measure, runs, sizes, products, task.rounds),
-        )
-        return Rounds(watched, measured)
-
-    return _reply(answer)
+    program = partial(probes.watch_each, runs)
+    watched, *_ = on_ranks(
+        first, task.workdir / "watched", list[WatchedStep], program, ledgers=True
+    )
+    calls = [call for each in watched for call in each.calls]
+    ladder = task.ladder or measurement.ladder(calls)
+    sizes = {op: ladder[op] for op in sorted(step_time.sizes(calls)) if op in ladder}
+    measure = partial(measurement.measure, runs, sizes, watched[-1].products, task.rounds)
+    return Rounds(watched, on_ranks(first, task.workdir / "measured", RankRounds, measure))
 
 
-def time_collectives(task: tuple[Request, Path]) -> Any:
+@_answering
+def time_collectives(task: tuple[Request, Path]) -> Sequence[collective_times.Timed]:
     """Collectives of a backend and of the suite, in turns."""
     from shardproof.bench import collectives
 
     request, workdir = task
     program = partial(collectives.measure, request)
-    return _reply(
-        lambda: collectives.together(
-            request, on_ranks(request, workdir, collectives.Seconds, program)
-        )
-    )
-
-
-class Where(Protocol):
-    """What ranks are started with; ``deadline`` is in CPU seconds of one."""
-
-    @property
-    def backend(self) -> str: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def deadline(self) -> float: ...
+    return collectives.together(request, on_ranks(request, workdir, collectives.Seconds, program))
 
 
 def on_ranks(
-    run: Where, workdir: Path, kind: type[T], program: Callable[[int], T], ledgers: bool = False
+    run: SideRun | Request,
+    workdir: Path,
+    kind: type[T],
+    program: Callable[[int], T],
+    ledgers: bool = False,
 ) -> list[T]:
     """What ``program(rank)``, of type ``kind``, returns on each of the fresh ranks of ``run``.
 
@@ -198,9 +181,9 @@ def on_ranks(
     workdir.mkdir(parents=True, exist_ok=True)
     nodes = Nodes.here()
     host = Forked() if nodes is None else nodes.host()
-    program_of_all = partial(_recorded, program)
+    recorded = partial(_recorded, program)
     outcomes = host.run(
-        RankLaunch(run.backend, run.world, program_of_all, workdir, run.deadline, ledgers)
+        RankLaunch(run.backend, run.world, recorded, workdir, run.deadline, ledgers)
     )
     cause = root_cause(outcomes)
     if cause is None:
@@ -215,10 +198,3 @@ def on_ranks(
 
 def _recorded(program: Callable[[int], object], rank: int, world: int) -> dict[str, Any]:
     return {"record": to_plain(program(rank))}
-
-
-def _reply(answer: Callable[[], object]) -> Any:
-    try:
-        return {"answer": to_plain(answer())}
-    except LaunchFailed as failed:
-        return {"problem": [failed.verdict, failed.reason]}

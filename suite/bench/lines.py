@@ -115,21 +115,12 @@ class GpuFigures(StoredModel):
     missing: dict[str, str]
 
 
-class LookCost(StoredModel):
-    """What looking at ranks and GPUs took of the leading process."""
-
-    looks: int
-    cpu_seconds: float
-    share_of_a_core: float | None
-
-
 class Summary(StoredModel):
     """What was seen of ranks and GPUs; ``resident_bytes`` are the most."""
 
     samples: int
     resident_bytes: int | None
     gpus: list[GpuFigures]
-    cost: LookCost
     problem: str | None
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import statistics
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardproof.bench.lines import GpuFigures, LookCost, NoFigures, SideSummary, Summary, Telemetry
+from shardproof.bench.lines import GpuFigures, NoFigures, SideSummary, Summary, Telemetry
 from shardproof.bench.subjects import AloneRecord
 
 #: Figure -> its value, ``None`` where there is no answer.
@@ -61,26 +60,22 @@ def look(api: Any, handle: Any) -> tuple[Figures, dict[str, str]]:
     return figures, reasons
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One look at ``clock`` (``time.monotonic``): resident bytes of all ranks, and the GPUs."""
+class Sample(NamedTuple):
+    """One look: resident bytes of all ranks, and the GPUs."""
 
-    clock: float
     resident: int | None
     gpus: list[Figures]
 
 
 @dataclass
 class Seen:
-    """Samples by clock, and what taking them cost; ``missing``: GPU -> figure -> why not.
+    """Samples in their order; ``missing``: GPU -> figure -> why not.
 
     ``no_gpu``: why there are no GPUs; ``problem``: what ended the looks.
     """
 
     samples: list[Sample] = field(default_factory=list)
     missing: dict[int, dict[str, str]] = field(default_factory=dict)
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
     no_gpu: str = ""
     problem: str = ""
 
@@ -89,8 +84,6 @@ class Seen:
         self.samples += other.samples
         for gpu, reasons in other.missing.items():
             self.missing.setdefault(gpu, {}).update(reasons)
-        self.seconds += other.seconds
-        self.cpu_seconds += other.cpu_seconds
         self.no_gpu = self.no_gpu or other.no_gpu
         self.problem = self.problem or other.problem
 
@@ -119,14 +112,12 @@ class Sampler:
         self._thread = threading.Thread(target=self._look, name="telemetry", daemon=True)
 
     def __enter__(self) -> Sampler:
-        self._began = time.monotonic()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(PATIENCE_SECONDS)
-        self.seen.seconds = time.monotonic() - self._began
         if self._thread.is_alive():
             self.seen.problem = f"a look took more than {PATIENCE_SECONDS:.0f} s: it was given up"
 
@@ -143,8 +134,6 @@ class Sampler:
                 self._api.nvmlShutdown()
         except Exception as error:  # noqa: BLE001 - no figure is worth a comparison
             seen.problem = f"stopped looking: {type(error).__name__}: {error}"
-        finally:
-            seen.cpu_seconds = time.thread_time()
 
     def _devices(self) -> list[Any]:
         """Handles of the GPUs; none where NVML cannot be had, which is noted."""
@@ -167,12 +156,12 @@ class Sampler:
         return [self._api.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
     def _sample(self, devices: Sequence[Any]) -> Sample:
-        clock, gpus = time.monotonic(), []
+        gpus = []
         for number, device in enumerate(devices):
             figures, reasons = look(self._api, device)
             gpus.append(figures)
             self.seen.missing.setdefault(number, {}).update(reasons)
-        return Sample(clock, self._resident(), gpus)
+        return Sample(self._resident(), gpus)
 
     def _resident(self) -> int | None:
         import psutil
@@ -225,11 +214,6 @@ def summary(seen: Seen, pcis: Sequence[Mapping[str, int]] | None = None) -> Summ
         samples=len(samples),
         resident_bytes=max((s.resident for s in samples if s.resident is not None), default=None),
         gpus=[_gpu(seen, number) for number in chosen],
-        cost=LookCost(
-            looks=len(samples),
-            cpu_seconds=seen.cpu_seconds,
-            share_of_a_core=seen.cpu_seconds / seen.seconds if seen.seconds else None,
-        ),
         problem=seen.problem or None,
     )
 
@@ -255,34 +239,23 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def of_side(records: Sequence[AloneRecord]) -> SideSummary:
     """Figures of a side that ran alone on the ranks of ``records``."""
-    resident = max(record.resident for record in records)
-    allocator = worst([record.allocator for record in records])
-    return SideSummary(resident_bytes=resident, allocator=allocator)
-
-
-def worst(ranks: Sequence[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """The largest of each rank's allocator figures; ``None`` where ranks use no GPU."""
-    on_gpus = [stats for stats in ranks if stats is not None]
-    if not on_gpus:
-        return None
-    return {name: max(int(s.get(key, 0)) for s in on_gpus) for key, name in ALLOCATOR.items()}
+    on_gpus = [record.allocator for record in records if record.allocator is not None]
+    most = {key: max((s.get(key, 0) for s in on_gpus), default=0) for key in ALLOCATOR}
+    return SideSummary(
+        resident_bytes=max(record.resident for record in records),
+        allocator={name: most[key] for key, name in ALLOCATOR.items()} if on_gpus else None,
+    )
 
 
 def texts(told: Telemetry | None) -> list[str]:
     """Lines below a comparison."""
     if told is None:
         return []
-    lines = []
     launches = told.launches
-    if launches is not None:
-        if launches.resident_bytes is not None:
-            mib = launches.resident_bytes / 2**20
-            lines.append(f"all ranks, A, its twin and B alive: {mib:,.0f} MiB resident at most")
-        lines += [_gpu_text(gpu) for gpu in launches.gpus]
-        cost = launches.cost
-        if cost.share_of_a_core is not None:
-            share = cost.share_of_a_core
-            lines.append(f"looking at this {cost.looks} times took {share:.2%} of a core")
+    lines = [] if launches is None else [_gpu_text(gpu) for gpu in launches.gpus]
+    if launches is not None and launches.resident_bytes is not None:
+        mib = launches.resident_bytes / 2**20
+        lines.insert(0, f"all ranks, A, its twin and B alive: {mib:,.0f} MiB resident at most")
     lines += [_side_text(letter, side) for letter, side in told.sides.items()]
     if launches is not None and launches.problem:
         lines.append(f"telemetry: {launches.problem}")

@@ -7,14 +7,13 @@ cells, names of figures) stands once, in tables that cases point into by number.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.compare.snapshot import Entry, Sample, Snapshot, Version, of_run
+from shardproof.compare.snapshot import Entry, Snapshot, of_run
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import DAMAGE, from_others, read_input, write_whole
 from shardproof.runs import run_folder
@@ -25,8 +24,10 @@ KIND = "shardproof baseline"
 MAX_BYTES = 64 << 20
 AGAIN = "make it again: `shardproof compare RUN --save FILE`"
 _GZIP = b"\x1f\x8b"
-#: No ratio is further from 1 than this, in log units.
-_FARTHEST = 50.0
+_HEAD = ("name", "taken", "hardware", "machine")
+_PARTS = ("cases", "timed")
+#: What a result is of.
+_IS = ("implementation", "strategy", "backend", "world")
 
 
 def load(name: str, root: Path = Path("results")) -> Snapshot:
@@ -38,9 +39,8 @@ def load(name: str, root: Path = Path("results")) -> Snapshot:
     with opened(name, root) as folder:
         if folder is None:
             return read(Path(name))
-        snapshot = of_run(
-            run_folder.read(folder, strict=True)
-        )  # first: what is damaged is told by its line
+        # First: what is damaged is told by its line.
+        snapshot = of_run(run_folder.read(folder, strict=True))
         require_unedited(folder)
         return snapshot
 
@@ -76,60 +76,42 @@ def save(snapshot: Snapshot, path: Path) -> None:
 
 def text(snapshot: Snapshot) -> str:
     """The JSON of a baseline: a line for each case."""
-    versions, cells, names = _Numbered(), _Numbered(), _Numbered()
-    rows: dict[str, list[str]] = {"cases": [], "timed": []}
-    for part, entries in (("cases", snapshot.cases), ("timed", snapshot.timed)):
-        for name, entry in sorted(entries.items()):
-            row = _row(entry, versions, cells, names)
-            rows[part].append(f"{json.dumps(name)}: {_compact(row)}")
-    head = {
-        "kind": KIND,
-        "format": FORMAT,
-        **{key: getattr(snapshot, key) for key in ("name", "taken", "hardware", "machine")},
-        "versions": versions.rows,
-        "keys": snapshot.keys,
-        "kills": dict(sorted(snapshot.kills.items())),
+    # By name the JSON of each distinct value and its number, in the order of first use.
+    tables: dict[str, dict[str, int]] = {"versions": {}, "cells": {}, "figures": {}}
+    rows = {
+        part: [
+            f"{json.dumps(name)}: {_compact(_row(entry, tables))}"
+            for name, entry in sorted(getattr(snapshot, part).items())
+        ]
+        for part in _PARTS
     }
-    lines = [f"{json.dumps(key)}: {_compact(value)}" for key, value in head.items()]
-    for key, table in (("cells", cells), ("figures", names)):
-        lines.append(f'"{key}": [\n' + ",\n".join(map(_compact, table.rows)) + "\n]")
+    head = {"kind": KIND, "format": FORMAT} | {key: getattr(snapshot, key) for key in _HEAD}
+    lines = [f'"{key}": {_compact(value)}' for key, value in head.items()]
+    lines.append(f'"versions": [{",".join(tables.pop("versions"))}]')
+    rest = {"keys": snapshot.keys, "kills": dict(sorted(snapshot.kills.items()))}
+    lines += [f'"{key}": {_compact(value)}' for key, value in rest.items()]
+    lines += [f'"{key}": [\n' + ",\n".join(table) + "\n]" for key, table in tables.items()]
     lines += [f'"{key}": {{\n' + ",\n".join(part) + "\n}" for key, part in rows.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-class _Numbered:
-    """Distinct values, numbered in order of first use."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self._known: dict[str, int] = {}
-
-    def number(self, value: Any) -> int:
-        key = _compact(value)
-        if key not in self._known:
-            self._known[key] = len(self.rows)
-            self.rows.append(value)
-        return self._known[key]
 
 
 def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=isinstance(value, Mapping))
 
 
-def _row(
-    entry: Entry, versions: _Numbered, cells: _Numbered, names: _Numbered
-) -> dict[str, object]:
+def _row(entry: Entry, tables: Mapping[str, dict[str, int]]) -> dict[str, object]:
     ordered = sorted(entry.figures)
-    version = versions.number(asdict(entry.version))
+    version = json.dumps(asdict(entry.version), separators=(",", ":"))
+    shared = zip(tables.values(), (version, _compact(entry.cell), _compact(ordered)), strict=True)
     row: dict[str, object] = {
-        "is": [entry.implementation, entry.strategy, entry.backend, entry.world],
+        "is": [getattr(entry, key) for key in _IS],
         "verdict": entry.verdict,
-        "at": [version, cells.number(entry.cell), names.number(ordered)],
+        "at": [table.setdefault(value, len(table)) for table, value in shared],
         "figures": [entry.figures[name] for name in ordered],
         "data": entry.data,
         "source": entry.source,
-        "samples": {name: astuple(sample) for name, sample in entry.samples.items()},
-        "same": None if entry.same is None else astuple(entry.same),
+        "samples": dict(entry.samples),
+        "same": entry.same,
         "beside": dict(entry.beside),
     }
     return {key: value for key, value in row.items() if value}
@@ -141,30 +123,20 @@ def read(path: Path) -> Snapshot:
     :raises SelectionError: not a baseline, damaged, or of another format.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            what = f"is over {MAX_BYTES >> 20} MiB"
-            raise SelectionError(Problem(what, "name a baseline", file=str(path)))
-        document = json.loads(read_input(path))
+        document = json.loads(read_input(path, MAX_BYTES))
         if not isinstance(document, dict) or document.get("kind") != KIND:
             remedy = "name a run folder, an id, or a file that `compare RUN --save FILE` wrote"
             raise SelectionError(Problem("is neither run nor baseline", remedy, file=str(path)))
         if document.get("format") != FORMAT:
             what = f"is a baseline of format {document.get('format')!r}, this suite reads {FORMAT}"
             raise SelectionError(Problem(what, AGAIN, file=str(path)))
-        versions = [from_others(Version, row) for row in document["versions"]]
-        if not versions:
+        if not document["versions"]:
             raise ValueError("no versions")
-        return Snapshot(
-            name=str(document["name"]),
-            hardware=str(document["hardware"]),
-            machine=dict(document["machine"]),
-            taken=str(document["taken"]),
-            versions=versions,
-            cases=_entries(document, "cases", versions),
-            timed=_entries(document, "timed", versions),
-            kills={str(name): bool(killed) for name, killed in document["kills"].items()},
-            keys=[dict(key) for key in document["keys"]],
-        )
+        whole = {key: document[key] for key in (*_HEAD, "versions", "kills", "keys")}
+        for part in _PARTS:
+            rows = document[part].items()
+            whole[part] = {name: _entry(document, name, row) for name, row in rows}
+        return from_others(Snapshot, whole)
     except SelectionError:
         raise
     except DAMAGE as error:
@@ -172,48 +144,17 @@ def read(path: Path) -> Snapshot:
         raise SelectionError(Problem(what, AGAIN, file=str(path))) from None
 
 
-def _entries(
-    document: Mapping[str, Any], part: str, versions: Sequence[Version]
-) -> dict[str, Entry]:
-    return {name: _entry(name, row, document, versions) for name, row in document[part].items()}
-
-
-def _entry(
-    name: str, row: Mapping[str, Any], document: Mapping[str, Any], versions: Sequence[Version]
-) -> Entry:
+def _entry(document: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored form of an entry, without what it shares with others."""
     version, cell, names = row["at"]
-    implementation, strategy, backend, world = row["is"]
-    keys = map(str, document["figures"][names])
-    values = row.get("figures", [])
-    for value in values:
-        if isinstance(value, (list, dict)):
-            raise ValueError(f"a figure of {name} is not a scalar")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"a figure of {name} is not finite")
-    return Entry(
-        id=name,
-        implementation=str(implementation),
-        strategy=str(strategy),
-        backend=str(backend),
-        world=int(world),
-        verdict=str(row["verdict"]),
-        version=versions[version],
-        figures=dict(zip(keys, values, strict=True)),
-        cell=dict(document["cells"][cell]),
-        data=str(row.get("data", "")),
-        source=str(row.get("source", "")),
-        samples={str(key): _sample(value) for key, value in row.get("samples", {}).items()},
-        same=_sample(row["same"]) if "same" in row else None,
-        beside={str(key): float(value) for key, value in row.get("beside", {}).items()},
-    )
-
-
-def _sample(numbers: Sequence[float]) -> Sample:
-    mean, sd, blocks = numbers
-    sample = Sample(float(mean), float(sd), int(blocks))
-    if not (abs(sample.mean) < _FARTHEST and 0 <= sample.sd < _FARTHEST and sample.blocks > 0):
-        raise ValueError(f"no ratio: {numbers}")
-    return sample
+    return {
+        **{key: value for key, value in row.items() if key not in ("at", "is")},
+        **dict(zip(_IS, row["is"], strict=True)),
+        "id": name,
+        "version": document["versions"][version],
+        "cell": document["cells"][cell],
+        "figures": dict(zip(document["figures"][names], row.get("figures", ()), strict=True)),
+    }
 
 
 def joined(snapshots: Sequence[Snapshot]) -> Snapshot:

@@ -10,6 +10,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from shardproof import verdicts
 from shardproof.axes import parts
@@ -17,7 +20,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.compare import exact_figures
 from shardproof.compare.exact_figures import Json, JsonObject
 from shardproof.errors import Problem, SelectionError
-from shardproof.files import Stored
+from shardproof.files import Form, Stored
 from shardproof.runs.header import Invocation
 from shardproof.runs.run_folder import Run
 from shardproof.wings import wings_of
@@ -36,15 +39,18 @@ _NAMED = ("reference/", "pytorch/", "deepspeed/")
 FAULTS = "mutants/"
 #: Verdict of a comparison that has a ratio: which side is faster is for the ratio to say.
 TIMED = "timed"
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+#: What is stored as it is.
+_Object = Annotated[JsonObject, Form(dict)]
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """Mean and standard deviation of the log ratios of ``blocks`` blocks."""
 
-    mean: float
-    sd: float
-    blocks: int
+    #: No ratio is further from 1 than this, in log units.
+    mean: Annotated[float, Field(gt=-50, lt=50)]
+    sd: Annotated[float, Field(ge=0, lt=50)]
+    blocks: Annotated[int, Field(gt=0)]
 
     @property
     def error(self) -> float:
@@ -67,7 +73,7 @@ class Version(Stored):
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(Stored):
     """One result.  ``cell`` is what it ran, ``data`` a digest of its data set (empty: unknown).
 
     ``deep`` holds the lists and mappings that digests among ``figures`` stand for (a baseline does
@@ -82,12 +88,12 @@ class Entry:
     world: int
     verdict: str
     version: Version
-    figures: Mapping[str, exact_figures.Scalar]
-    cell: JsonObject
+    figures: Mapping[str, str | int | _Finite | bool | None]
+    cell: _Object
     data: str = ""
     source: str = ""
     reason: str = ""
-    deep: JsonObject = field(default_factory=dict, compare=False)
+    deep: _Object = field(default_factory=dict, compare=False)
     #: The command that runs a case again; a baseline does not keep it.
     rerun: str = field(default="", compare=False)
     samples: Mapping[str, Sample] = field(default_factory=dict)
@@ -97,12 +103,12 @@ class Entry:
 
 
 @dataclass
-class Snapshot:
+class Snapshot(Stored):
     """A run as it is compared; ``hardware`` is one label for its machine."""
 
     name: str
     hardware: str
-    machine: JsonObject
+    machine: _Object
     taken: str
     versions: Sequence[Version]
     cases: dict[str, Entry]
@@ -110,7 +116,7 @@ class Snapshot:
     kills: dict[str, bool]
     left_out: dict[str, str] = field(default_factory=dict)
     #: Digests of what was planned and of its data sets, as ``run.json`` has them.
-    keys: Sequence[JsonObject] = ()
+    keys: Sequence[_Object] = ()
 
     @property
     def results(self) -> dict[str, Entry]:
