@@ -66,13 +66,10 @@ def _csv_rows(comparison: RunComparison, only_changed: bool) -> Iterator[list[st
         entry = pair.after
         changed = {change.figure: change for change in pair.changes}
         figures = {exact_figures.VERDICT: entry.verdict, **(entry.figures if pair.decided else {})}
-        for figure in {**figures, **changed}:
-            if figure in changed:
-                yield _csv_row(name, "exact", entry.id, _change(changed[figure]), entry)
-            elif not only_changed:
-                cells: dict[str, object] = {"figure": figure, "verdict": "equal"}
-                cells |= dict.fromkeys(("reference", "now"), figures[figure])
-                yield _csv_row(name, "exact", entry.id, cells, entry)
+        for figure in changed if only_changed else {**figures, **changed}:
+            same = FigureChange(entry.id, figure, figures.get(figure), figures.get(figure), "equal")
+            change = _change(changed.get(figure, same))
+            yield _csv_row(name, "exact", entry.id, change, entry)
     for change in comparison.kills:
         yield _csv_row(name, "fault", change.id, _change(change))
     for time in comparison.times:

@@ -41,10 +41,9 @@ Rule = Literal[
 #: Verdicts that an expected failure is there for, and those that it does not expect.
 _FAILING = verdicts.RED - {"xpass"} | verdicts.OPEN | {"xfail"}
 _PASSING = verdicts.GREEN - {"xfail"} | {"xpass"}
-#: Of the others a run holds nothing.
-_DECIDED = frozenset(verdicts.VERDICTS) - verdicts.OPEN - {"skip"}
 #: A result of the baseline that is none of these was decided there.
 _LEFT_OPEN = verdicts.OPEN | {"skip"}
+_DECIDED = frozenset(verdicts.VERDICTS) - _LEFT_OPEN
 #: Verdicts of timed results that say by themselves why there is no ratio.
 _NO_RATIO = verdicts.RED | {"precondition"}
 
@@ -102,21 +101,16 @@ class Gate:
         """The part of :attr:`due` that was decided again; of nothing, whether anything was."""
         return self.again / self.due if self.due else float(self.decided > 0)
 
-    def of(self, state: State) -> list[GateFinding]:
-        return [finding for finding in self.findings if finding.state == state]
-
     @property
     def exit_code(self) -> int:
         """0 held, 1 broken, 3 too little was decided: the rest was left out, skipped or open."""
-        if self.of("breaks"):
+        if any(finding.state == "breaks" for finding in self.findings):
             return verdicts.BROKEN
         enough = self.decided and self.share >= self.coverage
         return verdicts.HELD if enough else verdicts.NOT_DECIDED
 
     def sentence(self) -> str:
-        broken, reported, excused = (
-            len(self.of(state)) for state in ("breaks", "reported", "excused")
-        )
+        counted = Counter(finding.state for finding in self.findings)
         head = "held" if self.exit_code == verdicts.HELD else "broken"
         if self.exit_code == verdicts.NOT_DECIDED:
             head = "nothing was decided" if self.compared else "nothing could be compared"
@@ -140,7 +134,8 @@ class Gate:
         if self.decided and not self.due:
             share = "the baseline decided none of them"
         return (
-            f"{head}: {broken} break, {reported} reported, {excused} excused; "
+            f"{head}: {counted['breaks']} break, {counted['reported']} reported, "
+            f"{counted['excused']} excused; "
             f"{self.compared} results compared with {comparison.before.name}: {told}; {share}"
         )
 
@@ -157,90 +152,81 @@ def judge(
     """
     judge = _Judge(comparison, policy, today)
     decided, pairs = judge.decided(), comparison.pairs
-    gate = Gate(
+    red = {pair.id for pair in pairs if pair.after.verdict in verdicts.RED}
+    failed = red | {time.id for time in judge.times if time.verdict == "slower"}
+    findings = [GateFinding("breaks", "evidence", name, problem) for name, problem in doubts]
+    return Gate(
         comparison,
+        [*findings, *judge.findings()],
         compared=comparison.comparable,
         decided=len(decided),
         again=sum(p.id in decided and p.before.verdict not in _LEFT_OPEN for p in pairs),
-        failed=len(decided & judge.failed()),
+        failed=len(decided & failed),
         xfailed=sum(p.id in decided and p.after.verdict == "xfail" for p in pairs),
         skipped=len({p.id for p in pairs if p.after.verdict == "skip"} - decided),
-        missing=len(judge.missing()),
+        missing=len(judge.missing),
         lost=judge.lost(),
         open=sum(p.before.verdict in _DECIDED and p.id not in decided for p in pairs),
         coverage=policy.policy.cases.coverage,
     )
-    gate.findings += [GateFinding("breaks", "evidence", name, problem) for name, problem in doubts]
-    for part in (
-        judge.verdicts(),
-        judge.figures(),
-        judge.ratios(),
-        judge.lost_ratios(),
-        judge.faults(),
-        judge.presence(),
-        judge.expected(),
-    ):
-        gate.findings += part
-    return gate
 
 
 class _Judge:
-    def __init__(
-        self, comparison: RunComparison, policy_file: PolicyFile, today: datetime.date
-    ) -> None:
-        self.comparison, self.policy_file, self.today = comparison, policy_file, today
-        self.policy = policy_file.policy
+    """A comparison beside a policy; ``missing``: what the run lacks of the commands it used."""
+
+    def __init__(self, comparison: RunComparison, file: PolicyFile, today: datetime.date) -> None:
+        self.comparison, self.file, self.policy, self.today = comparison, file, file.policy, today
+        self.before, self.after = comparison.before, comparison.after
         self.times = comparison.times.allowed(self.policy.times, today)
-        #: Expired entries at which a result broke already: :meth:`expected` tells the others.
+        self.kinds = {kind(name) for name in self.after.ids}
+        self.missing = [
+            name for name in comparison.missing if kind(name) in self.kinds and self._in_scope(name)
+        ]
+        #: Expired entries at which a result broke already: :meth:`_expected` tells the others.
         self.broken: set[int] = set()
 
     def decided(self) -> set[str]:
         """Ids of results that were compared and say something; an open ratio says nothing."""
-        timed = self.comparison.after.timed
-        decided = {
-            pair.id
-            for pair in self.comparison.pairs
-            if pair.after.verdict in (verdicts.RED if pair.id in timed else _DECIDED)
-        }
-        return decided | {time.id for time in self.times if time.verdict != "inconclusive"}
-
-    def missing(self) -> list[str]:
-        """What the run lacks of the commands that it used."""
-        kinds = {kind(name) for name in self.comparison.after.ids}
-        missing = self.comparison.missing
-        return [name for name in missing if kind(name) in kinds and self._in_scope(name)]
+        decided = {time.id for time in self.times if time.verdict != "inconclusive"}
+        for pair in self.comparison.pairs:
+            words = verdicts.RED if pair.id in self.after.timed else _DECIDED
+            decided |= {pair.id} if pair.after.verdict in words else set()
+        return decided
 
     def lost(self) -> int:
         """How many results that the reference decided the run left out, lacks, or has otherwise.
 
         But for planted faults; what the reference left open is nothing that a budget left out.
         """
-        of, before = self.comparison, self.comparison.before.results
-        names = {*of.left_out, *self.missing(), *(item.id for item in of.apart)}
+        of = self.comparison
+        names = {*of.left_out, *self.missing, *(item.id for item in of.apart)}
         return sum(
-            before[name].verdict not in _LEFT_OPEN
+            self.before.results[name].verdict not in _LEFT_OPEN
             for name in names
             if not name.startswith(FAULTS) and self._in_scope(name)
         )
 
-    def failed(self) -> set[str]:
-        """Ids of results that are red, or slower by more than is allowed."""
-        red = {pair.id for pair in self.comparison.pairs if pair.after.verdict in verdicts.RED}
-        return red | {time.id for time in self.times if time.verdict == "slower"}
-
-    def verdicts(self) -> Iterator[GateFinding]:
-        """Results whose verdict breaks, and those with a better one than before."""
-        before, after = self.comparison.before, self.comparison.after
-        for name, entry in after.cases.items():
-            yield from self._verdict(entry, before.cases.get(name))
-        for name, entry in after.timed.items():
-            old = before.timed.get(name)
+    def findings(self) -> Iterator[GateFinding]:
+        """Everything that there is to know."""
+        for entry in self.after.cases.values():
+            yield from self._verdict(entry, self.before.cases.get(entry.id))
+        for entry in self.after.timed.values():
+            old = self.before.timed.get(entry.id)
             if entry.verdict in _NO_RATIO:
                 yield from self._verdict(entry, old)
             elif old is not None and old.verdict == "holds" and entry.verdict != "holds":
-                # Whether a target is met hangs on the machine; `times` judges the efficiency.
+                # Whether a target is met hangs on the machine; `_ratios` judges the efficiency.
                 message = f"{entry.verdict}, holds in the baseline"
-                yield self._finding("reported", "verdict", entry, message)
+                yield from _finding("report", "verdict", entry, message)
+        yield from self._figures()
+        yield from self._ratios()
+        yield from self._lost_ratios()
+        for change in self.comparison.kills:
+            if change.word == "worse":
+                message = "the planted fault survives; it was killed in the baseline"
+                yield from _finding(self.policy.cases.faults, "fault", change.id, message)
+        yield from self._presence()
+        yield from self._expected()
 
     def _verdict(self, entry: Entry, old: Entry | None) -> Iterator[GateFinding]:
         level, grade, was = self.policy.level(entry.verdict), "", ""
@@ -249,146 +235,46 @@ class _Judge:
             was = f", {old.verdict} in the baseline"
         message = f"{entry.verdict}{was}" + (f": {entry.reason}" if entry.reason else "")
         breaks = level == "break" or (level == "new" and grade == "worse")
-        expected = self._expected(entry.id)
-        excusable = breaks or entry.verdict == "xfail"
-        if expected is not None and excusable and entry.verdict != "xpass":
+        # Of several entries that expect it to break the one that lasts longest.
+        matching = [e for e in self.policy.xfails if fnmatchcase(entry.id, e.cases)]
+        expected = max(matching, key=lambda e: e.until, default=None)
+        excusable = (breaks or entry.verdict == "xfail") and entry.verdict != "xpass"
+        if expected is not None and excusable:
             message += f" (expected until {expected.until}: {expected.reason})"
             if expected.until >= self.today:
-                yield self._finding("excused", "verdict", entry, message)
+                yield from _finding("excused", "verdict", entry, message)
             else:
                 index = self.policy.xfails.index(expected)
                 self.broken.add(index)
-                place = self.policy_file.file, self.policy_file.line(["xfails", index])
+                place = self.file.file, self.file.line(["xfails", index])
                 yield GateFinding("breaks", "expired", entry.id, message, *place)
         elif breaks:
-            yield self._finding("breaks", "verdict", entry, message)
+            yield from _finding("break", "verdict", entry, message)
         elif entry.verdict == "xpass" and level != "ignore":
-            yield self._finding("reported", "too good", entry, message)
+            yield from _finding("report", "too good", entry, message)
         elif grade == "better":
-            yield from self._perhaps(self.policy.figures.better, "too good", entry, message)
+            yield from _finding(self.policy.figures.better, "too good", entry, message)
         elif level == "report":
-            yield self._finding("reported", "verdict", entry, message)
+            yield from _finding("report", "verdict", entry, message)
 
-    def figures(self) -> Iterator[GateFinding]:
-        rules = self.policy.figures
+    def _figures(self) -> Iterator[GateFinding]:
         for pair in self.comparison.pairs:
             if pair.before.verdict != pair.after.verdict or pair.after.verdict in UNDECIDED:
                 continue  # the verdict says it all: what broke was not run to its end
             for change in pair.changes:
-                level: Level = getattr(rules, change.word)
+                level: Level | Literal["excused"] = getattr(self.policy.figures, change.word)
                 rule: Rule = "too good" if change.word == "better" else "figure"
+                message = change.sentence()
                 if level == "break" and not change.exact:
                     level = "report"
-                message = change.sentence()
-                allowed = self._allowed(change)
-                if allowed is None or level != "break":
-                    yield from self._perhaps(level, rule, pair.after, message)
-                    continue
-                until = f" until {allowed.until}" if allowed.until is not None else ""
-                message += f" (allowed{until}: {allowed.reason})"
-                if allowed.until is not None and allowed.until < self.today:
-                    yield self._finding("breaks", "expired", pair.after, message)
-                else:
-                    yield self._finding("excused", rule, pair.after, message)
-
-    def ratios(self) -> Iterator[GateFinding]:
-        """Ratios that are certainly worse by more than is allowed, or certainly better."""
-        for time in self.times:
-            rules = {"slower": time.rule, "faster": "too good", "inconclusive": "time"}
-            if rule := rules.get(time.verdict):
-                level = getattr(self.policy.times, time.verdict)
-                entry = self.comparison.after.timed[time.id]
-                yield from self._perhaps(level, rule, entry, time.message)
-
-    def lost_ratios(self) -> Iterator[GateFinding]:
-        """Ratios of the baseline that the run did not measure (again), though it has the result."""
-        rules = self.policy.cases
-        there = {(time.id, time.ratio) for time in self.comparison.times}
-        for pair in self.comparison.pairs:
-            if pair.after.verdict in _NO_RATIO or not self._in_scope(pair.id):
-                continue
-            # Fewer cores than in the baseline are no fault of the run.
-            fewer = pair.after.verdict == "oversubscribed"
-            level = rules.incomparable if fewer else rules.missing
-            for ratio, sample in pair.before.samples.items():
-                if sample.blocks > 1 and (pair.id, ratio) not in there:
-                    why = f": {pair.after.reason}" if pair.after.reason else ""
-                    message = f"{ratio} was measured in the baseline; {pair.after.verdict}{why}"
-                    rule: Rule = "not comparable" if fewer else "missing"
-                    yield from self._perhaps(level, rule, pair.after, message)
-
-    def faults(self) -> Iterator[GateFinding]:
-        for change in self.comparison.kills:
-            if change.word == "worse":
-                message = "the planted fault survives; it was killed in the baseline"
-                yield from self._perhaps(self.policy.cases.faults, "fault", change.id, message)
-
-    def presence(self) -> Iterator[GateFinding]:
-        """Results of one run only, and those that cannot be compared."""
-        rules, before, after = self.policy.cases, self.comparison.before, self.comparison.after
-        olds, news = before.results, after.results
-        for name in self.missing():
-            message = "in the baseline, not in the run"
-            yield from self._perhaps(rules.missing, "missing", olds.get(name, name), message)
-        used = {kind(name) for name in after.ids}
-        unseen = Counter(kind(n) for n in self.comparison.missing if kind(n) not in used)
-        for group, number in unseen.items():
-            message = f"the run has none of the {number} results of the baseline"
-            if rules.missing != "ignore":
-                yield GateFinding("reported", "missing", group, message)
-        for name, why in self.comparison.left_out.items():
-            if self._in_scope(name):
-                message = f"was left out by the run: {why}"
-                yield from self._perhaps(rules.left_out, "left out", olds.get(name, name), message)
-        for name in self.comparison.new:
-            message = f"{news[name].verdict}; not in the baseline"
-            yield from self._perhaps(rules.new, "new", news[name], message)
-        for item in self.comparison.apart:
-            entry = news[item.id]
-            yield from self._perhaps(rules.incomparable, "not comparable", entry, item.why)
-
-    def expected(self) -> Iterator[GateFinding]:
-        """Entries of expected failures that have expired, or that nothing needs any more."""
-        results = self.comparison.after.results
-        for index, entry in enumerate(self.policy.xfails):
-            matched = [r for name, r in results.items() if fnmatchcase(name, entry.cases)]
-            failing = sum(result.verdict in _FAILING for result in matched)
-            passing = sum(result.verdict in _PASSING for result in matched)
-            file, line = self.policy_file.file, self.policy_file.line(["xfails", index])
-            expired = entry.until < self.today
-            if passing:
-                state: State = "breaks" if entry.strict else "reported"
-                message = f"all {passing} cases pass: remove the expected failure"
-                if failing:
-                    message = f"{passing} of {len(matched)} cases pass: narrow the pattern"
-                yield GateFinding(state, "not needed", entry.cases, message, file, line)
-            elif failing and expired and index not in self.broken:
-                message = f"expired on {entry.until}, and nothing breaks for it: remove it"
-                yield GateFinding("reported", "expired", entry.cases, message, file, line)
-            elif not matched and (message := self._excuses_nothing(entry, expired)):
-                yield GateFinding("reported", "not needed", entry.cases, message, file, line)
-
-    def _excuses_nothing(self, entry: ExpectedFailure, expired: bool) -> str:
-        """Why an entry that matches no result of the run does nothing; ``""``: none is awaited."""
-        when = f"expired on {entry.until}; " if expired else ""
-        missing = sum(
-            fnmatchcase(name, entry.cases) and self._in_scope(name)
-            for name in self.comparison.missing
-        )
-        if missing:
-            what = f"matches only missing results ({missing}), which it does not excuse"
-            return f"{when}{what}: say in cases.scope what a run has to have"
-        if any(fnmatchcase(FAULTS + name, entry.cases) for name in self.comparison.after.kills):
-            return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
-        return ""
-
-    def _in_scope(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.policy.cases.scope)
-
-    def _expected(self, name: str) -> ExpectedFailure | None:
-        """The entry that expects `name` to break; of several the one that lasts longest."""
-        matching = [entry for entry in self.policy.xfails if fnmatchcase(name, entry.cases)]
-        return max(matching, key=lambda entry: entry.until, default=None)
+                if level == "break" and (allowed := self._allowed(change)) is not None:
+                    until = f" until {allowed.until}" if allowed.until is not None else ""
+                    message += f" (allowed{until}: {allowed.reason})"
+                    if allowed.until is not None and allowed.until < self.today:
+                        rule = "expired"
+                    else:
+                        level = "excused"
+                yield from _finding(level, rule, pair.after, message)
 
     def _allowed(self, change: FigureChange) -> Allowed | None:
         matching = [
@@ -399,23 +285,106 @@ class _Judge:
         ]
         return max(matching, key=lambda e: e.until or datetime.date.max, default=None)
 
-    @classmethod
-    def _perhaps(
-        cls, level: Level, rule: Rule, entry: Entry | str, message: str
-    ) -> Iterator[GateFinding]:
-        if level != "ignore":
-            yield cls._finding("breaks" if level == "break" else "reported", rule, entry, message)
+    def _ratios(self) -> Iterator[GateFinding]:
+        """Ratios that are certainly worse by more than is allowed, or certainly better."""
+        for time in self.times:
+            rules = {"slower": time.rule, "faster": "too good", "inconclusive": "time"}
+            if rule := rules.get(time.verdict):
+                level = getattr(self.policy.times, time.verdict)
+                yield from _finding(level, rule, self.after.timed[time.id], time.message)
 
-    @staticmethod
-    def _finding(state: State, rule: Rule, entry: Entry | str, message: str) -> GateFinding:
-        """About a result, or about what has an id only (a planted fault)."""
-        if isinstance(entry, str):
-            return GateFinding(state, rule, entry, message)
-        file, _, line = entry.source.rpartition(":")
-        known = bool(file) and line.isdigit()
-        return GateFinding(
-            state, rule, entry.id, message, file if known else "", int(line) if known else None
-        )
+    def _lost_ratios(self) -> Iterator[GateFinding]:
+        """Ratios of the baseline that the run did not measure (again), though it has the result."""
+        rules = self.policy.cases
+        there = {(time.id, time.ratio) for time in self.times}
+        for pair in self.comparison.pairs:
+            if pair.after.verdict in _NO_RATIO or not self._in_scope(pair.id):
+                continue
+            level = rules.missing
+            rule: Rule = "missing"
+            if pair.after.verdict == "oversubscribed":
+                # Fewer cores than in the baseline are no fault of the run.
+                level, rule = rules.incomparable, "not comparable"
+            for ratio, sample in pair.before.samples.items():
+                if sample.blocks > 1 and (pair.id, ratio) not in there:
+                    why = f": {pair.after.reason}" if pair.after.reason else ""
+                    message = f"{ratio} was measured in the baseline; {pair.after.verdict}{why}"
+                    yield from _finding(level, rule, pair.after, message)
+
+    def _presence(self) -> Iterator[GateFinding]:
+        """Results of one run only, and those that cannot be compared."""
+        rules, olds, news = self.policy.cases, self.before.results, self.after.results
+        for name in self.missing:
+            message = "in the baseline, not in the run"
+            yield from _finding(rules.missing, "missing", olds.get(name, name), message)
+        groups = Counter(kind(name) for name in self.comparison.missing)
+        for group, count in groups.items():
+            if group not in self.kinds and rules.missing != "ignore":
+                message = f"the run has none of the {count} results of the baseline"
+                yield GateFinding("reported", "missing", group, message)
+        for name, why in self.comparison.left_out.items():
+            if self._in_scope(name):
+                message = f"was left out by the run: {why}"
+                yield from _finding(rules.left_out, "left out", olds.get(name, name), message)
+        for name in self.comparison.new:
+            message = f"{news[name].verdict}; not in the baseline"
+            yield from _finding(rules.new, "new", news[name], message)
+        for item in self.comparison.apart:
+            yield from _finding(rules.incomparable, "not comparable", news[item.id], item.why)
+
+    def _expected(self) -> Iterator[GateFinding]:
+        """Entries of expected failures that have expired, or that nothing needs any more."""
+        for index, entry in enumerate(self.policy.xfails):
+            matched = [
+                r for name, r in self.after.results.items() if fnmatchcase(name, entry.cases)
+            ]
+            failing = sum(result.verdict in _FAILING for result in matched)
+            passing = sum(result.verdict in _PASSING for result in matched)
+            state: State = "reported"
+            rule: Rule = "not needed"
+            message = ""
+            if passing:
+                state = "breaks" if entry.strict else "reported"
+                message = f"all {passing} cases pass: remove the expected failure"
+                if failing:
+                    message = f"{passing} of {len(matched)} cases pass: narrow the pattern"
+            elif failing and entry.until < self.today and index not in self.broken:
+                rule = "expired"
+                message = f"expired on {entry.until}, and nothing breaks for it: remove it"
+            elif not matched:
+                message = self._excuses_nothing(entry)
+            if message:
+                place = self.file.file, self.file.line(["xfails", index])
+                yield GateFinding(state, rule, entry.cases, message, *place)
+
+    def _excuses_nothing(self, entry: ExpectedFailure) -> str:
+        """Why an entry that matches no result of the run does nothing; ``""``: none is awaited."""
+        when = f"expired on {entry.until}; " if entry.until < self.today else ""
+        missing = [n for n in self.comparison.missing if fnmatchcase(n, entry.cases)]
+        if count := sum(map(self._in_scope, missing)):
+            what = f"matches only missing results ({count}), which it does not excuse"
+            return f"{when}{what}: say in cases.scope what a run has to have"
+        if any(fnmatchcase(FAULTS + name, entry.cases) for name in self.after.kills):
+            return f"{when}matches only planted faults, which it does not excuse: cases.faults does"
+        return ""
+
+    def _in_scope(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.policy.cases.scope)
+
+
+def _finding(
+    level: Level | Literal["excused"], rule: Rule, about: Entry | str, message: str
+) -> Iterator[GateFinding]:
+    """About a result, or about what has an id only (a planted fault)."""
+    states: dict[str, State] = {"break": "breaks", "report": "reported", "excused": "excused"}
+    if level == "ignore":
+        return
+    file, line = "", ""
+    if isinstance(about, Entry):
+        file, _, line = about.source.rpartition(":")
+    name = about if isinstance(about, str) else about.id
+    place = (file, int(line)) if file and line.isdigit() else ()
+    yield GateFinding(states[level], rule, name, message, *place)
 
 
 def kind(name: str) -> str:
