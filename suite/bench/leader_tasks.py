@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.backends import BACKENDS, USUAL, cuda
+from shardproof.bench import subjects
 from shardproof.bench.model import measurement, step_time
-from shardproof.bench.subjects import (
-    AloneRecord,
-    Launch,
-    RankRounds,
-    RankTimes,
-    Rounds,
-    Side,
-    SideRun,
-    WatchedStep,
-)
 from shardproof.files import from_plain, to_plain
 from shardproof.registry.declaration import ask
 
@@ -45,15 +36,15 @@ class LaunchFailed(Exception):
 class Timed:
     """What the ranks of a timed launch returned, and the step that was watched before, if any."""
 
-    ranks: list[RankTimes]
-    watched: WatchedStep | None = None
+    ranks: list[subjects.RankTimes]
+    watched: subjects.WatchedStep | None = None
 
 
 @dataclass(frozen=True)
 class Examination:
     """Sides to ask what they declare, and where they would run."""
 
-    sides: Mapping[str, Side]
+    sides: Mapping[str, subjects.Side]
     backend: str
     dtype: str
     world: int
@@ -65,7 +56,7 @@ class RoundsToMeasure:
     those that their steps send).
     """
 
-    runs: Sequence[SideRun]
+    runs: Sequence[subjects.SideRun]
     rounds: int
     ladder: Mapping[str, Sequence[int]] | None
     workdir: Path
@@ -96,7 +87,7 @@ def examine(task: Examination) -> Any:
 
 
 @_answering
-def time_launch(task: tuple[Launch, Path]) -> Timed:
+def time_launch(task: tuple[subjects.Launch, Path]) -> Timed:
     """Time the blocks of a launch; where it probes the model a step is watched before."""
     from shardproof.bench import timed_ranks
     from shardproof.bench.checkpoint import timed_saves
@@ -109,18 +100,18 @@ def time_launch(task: tuple[Launch, Path]) -> Timed:
         watched, *_ = on_ranks(
             replace(run, deadline=run.deadline / 2),
             workdir.with_name(f"{workdir.name}-watched"),
-            WatchedStep,
+            subjects.WatchedStep,
             partial(probes.watch, run),
             ledgers=True,
         )
     program = partial(timed_ranks.run, launch, watched, workdir)
     if launch.action != "step":
         program = partial(timed_saves.run, launch, workdir)
-    return Timed(on_ranks(launch.first, workdir, RankTimes, program), watched)
+    return Timed(on_ranks(launch.first, workdir, subjects.RankTimes, program), watched)
 
 
 @_answering
-def one_side(task: tuple[str, SideRun, Path]) -> Sequence[int | AloneRecord]:
+def one_side(task: tuple[str, subjects.SideRun, Path]) -> Sequence[int | subjects.AloneRecord]:
     """One side on ranks of its own, untimed: peak bytes of a step (``memory``: on ranks that are
     threads, where they are counted exactly), or what it takes (``alone``).
     """
@@ -130,24 +121,26 @@ def one_side(task: tuple[str, SideRun, Path]) -> Sequence[int | AloneRecord]:
     if what == "memory":
         run = replace(run, backend=USUAL)
         return on_ranks(run, workdir, int, partial(timed_ranks.memory, run))
-    return on_ranks(run, workdir, AloneRecord, partial(timed_ranks.alone, run))
+    return on_ranks(run, workdir, subjects.AloneRecord, partial(timed_ranks.alone, run))
 
 
 @_answering
-def measure_rounds(task: RoundsToMeasure) -> Rounds:
+def measure_rounds(task: RoundsToMeasure) -> subjects.Rounds:
     """Steps of runs with and without traffic, in rounds."""
     from shardproof.bench.model import probes
 
     runs, first = task.runs, task.runs[0]
     program = partial(probes.watch_each, runs)
     watched, *_ = on_ranks(
-        first, task.workdir / "watched", list[WatchedStep], program, ledgers=True
+        first, task.workdir / "watched", list[subjects.WatchedStep], program, ledgers=True
     )
     calls = [call for each in watched for call in each.calls]
     ladder = task.ladder or measurement.ladder(calls)
     sizes = {op: ladder[op] for op in sorted(step_time.sizes(calls)) if op in ladder}
     measure = partial(measurement.measure, runs, sizes, watched[-1].products, task.rounds)
-    return Rounds(watched, on_ranks(first, task.workdir / "measured", RankRounds, measure))
+    return subjects.Rounds(
+        watched, on_ranks(first, task.workdir / "measured", subjects.RankRounds, measure)
+    )
 
 
 @_answering
@@ -161,7 +154,7 @@ def time_collectives(task: tuple[Request, Path]) -> Sequence[collective_times.Ti
 
 
 def on_ranks(
-    run: SideRun | Request,
+    run: subjects.SideRun | Request,
     workdir: Path,
     kind: type[T],
     program: Callable[[int], T],

@@ -18,35 +18,14 @@ from typing import Any, TypeVar
 
 from shardproof.axes import growing, replicas
 from shardproof.backends import BACKENDS
-from shardproof.bench import leader_tasks, telemetry
+from shardproof.bench import leader_tasks, subjects, telemetry
 from shardproof.bench.leader_tasks import LaunchFailed, Timed
 from shardproof.bench.lines import CellProbes, Memory, NoFigures, PairProbes, SideSummary
 from shardproof.bench.model import alpha_beta, measurement, scorecard
 from shardproof.bench.scaling import modelled
-from shardproof.bench.scaling.nodes import not_probed
+from shardproof.bench.scaling.modelled import not_probed
 from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
 from shardproof.bench.stats import TimedStep
-from shardproof.bench.subjects import (
-    ALONE_ORDER,
-    LETTERS,
-    ORDER,
-    ORDERS,
-    PLAIN,
-    SCALING,
-    SIDES,
-    AloneRecord,
-    Cell,
-    Launch,
-    Pair,
-    RankTimes,
-    Room,
-    Rounds,
-    Side,
-    SideRun,
-    Subject,
-    grown,
-    side_run,
-)
 from shardproof.case import split
 from shardproof.cases.runner import JUDGING_SECONDS
 from shardproof.errors import Problem, SelectionError
@@ -80,12 +59,12 @@ class Measured:
     they are kept.
     """
 
-    subject: Subject
+    subject: subjects.Subject
     meshes: dict[str, dict[str, int]] = field(default_factory=dict)
     strategies: dict[str, str] = field(default_factory=dict)
     on_threads: bool = False
     rows: list[TimedStep] = field(default_factory=list)
-    records: list[list[RankTimes]] = field(default_factory=list)
+    records: list[list[subjects.RankTimes]] = field(default_factory=list)
     problem: tuple[str, str] | None = None
     seconds: float = 0.0
     seen: telemetry.Seen = field(default_factory=telemetry.Seen)
@@ -93,7 +72,7 @@ class Measured:
     memory: Memory | NoFigures | None = None
     probed: PairProbes | CellProbes | NoFigures | None = None
     peak_bytes: int | None = None
-    room: Room | None = None
+    room: subjects.Room | None = None
     nodes: Nodes | None = None
     source: Measured | None = None
     crowded: bool = False
@@ -114,23 +93,23 @@ class Measured:
         """Whether a cell's launches have all of its ranks."""
         return self.crowded or not self.refused
 
-    def run(self, side: str) -> SideRun:
+    def run(self, side: str) -> subjects.SideRun:
         """A side of it in training."""
-        return side_run(self.subject, side, self.meshes[side])
+        return subjects.side_run(self.subject, side, self.meshes[side])
 
-    def launch(self, number: int, blocks: Iterable[int]) -> Launch:
+    def launch(self, number: int, blocks: Iterable[int]) -> subjects.Launch:
         """The launch of that ``number``, which times ``blocks``."""
-        if isinstance(self.subject, Cell):
+        if isinstance(self.subject, subjects.Cell):
             mesh, at_once = self.meshes["ranks"], 0
             if self.crowded and self.room is not None:
                 at_once = max(1, self.room.ranks // self.room.threads)
             return cell_launch(self.subject, mesh, number, blocks, self.together, at_once)
         if self.subject.action != "step":  # no twin: its state would take half as much again
-            sides = {side: self.run(side) for side in LETTERS}
-            orders = {"ab": ORDERS["ab"]}
-            return Launch(sides, orders, number, list(blocks), action=self.subject.action)
-        sides = {side: self.run(side) for side in SIDES}
-        return Launch(sides, ORDERS, number, list(blocks), pace="a")
+            sides = {side: self.run(side) for side in subjects.LETTERS}
+            orders = {"ab": subjects.ORDERS["ab"]}
+            return subjects.Launch(sides, orders, number, list(blocks), action=self.subject.action)
+        sides = {side: self.run(side) for side in subjects.SIDES}
+        return subjects.Launch(sides, subjects.ORDERS, number, list(blocks), pace="a")
 
 
 class Session:
@@ -151,7 +130,7 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self._pool.__exit__()
 
-    def examine(self, subjects: Sequence[Subject]) -> list[Measured]:
+    def examine(self, given: Sequence[subjects.Subject]) -> list[Measured]:
         """Ask the implementations what they can do, before anything is timed.
 
         Of cells, refused ones come last in their group.
@@ -160,8 +139,8 @@ class Session:
             axes.
         """
         examined: list[Measured] = []
-        groups: dict[object, list[Subject]] = {}
-        for subject in subjects:
+        groups: dict[object, list[subjects.Subject]] = {}
+        for subject in given:
             groups.setdefault(subject.group, []).append(subject)
         for members in groups.values():
             first = members[0]
@@ -170,7 +149,7 @@ class Session:
             for key, answer in answers.items():
                 if answer.refused:
                     what = f"{sides[key].implementation}: {answer.refused}"
-                    typed = isinstance(first, Pair) and first.name == ON_COMMAND_LINE
+                    typed = isinstance(first, subjects.Pair) and first.name == ON_COMMAND_LINE
                     remedy = f"--option-{key}" if typed else "its options in the scenario"
                     raise SelectionError(Problem(what, f"correct {remedy}", first.name))
             items = [Measured(subject) for subject in members]
@@ -180,9 +159,11 @@ class Session:
         return examined
 
     def _examined(
-        self, subject: Subject, sides: Mapping[str, Side]
+        self, subject: subjects.Subject, sides: Mapping[str, subjects.Side]
     ) -> tuple[dict[str, Answer], int | None]:
-        world = 1 if isinstance(subject, Cell) else subject.world  # a cell asks for its group
+        world = (
+            1 if isinstance(subject, subjects.Cell) else subject.world
+        )  # a cell asks for its group
         task = leader_tasks.Examination(sides, subject.backend, subject.dtype, world)
         end = self._run(leader_tasks.examine, subject.id, task, _EXAMINING_SECONDS)
         if end.value is None:
@@ -212,7 +193,7 @@ class Session:
                 measured.rows += read_times(workdir)
                 measured.seconds = time.monotonic() - began
             measured.records.append(timed.ranks)
-            if timed.watched is not None and isinstance(subject, Cell):
+            if timed.watched is not None and isinstance(subject, subjects.Cell):
                 seen = timed.watched, timed.ranks, measured.nodes
                 measured.probed = modelled.digest(subject, launch, *seen)
             done += count
@@ -231,7 +212,7 @@ class Session:
         except LaunchFailed as failed:
             measured.memory = NoFigures(problem=failed.reason)
             return
-        if isinstance(measured.subject, Cell):
+        if isinstance(measured.subject, subjects.Cell):
             (measured.peak_bytes,) = worst
         else:
             a, b = worst
@@ -241,9 +222,9 @@ class Session:
         """Each side in passes of its own that nobody times: bytes."""
         if BACKENDS[measured.subject.backend].threads:
             return
-        for letter in LETTERS:
+        for letter in subjects.LETTERS:
             try:
-                ranks = self._one_side("alone", AloneRecord, measured, letter)
+                ranks = self._one_side("alone", subjects.AloneRecord, measured, letter)
                 measured.sides[letter] = telemetry.of_side(ranks)
             except LaunchFailed as failed:
                 measured.sides[letter] = NoFigures(problem=failed.reason)
@@ -266,10 +247,10 @@ class Session:
         backend = measured.subject.backend
         others = {
             letter: NoFigures(problem=why)
-            for letter in LETTERS
+            for letter in subjects.LETTERS
             if (why := scorecard.unscored(backend, measured.meshes[letter]))
         }
-        letters = [letter for letter in LETTERS if letter not in others]
+        letters = [letter for letter in subjects.LETTERS if letter not in others]
         if not letters:
             measured.probed = PairProbes(sides=others)
             return
@@ -284,10 +265,10 @@ class Session:
 
     def measure_rounds(
         self,
-        runs: Sequence[SideRun],
+        runs: Sequence[subjects.SideRun],
         rounds: int = measurement.ROUNDS,
         ladder: Mapping[str, Sequence[int]] | None = None,
-    ) -> Rounds:
+    ) -> subjects.Rounds:
         """Steps of ``runs`` with and without traffic, and the probes that explain them; ``ladder``
         are the payloads to probe by operation (default: those that the steps send).
 
@@ -295,7 +276,7 @@ class Session:
         """
         task = leader_tasks.RoundsToMeasure(runs, rounds, ladder, self.folder())
         seconds = 2 * runs[0].deadline
-        return self.lead(leader_tasks.measure_rounds, Rounds, runs[0].name, task, seconds)
+        return self.lead(leader_tasks.measure_rounds, subjects.Rounds, runs[0].name, task, seconds)
 
     def _one_side(self, what: str, kind: type[T], measured: Measured, side: str) -> list[T]:
         task = what, measured.run(side), self.folder()
@@ -333,9 +314,9 @@ def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> 
     item.strategies = {key: declaration.strategy for key, declaration in declared.items()}
     threads = [declaration.runs_on_threads for declaration in declared.values()]
     item.on_threads = len(threads) == len(answers) and all(threads)
-    if isinstance(subject, Cell):
+    if isinstance(subject, subjects.Cell):
         item.nodes = Nodes.here()
-        item.room = Room.here(gpus, item.nodes)
+        item.room = subjects.Room.here(gpus, item.nodes)
         axes: Sequence[str] = ()
         missing = answers["ranks"].missing
         if not missing and "ranks" in declared:
@@ -347,7 +328,7 @@ def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> 
             outer = natural_mesh(axes, subject.world // subject.inner)
             item.meshes["ranks"] = {**outer, **subject.system.mesh}
         return
-    for letter in LETTERS:
+    for letter in subjects.LETTERS:
         side = subject.side(letter)
         if missing := answers[letter].missing:
             item.problem = "precondition", f"{side.implementation}: {missing}"
@@ -356,7 +337,7 @@ def declare(item: Measured, answers: Mapping[str, Answer], gpus: int | None) -> 
     item.meshes["twin"] = item.meshes["a"]
 
 
-def _growing(cell: Cell, declared: Declaration) -> list[str]:
+def _growing(cell: subjects.Cell, declared: Declaration) -> list[str]:
     """The axes that may take the ranks which the axes of the cell leave."""
     if cell.grows:
         return [cell.grows]
@@ -364,7 +345,9 @@ def _growing(cell: Cell, declared: Declaration) -> list[str]:
     return [axis for axis in declared.axes if axis in able and axis not in cell.system.mesh]
 
 
-def _missing_for_cell(cell: Cell, growing: Sequence[str], declared: Declaration, room: Room) -> str:
+def _missing_for_cell(
+    cell: subjects.Cell, growing: Sequence[str], declared: Declaration, room: subjects.Room
+) -> str:
     """Why a cell cannot run, one of whose axes is of ``growing``; empty: it can."""
     if not growing:
         beside = f" beside {', '.join(cell.system.mesh)}" if cell.system.mesh else ""
@@ -404,7 +387,7 @@ def _has_links_of(source: Measured, item: Measured) -> bool:
     if item.nodes is None:
         return True
     mesh = item.meshes["ranks"]
-    probed = grown(mesh, source.launch(0, ()).first.world)
+    probed = subjects.grown(mesh, source.launch(0, ()).first.world)
     return not not_probed(mesh, probed, item.nodes.ranks_per_node)
 
 
@@ -447,13 +430,13 @@ def read_times(workdir: Path) -> list[TimedStep]:
 
 
 def cell_launch(
-    cell: Cell,
+    cell: subjects.Cell,
     mesh: Mapping[str, int],
     number: int,
     blocks: Iterable[int],
     together: bool,
     at_once: int = 0,
-) -> Launch:
+) -> subjects.Launch:
     """One rank and N ranks on ``mesh``; without ``together`` one rank alone, beside an idle second
     one (or as many as the axes have whose sizes stay).
 
@@ -462,16 +445,16 @@ def cell_launch(
     """
     if not together:
         cell = cell.at(max(2, cell.inner))
-    ranks = side_run(cell, "ranks", grown(mesh, cell.world))
+    ranks = subjects.side_run(cell, "ranks", subjects.grown(mesh, cell.world))
     alone = dict.fromkeys(mesh, 1)
     wrapped = replace(ranks, axes=alone, workload=cell.base, first_rank_only=True)
-    plain = replace(wrapped, axes=replicas(1), side=Side(PLAIN))
+    plain = replace(wrapped, axes=replicas(1), side=subjects.Side(subjects.PLAIN))
     sides = {"plain": plain, "wrapped": wrapped} | ({"ranks": ranks} if together else {})
-    probed: dict[int, SideRun] = {}
+    probed: dict[int, subjects.SideRun] = {}
     if number == 0 and alpha_beta.algorithms_of(cell.backend):
         probed[cell.samples(cell.world)] = ranks
         if cell.mode == "strong":  # a rank's batch shrinks: one sample gives the fixed part
             single = replace(cell.workload, global_batch=cell.data_coordinates(cell.world))
             probed.setdefault(1, replace(ranks, workload=single))
-    orders = {SCALING: ORDER if together else ALONE_ORDER}
-    return Launch(sides, orders, number, list(blocks), probed=probed, at_once=at_once)
+    orders = {subjects.SCALING: subjects.ORDER if together else subjects.ALONE_ORDER}
+    return subjects.Launch(sides, orders, number, list(blocks), probed=probed, at_once=at_once)

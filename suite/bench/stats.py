@@ -19,19 +19,8 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
+from shardproof.bench import ratios
 from shardproof.bench.lines import InReport, PairFigures, PairLine, Twin
-from shardproof.bench.ratios import (
-    CONFIDENCE,
-    DIFFERENT,
-    SMALLEST_MARGIN,
-    Estimate,
-    Verdict,
-    difference_p,
-    holm,
-    smallest_effect,
-    t_quantile,
-    verdict,
-)
 
 #: Up to this many blocks the permutation is exact (2^20 half sums); beyond, signs are drawn.
 EXACT_BLOCKS = 40
@@ -42,7 +31,7 @@ BROKEN = ("crash", "hang", "fail")
 OPEN = ("inconclusive", "precondition", "over budget")
 
 
-def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+def estimate(logs: Sequence[float], confidence: float = ratios.CONFIDENCE) -> ratios.Estimate:
     """Paired t interval of the mean log ratio.
 
     :raises ValueError: fewer than 2 blocks.
@@ -51,9 +40,9 @@ def estimate(logs: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     if count < 2:
         raise ValueError(f"an interval needs at least 2 blocks, not {count}")
     mean, sd = statistics.fmean(logs), statistics.stdev(logs)
-    half = t_quantile(confidence, count - 1) * sd / math.sqrt(count)
+    half = ratios.t_quantile(confidence, count - 1) * sd / math.sqrt(count)
     p, exact = sign_flip_p(logs) if count >= 6 else (None, True)
-    return Estimate(count, mean, mean - half, mean + half, sd, p, exact)
+    return ratios.Estimate(count, mean, mean - half, mean + half, sd, p, exact)
 
 
 def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
@@ -80,16 +69,16 @@ def sign_flip_p(logs: Sequence[float]) -> tuple[float, bool]:
     return (extreme + 1) / (_DRAWS + 1), False
 
 
-def margin(same: Estimate | None) -> float:
+def margin(same: ratios.Estimate | None) -> float:
     """Smallest relevant difference, in log units: 5 %, or what an A/A pair here leaves open."""
-    floor = math.log1p(SMALLEST_MARGIN)
+    floor = math.log1p(ratios.SMALLEST_MARGIN)
     return floor if same is None else max(floor, same.half_width)
 
 
-def blocks_needed(sd: float, half_width: float = math.log1p(SMALLEST_MARGIN)) -> int:
+def blocks_needed(sd: float, half_width: float = math.log1p(ratios.SMALLEST_MARGIN)) -> int:
     """Blocks from which on an interval is at most ``half_width`` (log units) to each side."""
     count = 2
-    while t_quantile(CONFIDENCE, count - 1) * sd / math.sqrt(count) > half_width:
+    while ratios.t_quantile(ratios.CONFIDENCE, count - 1) * sd / math.sqrt(count) > half_width:
         count += 1
     return count
 
@@ -103,16 +92,20 @@ def family(lines: Iterable[PairLine]) -> dict[str, InReport]:
     becomes inconclusive.  A/A pairs are controls and claim nothing; "same"
     claims that a difference is small, errs in at most 5 of 100 each, and is left as it is.
     """
-    claims = get_args(Verdict)
+    claims = get_args(ratios.Verdict)
     claiming = [line for line in lines if line.verdict in claims and line.trained_alike]
-    ps = {line.id: difference_p(line.figures.log) for line in claiming if line.figures is not None}
-    adjusted = dict(zip(ps, holm(list(ps.values())), strict=True))
+    ps = {
+        line.id: ratios.difference_p(line.figures.log)
+        for line in claiming
+        if line.figures is not None
+    }
+    adjusted = dict(zip(ps, ratios.holm(list(ps.values())), strict=True))
     report = {}
     for line in claiming:
         if line.id in ps:
-            lost = line.verdict in DIFFERENT and adjusted[line.id] >= 1 - CONFIDENCE
-            verdict = "inconclusive" if lost else line.verdict
-            report[line.id] = InReport(p=ps[line.id], p_holm=adjusted[line.id], verdict=verdict)
+            lost = line.verdict in ratios.DIFFERENT and adjusted[line.id] >= 1 - ratios.CONFIDENCE
+            word = "inconclusive" if lost else line.verdict
+            report[line.id] = InReport(p=ps[line.id], p_holm=adjusted[line.id], verdict=word)
     return report
 
 
@@ -176,7 +169,7 @@ def log_ratios(rows: Iterable[TimedStep]) -> dict[str, list[tuple[int, float]]]:
 class Judged(NamedTuple):
     """A comparison by its times alone; no ``figures`` below 2 whole blocks."""
 
-    verdict: Verdict
+    verdict: ratios.Verdict
     blocks: int
     figures: PairFigures | None
 
@@ -203,7 +196,7 @@ def judge(rows: Iterable[TimedStep]) -> Judged:
         p=log.p,
         p_exact=log.exact,
         margin=math.expm1(least),
-        smallest_effect=math.expm1(smallest_effect(log, least)),
+        smallest_effect=math.expm1(ratios.smallest_effect(log, least)),
         aa=None
         if same is None
         else Twin(
@@ -213,7 +206,7 @@ def judge(rows: Iterable[TimedStep]) -> Judged:
         launches_differ_p=launches_differ(logs["ab"]),
         log=log,
     )
-    return Judged(verdict(log, least), log.blocks, figures)
+    return Judged(ratios.verdict(log, least), log.blocks, figures)
 
 
 def launches_differ(logs: Sequence[tuple[int, float]]) -> float | None:

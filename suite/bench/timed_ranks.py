@@ -30,18 +30,10 @@ import psutil
 import torch
 
 from shardproof import backends
-from shardproof.bench import on_rank, sides, telemetry
+from shardproof.bench import on_rank, sides, subjects, telemetry
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded, comms_along, everybody
 from shardproof.bench.model import measurement, probes
 from shardproof.bench.stats import TimedStep
-from shardproof.bench.subjects import (
-    AloneRecord,
-    AloneSteps,
-    Launch,
-    RankTimes,
-    SideRun,
-    WatchedStep,
-)
 from shardproof.comm import Comm
 from shardproof.ledgers.memory import MemoryLedger
 
@@ -49,7 +41,9 @@ from shardproof.ledgers.memory import MemoryLedger
 MEMORY_STEPS = 3
 
 
-def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -> RankTimes:
+def run(
+    launch: subjects.Launch, watched: subjects.WatchedStep | None, workdir: Path, rank: int
+) -> subjects.RankTimes:
     """Time the blocks of ``launch``; raw times go to ``times<rank>.jsonl`` at the end of each
     block, so that a launch that is stopped leaves what it measured.
 
@@ -97,17 +91,17 @@ def run(launch: Launch, watched: WatchedStep | None, workdir: Path, rank: int) -
 
 
 def closed(
-    launch: Launch,
+    launch: subjects.Launch,
     arms: Mapping[str, Arm],
     rank: int,
     steps: dict[str, int],
     losses: dict[str, list[float | None]],
     cores: list[int],
-) -> RankTimes:
+) -> subjects.RankTimes:
     """Close the ``arms`` of a launch; what the rank returns of them."""
     for arm in arms.values():
         arm.close()
-    return RankTimes(
+    return subjects.RankTimes(
         rank,
         segment_steps=steps,
         losses=losses,
@@ -140,7 +134,9 @@ def warm_up(arm: Arm, control: Comm, side: str, writer: Writer) -> tuple[list[fl
     return losses[: sides.WARM_LEAST], statistics.median(times[2:])
 
 
-def _segment_steps(launch: Launch, seconds: dict[str, float], control: Comm) -> dict[str, int]:
+def _segment_steps(
+    launch: subjects.Launch, seconds: dict[str, float], control: Comm
+) -> dict[str, int]:
     """Steps of a segment by side, the same on all ranks, from rank 0's ``seconds`` of a step."""
     steps = {}
     for side in [launch.pace] if launch.pace else launch.sides:
@@ -183,7 +179,9 @@ class Writer:
 class _Probing:
     """What the model of a step asks of this rank, block by block."""
 
-    def __init__(self, launch: Launch, watched: WatchedStep, control: Comm, rank: int) -> None:
+    def __init__(
+        self, launch: subjects.Launch, watched: subjects.WatchedStep, control: Comm, rank: int
+    ) -> None:
         self._control = control
         self._alone = [probes.Alone(of_side, rank) for of_side in launch.probed.values()]
         #: Ranks that compute at once share a turn.
@@ -219,14 +217,14 @@ class _Probing:
                     self._control.barrier()
         self.probes.sweep()
 
-    def close(self) -> list[AloneSteps]:
+    def close(self) -> list[subjects.AloneSteps]:
         """End the steps; their seconds, in the order of the launch."""
         for single in self._alone:
             single.arm.close()
         return [single.record() for single in self._alone]
 
 
-def memory(of_side: SideRun, rank: int) -> int:
+def memory(of_side: subjects.SideRun, rank: int) -> int:
     """The most bytes that a step holds on this rank, a thread: the ledger's count."""
     arm = Arm(of_side, rank)
     phase = "setup"
@@ -239,7 +237,7 @@ def memory(of_side: SideRun, rank: int) -> int:
     return ledger.log.peak("step", MEMORY_STEPS - 1).bytes
 
 
-def alone(of_side: SideRun, rank: int) -> AloneRecord:
+def alone(of_side: subjects.SideRun, rank: int) -> subjects.AloneRecord:
     """What the side takes of this rank, a process of its own, while nobody times it."""
     on_gpu = backends.BACKENDS[of_side.backend].device == "cuda"
     arm = Arm(of_side, rank)
@@ -249,4 +247,4 @@ def alone(of_side: SideRun, rank: int) -> AloneRecord:
     scale = 1 if sys.platform == "darwin" else 1 << 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
     arm.close()
-    return AloneRecord(peak - before, telemetry.allocator() if on_gpu else None)
+    return subjects.AloneRecord(peak - before, telemetry.allocator() if on_gpu else None)

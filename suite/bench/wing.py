@@ -112,7 +112,7 @@ class Bench(Wing):
 
     def compared(self, pairs: Sequence[Any]) -> Any:
         """Ratios of both runs."""
-        from shardproof.bench.timings import compared
+        from shardproof.bench.compared import compared
 
         return compared(pairs)
 
@@ -120,7 +120,7 @@ class Bench(Wing):
         self, names: Sequence[str], reference: Any, others: Sequence[Any], only_changed: bool
     ) -> Sequence[Any]:
         """Ratios, modelled figures and scorecards of each machine."""
-        from shardproof.bench.timings import by_hardware
+        from shardproof.bench.compared import by_hardware
 
         return by_hardware(names, reference, others, only_changed)
 

@@ -20,13 +20,13 @@ from scipy import stats as distributions
 from typer.testing import CliRunner
 
 from shardproof import registry
-from shardproof.bench import compared, evidence, session, sides, stats, tables, time_budget
-from shardproof.bench.command import measuring
+from shardproof.bench import compared, evidence, ratios, session, sides, stats, tables
+from shardproof.bench.command import measuring, time_budget
 from shardproof.bench.command.options import How
 from shardproof.bench.command.plan import TimedPlan
+from shardproof.bench.command.time_budget import Passes
 from shardproof.bench.lines import MeasuredPair, NoFigures, PairLine
 from shardproof.bench.subjects import BLOCKS, RankTimes, Subject
-from shardproof.bench.time_budget import Passes
 from shardproof.commands.main import app
 from shardproof.commands.verify import verify
 from shardproof.compare.snapshot import Version
@@ -59,7 +59,7 @@ def line(name: str, mean: float, **more: Any) -> dict[str, Any]:
         "id": pair.id,
         "pair": pair.to_dict(),
         "meshes": {"a": dict(pair.a.mesh), "b": dict(pair.b.mesh)},
-        "verdict": stats.verdict(log, stats.margin(same)),
+        "verdict": ratios.verdict(log, stats.margin(same)),
         "reason": "",
         "blocks": log.blocks,
         "launches": 3,
@@ -93,11 +93,11 @@ def lines(*stored: dict[str, Any]) -> list[PairLine]:
 
 def test_holm_by_hand() -> None:
     # 0.005 x 4, 0.01 x 3, 0.03 x 2; 0.04 x 1 is less than the one before it.
-    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert stats.holm([0.5, 0.6]) == [1.0, 1.0]
-    assert stats.holm([0.03]) == [0.03]
-    assert stats.holm([]) == []
-    assert stats.holm([0.02, 0.02, 0.02]) == pytest.approx([0.06, 0.06, 0.06])
+    assert ratios.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert ratios.holm([0.5, 0.6]) == [1.0, 1.0]
+    assert ratios.holm([0.03]) == [0.03]
+    assert ratios.holm([]) == []
+    assert ratios.holm([0.02, 0.02, 0.02]) == pytest.approx([0.06, 0.06, 0.06])
 
 
 def step_down(ps: list[float], level: float) -> set[int]:
@@ -115,7 +115,7 @@ def test_holm_rejects_what_the_procedure_rejects() -> None:
     for count, level in itertools.product((1, 2, 3, 7, 20), (0.01, 0.05, 0.2)):
         for _ in range(50):
             ps = [float(p) for p in rng.beta(0.4, 2, count)]
-            found = {i for i, p in enumerate(stats.holm(ps)) if p <= level}
+            found = {i for i, p in enumerate(ratios.holm(ps)) if p <= level}
             assert found == step_down(ps, level)
 
 
@@ -124,12 +124,12 @@ def test_the_p_that_counts_is_that_of_the_interval() -> None:
     for _ in range(300):
         sample = list(rng.normal(rng.normal(0, 0.03), SD, int(rng.integers(2, 30))))
         found = stats.estimate(sample)
-        p = stats.difference_p(found)
+        p = ratios.difference_p(found)
         assert (p < 0.05) == found.differs
         assert p == pytest.approx(float(distributions.ttest_1samp(sample, 0).pvalue))
-    flat = stats.Estimate(4, 0.0, 0.0, 0.0, 0.0, None, True)
-    assert stats.difference_p(flat) == 1.0
-    assert stats.difference_p(replace(flat, mean=0.1)) == 0.0
+    flat = ratios.Estimate(4, 0.0, 0.0, 0.0, 0.0, None, True)
+    assert ratios.difference_p(flat) == 1.0
+    assert ratios.difference_p(replace(flat, mean=0.1)) == 0.0
 
 
 def test_alone_a_comparison_says_in_a_report_what_it_says() -> None:
@@ -139,7 +139,7 @@ def test_alone_a_comparison_says_in_a_report_what_it_says() -> None:
 
 
 def test_a_difference_that_does_not_survive_is_inconclusive() -> None:
-    reach = stats.t_quantile(0.95, BLOCKS - 1) * SD / math.sqrt(BLOCKS)
+    reach = ratios.t_quantile(0.95, BLOCKS - 1) * SD / math.sqrt(BLOCKS)
     names = [pair.name for pair in sides.read(["peers"])]
     log = asdict(stats.estimate(logs(1.02 * reach)))
     small = line(names[0], max(0.06, 1.02 * reach), log=log, verdict="small difference")
@@ -170,7 +170,7 @@ def test_reports_of_alike_code_rarely_tell_a_difference() -> None:
     reports, blocks = 400, 8
     sample = rng.normal(0, 1, (reports, 20, blocks))
     ps = distributions.ttest_1samp(sample, 0, axis=2).pvalue
-    erring = sum(min(stats.holm([float(p) for p in row])) < 0.05 for row in ps)
+    erring = sum(min(ratios.holm([float(p) for p in row])) < 0.05 for row in ps)
     alone = sum(min(float(p) for p in row) < 0.05 for row in ps)
     assert erring / reports <= 0.08 and alone / reports >= 0.5
 
@@ -179,10 +179,10 @@ def test_an_effect_at_the_margin_is_found_as_often_as_said() -> None:
     """Where the interval is narrow the margin is the hurdle, and the mean has to clear it."""
     rng = np.random.default_rng(4)
     least = stats.margin(None)
-    typical = stats.Estimate(BLOCKS, 0, -1, 1, SD, None, True)
-    effect = stats.smallest_effect(typical, least)
+    typical = ratios.Estimate(BLOCKS, 0, -1, 1, SD, None, True)
+    effect = ratios.smallest_effect(typical, least)
     drawn = [stats.estimate(list(rng.normal(effect, SD, BLOCKS))) for _ in range(1000)]
-    seen = sum(stats.verdict(f, least) == "slower" for f in drawn) / 1000
+    seen = sum(ratios.verdict(f, least) == "slower" for f in drawn) / 1000
     assert 0.76 <= seen <= 0.85
 
 

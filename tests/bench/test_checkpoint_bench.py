@@ -12,11 +12,10 @@ import torch.distributed.checkpoint as dcp
 
 from shardproof.bench import lines as stored
 from shardproof.bench import sides, tables
-from shardproof.bench.checkpoint.counted import SMALLEST, counted
 from shardproof.bench.checkpoint.timed_saves import Saves
-from shardproof.bench.command.parameters import parse_parameters, sized
-from shardproof.bench.evidence import conclude
+from shardproof.bench.evidence import SMALLEST, conclude, counted
 from shardproof.bench.lines import MeasuredPair, PairLine
+from shardproof.bench.sides import parse_parameters, sized
 from shardproof.bench.subjects import Action, RankCounts, RankTimes
 from shardproof.contract import Piece
 from shardproof.runs.run_folder import read

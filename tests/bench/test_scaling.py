@@ -20,7 +20,8 @@ import pytest
 import typer
 from commands import here, started
 
-from shardproof.bench import compared, session, stats, time_budget
+from shardproof.bench import compared, session, stats
+from shardproof.bench.command import time_budget
 from shardproof.bench.evidence import load_times, write_times
 from shardproof.bench.lines import CellLine, Interval, MeasuredCell
 from shardproof.bench.scaling import judge, matrix, tables

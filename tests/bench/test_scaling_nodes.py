@@ -20,7 +20,7 @@ from shardproof.bench.lines import CellProbes
 from shardproof.bench.model import probes
 from shardproof.bench.model.alpha_beta import Fit, Group
 from shardproof.bench.scaling import judge, modelled, tables
-from shardproof.bench.scaling.nodes import lies, not_probed
+from shardproof.bench.scaling.modelled import lies, not_probed
 from shardproof.bench.session import Measured, cell_launch, in_order
 from shardproof.bench.stats import TimedStep
 from shardproof.bench.subjects import ORDER, Cell, RankTimes, Room, WatchedStep

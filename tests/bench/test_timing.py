@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from commands import here, started
 
-from shardproof.bench import evidence, session, sides, stats
+from shardproof.bench import evidence, ratios, session, sides, stats
 from shardproof.bench.judge import alike
 from shardproof.bench.lines import MeasuredPair, NoFigures, PairLine
 from shardproof.bench.subjects import BLOCKS, LETTERS, ORDERS, Pair, RankTimes
@@ -72,7 +72,7 @@ def test_two_equal_sides_are_rarely_called_different(heavy: bool) -> None:
         draw = rng.standard_t(3, (2, BLOCKS)) if heavy else rng.normal(0, 1, (2, BLOCKS))
         found, same = stats.estimate(list(SD * draw[0])), stats.estimate(list(SD * draw[1]))
         alarms += found.differs
-        different += stats.verdict(found, stats.margin(same)) in ("faster", "slower")
+        different += ratios.verdict(found, stats.margin(same)) in ("faster", "slower")
     assert alarms / 2000 <= 0.06  # 5 % and two standard errors of 2,000 draws
     assert different / 2000 <= 0.05
 
@@ -123,17 +123,17 @@ def test_signs_that_are_drawn_in_portions_are_the_same_as_all_at_once() -> None:
     ],
 )
 def test_verdicts(mean: float, half: float, least: float, expected: str) -> None:
-    found = stats.Estimate(20, mean, mean - half, mean + half, half, None, True)
-    assert stats.verdict(found, least) == expected
+    found = ratios.Estimate(20, mean, mean - half, mean + half, half, None, True)
+    assert ratios.verdict(found, least) == expected
 
 
 def test_smallest_effect_is_found_as_often_as_said() -> None:
     rng = np.random.default_rng(4)
     least = stats.margin(None)
-    typical = stats.Estimate(BLOCKS, 0, -1, 1, 0.3, None, True)
-    effect = stats.smallest_effect(typical, least)
+    typical = ratios.Estimate(BLOCKS, 0, -1, 1, 0.3, None, True)
+    effect = ratios.smallest_effect(typical, least)
     found = [stats.estimate(list(rng.normal(effect, 0.3, BLOCKS))) for _ in range(1000)]
-    seen = sum(stats.verdict(f, least) == "slower" for f in found) / 1000
+    seen = sum(ratios.verdict(f, least) == "slower" for f in found) / 1000
     assert 0.76 <= seen <= 0.85
 
 
@@ -142,7 +142,7 @@ def test_blocks_needed_are_the_fewest() -> None:
         count = stats.blocks_needed(sd)
 
         def half(blocks: int, sd: float = sd) -> float:
-            return stats.t_quantile(0.95, blocks - 1) * sd / math.sqrt(blocks)
+            return ratios.t_quantile(0.95, blocks - 1) * sd / math.sqrt(blocks)
 
         assert half(count) <= math.log1p(0.05) < half(count - 1)
 

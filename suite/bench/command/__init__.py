@@ -99,7 +99,7 @@ def pair(
     inconclusive       neither; the smallest effect that could be seen is printed
     """
     from shardproof.bench.command.plan import of_pair
-    from shardproof.bench.time_budget import Passes
+    from shardproof.bench.command.time_budget import Passes
 
     return of_pair(names, given, how, of_steps, Passes(not of_steps.no_memory, of_steps.score))
 
@@ -119,7 +119,7 @@ def speed(names: Names = None, *, selected: Selected, how: How, of_steps: OfStep
     past durations, is left out, printed and recorded; no comparison is cut short.
     """
     from shardproof.bench.command.plan import of_pairs
-    from shardproof.bench.time_budget import Passes
+    from shardproof.bench.command.time_budget import Passes
 
     passes = Passes(not of_steps.no_memory, of_steps.score)
     return of_pairs(names or [SPEED], selected, how, of_steps, passes)
@@ -160,9 +160,9 @@ def checkpoint(
     (at most 1.05 of those needed), and resident memory above the state while saving (at most the
     largest tensor). Files lie in TMPDIR: that disk is measured.
     """
-    from shardproof.bench.command.parameters import sized
     from shardproof.bench.command.plan import of_pairs
-    from shardproof.bench.time_budget import Passes
+    from shardproof.bench.command.time_budget import Passes
+    from shardproof.bench.sides import sized
 
     return of_pairs(
         names or ["checkpoint"],

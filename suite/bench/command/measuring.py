@@ -10,12 +10,12 @@ from shardproof import verdicts
 from shardproof.bench import lines as stored
 from shardproof.bench import stats
 from shardproof.bench.command.options import FailOn
+from shardproof.bench.command.time_budget import Schedule, choose, duration_name, estimates
 from shardproof.bench.evidence import keep, keep_report
 from shardproof.bench.lines import CellLine, PairLine
 from shardproof.bench.reported import Cells, Pairs
 from shardproof.bench.session import Measured, Session
 from shardproof.bench.subjects import Cell
-from shardproof.bench.time_budget import Schedule, choose, duration_name, estimates
 from shardproof.commands import supervision
 from shardproof.commands.console import ProgressBar, echo, make_console, print_line
 from shardproof.runs.durations import Durations

@@ -11,9 +11,9 @@ from shardproof import verdicts
 from shardproof.backends import USUAL_PROCESSES
 from shardproof.bench import sides
 from shardproof.bench.command.options import FailOn, Goal, How, OnePair, Selected
+from shardproof.bench.command.time_budget import Passes
 from shardproof.bench.scaling import matrix
 from shardproof.bench.subjects import BLOCKS, LAUNCHES, LETTERS, Cell, Pair, Side, Subject
-from shardproof.bench.time_budget import Passes
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.commands.run import wait_for

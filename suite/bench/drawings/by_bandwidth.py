@@ -12,12 +12,31 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
-from shardproof.bench.drawings import shares
 from shardproof.bench.drawings.bandwidth import LOOKS
-from shardproof.bench.drawings.shares import LEFT, RIGHT, TOP, WIDTH
 from shardproof.bench.lines import CellLine
 from shardproof.launch.nodes import bits_per_second
 from shardproof.report.drawings import svg
+
+#: Units of a drawing, and from its edges to the plot.
+WIDTH, LEFT, RIGHT, TOP = 330.0, 42.0, 12.0, 14.0
+_MOST = 2.0
+
+
+def scale(shares: Iterable[float], bottom: float) -> svg.PixelScale:
+    """From 0 at ``bottom`` to the fifth above 1 and all ``shares``, at most 200 %."""
+    top = min(-(-max([1.0, *shares]) * 5 // 1) / 5, _MOST)
+    return svg.PixelScale(0.0, top, bottom, TOP)
+
+
+def across(y: svg.PixelScale, target: float) -> list[Markup]:
+    """The lines of the fifths with their labels, and the ``target``."""
+    right, parts = WIDTH - RIGHT, []
+    for fifth in range(round(y.high * 5) + 1):
+        at = y(fifth / 5)
+        parts.append(svg.line(LEFT, at, right, at, "grid"))
+        parts.append(svg.text(LEFT - 6, at + 4, f"{fifth / 5:.0%}", "tick-label", "end"))
+    return [*parts, svg.line(LEFT, y(target), right, y(target), "target")]
+
 
 _MARKS = ("circle", "square", "diamond")
 _PLOT, _ROW = 190.0, 15.0
@@ -47,9 +66,9 @@ def _draw(name: str, world: int, members: Sequence[CellLine]) -> Markup:
     systems = list(dict.fromkeys(line.title for line in members))
     ends = [line.efficiency["plain"].high for line in members if line.efficiency is not None]
     models = [m for line in members if (m := line.modelled_efficiency) is not None]
-    y = shares.scale([*ends, *models], bottom)
+    y = scale([*ends, *models], bottom)
     room = (WIDTH - LEFT - RIGHT) / len(ordered)
-    parts = shares.across(y, members[0].target)
+    parts = across(y, members[0].target)
     for place, rate in enumerate(ordered):
         middle = LEFT + room * (place + 0.5)
         parts.append(svg.text(middle, bottom + 16, rate, "tick-label", "middle"))

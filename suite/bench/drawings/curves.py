@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from markupsafe import Markup
 
-from shardproof.bench.drawings import shares
-from shardproof.bench.drawings.shares import LEFT, RIGHT, WIDTH
+from shardproof.bench.drawings import by_bandwidth
+from shardproof.bench.drawings.by_bandwidth import LEFT, RIGHT, WIDTH
 from shardproof.bench.lines import CellLine
 from shardproof.bench.scaling import tables
 from shardproof.report.drawings import svg
@@ -62,9 +62,9 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -
         if line.modelled_efficiency is not None
     ]
     x = svg.PixelScale(min(worlds), max(*worlds, 2), LEFT + 14, WIDTH - RIGHT - 14, log=True)
-    y = shares.scale([*highs, *(m for _, m in modelled)], _HEIGHT - _BOTTOM)
+    y = by_bandwidth.scale([*highs, *(m for _, m in modelled)], _HEIGHT - _BOTTOM)
     target, label = y(ordered[0].target), f"target {ordered[0].target:.0%}"
-    parts = [*shares.across(y, ordered[0].target), *_worlds(x, worlds)]
+    parts = [*by_bandwidth.across(y, ordered[0].target), *_worlds(x, worlds)]
     parts.append(svg.text(WIDTH - RIGHT, target - 4, label, "target-label", "end"))
     if modelled:
         parts.append(svg.path([(x(w), y(m)) for w, m in modelled], "s-modelled"))

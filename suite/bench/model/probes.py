@@ -25,16 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.axes import parts
 from shardproof.backends import BACKENDS
+from shardproof.bench import subjects
 from shardproof.bench.arm import Arm, mesh_of
 from shardproof.bench.model import step_time
 from shardproof.bench.on_rank import Clock, finish
-from shardproof.bench.subjects import (
-    AloneSteps,
-    GroupRecord,
-    ProbeRecord,
-    SideRun,
-    WatchedStep,
-)
 from shardproof.case import data_shares
 from shardproof.comm import Comm
 from shardproof.contract import MicroBatch, Point
@@ -56,7 +50,7 @@ RATE_SECONDS = 0.02
 Shape = tuple[int, int, int, int]
 
 
-def watch(run: SideRun, rank: int) -> WatchedStep:
+def watch(run: subjects.SideRun, rank: int) -> subjects.WatchedStep:
     """One step of ``run`` on this rank, after three that do not count.
 
     Needs ranks that were joined with ledgers on.
@@ -78,7 +72,7 @@ def watch(run: SideRun, rank: int) -> WatchedStep:
     schedule = _schedule(arm)
     arm.close()
     elements = sum(math.prod(shapes[name]) for name in trained)
-    return WatchedStep(calls, flops, products, elements, schedule)
+    return subjects.WatchedStep(calls, flops, products, elements, schedule)
 
 
 def _schedule(arm: Arm) -> dict[str, Any] | None:
@@ -90,7 +84,7 @@ def _schedule(arm: Arm) -> dict[str, Any] | None:
     return None if announced is None else announced.to_dict()
 
 
-def watch_each(runs: Sequence[SideRun], rank: int) -> list[WatchedStep]:
+def watch_each(runs: Sequence[subjects.SideRun], rank: int) -> list[subjects.WatchedStep]:
     """:func:`watch` of each run."""
     return [watch(run, rank) for run in runs]
 
@@ -146,9 +140,9 @@ class Probed:
         sizes = self.sizes.items()
         return max((n * shards.get(op, 1) for op, each in sizes for n in each), default=0)
 
-    def record(self) -> GroupRecord:
+    def record(self) -> subjects.GroupRecord:
         """What all sweeps found."""
-        return GroupRecord(
+        return subjects.GroupRecord(
             self.comm.size,
             [(op, n, seconds) for (op, n), seconds in self.seconds.items()],
             {op: (wall, cpu) for op, (wall, cpu) in self.used.items()},
@@ -202,10 +196,10 @@ class Probes:
         self.flop_rates: list[float] = []
         self.byte_rates: list[float] = []
 
-    def record(self) -> ProbeRecord:
+    def record(self) -> subjects.ProbeRecord:
         """What all sweeps found, for :func:`shardproof.bench.model.alpha_beta.machine`."""
         groups = {axis: group.record() for axis, group in self.groups.items()}
-        return ProbeRecord(groups, self.flop_rates, self.byte_rates)
+        return subjects.ProbeRecord(groups, self.flop_rates, self.byte_rates)
 
     def _collective(self, group: Probed, operation: str, payload: int) -> None:
         """Mean seconds of a call of ``payload`` bytes, calls back to back from a start that all
@@ -322,7 +316,7 @@ class Alone:
     coordinate (tensor, pipe), each computes the whole share of that coordinate.
     """
 
-    def __init__(self, run: SideRun, rank: int) -> None:
+    def __init__(self, run: subjects.SideRun, rank: int) -> None:
         ranks = range(run.world)
         shares = data_shares(run.axes, ranks, ranks)
         single = dict.fromkeys(run.axes, 1)
@@ -341,9 +335,9 @@ class Alone:
         self.gradients: list[list[float]] = []
         self.steps: list[list[float]] = []
 
-    def record(self) -> AloneSteps:
+    def record(self) -> subjects.AloneSteps:
         """The seconds of all segments."""
-        return AloneSteps(self.steps, self.gradients)
+        return subjects.AloneSteps(self.steps, self.gradients)
 
     def segment(self, count: int, meet: Callable[[], object] = lambda: None) -> None:
         """``count`` steps, after one that does not count: it finds other steps' data in caches.

@@ -6,17 +6,42 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardproof.axes import sharing
 from shardproof.bench.lines import CellProbes, MeasuredCell, Modelled
 from shardproof.bench.model import alpha_beta, curve, step_time
 from shardproof.bench.model.scorecard import card, unscored
 from shardproof.bench.model.step_time import Scorecard
-from shardproof.bench.scaling.nodes import not_probed
 from shardproof.bench.subjects import Cell, Launch, RankTimes, WatchedStep, grown, side_run
 from shardproof.launch.nodes import Nodes
+from shardproof.ledgers.places import Lie, groups_along, lie
 from shardproof.schedules import Schedule
+
+
+def lies(mesh: Mapping[str, int], ranks_per_node: int) -> dict[str, Lie]:
+    """How the groups along each axis of ``mesh`` that is cut lie on nodes of ``ranks_per_node``
+    consecutive ranks (0: there are no nodes).
+    """
+    world = math.prod(mesh.values())
+    homes = [rank // (ranks_per_node or world) for rank in range(world)]
+    return {axis: lie(groups_along(mesh, axis), homes) for axis, n in mesh.items() if n > 1}
+
+
+def not_probed(mesh: Mapping[str, int], probed: Mapping[str, int], ranks_per_node: int) -> str:
+    """Why a launch on ``probed`` does not tell what the calls of ``mesh`` cost on such nodes;
+    empty: it does.
+    """
+    there = lies(probed, ranks_per_node)
+    for axis, here in lies(mesh, ranks_per_node).items():
+        if there.get(axis) != here:
+            ranks = math.prod(probed.values())
+            beside = f", where they lie {there[axis]}" if axis in there else ""
+            return (
+                f"groups along {axis} lie {here}, and alpha and beta were probed on {ranks} "
+                f"ranks{beside or ', which it does not cut'}"
+            )
+    return ""
 
 
 def digest(
