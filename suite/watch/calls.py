@@ -138,9 +138,7 @@ class Calls:
         struct.pack_into("<Q", self._map, 8, self.count)
         for dtype, payload, share in form.loads:
             key = (request.operation, dtype, group)
-            total = self.totals.get(key)
-            if total is None:
-                total = self.totals[key] = Total(*key)
+            total = self.totals.setdefault(key, Total(*key))
             total.calls += 1
             total.payload_bytes += payload
             total.logical_bytes += share

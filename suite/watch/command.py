@@ -163,14 +163,28 @@ def _judged(folder: Path, script: list[str] | None) -> int:
 
 def _run(script: list[str] | None, how: Watched) -> int:
     """Run ``script`` and judge it; the exit code."""
+    from shardproof.commands.supervision import Interrupts
+
     if not script:
         remedy = "name a script: shardproof watch train.py --nproc 4"
         raise SelectionError(Problem("no script", remedy))
     if not Path(script[0]).is_file():
         remedy = "name a Python file; arguments of the script stand after --"
         raise SelectionError(Problem("no such script", remedy, script[0]))
-    variables = how.environment
-    return _watched(script, how.nproc, _new(how.results), variables, how.standstill)
+    variables, folder = how.environment, _new(how.results)
+    interrupted = False
+    with Interrupts():
+        try:
+            from shardproof.watch import launch  # it takes seconds to import torch
+
+            launch.run(script, how.nproc, folder, variables, how.standstill)
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted and not any(folder.glob("rank*.json")):
+        print_line(make_console(), "interrupted before any rank left a record: nothing is judged")
+        return verdicts.INTERRUPTED
+    code = _shown(folder)
+    return verdicts.INTERRUPTED if interrupted else code
 
 
 def _new(results: Path | None) -> Path:
@@ -190,26 +204,6 @@ def _new(results: Path | None) -> Path:
         what = f"--results: {error.strerror}"
         raise SelectionError(Problem(what, "name a folder to write into", str(folder))) from None
     return folder
-
-
-def _watched(
-    script: list[str], nproc: int, folder: Path, variables: dict[str, str], standstill: float
-) -> int:
-    from shardproof.commands.supervision import Interrupts
-
-    interrupted = False
-    with Interrupts():
-        try:
-            from shardproof.watch import launch  # it takes seconds to import torch
-
-            launch.run(script, nproc, folder, variables, standstill)
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted and not any(folder.glob("rank*.json")):
-        print_line(make_console(), "interrupted before any rank left a record: nothing is judged")
-        return verdicts.INTERRUPTED
-    code = _shown(folder)
-    return verdicts.INTERRUPTED if interrupted else code
 
 
 def _shown(folder: Path) -> int:

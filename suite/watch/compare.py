@@ -75,6 +75,7 @@ class Compared:
         self.seen = Watched(type(optimizer).__name__, every=every or 1)
         record.optimizers.append(self.seen)
         self.found = Found()
+        #: The latest of them; it may be gone.
         self._owner = weakref.ref(optimizer)
         self._held: Held | None = None
         #: Rows sent, and the step of the last; what ranks have read counts as compared.
@@ -103,11 +104,6 @@ class Compared:
         self._cost = 0.0
 
     # ------------------------------------------------------------------------------------- whose
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The latest of them; ``None``: it is gone."""
-        return self._owner()
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is of the same type, for the same tensors: the same answer on every rank."""
@@ -138,10 +134,10 @@ class Compared:
             self._look(optimizer)
             self._sums = {}
             if self.seen.steps == 1:
-                self._keep("initial parameters", snapshot.of_parameters(self.found.tracked).sums)
+                self._sums["initial parameters"] = snapshot.of_parameters(self.found.tracked).sums
             gradients = [one.parameter.grad for one in self.found.tracked]
             if not has_closure and any(gradient is not None for gradient in gradients):
-                self._keep("gradients", snapshot.of_gradients(self.found.tracked).sums)
+                self._sums["gradients"] = snapshot.of_gradients(self.found.tracked).sums
                 self._finite("gradient", [snapshot.dense(gradient) for gradient in gradients])
             self._hyper = snapshot.hyperparameters(optimizer)
         self._spent += time.perf_counter() - began - waited
@@ -164,7 +160,7 @@ class Compared:
         self._settle()
         if self._exchange is None or self._exchange.broken:
             return
-        optimizer, self._sums = self.optimizer, {}
+        optimizer, self._sums = self._owner(), {}
         if optimizer is None:
             row = self._row(_END, optimizers)
             row[_GONE] = 1
@@ -225,12 +221,9 @@ class Compared:
         self.seen.not_compared |= {f"gradient of {name}": "it is sparse" for name in sparse}
         self.seen.outside = [*self.found.outside]
 
-    def _keep(self, kind: Kind, sums: list[int]) -> None:
-        self._sums[kind] = sums
-
     def _keep_state(self, state: snapshot.Sums) -> None:
         if state.read or any(state.sums):
-            self._keep("optimizer state", state.sums)
+            self._sums["optimizer state"] = state.sums
             self.seen.not_compared.pop("optimizer state", None)
         elif self.found.tracked:
             self.seen.not_compared["optimizer state"] = "the optimizer shows none"
@@ -245,7 +238,7 @@ class Compared:
     def _compare(self, optimizer: torch.optim.Optimizer, kind: int, optimizers: int = 0) -> None:
         """Take the checksums after the step and send the row."""
         tracked = self.found.tracked
-        self._keep("parameters", snapshot.of_parameters(tracked).sums)
+        self._sums["parameters"] = snapshot.of_parameters(tracked).sums
         state, form = snapshot.of_state(optimizer, tracked)
         if not self._has_forms:  # told once
             self._keep_state(state)
@@ -290,27 +283,25 @@ class Compared:
     def _settle(self) -> float:
         """Read what the others sent; the seconds that this rank waited for them."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return 0.0
         began = time.perf_counter()
+        waited = 0.0
         try:
-            table = pending.result()
-            waited = time.perf_counter() - began
-            self._judge(table)
+            if pending is not None:
+                table = pending.result()
+                waited = time.perf_counter() - began
+                self._judge(table)
         except BrokenExchange as error:
             self._over(str(error))
-            return time.perf_counter() - began
+            waited = time.perf_counter() - began
         return waited
 
     def _over(self, why: str) -> None:
         """The exchange failed: say so once, and compare no more."""
-        sentence = f"replicas were not compared after step {self._last_equal()}: {why}"
+        last = self._equal.get("parameters", 0)
+        sentence = f"replicas were not compared after step {last}: {why}"
         if not any(finding.kind == "not compared" for finding in self.record.findings):
             self._tell("not compared", sentence, broken=False)
         self._next = 0
-
-    def _last_equal(self) -> int:
-        return self._equal.get("parameters", 0)
 
     def _judge(self, table: Table) -> None:
         """Draw from the table of all ranks what every rank draws from it."""
@@ -507,8 +498,7 @@ class Compared:
         return self.seen.steps if kind == "non-finite" else self._sent or self.seen.steps
 
     def _since(self, kind: Kind) -> str:
-        step = self._step_of(kind)
-        equal = self._equal.get(kind, 0)
+        step, equal = self._step_of(kind), self._equal.get(kind, 0)
         if equal and step - equal > 1:
             return f"between step {equal} and step {step}"
         return f"at step {step}"
@@ -539,12 +529,10 @@ def odd(values: Mapping[int, Any]) -> str:
     for rank, value in values.items():
         sets.setdefault(value, []).append(rank)
     ordered = sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks))
+    if len(ordered) == len(values) == 2:
+        return " and ".join(map(name_ranks, ordered))
     if len(ordered) == len(values):
-        return (
-            f"no two of {name_ranks(sorted(values))} are equal"
-            if len(values) > 2
-            else (f"{name_ranks(ordered[0])} and {name_ranks(ordered[1])}")
-        )
+        return f"no two of {name_ranks(sorted(values))} are equal"
     return f"{'; '.join(map(name_ranks, ordered[1:]))} from {name_ranks(ordered[0])}"
 
 

@@ -70,8 +70,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             raise ValueError("calls without names")
     except Exception as error:  # what a damaged pickle raises is of any kind
         raise ValueError(f"{path}: no Flight Recorder dump: {error}") from error
-    dump: Mapping[str, Any] = plain
-    return dump
+    return dict(plain)
 
 
 def _groups(dump: Mapping[str, Any]) -> dict[str, list[int]]:

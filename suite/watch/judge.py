@@ -46,7 +46,8 @@ def judge(folder: Path) -> Judged:
     """
     try:
         records, ends = record.read(folder), record.read_ends(folder)
-        logs = {rank: calls.read(folder / f"rank{rank}.calls") for rank in _logged(folder, records)}
+        paths = {rank: folder / f"rank{rank}.calls" for rank in records}
+        logs = {rank: calls.read(path) for rank, path in paths.items() if path.exists()}
     except ValueError as error:
         remedy = "watch again; damaged records cannot be repaired"
         raise SelectionError(Problem(str(error), remedy)) from None
@@ -76,10 +77,6 @@ def _of_dumps(folder: Path) -> Judged:
     return Judged("hang", found.sentence, [finding], {})
 
 
-def _logged(folder: Path, records: Mapping[int, RankRecord]) -> list[int]:
-    return [rank for rank in records if (folder / f"rank{rank}.calls").exists()]
-
-
 def decide(
     records: Mapping[int, RankRecord],
     ends: Sequence[End],
@@ -99,18 +96,19 @@ def decide(
     findings.sort(key=lambda f: (not f.broken, order.index(f.kind), f.step or 0, f.optimizer))
     held = _held(records, findings)
     broken = [finding for finding in findings if finding.broken]
+    verdict: Verdict = "undecidable"
     if broken:
         own = [finding for finding in broken if finding.kind != "rank"]
-        verdict: Verdict = "fail" if own else "hang" if hung else "crash"
-        return Judged(verdict, broken[0].sentence, findings, records, held)
-    if nothing := _nothing(records):
-        return Judged("undecidable", nothing, findings, records, held)
-    if findings:
-        return Judged("undecidable", findings[0].sentence, findings, records, held)
-    if not any(seen.counts for one in records.values() for seen in one.optimizers):
+        verdict, why = "fail" if own else "hang" if hung else "crash", broken[0].sentence
+    elif nothing := _nothing(records):
+        why = nothing
+    elif findings:
+        why = findings[0].sentence
+    elif not any(seen.counts for one in records.values() for seen in one.optimizers):
         why = "replicas were not judged: no comparison came to its end"
-        return Judged("undecidable", why, findings, records, held)
-    return Judged("pass", f"equal on all replicas: {', '.join(held)}", findings, records, held)
+    else:
+        verdict, why = "pass", f"equal on all replicas: {', '.join(held)}"
+    return Judged(verdict, why, findings, records, held)
 
 
 # ---------------------------------------------------------------------------------------- findings
@@ -188,17 +186,13 @@ def _of_collectives(logs: Mapping[int, list[calls.Call]]) -> list[Finding]:
         return []
     head = f"call {difference.in_group} on {difference.group} differs"
     if difference.earlier:
-        what = "an earlier one, which the logs no longer hold, differs as well"
-        return [Finding("collectives", f"{head}, or {what}: {_each(difference)}")]
-    return [Finding("collectives", f"{head}: {_each(difference)}")]
-
-
-def _each(difference: calls.Difference) -> str:
+        head += ", or an earlier one, which the logs no longer hold, differs as well"
     by_text: dict[str, list[int]] = {}
     for rank, call in difference.calls.items():
         place = f" at {call.place}" if call.place else ""
         by_text.setdefault(f"{call.text}{place}", []).append(rank)
-    return ", ".join(f"{name_ranks(r)} made {text}" for text, r in by_text.items())
+    each = ", ".join(f"{name_ranks(r)} made {text}" for text, r in by_text.items())
+    return [Finding("collectives", f"{head}: {each}")]
 
 
 def _of_ranks(
@@ -207,12 +201,13 @@ def _of_ranks(
     logs: Mapping[int, list[calls.Call]],
 ) -> tuple[list[Finding], list[Finding]]:
     """(the ranks stand still, a rank failed or left nothing): at most one fault altogether."""
-    outcomes = mark_consequences(_outcomes(records, ends))
+    by_rank = {end.rank: end for end in ends}
+    ranks = sorted({*records, *by_rank})
+    outcomes = mark_consequences([_outcome(r, records.get(r), by_rank.get(r)) for r in ranks])
     cause = root_cause(outcomes)
     if cause is None:
         return [], [*_without_end(records, ends), *_without_record(records)]
     missing = _without_record(records)
-    by_rank = {end.rank: end for end in ends}
     if cause.error_type == "PeerTimeout" and cause.is_comm_error:
         found = autopsy.find(standing.of_outcomes(outcomes, by_rank, logs))
         if found is not None:
@@ -264,15 +259,8 @@ def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list
 def _without_record(records: Mapping[int, RankRecord]) -> list[Finding]:
     world = max((one.world for one in records.values()), default=0)
     missing = sorted({*range(world)} - {*records})
-    if not missing:
-        return []
     sentence = f"{name_ranks(missing)} left no record: what they held is not known"
-    return [Finding("rank", sentence, broken=False)]
-
-
-def _outcomes(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list[RankOutcome]:
-    known = {end.rank: end for end in ends}
-    return [_outcome(r, records.get(r), known.get(r)) for r in sorted({*records, *known})]
+    return [Finding("rank", sentence, broken=False)] if missing else []
 
 
 def _outcome(rank: int, left: RankRecord | None, end: End | None) -> RankOutcome:
@@ -388,18 +376,12 @@ def _held(records: Mapping[int, RankRecord], findings: Sequence[Finding]) -> lis
             if seen.tracked:
                 for kind, times in seen.counts.items():
                     counts[kind] = max(times, counts.get(kind, 0))
-    held = [
-        kind + (f" at {times} steps" if times > 1 else "")
-        for kind, times in counts.items()
-        if kind not in broken
-    ]
-    if "collectives" not in broken and any(one.totals for one in records.values()):
-        held.append("order and shapes of collectives")
-    if counts and "hyperparameters" not in broken:
-        held.append("hyperparameters")
-    if counts and "non-finite" not in broken:
-        held.append("finite values")
-    return held
+    held = {kind: kind + (f" at {n} steps" if n > 1 else "") for kind, n in counts.items()}
+    if any(one.totals for one in records.values()):
+        held["collectives"] = "order and shapes of collectives"
+    if counts:
+        held |= {"hyperparameters": "hyperparameters", "non-finite": "finite values"}
+    return [words for kind, words in held.items() if kind not in broken]
 
 
 def _nothing(records: Mapping[int, RankRecord]) -> str:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -44,14 +44,10 @@ _CHILDREN_SECONDS, _IDLE_SHARE = 1.0, 0.02
 TERM_SECONDS = 3.0
 
 
-@dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
-    end: End
-    watched: RankProcess = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.watched = RankProcess(self.process.pid, (self.end.rank,))
+    def __init__(self, process: subprocess.Popen[bytes], end: End) -> None:
+        self.process, self.end = process, end
+        self.watched = RankProcess(process.pid, (end.rank,))
 
 
 def run(
@@ -154,12 +150,11 @@ class _Supervisor:
         if found is None:
             return False
         ranks = [one.end.rank for one in alive if one.end.rank in found.calls]
-        return any(beats[rank].waiting or self._is_in_backward(rank) for rank in ranks)
-
-    def _is_in_backward(self, rank: int) -> bool:
-        """Whether the rank made its last call inside of a backward, where DDP waits unseen."""
-        path = self.folder / f"rank{rank}.calls"
-        return path.exists() and calls.state(path).in_backward
+        paths = [self.folder / f"rank{rank}.calls" for rank in ranks]
+        # A last call inside of a backward: there DDP waits unseen.
+        return any(beats[rank].waiting for rank in ranks) or any(
+            path.exists() and calls.state(path).in_backward for path in paths
+        )
 
     def _all_wait(self, alive: Sequence[_Rank], looks: int) -> bool:
         """Whether all wait for others, whatever processes that they have started do.
@@ -208,10 +203,7 @@ class _Supervisor:
         if code is None:
             return False
         one.end.ended = time.monotonic() - self.began
-        if code < 0:
-            one.end.signal = -code
-        else:
-            one.end.exit_code = code
+        one.end.signal, one.end.exit_code = (-code, None) if code < 0 else (None, code)
         if code:
             self.until = min(self.until, time.monotonic() + GRACE_SECONDS)
         return True

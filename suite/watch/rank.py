@@ -76,6 +76,9 @@ class Settings:
         world = int(environment.get("WORLD_SIZE", "1"))
         replicas = environment.get("SHARDPROOF_WATCH_REPLICAS", "")
         every = environment.get("SHARDPROOF_WATCH_EVERY", "")
+        if every and not (every.isdigit() and int(every)):
+            what = "SHARDPROOF_WATCH_EVERY: no number of steps"
+            raise SelectionError(Problem(what, "write 1 or more, or unset it", every))
         folder = environment.get("SHARDPROOF_WATCH_RESULTS", "")
         launched = "SHARDPROOF_WATCH_PARENT" in environment
         path = Path(folder) if folder else _of_this_job()
@@ -85,16 +88,9 @@ class Settings:
         return cls(
             path,
             replica_sets.parse(replicas, world) if replicas else None,
-            _positive(every) if every else None,
+            int(every) if every else None,
             launched=launched,
         )
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        what, remedy = "SHARDPROOF_WATCH_EVERY: no number of steps", "write 1 or more, or unset it"
-        raise SelectionError(Problem(what, remedy, text))
-    return int(text)
 
 
 def _of_this_job() -> Path:
@@ -139,7 +135,8 @@ class Watch:
         self._all: list[Compared] = []
         self._compared: weakref.WeakKeyDictionary[torch.optim.Optimizer, Compared]
         self._compared = weakref.WeakKeyDictionary()
-        self._exchange: Exchange | None = None
+        #: With the other ranks; ``None`` before they met.
+        self.exchange: Exchange | None = None
         #: Optimizers in whose steps the program is now, the outermost first.
         self._inside: list[int] = []
         self._over = False
@@ -196,8 +193,8 @@ class Watch:
         self.record.findings.append(Finding("not compared", why, broken=False))
         for compared in self._all:
             compared.stop(why)
-        if self._exchange is not None:
-            self._exchange.close()
+        if self.exchange is not None:
+            self.exchange.close()
         try:
             self._write()
         except OSError as unwritten:
@@ -273,7 +270,7 @@ class Watch:
             return
         try:
             store = c10d._get_default_store()
-            self._exchange = Exchange(
+            self.exchange = Exchange(
                 record.rank, record.world, store, self.settings.seconds, self._is_awaited
             )
         except BrokenExchange as error:
@@ -299,14 +296,15 @@ class Watch:
         return before is not None and spent - before[1] <= _IDLE_SHARE * (now - before[0])
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._inside:  # its last step was left by an exception
-            del self._inside[self._inside.index(id(optimizer)) :]
+        self._leave(optimizer)  # its last step may have been left by an exception
         self._inside.append(id(optimizer))
         self._handled = id(sys.exc_info()[1])
         if len(self._inside) > 1:  # in another's step: sharded optimizers do so
             return
-        if self._over:
-            self._step_after_the_end()
+        if self._over:  # the ranks have said goodbye to one another
+            if not any(finding.sentence == AFTER_DESTROY for finding in self.record.findings):
+                self.record.findings.append(Finding("not compared", AFTER_DESTROY, broken=False))
+                self._write()
             return
         if not self.record.initialised:
             if not dist.is_initialized():
@@ -319,15 +317,8 @@ class Watch:
         if found != self._told or time.monotonic() - self._written > FLUSH_SECONDS:
             self._write()
 
-    def _step_after_the_end(self) -> None:
-        """The ranks have said goodbye to one another: say once that nothing is compared now."""
-        if not any(finding.sentence == AFTER_DESTROY for finding in self.record.findings):
-            self.record.findings.append(Finding("not compared", AFTER_DESTROY, broken=False))
-            self._write()
-
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._inside:
-            del self._inside[self._inside.index(id(optimizer)) :]
+        self._leave(optimizer)
         compared = self._compared.get(optimizer)
         if compared is None or self._inside or self._over:
             return
@@ -335,24 +326,22 @@ class Watch:
             self._weigh()
             self._write()
 
+    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self._inside:
+            del self._inside[self._inside.index(id(optimizer)) :]
+
     def _of(self, optimizer: torch.optim.Optimizer) -> Compared:
-        known = self._compared.get(optimizer)
-        if known is None:
-            known = next((one for one in self._all if one.fits(optimizer)), None)
-            if known is not None:
-                known.go_on_with(optimizer)
-            else:
-                known = Compared(
-                    optimizer,
-                    len(self._all),
-                    self._exchange,
-                    self.record,
-                    self.settings.replicas,
-                    self.settings.every,
-                    functools.partial(self._calls.on, name_ranks(range(self.record.world))),
-                )
-                self._all.append(known)
-            self._compared[optimizer] = known
+        if (known := self._compared.get(optimizer)) is not None:
+            return known
+        known = next((one for one in self._all if one.fits(optimizer)), None)
+        if known is not None:
+            known.go_on_with(optimizer)
+        else:
+            made = functools.partial(self._calls.on, name_ranks(range(self.record.world)))
+            about = self.record, self.settings.replicas, self.settings.every
+            known = Compared(optimizer, len(self._all), self.exchange, *about, made)
+            self._all.append(known)
+        self._compared[optimizer] = known
         return known
 
     # ----------------------------------------------------------------------------------- the end
@@ -379,13 +368,8 @@ class Watch:
         self._write()
         for action in self._ended:
             action(self)
-        if self._exchange is not None:
-            self._exchange.close()
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """The exchange with the other ranks; ``None`` before they met."""
-        return self._exchange
+        if self.exchange is not None:
+            self.exchange.close()
 
     def text(self) -> str:
         """The record as it stands."""
@@ -404,18 +388,14 @@ class Watch:
         """Bytes that this rank holds of each class, after a step that was compared."""
         held: dict[str, dict[int, int]] = {}
         for optimizer, compared in [*self._compared.items()]:
-            outside = _alive(compared.found.outside.values())
             inside = [p for group in optimizer.param_groups for p in group["params"]]
-            gradients = [p.grad for p in (*inside, *outside) if p.grad is not None]
-            state = [
-                v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)
-            ]
-            buffers = _alive(compared.found.buffers)
+            parameters = [*inside, *_alive(compared.found.outside.values())]
+            state = [value for of in optimizer.state.values() for value in of.values()]
             for name, tensors in (
-                ("parameters", [*inside, *outside]),
-                ("gradients", gradients),
-                ("optimizer state", state),
-                ("buffers", buffers),
+                ("parameters", parameters),
+                ("gradients", [p.grad for p in parameters if p.grad is not None]),
+                ("optimizer state", [value for value in state if isinstance(value, Tensor)]),
+                ("buffers", _alive(compared.found.buffers)),
             ):
                 held.setdefault(name, {}).update(_storages(tensors))
         for name, storages in held.items():

@@ -6,10 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
-from shardproof.files import Stored, fast_json, write_whole
+from shardproof.files import DAMAGE, Stored, fast_json, from_plain, write_whole
 from shardproof.watch.calls import Total
+
+T = TypeVar("T")
 
 Kind = Literal[
     "hyperparameters",
@@ -129,12 +131,7 @@ def read_ends(folder: Path) -> list[End]:
     :raises ValueError: it is damaged.
     """
     path = folder / "ends.json"
-    if not path.exists():
-        return []
-    try:
-        return [End.from_dict(one) for one in json.loads(path.read_bytes())]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}: damaged: {error}") from error
+    return _stored(list[End], path) if path.exists() else []
 
 
 def write_ends(folder: Path, ends: Sequence[End]) -> None:
@@ -147,12 +144,12 @@ def read(folder: Path) -> dict[int, RankRecord]:
 
     :raises ValueError: one is damaged.
     """
-    found = {}
-    for path in sorted(folder.glob("rank*.json")):
-        try:
-            data: dict[str, Any] = json.loads(path.read_bytes())
-            record = RankRecord.from_dict(data)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path}: damaged: {error}") from error
-        found[record.rank] = record
-    return dict(sorted(found.items()))
+    found = [_stored(RankRecord, path) for path in folder.glob("rank*.json")]
+    return {one.rank: one for one in sorted(found, key=lambda one: one.rank)}
+
+
+def _stored(kind: type[T], path: Path) -> T:
+    try:
+        return from_plain(kind, json.loads(path.read_bytes()))
+    except DAMAGE as error:
+        raise ValueError(f"{path}: damaged: {error}") from error

@@ -9,14 +9,13 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from html import escape
 from pathlib import Path
 
 from shardproof.errors import printable
 from shardproof.files import fast_json, write_whole
 from shardproof.report.looks import look
-from shardproof.report.section import TEMPLATES
-from shardproof.table import Table, markdown_text, some
+from shardproof.report.section import rendered
+from shardproof.table import Table, markdown_text, number, some
 from shardproof.watch.calls import Total
 from shardproof.watch.judge import Judged
 from shardproof.watch.record import Watched
@@ -33,6 +32,7 @@ CANNOT_SEE = (
     "which samples a rank reads",
 )
 _NAMES = 6
+_TEMPLATE = Path(__file__).parent / "templates" / "watched.html"
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,18 @@ class Report:
     def headline(self) -> str:
         """The verdict and its reason in one line."""
         return f"{self.judged.verdict}: {self.judged.reason}"
+
+    @property
+    def state(self) -> str:
+        """``held``, ``open`` or ``broke``."""
+        return {"pass": "held", "open": "open"}.get(look(self.judged.verdict), "broke")
+
+    @property
+    def script(self) -> str:
+        """What was watched."""
+        for one in self.judged.records.values():
+            return f"{Path(one.script).name} on {number(one.world, 'rank')}"
+        return "dumps of the Flight Recorder"
 
     def others(self) -> list[str]:
         """What was found beside the headline."""
@@ -88,7 +100,7 @@ def show(report: Report, write: Print) -> None:
     """On a terminal."""
     from rich.text import Text
 
-    color = {"held": "green", "open": "yellow"}.get(_state(report), "red")
+    color = {"held": "green", "open": "yellow"}.get(report.state, "red")
     # Whole lines: whoever looks for a sentence finds it.
     write(Text(printable(report.headline), style=f"bold {color}"), soft_wrap=True)
     for sentence in report.others():
@@ -130,7 +142,7 @@ def write(report: Report, folder: Path) -> None:
 
 def document(report: Report) -> str:
     """As Markdown."""
-    lines = [f"# Watched: {_script(report)}", "", f"**{markdown_text(report.headline)}**", ""]
+    lines = [f"# Watched: {report.script}", "", f"**{markdown_text(report.headline)}**", ""]
     lines += [f"- {markdown_text(sentence)}" for sentence in report.others()]
     lines += ["", *(table.section(2) for table in report.tables())]
     lines += ["## Cannot see", "", *(f"- {markdown_text(said)}" for said in report.unseen())]
@@ -139,68 +151,20 @@ def document(report: Report) -> str:
 
 def html(report: Report) -> str:
     """As one page that opens offline, in the style of ``report.html`` of a run."""
-    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
-    title = escape(f"Shardproof: {report.judged.verdict}, watched {_script(report)}")
-    also = "".join(f"<li>{escape(sentence)}</li>" for sentence in report.others())
-    tables = "\n".join(
-        f"<h2>{escape(table.title)}</h2>\n{table.html('', caption='')}"
-        + "".join(f'<p class="soft">{escape(note)}</p>' for note in table.notes)
-        for table in report.tables()
-    )
-    unseen = "".join(f"<li>{escape(said)}</li>" for said in report.unseen())
-    return printable(f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header><p class="brand">Shardproof watch</p><h1>{escape(_script(report))}</h1></header>
-<main>
-<div class="banner banner-{_state(report)}"><p>{escape(report.headline)}</p></div>
-<ul>{also}</ul>
-{tables}
-<h2>Cannot see</h2>
-<ul>{unseen}</ul>
-<p>{escape(report.compared())}.</p>
-</main>
-</body>
-</html>
-""")
-
-
-def _state(report: Report) -> str:
-    style = look(report.judged.verdict)
-    return {"pass": "held", "open": "open"}.get(style, "broke")
-
-
-def _script(report: Report) -> str:
-    if not report.judged.records:
-        return "dumps of the Flight Recorder"
-    one = next(iter(report.judged.records.values()))
-    return f"{Path(one.script).name} on {one.world} rank{'s' * (one.world > 1)}"
+    return printable(rendered(_TEMPLATE, report=report, script_digest=""))
 
 
 def _optimizers(judged: Judged) -> Table:
     """What was compared of each optimizer, and what that cost."""
-    rows = []
     first = next(iter(judged.records.values()), None)
-    for number, seen in enumerate(first.optimizers if first else ()):
-        rows.append(
-            (
-                f"{number}: {seen.name}" + (f" ({seen.made:,} made)" if seen.made > 1 else ""),
-                f"{seen.steps:,}",
-                _compared(seen),
-                f"{seen.tracked:,}",
-                f"{seen.tracked_bytes:,}",
-                f"{1e3 * seen.cost_seconds:.1f}",
-                f"{1e3 * seen.step_seconds:.1f}",
-                f"{seen.every}",
-            )
+    rows = [
+        (
+            f"{place}: {seen.name}" + (f" ({seen.made:,} made)" if seen.made > 1 else ""),
+            *(f"{seen.steps:,}", _compared(seen), f"{seen.tracked:,}", f"{seen.tracked_bytes:,}"),
+            *(f"{1e3 * seen.cost_seconds:.1f}", f"{1e3 * seen.step_seconds:.1f}", f"{seen.every}"),
         )
+        for place, seen in enumerate(first.optimizers if first else ())
+    ]
     headings = ("optimizer", "steps", "compared at", "parameters", "bytes")
     times = ("ms a comparison", "ms a step", "steps between comparisons")
     note = f"as rank {first.rank if first else 0} saw it; steps between comparisons: as chosen last"
@@ -226,25 +190,14 @@ def _traffic(judged: Judged) -> Table:
             into.logical_bytes += total.logical_bytes
     rows = [
         (
-            t.operation,
-            t.group,
-            t.dtype,
-            f"{t.calls:,}",
-            f"{t.payload_bytes:,}",
+            *(t.operation, t.group, t.dtype, f"{t.calls:,}", f"{t.payload_bytes:,}"),
             _whole(t.logical_bytes),
         )
         for _, t in sorted(sums.items(), key=lambda item: (-item[1].logical_bytes, item[0]))
     ]
-    headings = (
-        "operation",
-        "group",
-        "dtype",
-        "calls of a rank",
-        "bytes of a rank",
-        "bytes sent by all",
-    )
+    headings = ("operation", "group", "dtype", "calls of a rank", "bytes of a rank")
     note = "sent: in the model of an optimal algorithm (docs/architecture.md), not on the wire"
-    return Table("Traffic", headings, rows, notes=[note], align="lllrrr")
+    return Table("Traffic", (*headings, "bytes sent by all"), rows, notes=[note], align="lllrrr")
 
 
 def _whole(value: Fraction) -> str:

@@ -136,7 +136,7 @@ class Reached:
 
 def reaching(folder: Path) -> tuple[Watch, Reached]:
     one, reached = watch(folder), Reached()
-    one._exchange = reached  # type: ignore[assignment]
+    one.exchange = reached  # type: ignore[assignment]
     return one, reached
 
 
