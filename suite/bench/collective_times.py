@@ -94,17 +94,20 @@ def of(run: Run) -> list[Timed]:
     return lines
 
 
+def _over_backend(line: Timed, lines: Iterable[Timed], size: int) -> str:
+    ratio = None if line.algorithm == BACKEND else over_backend(line, lines, size)
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
 def over_backend(line: Timed, lines: Iterable[Timed], size: int) -> float | None:
     """Seconds over the backend's own, round by round, the median; ``None``: that was not timed."""
     place = line.operation, line.backend, line.world
-    base = next(
-        (b for b in lines if b.algorithm == BACKEND and (b.operation, b.backend, b.world) == place),
-        None,
-    )
-    if base is None or str(size) not in base.seconds:
-        return None
-    pairs = zip(line.seconds[str(size)], base.seconds[str(size)], strict=True)
-    return statistics.median(mine / theirs for mine, theirs in pairs)
+    for base in lines:
+        its = base.operation, base.backend, base.world
+        if base.algorithm == BACKEND and its == place and str(size) in base.seconds:
+            pairs = zip(line.seconds[str(size)], base.seconds[str(size)], strict=True)
+            return statistics.median(mine / theirs for mine, theirs in pairs)
+    return None
 
 
 def summary(lines: Sequence[Timed]) -> Table:
@@ -115,18 +118,12 @@ def summary(lines: Sequence[Timed]) -> Table:
         small, large = min(medians), max(medians)
         busiest = max(size * line.factor() / seconds for size, seconds in medians.items())
         near = min(medians, key=lambda size: abs(size - 16 * 2**20))
-        ratio = over_backend(line, lines, near)
         rows.append(
             (
-                line.operation,
-                line.algorithm,
-                f"{line.backend} x {line.world}",
-                f"{medians[small] * 1e6:,.0f}",
-                f"{medians[large] * 1e3:,.1f}",
-                f"{busiest / 1e9:.2f}",
-                f"{alpha * 1e6:,.1f}",
-                f"{1 / beta / 1e9:.2f}" if beta else "-",
-                "-" if ratio is None or line.algorithm == BACKEND else f"{ratio:.2f}",
+                *(line.operation, line.algorithm, f"{line.backend} x {line.world}"),
+                *(f"{medians[small] * 1e6:,.0f}", f"{medians[large] * 1e3:,.1f}"),
+                *(f"{busiest / 1e9:.2f}", f"{alpha * 1e6:,.1f}"),
+                *(f"{1 / beta / 1e9:.2f}" if beta else "-", _over_backend(line, lines, near)),
             )
         )
     sizes = sorted({size for line in lines for size in line.medians})
@@ -140,20 +137,15 @@ def summary(lines: Sequence[Timed]) -> Table:
 
 def by_size(lines: Sequence[Timed]) -> Table:
     """A row for each system and size."""
-    rows = []
-    for line in lines:
-        for size, seconds in line.medians.items():
-            ratio = over_backend(line, lines, size)
-            rows.append(
-                (
-                    *(line.operation, line.algorithm, f"{line.backend} x {line.world}"),
-                    f"{size:,}",
-                    f"{seconds * 1e6:,.1f}",
-                    f"{size / seconds / 1e9:.4f}",
-                    f"{size * line.factor() / seconds / 1e9:.4f}",
-                    "-" if ratio is None or line.algorithm == BACKEND else f"{ratio:.2f}",
-                )
-            )
+    rows = [
+        (
+            *(line.operation, line.algorithm, f"{line.backend} x {line.world}"),
+            *(f"{size:,}", f"{seconds * 1e6:,.1f}", f"{size / seconds / 1e9:.4f}"),
+            *(f"{size * line.factor() / seconds / 1e9:.4f}", _over_backend(line, lines, size)),
+        )
+        for line in lines
+        for size, seconds in line.medians.items()
+    ]
     headings = (
         *("operation", "algorithm", "ranks", "bytes", "us", "algorithm GB/s", "bus GB/s"),
         "x backend",

@@ -95,14 +95,14 @@ def measure(request: Request, rank: int) -> Seconds:
     systems = request.systems
     found: Seconds = [[[] for _ in request.sizes] for _ in systems]
     most = max(request.sizes) // 4 + comm.size
-    whole, shard = (torch.zeros(most, device=comm.device) for _ in range(2))
+    buffers = torch.zeros(most, device=comm.device), torch.zeros(most, device=comm.device)
     for number in range(request.rounds + 1):
         for at, size in enumerate(request.sizes):
             # The same on all ranks.  On a busy machine a process that has waited long runs first:
             # whoever always followed the slowest would gain by it.
             turns = random.Random(number * len(request.sizes) + at)
             for place in turns.sample(range(len(systems)), len(systems)):
-                call = _call(systems[place], comm, whole, shard, size, request.ranks_per_node)
+                call = _call(systems[place], comm, buffers, size, request.ranks_per_node)
                 seconds = _seconds(call, comm, max(1, min(CALLS, CALL_BYTES // size)))
                 if number:
                     found[place][at].append(seconds)
@@ -122,18 +122,13 @@ def _seconds(call: Callable[[], object], comm: Comm, calls: int) -> float:
 
 
 def _call(
-    system: tuple[str, str],
-    comm: Comm,
-    whole: Tensor,
-    shard: Tensor,
-    size: int,
-    ranks_per_node: int,
+    system: tuple[str, str], comm: Comm, buffers: tuple[Tensor, Tensor], size: int, per_node: int
 ) -> Callable[[], object]:
-    (operation, algorithm), count = system, size // 4
+    (operation, algorithm), (whole, shard), count = system, buffers, size // 4
     part = -(-count // comm.size)  # the backend's own take equal shards only
     if algorithm != BACKEND:
         tensor = whole[:count]
-        return lambda: own.start(operation, algorithm, tensor, comm, ranks_per_node).wait()
+        return lambda: own.start(operation, algorithm, tensor, comm, per_node).wait()
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": partial(comm.all_reduce, whole[:count]),
         "reduce_scatter": partial(comm.reduce_scatter, shard[:part], whole[: part * comm.size]),

@@ -4,6 +4,7 @@ again.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -29,11 +30,9 @@ SMALLEST = 4 << 20
 
 def counted(world: int, launches: Sequence[Sequence[RankTimes]]) -> list[Counted]:
     """The figures of all ``launches``, each of its worst launch."""
-    found = [each for ranks in launches if (each := _of_launch(world, ranks))]
-    worst = {one.what: one for each in found for one in each}
-    for each in found:
-        for one in each:
-            worst[one.what] = max(worst[one.what], one, key=lambda figure: figure.ratio)
+    worst: dict[str, Counted] = {}
+    for one in itertools.chain.from_iterable(_of_launch(world, ranks) for ranks in launches):
+        worst[one.what] = max(worst.get(one.what, one), one, key=lambda figure: figure.ratio)
     return list(worst.values())
 
 
@@ -47,16 +46,14 @@ def _of_launch(world: int, ranks: Sequence[RankTimes]) -> list[Counted]:
             what = f"peak of {letter.upper()} above its state while saving, over the largest tensor"
             judged = letter == "a" and largest >= SMALLEST
             limit = MOST_ABOVE if judged else None
-            figures.append(
-                Counted(what=what, ratio=most / largest, bytes=(most, largest), limit=limit)
-            )
+            both = most, largest
+            figures.append(Counted(what=what, ratio=most / largest, bytes=both, limit=limit))
     reads = [(one.read, one.needed) for one in counts if one.read is not None]
     if reads:
         read, needed = (sum(column) for column in zip(*reads, strict=True))
         what = f"bytes read, {world} ranks to {world - 1}, over those needed"
-        figures.append(
-            Counted(what=what, ratio=read / needed, bytes=(read, needed), limit=MOST_READ)
-        )
+        both = read, needed
+        figures.append(Counted(what=what, ratio=read / needed, bytes=both, limit=MOST_READ))
     return figures
 
 
@@ -72,17 +69,23 @@ def result(measured: Measured) -> lines.PairLine | lines.CellLine:
     subject = measured.subject
     if isinstance(subject, Pair):
         pair = _of_pair(subject, measured)
-        return lines.PairLine.model_validate(
-            pair.to_dict() | conclude(pair, measured.rows).to_dict()
-        )
+        judged = conclude(pair, measured.rows).to_dict()
+        return lines.PairLine.model_validate(pair.to_dict() | judged)
     cell = _of_cell(subject, measured)
-    judged = judge.conclude(cell, (measured.source or measured).rows)
-    return lines.CellLine.model_validate(cell.to_dict() | judged.to_dict())
+    judged = judge.conclude(cell, (measured.source or measured).rows).to_dict()
+    return lines.CellLine.model_validate(cell.to_dict() | judged)
 
 
 def _of_pair(pair: Pair, measured: Measured) -> lines.MeasuredPair:
     line = _by_name(lines.MeasuredPair, pair, measured)
-    line |= {"pair": pair, "losses": losses(measured, LETTERS), "telemetry": _telemetry(measured)}
+    places = [r.pci for records in measured.records for r in records if r.pci is not None]
+    seen = measured.seen
+    told = lines.Telemetry(
+        launches=telemetry.summary(seen, places or None) if seen.samples else None,
+        sides=measured.sides,
+        no_gpu=seen.no_gpu or None,
+    )
+    line |= {"pair": pair, "losses": losses(measured, LETTERS), "telemetry": told}
     if measured.records:
         first = measured.records[0]
         line |= {
@@ -120,16 +123,6 @@ def _by_name(kind: type[lines.Line], subject: Subject, measured: Measured) -> di
     names = [(place, name) for place in (subject, measured) for name in kind.model_fields]
     shared = {name: getattr(place, name) for place, name in names if hasattr(place, name)}
     return shared | {"seconds": round(measured.seconds, 3)}
-
-
-def _telemetry(measured: Measured) -> lines.Telemetry:
-    seen = measured.seen
-    places = [r.pci for records in measured.records for r in records if r.pci is not None]
-    return lines.Telemetry(
-        launches=telemetry.summary(seen, places or None) if seen.samples else None,
-        sides=measured.sides,
-        no_gpu=measured.seen.no_gpu or None,
-    )
 
 
 def losses(measured: Measured, sides: Sequence[str]) -> dict[str, list[float]]:
@@ -229,12 +222,11 @@ def _reported(pairs: Iterable[run_folder.Line], stored: run_folder.Line) -> Iter
 def verify_line(run: Path, stored: Mapping[str, Any]) -> str | None:
     """Where a stored line differs from its raw times, judged again (``None``: nowhere)."""
     rows = load_times(run / stored["times"]) if stored.get("times") else []
-    judged: lines.JudgedPair | lines.JudgedCell
     if stored["kind"] == lines.CellLine.kind:
-        judged = judge.conclude(lines.MeasuredCell.model_validate(stored), rows)
+        judged = judge.conclude(lines.MeasuredCell.model_validate(stored), rows).to_dict()
     else:
-        judged = conclude(lines.MeasuredPair.model_validate(stored), rows)
-    for key, value in json.loads(json.dumps(standard(judged.to_dict()))).items():
+        judged = conclude(lines.MeasuredPair.model_validate(stored), rows).to_dict()
+    for key, value in json.loads(json.dumps(standard(judged))).items():
         if stored.get(key) != value:
             return f"{stored['id']}: the raw times give {key} {value!r}, not {stored.get(key)!r}"
     return None

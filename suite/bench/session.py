@@ -179,12 +179,11 @@ class Session:
             launch, workdir = measured.launch(number, range(done, done + count)), self.folder()
             report = partial(_report, on_blocks, done, workdir)
             sampler = self._sampler(measured, workdir, report)
+            task = leader_tasks.time_launch
             try:
                 with sampler:
-                    task = launch, workdir
-                    timed = self.lead(
-                        leader_tasks.time_launch, Timed, subject.id, task, subject.deadline
-                    )
+                    about = (launch, workdir), subject.deadline
+                    timed = self.lead(task, Timed, subject.id, *about)
             except LaunchFailed as failed:
                 measured.problem = failed.verdict, failed.reason
                 return
@@ -245,12 +244,12 @@ class Session:
     def score(self, measured: Measured) -> None:
         """Both sides beside their predictions, probed in a launch of its own."""
         backend = measured.subject.backend
-        others = {
-            letter: NoFigures(problem=why)
-            for letter in subjects.LETTERS
-            if (why := scorecard.unscored(backend, measured.meshes[letter]))
-        }
-        letters = [letter for letter in subjects.LETTERS if letter not in others]
+        others, letters = {}, []
+        for letter in subjects.LETTERS:
+            if why := scorecard.unscored(backend, measured.meshes[letter]):
+                others[letter] = NoFigures(problem=why)
+            else:
+                letters.append(letter)
         if not letters:
             measured.probed = PairProbes(sides=others)
             return
@@ -353,12 +352,10 @@ def _missing_for_cell(
         beside = f" beside {', '.join(cell.system.mesh)}" if cell.system.mesh else ""
         return f"has no data axis{beside}, only {', '.join(declared.axes) or 'none'}"
     batch, shares = cell.workload.global_batch, cell.data_coordinates(cell.world)
+    few = batch < shares and cell.world <= room.ranks
     axes = [*growing[:1], *cell.system.mesh]
-    if missing := declared.excludes(cell.backend, cell.dtype, cell.world, axes):
-        return missing
-    if batch < shares and cell.world <= room.ranks:
-        return f"{batch} samples do not go round {shares} ranks"
-    return ""
+    missing = declared.excludes(cell.backend, cell.dtype, cell.world, axes)
+    return missing or (f"{batch} samples do not go round {shares} ranks" if few else "")
 
 
 def in_order(group: list[Measured]) -> list[Measured]:

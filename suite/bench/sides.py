@@ -69,13 +69,9 @@ def spec_of(
     if size and size not in family.sizes:
         remedy = nearest(size, family.sizes, f"sizes of {name}")
         raise SelectionError(Problem("unknown size", remedy, size))
-    spec = WorkloadSpec(
-        name,
-        seed=seed,
-        global_batch=global_batch,
-        micro_batches=micro_batches,
-        params={**family.sizes.get(size, {}), **params},
-    )
+    batch = {"global_batch": global_batch, "micro_batches": micro_batches}
+    params = {**family.sizes.get(size, {}), **params}
+    spec = WorkloadSpec(name, seed=seed, params=params, **batch)
     try:
         workloads.check(spec)
     except workloads.WorkloadError as error:
@@ -240,11 +236,8 @@ class SpeedScenario(TimedScenario):
     pairs: list[PairModel] = Field(min_length=1, description="comparisons")
 
 
-class Faults:
+class Faults(list[Problem]):
     """The faults of files, with their places, raised together."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
 
     @contextmanager
     def at(self, path: Path, node: Node, *place: str | int) -> Iterator[None]:
@@ -253,12 +246,12 @@ class Faults:
             yield
         except InputError as error:
             line = node.locate(list(place))
-            self.problems += [replace(p, file=str(path), line=line) for p in error.problems]
+            self += [replace(p, file=str(path), line=line) for p in error.problems]
 
     def end(self) -> None:
         """Raise :class:`ScenarioError` if there were any."""
-        if self.problems:
-            raise ScenarioError(dict.fromkeys(self.problems))
+        if self:
+            raise ScenarioError(dict.fromkeys(self))
 
 
 def read(names: Sequence[str]) -> list[Pair]:
@@ -309,11 +302,9 @@ def timed_files(folder: Path) -> list[Path]:
 
 def known() -> dict[str, Path]:
     """Timed scenarios of the default folder, as ``ddp`` and as ``speed/ddp``."""
-    paths: dict[str, Path] = {}
-    for path in timed_files(load.default_folder()):
-        paths.setdefault(path.stem, path)
-        paths[f"{path.parent.name}/{path.stem}"] = path
-    return paths
+    paths = timed_files(load.default_folder())
+    whole = {f"{path.parent.name}/{path.stem}": path for path in paths}
+    return {path.stem: path for path in reversed(paths)} | whole
 
 
 def files(names: Sequence[str]) -> list[Path]:
@@ -325,12 +316,11 @@ def files(names: Sequence[str]) -> list[Path]:
     paths: dict[Path, None] = {}
     for name in names or [str(root / "speed")]:
         path = Path(name)
+        folder = path if path.is_dir() else root / name
         if name in there:
             paths.setdefault(there[name])
-        elif path.is_dir() or (root / name).is_dir():
-            folder = path if path.is_dir() else root / name
-            inside = timed_files(folder)
-            if not inside:
+        elif folder.is_dir():
+            if not (inside := timed_files(folder)):
                 remedy = "name a file, or two implementations"
                 raise SelectionError(Problem("no timed scenarios", remedy, str(folder)))
             paths |= dict.fromkeys(inside)

@@ -139,15 +139,11 @@ def details(line: PairLine) -> list[str]:
         texts.append(f"{line.verdict}: {line.reason}")
     if figures is not None:
         same, differ = figures.aa, figures.launches_differ_p
-        texts.append(
-            f"{line.blocks} blocks over {figures.launches} launches in "
-            f"{line.seconds:.0f} s; effects from {figures.smallest_effect:.1%} on can be seen"
-        )
+        blocks = f"{line.blocks} blocks over {figures.launches} launches in {line.seconds:.0f} s"
+        texts.append(f"{blocks}; effects from {figures.smallest_effect:.1%} on can be seen")
         if same is not None:
-            texts.append(
-                f"A/A: SD of a block {same.sd:.3f}; a half-width of 5 % takes "
-                f"{same.blocks_needed} blocks here"
-            )
+            needed = f"a half-width of 5 % takes {same.blocks_needed} blocks here"
+            texts.append(f"A/A: SD of a block {same.sd:.3f}; {needed}")
         if same is not None and same.differs:
             texts.append("caution: A differs from its own twin here: take no verdict from this run")
         if differ is not None and differ < 0.01:
@@ -188,14 +184,6 @@ def lost(lines: Sequence[PairLine]) -> str:
     from shardproof.bench import stats
 
     family = stats.family(lines)
-    changed = [
-        name(line)
-        for line in lines
-        if line.id in family and family[line.id].verdict != line.verdict
-    ]
-    if not changed:
-        return ""
-    return (
-        f"{len(family)} comparisons side by side: what looks like a difference may be chance in "
-        f"{', '.join(changed)}"
-    )
+    changed = [name(a) for a in lines if a.id in family and family[a.id].verdict != a.verdict]
+    what = f"{len(family)} comparisons side by side: what looks like a difference may be chance in "
+    return f"{what}{', '.join(changed)}" if changed else ""

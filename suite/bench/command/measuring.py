@@ -23,7 +23,6 @@ from shardproof.runs.run_folder import RunFolder, read
 from shardproof.runs.shard import Cut
 
 if TYPE_CHECKING:
-    from rich.console import Console
 
     from shardproof.bench.command.plan import TimedPlan
 
@@ -113,9 +112,8 @@ class _Measuring:
         names = [item.subject.id for item in self.late]
         earlier = {line.id: line for line in self._kept() if line.id in names}
         for name in names:
-            stays = earlier.get(name)
-            text = "" if stays is None else f" (stays as it was: {stays.verdict})"
-            print_line(self.console, f"left out by the budget: {name}{text}")
+            stays = f" (stays as it was: {earlier[name].verdict})" if name in earlier else ""
+            print_line(self.console, f"left out by the budget: {name}{stays}")
         # Figures of before are no work of now, but a budget hides no failure among them.
         fail_on = self.plan.how.fail_on or ()
         failed = exit_code(list(earlier.values()), fail_on) == verdicts.BROKEN
@@ -123,10 +121,8 @@ class _Measuring:
 
     def _fits(self, item: Measured) -> bool:
         budget = self.plan.how.budget
-        if budget is None or not item.timed:
-            return True
         end = time.monotonic() - self.plan.began + self.expected[item.subject.id]
-        return end <= budget * 60
+        return budget is None or not item.timed or end <= budget * 60
 
     def _measure(self, item: Measured, interrupts: supervision.Interrupts) -> None:
         """Time and keep one comparison or cell."""
@@ -154,7 +150,7 @@ class _Measuring:
             alone = [("each side alone", session.run_alone), ("memory", session.measure_memory)]
             steps += [*alone * passes.alone, *[("scorecard", session.score)] * passes.score]
         what = f"{number} {subject.progress_name(not item.together)}"
-        with _Blocks(self.console, what, subject.blocks) as progress:
+        with _Blocks(self.console, what, subject.blocks, "blocks") as progress:
             session.time(item, progress.update)
             for name, step in steps:
                 if item.problem is None:
@@ -182,9 +178,6 @@ class _Measuring:
 
 class _Blocks(ProgressBar):
     """Progress over the blocks of one comparison."""
-
-    def __init__(self, console: Console, what: str, total: int) -> None:
-        super().__init__(console, what, total, "blocks")
 
     def _columns(self, progress: Any) -> list[Any]:
         blocks = progress.TextColumn("{task.completed}/{task.total} blocks")

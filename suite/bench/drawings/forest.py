@@ -26,9 +26,8 @@ _TICKS = (0.125, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
 def table(lines: Sequence[PairLine]) -> Table:
     """Every comparison in the order in which they were timed, with its drawing."""
     scale = _scale(lines)
-    drawn = Cell(
-        "faster / slower", html=f"faster / slower{axis(lines) or ''}", style_class="unsorted"
-    )
+    both = "faster / slower"
+    drawn = Cell(both, html=f"{both}{axis(lines) or ''}", style_class="unsorted")
     body: list[Row] = []
     for line, (name, verdict, *others) in zip(lines, times.rows(lines), strict=True):
         image = "-" if line.figures is None else str(_draw(line, line.figures, scale))

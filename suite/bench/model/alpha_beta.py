@@ -71,20 +71,16 @@ def _beyond(ranks: int) -> int:
     return 0 if ranks == 1 << _floor_lg(ranks) else 2
 
 
-def _ring_share(ranks: int) -> Fraction:
-    return Fraction(ranks - 1, ranks)
-
-
 Formula = Callable[[int], tuple[int, int | Fraction]]
 #: Steps and volume for N >= 2 ranks.
 _FORMULAS: dict[str, Formula] = {
-    "ring": lambda n: (2 * (n - 1), 2 * _ring_share(n)),
-    "half ring": lambda n: (n - 1, _ring_share(n)),
+    "ring": lambda n: (2 * (n - 1), 2 * Fraction(n - 1, n)),
+    "half ring": lambda n: (n - 1, Fraction(n - 1, n)),
     "pipelined ring": lambda n: (n - 1, 1),
-    "ring and gather": lambda n: (n, 2 * _ring_share(n)),
+    "ring and gather": lambda n: (n, 2 * Fraction(n - 1, n)),
     "linear": lambda n: (n - 1, n - 1),
     "recursive doubling": lambda n: (_floor_lg(n) + _beyond(n), _floor_lg(n) + _beyond(n)),
-    "rabenseifner": lambda n: (2 * _floor_lg(n) + _beyond(n), 2 * _ring_share(n) + _beyond(n)),
+    "rabenseifner": lambda n: (2 * _floor_lg(n) + _beyond(n), 2 * Fraction(n - 1, n) + _beyond(n)),
     "tree": lambda n: (_ceil_lg(n), _ceil_lg(n)),
     "two trees": lambda n: (2 * _ceil_lg(n), 2 * _ceil_lg(n)),
     "double tree": lambda n: (2 * _ceil_lg(n), 2),
@@ -106,13 +102,7 @@ _OTHERWISE = {
 }
 _ALGORITHMS: dict[str, tuple[str, ...]] = {
     "all_reduce": (
-        "ring",
-        "recursive doubling",
-        "rabenseifner",
-        "tree",
-        "double tree",
-        "direct",
-        "fold",
+        *("ring", "recursive doubling", "rabenseifner", "tree", "double tree", "direct", "fold"),
     ),
     "reduce_scatter": ("ring", "all-reduce ring", "fold"),
     "all_gather": ("ring", "fold"),
