@@ -107,12 +107,6 @@ class Timing:
         changed = f"{self.ratio} changed by x{_shown(self.change)}"
         return f"{self.words}: {changed}, margin {share}{self.note}"
 
-    def cells(self) -> dict[str, object]:
-        """Cells of CSV."""
-        ends = {end: self.change[end] for end in ("low", "high")}
-        ratio = {"figure": self.ratio, "verdict": self.verdict}
-        return ratio | {"reference": self.before.ratio, "now": self.after.ratio} | ends
-
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
         difference = {key: getattr(self.difference, key) for key in ("freedom", "p", "p_holm")}

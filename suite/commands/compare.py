@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardproof.compare.snapshot import Snapshot
 
 
-Form = Literal["table", "markdown", "csv", "json", "html"]
+Form = Literal["table", "markdown", "json", "html"]
 #: What rows (``hardware``: columns) stand for.
 By = Literal["strategy", "backend", "hardware"]
 #: Whose annotations.
@@ -128,9 +128,7 @@ def _compare(snapshots: list[Snapshot], shown: Shown) -> int:
     reference, *others = snapshots
     comparisons = [compared(reference, other) for other in others]
     form, by, into, only_changed = shown.form, shown.by, shown.into, shown.only_changed
-    if form == "csv":
-        echo(formats.csv(comparisons, only_changed), nl=False)
-    elif form == "json":
+    if form == "json":
         echo(formats.json_document(reference, comparisons, only_changed), nl=False)
     else:
         if by == "hardware":
@@ -149,7 +147,7 @@ def _compare(snapshots: list[Snapshot], shown: Shown) -> int:
         else:
             formats.terminal(report, make_console())
     if comparisons and not any(comparison.comparable for comparison in comparisons):
-        if form in ("csv", "json") or by == "hardware" or into is not None:
+        if form == "json" or by == "hardware" or into is not None:
             for comparison in comparisons:
                 name = comparison.after.name
                 echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)

@@ -50,10 +50,8 @@ class FigureChange:
         return not self.unlike
 
     def sentence(self) -> str:
-        if self.detail:
-            return f"{self.figure} {self.word}: {self.detail}"
         values = f"{exact_figures.show(self.before)}, now {exact_figures.show(self.after)}"
-        return f"{self.figure} {self.word}: {values}"
+        return f"{self.figure} {self.word}: {self.detail or values}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class ComparedTimes(list[Any]):
     """Ratios of times that both runs have, as a wing compares them; without a wing there are none.
 
     Each has an ``id``, a ``verdict``, whether it ``moved``, the ``rule`` and ``message`` of the
-    gate, ``cells()`` of CSV, and the JSON form ``to_dict()``.
+    gate, and the JSON form ``to_dict()``.
     """
 
     def table(self, only_changed: bool) -> Table:
@@ -140,25 +138,17 @@ class RunComparison:
         """Why nothing could be compared, most frequent reason first; ``""``: something was."""
         if self.comparable:
             return ""
-        if self.apart:
-            return "; ".join(
-                f"{why} ({len(ids):,} results)" for why, ids in reasons(self.apart)[:3]
-            )
-        return "the runs have no result in common"
+        first = [f"{why} ({len(ids):,} results)" for why, ids in reasons(self.apart)[:3]]
+        return "; ".join(first) or "the runs have no result in common"
 
 
 def compare(before: Snapshot, after: Snapshot) -> RunComparison:
     """What differs in ``after``, with ``before`` as the reference."""
     comparison = RunComparison(before, after)
 
-    def gone(name: str) -> None:
-        if name in after.left_out:
-            comparison.left_out[name] = after.left_out[name]
-        else:
-            comparison.missing.append(name)
-
     # What no result of the reference has is news of the suite.
     known = {name for entry in before.results.values() for name in entry.figures}
+    gone: list[str] = []
     for part in ("cases", "timed"):
         olds, news = getattr(before, part), getattr(after, part)
         for name, new in news.items():
@@ -169,19 +159,19 @@ def compare(before: Snapshot, after: Snapshot) -> RunComparison:
                 comparison.apart.append(Apart(name, why))
             else:
                 comparison.pairs.append(_pairing(old, new, known))
-        for name in olds:
-            if name not in news:
-                gone(name)
+        gone += [name for name in olds if name not in news]
     times = first(lambda wing: wing.compared(comparison.pairs))
     comparison.times = times or ComparedTimes()
     for name, was in before.kills.items():
         fault, killed = f"{FAULTS}{name}", after.kills.get(name)
         if killed is None:
-            gone(fault)
+            gone.append(fault)
         elif was != killed:
             old, new = ("killed" if side else "survives" for side in (was, killed))
             word: exact_figures.Word = "better" if killed else "worse"
             comparison.kills.append(FigureChange(fault, "fault", old, new, word))
+    comparison.missing = [name for name in gone if name not in after.left_out]
+    comparison.left_out = {name: after.left_out[name] for name in gone if name in after.left_out}
     comparison.notes = list(_notes(before, after, comparison.pairs))
     return comparison
 
@@ -205,13 +195,12 @@ def release(version: Version) -> str:
 
 
 def _pairing(old: Entry, new: Entry, known: set[str]) -> Pairing:
-    changes = []
+    changes, both = [], (old.verdict, new.verdict)
     if old.verdict != new.verdict:
-        word = exact_figures.word(exact_figures.VERDICT, old.verdict, new.verdict)
-        changes.append(FigureChange(new.id, exact_figures.VERDICT, old.verdict, new.verdict, word))
-    alone = Pairing(old, new, tuple(changes), 1)
-    if not alone.decided:
-        return alone
+        word = exact_figures.word(exact_figures.VERDICT, *both)
+        changes.append(FigureChange(new.id, exact_figures.VERDICT, *both, word))
+    if UNDECIDED & {*both}:
+        return Pairing(old, new, tuple(changes), 1)
     return Pairing(old, new, (*changes, *_changes(old, new, known)), len(new.figures) + 1)
 
 
@@ -233,17 +222,12 @@ def _changes(old: Entry, new: Entry, known: set[str]) -> Iterator[FigureChange]:
             word, detail = exact_figures.word(name, was, now), ""
             if name in old.deep and name in new.deep:
                 detail = exact_figures.first_difference(old.deep[name], new.deep[name])
-        unlike = _unlike(name, old.version, new.version)
+        unlike = ""
+        if name in exact_figures.OF_ONE_BUILD and old.version.torch != new.version.torch:
+            unlike = "another build of torch"
+        elif name in exact_figures.OF_ONE_PYTHON and old.version.python != new.version.python:
+            unlike = "another Python"
         yield FigureChange(new.id, name, was, now, word, detail, unlike)
-
-
-def _unlike(figure: str, old: Version, new: Version) -> str:
-    """What of two runs differs that ``figure`` hangs on; empty: nothing."""
-    if figure in exact_figures.OF_ONE_BUILD and old.torch != new.torch:
-        return "another build of torch"
-    if figure in exact_figures.OF_ONE_PYTHON and old.python != new.python:
-        return "another Python"
-    return ""
 
 
 def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Iterator[str]:

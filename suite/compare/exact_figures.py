@@ -28,14 +28,8 @@ Word = Literal["worse", "better", "changed", "equal"]
 #: which node has which rank.
 INEXACT = frozenset(
     {
-        "equivalence.factor",
-        "equivalence.updates",
-        "equivalence.stale",
-        "memory.allocator",
-        "memory.source",
-        "schedule.measured",
-        "traffic.between_nodes",
-        "traffic.source",
+        *("equivalence.factor", "equivalence.updates", "equivalence.stale", "memory.allocator"),
+        *("memory.source", "schedule.measured", "traffic.between_nodes", "traffic.source"),
     }
 )
 #: Of pipelines these hang on when a message comes; in 571 pairs of other results peaks were equal.
@@ -47,27 +41,17 @@ OF_ONE_PYTHON = frozenset({"traffic.control_bytes"})
 #: Which way is better; of what is not named a difference is neither.
 _LESS = frozenset(
     {
-        "memory.bytes_held",
-        "memory.peak_bytes",
-        "memory.ledger_bytes_a",
-        "memory.ledger_bytes_b",
-        "replicas.different",
-        "schedule.in_flight_most",
-        "traffic.bytes_sent",
-        "traffic.calls_per_step",
-        "traffic.control_bytes",
+        *("memory.bytes_held", "memory.peak_bytes", "memory.ledger_bytes_a"),
+        *("memory.ledger_bytes_b", "replicas.different", "schedule.in_flight_most"),
+        *("traffic.bytes_sent", "traffic.calls_per_step", "traffic.control_bytes"),
         "traffic.setup_bytes",
     }
 )
 _MORE = frozenset(
     {
-        "equivalence.compared",
-        "memory.ratio_measured",
-        "overlap.gathers_ahead",
-        "overlap.hidden",
-        "overlap.issued_inside_backward",
-        "relations.compared",
-        "replicas.compared",
+        *("equivalence.compared", "memory.ratio_measured", "overlap.gathers_ahead"),
+        *("overlap.hidden", "overlap.issued_inside_backward"),
+        *("relations.compared", "replicas.compared"),
     }
 )
 STATUS = ".status"
@@ -100,23 +84,16 @@ def of_checks(
             figure = f"{name}.{key}"
             if figure in INEXACT or (stages > 1 and figure in OF_MESSAGES):
                 continue
+            figures[figure] = value
             if isinstance(value, (dict, list)):
-                deep[figure] = value
-                figures[figure] = digest(value)
-                figures.update(_largest(figure, value))
-            else:
-                figures[figure] = value
+                deep[figure], figures[figure] = value, digest(value)
+            # One number for what is a number on every rank.
+            if figure == "memory.peaks":
+                peaks = [at.get("all", 0) for places in value.values() for at in places.values()]
+                figures["memory.peak_bytes"] = max(peaks, default=0)
+            elif figure == "schedule.in_flight":
+                figures["schedule.in_flight_most"] = max(value.values(), default=0)
     return figures, deep
-
-
-def _largest(figure: str, value: Any) -> dict[str, Scalar]:
-    """One number for what is a number on every rank."""
-    if figure == "memory.peaks":
-        peaks = [places[place].get("all", 0) for places in value.values() for place in places]
-        return {"memory.peak_bytes": max(peaks, default=0)}
-    if figure == "schedule.in_flight":
-        return {"schedule.in_flight_most": max(value.values(), default=0)}
-    return {}
 
 
 def digest(value: Any) -> str:

@@ -1,20 +1,19 @@
-"""A comparison as text, Markdown, CSV, JSON, or one HTML page that opens offline."""
+"""A comparison as text, Markdown, JSON, or one HTML page that opens offline."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from shardproof.compare import exact_figures
-from shardproof.compare.compare import FigureChange, RunComparison
+from shardproof.compare.compare import RunComparison
 from shardproof.compare.exact_figures import JsonObject
-from shardproof.compare.snapshot import Entry, Snapshot
+from shardproof.compare.snapshot import Snapshot
 from shardproof.compare.tables import ComparisonReport
 from shardproof.errors import printable
 from shardproof.report.section import TEMPLATES, rendered
-from shardproof.table import Table, markdown_text
+from shardproof.table import markdown_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,12 +25,8 @@ FORMAT = 1
 #: Rows of a table on the terminal; the other forms have all.
 TERMINAL_ROWS = 40
 
-#: What a result is of, as its :class:`Entry` tells.
-_PLACE = ("implementation", "strategy", "backend", "world")
-CSV_HEADINGS = (
-    *("run", "kind", "id", *_PLACE, "figure", "reference", "now"),
-    *("low", "high", "verdict", "where"),
-)
+#: What of a result stands in the JSON form beside its figures.
+_RESULT = ("id", "implementation", "strategy", "backend", "world", "verdict")
 
 
 def terminal(report: ComparisonReport, console: Console) -> None:
@@ -55,58 +50,11 @@ def html(report: ComparisonReport) -> str:
     return rendered(TEMPLATES / "compare.html", report=report, script_digest="")
 
 
-def csv(comparisons: Sequence[RunComparison], only_changed: bool) -> str:
-    rows = [row for item in comparisons for row in _csv_rows(item, only_changed)]
-    return Table("", CSV_HEADINGS, rows).csv()
-
-
-def _csv_rows(comparison: RunComparison, only_changed: bool) -> Iterator[list[str]]:
-    name = comparison.after.name
-    for pair in comparison.pairs:
-        entry = pair.after
-        changed = {change.figure: change for change in pair.changes}
-        figures = {exact_figures.VERDICT: entry.verdict, **(entry.figures if pair.decided else {})}
-        for figure in changed if only_changed else {**figures, **changed}:
-            same = FigureChange(entry.id, figure, figures.get(figure), figures.get(figure), "equal")
-            change = _change(changed.get(figure, same))
-            yield _csv_row(name, "exact", entry.id, change, entry)
-    for change in comparison.kills:
-        yield _csv_row(name, "fault", change.id, _change(change))
-    for time in comparison.times:
-        if only_changed and not time.moved:
-            continue
-        yield _csv_row(name, "ratio", time.id, time.cells(), comparison.after.timed[time.id])
-    for item in comparison.apart:
-        yield _csv_row(name, "not comparable", item.id, {"where": item.why})
-    for what in ("missing", "left out", "new"):
-        for one in getattr(comparison, what.replace(" ", "_")):
-            yield _csv_row(name, what, one, {})
-
-
-def _change(change: FigureChange) -> dict[str, object]:
-    cells = {"figure": change.figure, "reference": change.before, "now": change.after}
-    return {**cells, "verdict": change.word, "where": change.detail}
-
-
-def _csv_row(
-    run: str, kind: str, name: str, cells: Mapping[str, object], entry: Entry | None = None
-) -> list[str]:
-    """One line below :data:`CSV_HEADINGS`; ``cells`` by heading."""
-    cells = {**cells, "run": run, "kind": kind, "id": name}
-    if entry is not None:
-        cells |= {key: getattr(entry, key) for key in _PLACE}
-    values = (cells.get(heading) for heading in CSV_HEADINGS)
-    return ["" if value is None else str(value) for value in values]
-
-
 def json_document(
     reference: Snapshot, comparisons: Sequence[RunComparison], only_changed: bool
 ) -> str:
-    whole = {
-        "format": FORMAT,
-        "reference": _run(reference),
-        "comparisons": [_comparison(item, only_changed) for item in comparisons],
-    }
+    made = [_comparison(item, only_changed) for item in comparisons]
+    whole = {"format": FORMAT, "reference": _run(reference), "comparisons": made}
     return json.dumps(whole, indent=1) + "\n"
 
 
@@ -128,7 +76,7 @@ def _comparison(comparison: RunComparison, only_changed: bool) -> JsonObject:
         "notes": comparison.notes,
         "compared": [
             {
-                **{key: getattr(pair.after, key) for key in ("id", *_PLACE, "verdict")},
+                **{key: getattr(pair.after, key) for key in _RESULT},
                 "figures": pair.figures,
                 "changes": [asdict(change) for change in pair.changes],
             }

@@ -121,10 +121,7 @@ class Cases(Model):
     missing: Level = Field("break", description="cases, faults, ratios that the run lacks")
     left_out: Level = Field("report", description="the run's budget had no room for it")
     coverage: float = Field(
-        0.9,
-        ge=0,
-        le=1,
-        description="least share decided of what the baseline decided",
+        0.9, ge=0, le=1, description="least share decided of what the baseline decided"
     )
     new: Level = Field("report", description="in the run and not in the baseline")
     incomparable: Level = Field("report", description="another version, cell or data set")
@@ -150,12 +147,8 @@ class Policy(Model):
     verdicts: dict[Verdict, VerdictLevel] = Field(
         default_factory=dict, description="verdict: break, new (than the baseline), report, ignore"
     )
-    figures: FigureRules = Field(
-        default=FigureRules.model_validate({}), description="exact figures"
-    )
-    times: Times = Field(
-        default=Times.model_validate({}), description="ratios of times, efficiencies"
-    )
+    figures: FigureRules = Field(FigureRules.model_validate({}), description="exact figures")
+    times: Times = Field(Times.model_validate({}), description="ratios of times, efficiencies")
     cases: Cases = Field(default=Cases.model_validate({}), description="what only one run has")
     xfails: list[ExpectedFailure] = Field(
         default_factory=list, description="cases that may break until a day"

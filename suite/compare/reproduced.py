@@ -85,15 +85,14 @@ def _compared(
         new = again.get(old.id)
         if old.id in obstacles or new is None or after is None:
             why = obstacles.get(old.id) or left_out.get(old.id) or "was not run"
-            yield Reproduced(old.id, "cannot be compared", why)
         elif verdicts.kind(new.verdict) in _NOT_HERE - {verdicts.kind(old.verdict)}:
             why = f"{new.verdict} here: {new.reason}"
-            yield Reproduced(old.id, "cannot be compared", why)
         elif old.id in apart:
             why = f"{apart[old.id]} (here {new.verdict}, there {old.verdict})"
-            yield Reproduced(old.id, "cannot be compared", why)
         else:
             yield _beside_each_other((before, old), (after, new), pairs[old.id])
+            continue
+        yield Reproduced(old.id, "cannot be compared", why)
 
 
 def _beside_each_other(
@@ -105,17 +104,14 @@ def _beside_each_other(
         more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
         return Reproduced(name, "differs", changes[0].sentence() + more)
     try:
-        digests = [_digests(run.path, of) for run, of in (first, second)]
+        ours, theirs = (_digests(run.path, of) for run, of in (first, second))
     except records.RecordError as error:
         return Reproduced(name, "cannot be compared", str(error))
-    ours, theirs = digests
     if ours == theirs:
         what = number(len(ours), "digest") if ours else f"{new.verdict}; no tensors"
         return Reproduced(name, "equal", what)
-    places = sorted(
-        (place for place in {*ours, *theirs} if ours.get(place) != theirs.get(place)), key=str
-    )
-    first_one = " ".join(str(part) for part in places[0] if part is not None)
+    places = [place for place in {*ours, *theirs} if ours.get(place) != theirs.get(place)]
+    first_one = " ".join(str(part) for part in min(places, key=str) if part is not None)
     why = f"{len(places):,} of {len({*ours, *theirs}):,} digests differ, one is: {first_one}"
     here = _environment(before, old.id, after)
     if ours.keys() == theirs.keys() and _within(old) and _within(new):

@@ -171,10 +171,8 @@ def _version(invocation: Invocation, run: Run) -> Version:
 def _case(result: CaseResult, version: Version) -> Entry:
     case = result.case
     figures, deep = exact_figures.of_checks(result.checks, parts(case.mesh, "layers"))
-    if result.depth is not None:
-        figures[exact_figures.DEPTH] = result.depth
-    if result.loss_factor is not None:
-        figures[exact_figures.LOSS_FACTOR] = result.loss_factor
+    told = {exact_figures.DEPTH: result.depth, exact_figures.LOSS_FACTOR: result.loss_factor}
+    figures |= {name: value for name, value in told.items() if value is not None}
     return Entry(
         id=result.id,
         implementation=case.system,

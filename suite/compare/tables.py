@@ -80,21 +80,19 @@ def sentence(comparison: RunComparison) -> str:
 
 def runs(snapshots: Sequence[Snapshot], beside: Sequence[str] = ()) -> Table:
     """A row a run; ``beside``: how each but the first compares with that."""
-    rows = []
-    for number, snapshot in enumerate(snapshots):
-        last, kills = snapshot.versions[-1], snapshot.kills
-        rows.append(
-            (
-                *(snapshot.hardware, snapshot.name, snapshot.taken),
-                ", ".join(dict.fromkeys(version.suite for version in snapshot.versions)),
-                ", ".join(dict.fromkeys(version.torch for version in snapshot.versions)),
-                *(last.python, last.commit or "-"),
-                verdicts_of(snapshot.cases.values()) or "-",
-                f"{len(snapshot.timed):,}",
-                f"{sum(kills.values())} of {len(kills)}" if kills else "-",
-                ("reference", *(beside or ["compared"] * len(snapshots)))[number],
-            )
+    roles = "reference", *(beside or ["compared"] * (len(snapshots) - 1))
+    rows = [
+        (
+            *(snapshot.hardware, snapshot.name, snapshot.taken),
+            ", ".join(dict.fromkeys(version.suite for version in snapshot.versions)),
+            ", ".join(dict.fromkeys(version.torch for version in snapshot.versions)),
+            *(snapshot.versions[-1].python, snapshot.versions[-1].commit or "-"),
+            *(verdicts_of(snapshot.cases.values()) or "-", f"{len(snapshot.timed):,}"),
+            f"{sum(kills.values())} of {len(kills)}" if (kills := snapshot.kills) else "-",
+            role,
         )
+        for snapshot, role in zip(snapshots, roles, strict=True)
+    ]
     headings = (
         *("hardware", "run", "date", "suite", "torch", "Python", "commit", "verdicts", "timed"),
         *("faults killed", "exact figures" if beside else "role"),
@@ -134,9 +132,7 @@ def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
         marks.append("bad" if counts.get("worse") else "good" if counts.get("better") else "")
         rows.append(
             (
-                *group,
-                f"{len(pairs):,}",
-                f"{len(pairs) - changed:,}",
+                *(*group, f"{len(pairs):,}", f"{len(pairs) - changed:,}"),
                 *(f"{counts.get(word, 0):,}" for word in ("worse", "better", "changed")),
                 _verdicts(pairs),
                 *(_moved(pairs, name) for name in ("traffic.bytes_sent", "memory.bytes_held")),
@@ -183,11 +179,8 @@ def _moved(pairs: Sequence[Pairing], name: str) -> str:
 def changes(differences: Sequence[FigureChange]) -> Table:
     rows = [
         (
-            change.word,
-            change.id,
-            change.figure,
-            exact_figures.show(change.before),
-            exact_figures.show(change.after),
+            *(change.word, change.id, change.figure),
+            *(exact_figures.show(change.before), exact_figures.show(change.after)),
             change.detail + (f" ({change.unlike})" if change.unlike else ""),
         )
         for change in differences

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import math
@@ -104,13 +103,9 @@ def test_every_form_tells_the_same(run: Run) -> None:
     from rich.console import Console
 
     formats.terminal(report, Console(file=written, width=300))
-    rows = list(csv.DictReader(io.StringIO(formats.csv([found], True))))
     data = json.loads(formats.json_document(found.before, [found], True))
     for told in (written.getvalue(), formats.markdown(report), formats.html(report)):
         assert "77,777" in told and "slower" in told
-    assert [row["figure"] for row in rows] == ["traffic.bytes_sent", "time"]
-    assert [row["verdict"] for row in rows] == ["worse", "slower"]
-    assert len(list(csv.DictReader(io.StringIO(formats.csv([found], False))))) > 50
     [only] = data["comparisons"][0]["compared"]
     assert only["changes"][0]["after"] == "77777"
     assert data["comparisons"][0]["times"][0]["verdict"] == "slower"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from pathlib import Path
@@ -181,8 +179,9 @@ def test_figures_of_what_broke_are_neither_better_nor_listed(run: Run, verdict: 
     groups = tables.groups(found, "strategy", False)
     [ddp] = [row for row in groups.rows if row[0] == "ddp"]
     assert ddp[-2] == "1,000" and "better" not in tables.sentence(found)
-    rows = list(csv.DictReader(io.StringIO(formats.csv([found], False))))
-    assert [row["figure"] for row in rows if row["id"] == old[8]["id"]] == ["verdict"]
+    data = json.loads(formats.json_document(found.before, [found], False))
+    [one] = [row for row in data["comparisons"][0]["compared"] if row["id"] == old[8]["id"]]
+    assert one["figures"] == 1 and [change["figure"] for change in one["changes"]] == ["verdict"]
     assert told_by(both(run, new, old)) == ["traffic.bytes_sent better", "verdict better"][::-1]
 
 

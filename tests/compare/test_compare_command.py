@@ -48,7 +48,7 @@ def test_the_command_informs_and_only_bad_input_fails(tmp_path: Path, command: A
     other = str(made.write(tmp_path / "other", lines_of_others))
     code, out, _ = command("compare", old, other)
     assert code == 3 and "the runs have no result in common" in out
-    for arguments in ([old], [old, "nothing"], [old, new, "--into", "x.md", "--format", "csv"]):
+    for arguments in ([old], [old, "nothing"], [old, new, "--into", "x.md", "--format", "json"]):
         code, _, err = command("compare", *arguments)
         assert code == 2 and len(err.splitlines()) == 1
     saved = str(tmp_path / "base.json")

@@ -23,7 +23,6 @@ from shardproof.runs.run_folder import RunFolder, read
 from shardproof.runs.shard import Cut
 
 if TYPE_CHECKING:
-
     from shardproof.bench.command.plan import TimedPlan
 
 Line = PairLine | CellLine
