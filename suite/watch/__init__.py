@@ -16,6 +16,6 @@ import os
 from shardproof import wings
 
 if not wings.is_loading and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-    from shardproof.watch.joined import watch_this_rank
+    from shardproof.watch.rank import watch_this_rank
 
     watch_this_rank()

@@ -25,7 +25,7 @@ import torch
 
 from shardproof.backends.errors import name_ranks, spans
 from shardproof.table import some
-from shardproof.watch import snapshot
+from shardproof.watch import checksum
 from shardproof.watch.checksum import folded, of_text
 from shardproof.watch.exchange import BrokenExchange, Exchange, Pending
 from shardproof.watch.found import Found, Held, Tracked, find, is_sparse, local
@@ -134,12 +134,12 @@ class Compared:
             self._look(optimizer)
             self._sums = {}
             if self.seen.steps == 1:
-                self._sums["initial parameters"] = snapshot.of_parameters(self.found.tracked).sums
+                self._sums["initial parameters"] = checksum.of_parameters(self.found.tracked).sums
             gradients = [one.parameter.grad for one in self.found.tracked]
             if not has_closure and any(gradient is not None for gradient in gradients):
-                self._sums["gradients"] = snapshot.of_gradients(self.found.tracked).sums
-                self._finite("gradient", [snapshot.dense(gradient) for gradient in gradients])
-            self._hyper = snapshot.hyperparameters(optimizer)
+                self._sums["gradients"] = checksum.of_gradients(self.found.tracked).sums
+                self._finite("gradient", [checksum.dense(gradient) for gradient in gradients])
+            self._hyper = checksum.hyperparameters(optimizer)
         self._spent += time.perf_counter() - began - waited
 
     def after(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -167,7 +167,7 @@ class Compared:
             self._send(row)
         else:
             self._look(optimizer)
-            self._hyper = snapshot.hyperparameters(optimizer)
+            self._hyper = checksum.hyperparameters(optimizer)
             self._compare(optimizer, _END, optimizers)
         self._settle()
 
@@ -221,7 +221,7 @@ class Compared:
         self.seen.not_compared |= {f"gradient of {name}": "it is sparse" for name in sparse}
         self.seen.outside = [*self.found.outside]
 
-    def _keep_state(self, state: snapshot.Sums) -> None:
+    def _keep_state(self, state: checksum.Sums) -> None:
         if state.read or any(state.sums):
             self._sums["optimizer state"] = state.sums
             self.seen.not_compared.pop("optimizer state", None)
@@ -229,7 +229,7 @@ class Compared:
             self.seen.not_compared["optimizer state"] = "the optimizer shows none"
 
     def _finite(self, what: str, tensors: Sequence[torch.Tensor | None]) -> None:
-        number = snapshot.not_finite(tensors) if "non-finite" not in self._told else None
+        number = checksum.not_finite(tensors) if "non-finite" not in self._told else None
         if number is not None:
             name = self.found.tracked[number].name
             self._tell("non-finite", self._since("non-finite"), name=f"{what} of {name}")
@@ -238,11 +238,11 @@ class Compared:
     def _compare(self, optimizer: torch.optim.Optimizer, kind: int, optimizers: int = 0) -> None:
         """Take the checksums after the step and send the row."""
         tracked = self.found.tracked
-        self._sums["parameters"] = snapshot.of_parameters(tracked).sums
-        state, form = snapshot.of_state(optimizer, tracked)
+        self._sums["parameters"] = checksum.of_parameters(tracked).sums
+        state, form = checksum.of_state(optimizer, tracked)
         if not self._has_forms:  # told once
             self._keep_state(state)
-        self._finite("parameter", [snapshot.dense(one.parameter) for one in tracked])
+        self._finite("parameter", [checksum.dense(one.parameter) for one in tracked])
         if "non-finite" not in self._told:
             self._equal["non-finite"] = self.seen.steps
         row = self._row(kind, optimizers)
@@ -251,7 +251,7 @@ class Compared:
         row[_TIME] = int(1e6 * statistics.median(self._times)) if self._times else 0
         self.seen.step_seconds = row[_TIME] / 1e6
         row[_COUNT] = len(tracked)
-        row[_SIGNATURE], row[_FORM] = snapshot.signature(tracked, self._classes), form
+        row[_SIGNATURE], row[_FORM] = checksum.signature(tracked, self._classes), form
         row[_HYPER] = of_text(json.dumps(self._hyper))
         for place, (ranks, members) in enumerate(zip(self._classes, self._members, strict=True)):
             start = _CLASS + place * (1 + len(KINDS))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,13 +12,126 @@ from typing import Final
 
 from shardproof.backends.errors import members_of, name_ranks
 from shardproof.errors import Problem, SelectionError
-from shardproof.launch import autopsy
+from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.autopsy import Standing
+from shardproof.launch.frames import place_in_script
+from shardproof.launch.heartbeat import Noted
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.process_control import signal_name
 from shardproof.verdicts import Verdict
-from shardproof.watch import calls, flight_recorder, record, standing
+from shardproof.watch import calls, flight_recorder, record
 from shardproof.watch.record import End, Finding, RankRecord
+
+#: Seconds over which ranks that run are looked at; the share of a core above which one computes.
+LOOK_SECONDS, _IDLE_SHARE = 1.0, 0.05
+
+
+def of_outcomes(
+    outcomes: Sequence[RankOutcome],
+    ends: Mapping[int, End],
+    logs: Mapping[int, Sequence[calls.Call]],
+) -> list[Standing]:
+    """How ranks stood that have ended, or were ended."""
+    found = []
+    for outcome in outcomes:
+        made, end = logs.get(outcome.rank, ()), ends.get(outcome.rank)
+        how: autopsy.How = "stands"
+        if outcome.status in ("ok", "early"):
+            how = "ended"
+        elif end is not None and end.stopped:
+            how = "stopped"
+        elif outcome.is_comm_error:
+            how = "waits"
+        elif outcome.status != "hung":
+            how = "gone"
+        place = (end.place if end else "") or _line(made)
+        words = outcome.sentence().removeprefix(f"rank {outcome.rank} ")
+        found.append(Standing(outcome.rank, how, words, noted(made), place=place))
+    return found
+
+
+def of_running(
+    folder: Path,
+    records: Mapping[int, RankRecord],
+    logs: Mapping[int, Sequence[calls.Call]],
+) -> list[Standing] | None:
+    """How ranks stand whose script still runs here; ``None``: none does, or they make calls."""
+    here = {
+        rank: left.pid
+        for rank, left in records.items()
+        if left.host == platform.node() and not left.ended and not left.error
+    }
+    alive = {rank: pid for rank, pid in here.items() if process_control.state_of(pid) != "Z"}
+    if not alive:
+        return None
+    before = {rank: process_control.activity_of(pid)[1] for rank, pid in alive.items()}
+    time.sleep(LOOK_SECONDS)
+    now = {rank: _log(folder, rank) for rank in logs}
+    if any(len(now[rank]) and now[rank][-1] != logs[rank][-1] for rank in logs if logs[rank]):
+        return None
+    stands = _stacks(folder, alive)
+    found = []
+    for rank, left in records.items():
+        made, pid = now.get(rank, []), alive.get(rank)
+        place, waits = stands.get(rank, ("", False))
+        how: autopsy.How = "stands"
+        if pid is None:
+            how = "ended" if left.ended else "gone"
+        elif process_control.state_of(pid) in "Tt":
+            how = "stopped"
+        elif waits or calls.state(folder / f"rank{rank}.calls").waits:
+            how = "waits"
+        elif process_control.activity_of(pid)[1] - before[rank] > _IDLE_SHARE * LOOK_SECONDS:
+            how = "computes"
+        words = f"raised {left.error_type}" if left.error else "is no more, or runs elsewhere"
+        place = place or left.place or _line(made)
+        found.append(Standing(rank, how, words, noted(made), place=place))
+    return found
+
+
+def noted(made: Sequence[calls.Call]) -> list[Noted]:
+    """Calls of a log as the autopsy takes them; it numbers those of a group from 0, the log from 1.
+
+    A call's digest stands for all calls of the group up to it.
+    """
+    return [
+        Noted(
+            call.number,
+            zlib.crc32(call.group.encode()),
+            call.in_group + 1 if call.in_group else 0,
+            call.chain,
+            f"{call.text} on {call.group}",
+        )
+        for call in made
+    ]
+
+
+def _line(made: Sequence[calls.Call]) -> str:
+    """Where the last of these calls was made."""
+    return f"at {made[-1].place}" if made and made[-1].place else ""
+
+
+def _log(folder: Path, rank: int) -> list[calls.Call]:
+    return calls.read(folder / f"rank{rank}.calls")
+
+
+def _stacks(folder: Path, alive: Mapping[int, int]) -> dict[int, tuple[str, bool]]:
+    """Rank -> its line of the script, and whether it waits there for others, of those that answer.
+
+    A script runs on the main thread of its process.
+    """
+    paths = {rank: folder / f"rank{rank}.stacks" for rank in alive}
+    sizes = {rank: path.stat().st_size for rank, path in paths.items() if path.exists()}
+    stacks.ask({alive[rank]: paths[rank] for rank in sizes})
+    found = {}
+    for rank, size in sizes.items():
+        if paths[rank].stat().st_size == size:
+            continue
+        for stack in stacks.read(paths[rank])[0].values():
+            if place := place_in_script(stack.frames):
+                found[rank] = place, stack.waits or stack.in_backward
+    return found
+
 
 #: Gravest cause first: what comes later may follow from it.
 ORDER: Final[tuple[record.Kind, ...]] = (
@@ -56,7 +172,7 @@ def judge(folder: Path) -> Judged:
     if not records:
         remedy = "name the folder that `shardproof watch` or `import shardproof.watch` wrote"
         raise SelectionError(Problem("no rank left a record of a watched run", remedy, str(folder)))
-    running = None if ends else standing.of_running(folder, records, logs)
+    running = None if ends else of_running(folder, records, logs)
     return decide(records, ends, logs, running)
 
 
@@ -209,7 +325,7 @@ def _of_ranks(
         return [], [*_without_end(records, ends), *_without_record(records)]
     missing = _without_record(records)
     if cause.error_type == "PeerTimeout" and cause.is_comm_error:
-        found = autopsy.find(standing.of_outcomes(outcomes, by_rank, logs))
+        found = autopsy.find(of_outcomes(outcomes, by_rank, logs))
         if found is not None:
             return [Finding("rank", f"{cause.sentence()}: {found.sentence}")], missing
     if cause.status == "hung":
@@ -317,7 +433,7 @@ def _standstill(
     logs: Mapping[int, list[calls.Call]],
 ) -> str:
     """Who stands where, the one that the others wait for first."""
-    found = autopsy.find(standing.of_outcomes(outcomes, ends, logs))
+    found = autopsy.find(of_outcomes(outcomes, ends, logs))
     if found is not None:
         return f"the ranks stand still: {found.sentence}"
     missing = calls.behind(dict(logs))
