@@ -38,11 +38,11 @@ def losses_of(records: Sequence[RankTimes], side: str) -> list[float]:
 
 def targets_of(records: Sequence[RankTimes], side: str) -> int:
     """Targets of one step of ``side``: those of the first rank of each data coordinate."""
-    first: dict[int, int] = {}
-    for record in records:
-        coordinate = record.coordinates[side]
-        if coordinate is not None:
-            first.setdefault(coordinate, record.targets[side])
+    first = {
+        record.coordinates[side]: record.targets[side]
+        for record in reversed(records)
+        if record.coordinates[side] is not None
+    }
     return sum(first.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,22 +27,18 @@ if TYPE_CHECKING:
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
+@dataclass(frozen=True)
 class Pairs(Section):
     """Comparisons of times."""
 
     anchor, title = "times", "Comparisons of times"
 
-    def __init__(self, pairs: Sequence[PairLine]) -> None:
-        self.pairs = pairs
+    pairs: Sequence[PairLine]
 
     def html(self) -> Markup:
         notes = [[text.strip() for text in tables.details(pair)] for pair in self.pairs]
-        return rendered(
-            _TEMPLATES / "pairs.html",
-            table=forest.table(self.pairs),
-            lost=tables.lost(self.pairs),
-            notes=notes,
-        )
+        shown = {"table": forest.table(self.pairs), "lost": tables.lost(self.pairs)}
+        return rendered(_TEMPLATES / "pairs.html", notes=notes, **shown)
 
     def markdown(self) -> Iterator[str]:
         yield tables.table(self.pairs).titled(self.title).section(2)
@@ -61,13 +58,13 @@ class Pairs(Section):
             print_line(console, caution)
 
 
+@dataclass(frozen=True)
 class Cells(Section):
     """Efficiencies of scaling."""
 
     anchor, title = "scaling", "Scaling efficiency"
 
-    def __init__(self, cells: Sequence[CellLine]) -> None:
-        self.cells = cells
+    cells: Sequence[CellLine]
 
     def html(self) -> Markup:
         return rendered(
@@ -97,13 +94,13 @@ class Cells(Section):
             print_line(console, text)
 
 
+@dataclass(frozen=True)
 class Collectives(Section):
     """Times of collectives."""
 
     anchor, title = "collectives", "Collectives"
 
-    def __init__(self, timed: Sequence[Timed]) -> None:
-        self.timed = timed
+    timed: Sequence[Timed]
 
     def html(self) -> Markup:
         return rendered(
@@ -130,11 +127,8 @@ def sections(run: Run) -> list[Section]:
     :raises SelectionError: a line that cannot be read.
     """
     pairs, cells, timed = lines.pairs(run), lines.cells(run), collective_times.of(run)
-    return [
-        *([Pairs(pairs)] if pairs else []),
-        *([Cells(cells)] if cells else []),
-        *([Collectives(timed)] if timed else []),
-    ]
+    made = (pairs and Pairs(pairs), cells and Cells(cells), timed and Collectives(timed))
+    return [section for section in made if section]
 
 
 def limits(run: Run) -> Iterator[Limit]:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -102,10 +102,10 @@ def family(lines: Iterable[PairLine]) -> dict[str, InReport]:
     adjusted = dict(zip(ps, ratios.holm(list(ps.values())), strict=True))
     report = {}
     for line in claiming:
-        if line.id in ps:
-            lost = line.verdict in ratios.DIFFERENT and adjusted[line.id] >= 1 - ratios.CONFIDENCE
+        if (p := adjusted.get(line.id)) is not None:
+            lost = line.verdict in ratios.DIFFERENT and p >= 1 - ratios.CONFIDENCE
             word = "inconclusive" if lost else line.verdict
-            report[line.id] = InReport(p=ps[line.id], p_holm=adjusted[line.id], verdict=word)
+            report[line.id] = InReport(p=ps[line.id], p_holm=p, verdict=word)
     return report
 
 
@@ -166,23 +166,20 @@ def log_ratios(rows: Iterable[TimedStep]) -> dict[str, list[tuple[int, float]]]:
     return logs
 
 
-class Judged(NamedTuple):
-    """A comparison by its times alone; no ``figures`` below 2 whole blocks."""
-
-    verdict: ratios.Verdict
-    blocks: int
-    figures: PairFigures | None
-
-
-def judge(rows: Iterable[TimedStep]) -> Judged:
-    """The verdict and figures of a comparison from its raw times."""
+def judge(rows: Iterable[TimedStep]) -> tuple[ratios.Verdict, int, PairFigures | None]:
+    """The verdict on a comparison by its times alone, the number of whole blocks, and its figures
+    (none below 2 blocks).
+    """
     rows = list(rows)
     logs, times = log_ratios(rows), step_times(rows)
     if len(logs["ab"]) < 2:
-        return Judged("inconclusive", len(logs["ab"]), None)
+        return "inconclusive", len(logs["ab"]), None
     log = estimate([value for _, value in logs["ab"]])
     same = estimate([value for _, value in logs["aa"]]) if len(logs["aa"]) > 1 else None
-    least = margin(same)
+    least, twin = margin(same), None
+    if same is not None:
+        about = {"sd": same.sd, "blocks": same.blocks, "blocks_needed": blocks_needed(same.sd)}
+        twin = Twin.model_validate(same.ratios() | about)
     medians = {
         side: statistics.median(
             t for (_, pair, _, s), seen in times.items() if s == side and pair == "ab" for t in seen
@@ -197,16 +194,12 @@ def judge(rows: Iterable[TimedStep]) -> Judged:
         p_exact=log.exact,
         margin=math.expm1(least),
         smallest_effect=math.expm1(ratios.smallest_effect(log, least)),
-        aa=None
-        if same is None
-        else Twin(
-            **same.ratios(), sd=same.sd, blocks=same.blocks, blocks_needed=blocks_needed(same.sd)
-        ),
+        aa=twin,
         median_seconds=medians,
         launches_differ_p=launches_differ(logs["ab"]),
         log=log,
     )
-    return Judged(ratios.verdict(log, least), log.blocks, figures)
+    return ratios.verdict(log, least), log.blocks, figures
 
 
 def launches_differ(logs: Sequence[tuple[int, float]]) -> float | None:

@@ -132,10 +132,6 @@ class Pair(Timed):
         """Sides are examined for one comparison at a time."""
         return (self.id,)
 
-    def progress_name(self, alone: bool) -> str:
-        """The name in messages about progress."""
-        return self.versus
-
     def side(self, letter: str) -> Side:
         """``a``, ``b``, or A's ``twin`` in the A/A pair."""
         return self.b if letter == "b" else self.a
@@ -190,11 +186,6 @@ class Cell(Timed):
     def network(self) -> str:
         """Backend, and what nodes send with."""
         return ", ".join(filter(None, (self.backend, self.bandwidth)))
-
-    def progress_name(self, alone: bool) -> str:
-        """The name in messages about progress; ``alone``: one rank of it is timed."""
-        ranks = "alone" if alone else f"on {self.world} ranks"
-        return f"{self.mode} {self.title} {ranks}, {self.network}"
 
     def side(self, side: str) -> Side:
         """The system: all sides of a cell are made of it."""

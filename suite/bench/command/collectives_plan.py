@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -28,17 +29,14 @@ def parse_sizes(texts: Sequence[str]) -> tuple[int, ...]:
 
     :raises SelectionError: none of these.
     """
-    units = {"KiB": 2**10, "MiB": 2**20}
     sizes = set()
     for text in texts:
-        number, unit = text, 1
-        for name, factor in units.items():
-            if text.endswith(name):
-                number, unit = text.removesuffix(name), factor
-        if not number.isdecimal() or not 4 <= int(number) * unit <= 2**30 or int(number) * unit % 4:
+        match = re.fullmatch(r"(\d{1,10})(KiB|MiB)?", text, re.ASCII)
+        size = int(match[1]) * {None: 1, "KiB": 2**10, "MiB": 2**20}[match[2]] if match else 0
+        if not 4 <= size <= 2**30 or size % 4:
             remedy = "write bytes, e.g. 4, 64KiB or 16MiB: a multiple of 4, at most 1024MiB"
             raise SelectionError(Problem("--bytes takes a size", remedy, text))
-        sizes.add(int(number) * unit)
+        sizes.add(size)
     return tuple(sorted(sizes)) or collectives.SIZES
 
 
@@ -118,13 +116,8 @@ class CollectivesPlan:
                 print_line(console, f"timing {len(ids)} collectives on {where}")
                 try:
                     with Session() as session:
-                        lines = session.lead(
-                            time_collectives,
-                            list[Timed],
-                            "collectives",
-                            (request, session.folder()),
-                            request.deadline,
-                        )
+                        what = (request, session.folder()), request.deadline
+                        lines = session.lead(time_collectives, list[Timed], "collectives", *what)
                 except LaunchFailed as failed:
                     print_line(console, f"{failed.verdict}: {failed.reason}")
                     return verdicts.BROKEN

@@ -15,7 +15,7 @@ from shardproof.bench.evidence import keep, keep_report
 from shardproof.bench.lines import CellLine, PairLine
 from shardproof.bench.reported import Cells, Pairs
 from shardproof.bench.session import Measured, Session
-from shardproof.bench.subjects import Cell
+from shardproof.bench.subjects import Cell, Pair
 from shardproof.commands import supervision
 from shardproof.commands.console import ProgressBar, echo, make_console, print_line
 from shardproof.runs.durations import Durations
@@ -143,13 +143,15 @@ class _Measuring:
         subject, session, passes = item.subject, self.session, self.plan.passes
         number = f"{self.timed.index(item) + 1}/{len(self.timed)}"
         steps: list[tuple[str, Any]] = []
+        what = subject.versus if isinstance(subject, Pair) else ""
         if isinstance(subject, Cell):
+            ranks = f"on {subject.world} ranks" if item.together else "alone"
+            what = f"{subject.mode} {subject.title} {ranks}, {subject.network}"
             steps += [("memory", session.measure_memory)] * (item.on_threads and not item.refused)
         elif subject.action == "step":
             alone = [("each side alone", session.run_alone), ("memory", session.measure_memory)]
             steps += [*alone * passes.alone, *[("scorecard", session.score)] * passes.score]
-        what = f"{number} {subject.progress_name(not item.together)}"
-        with _Blocks(self.console, what, subject.blocks, "blocks") as progress:
+        with _Blocks(self.console, f"{number} {what}", subject.blocks, "blocks") as progress:
             session.time(item, progress.update)
             for name, step in steps:
                 if item.problem is None:

@@ -218,16 +218,11 @@ def _between(cells: Sequence[Cell], nodes: Nodes | None) -> list[Cell]:
     """
     from shardproof.launch.nodes import bits_per_second
 
-    def is_here(cell: Cell) -> bool:
-        if not cell.bandwidth:
-            return True
-        return nodes is not None and bits_per_second(cell.bandwidth) == nodes.rate
-
-    here = [cell for cell in cells if is_here(cell)]
+    rate = None if nodes is None else nodes.rate
+    here = [c for c in cells if not c.bandwidth or bits_per_second(c.bandwidth) == rate]
     if not here:
-        what = "these cells are between nodes that send with " + ", ".join(
-            dict.fromkeys(cell.bandwidth for cell in cells)
-        )
+        asked = ", ".join(dict.fromkeys(cell.bandwidth for cell in cells))
+        what = f"these cells are between nodes that send with {asked}"
         remedy = "`shardproof cluster bench`, with no --bandwidth or one of these"
         raise SelectionError(Problem(what, remedy, cells[0].name))
     if len(here) < len(cells) and nodes is None:
@@ -241,11 +236,7 @@ def _with_room(subjects: Sequence[Subject], nodes: Nodes) -> list[Subject]:
 
     :raises SelectionError: none fits, or messages of one are not delayed as declared.
     """
-
-    def fits(subject: Subject) -> bool:
-        return isinstance(subject, Cell) or nodes.has_room(subject.backend, subject.world)
-
-    room = [subject for subject in subjects if fits(subject)]
+    room = [s for s in subjects if isinstance(s, Cell) or nodes.has_room(s.backend, s.world)]
     if not room:
         least = min(subject.world for subject in subjects)
         what = f"no comparison fits {nodes}: they need {least} or more"

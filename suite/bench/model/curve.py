@@ -60,9 +60,8 @@ def facts_at(facts: ModelFacts, axis: str, ranks: int, samples: int | None = Non
     coordinates = size(axes, sharing(axes))
     rounds = facts.rounds if samples is None else min(facts.rounds, samples)
     inputs = tuple((step[0],) * coordinates for step in facts.inputs)
-    grown = dataclasses.replace(
-        facts, axes=axes, micro_batches=(rounds,) * coordinates, inputs=inputs
-    )
+    batches = (rounds,) * coordinates
+    grown = dataclasses.replace(facts, axes=axes, micro_batches=batches, inputs=inputs)
     if problem := cannot_fit(grown):
         raise NoCostModel(problem)
     if (stages := parts(axes, "layers")) > 1 and not all(stages_of(grown).units):
@@ -81,9 +80,8 @@ def update_share(cost_model: CostModel) -> float:
     locals_ = map(cost_model.local, some)
     own = [sum((at.optimizer or at.gradients or at.parameters).values()) for at in locals_]
     if whole and not max(own):
-        raise NoCostModel(
-            f"{cost_model.strategy} has no formula of what a rank updates on this mesh"
-        )
+        what = f"{cost_model.strategy} has no formula of what a rank updates on this mesh"
+        raise NoCostModel(what)
     return min(1.0, max(own) / whole) if whole else 1.0
 
 

@@ -234,7 +234,7 @@ class Probes:
             "all_to_all": lambda: comm.all_to_all(self._own(others), self._part(others)),
             "gather": lambda: comm.gather(self._own(count), self._shards(comm, count)),
             "scatter": lambda: comm.scatter(self._own(count), self._shards(comm, count)),
-            "barrier": lambda: comm.barrier(),
+            "barrier": comm.barrier,
             "send": lambda: self._message(group, self._part(count)),
         }
         if operation not in calls:
@@ -273,13 +273,12 @@ class Probes:
     def _flop_rate(self) -> float:
         """FLOP/s over the products, each as often as a step makes it."""
         flops = seconds = 0.0
+        ones = partial(torch.ones, device=self.device, dtype=self.dtype)
         for shape, times in self.products:
             batch, rows, inner, columns = shape
-            left = torch.ones(batch, rows, inner, device=self.device, dtype=self.dtype)
-            right = torch.ones(batch, inner, columns, device=self.device, dtype=self.dtype)
-            one = self._seconds(partial(_product, left, right))
+            both = ones(batch, rows, inner), ones(batch, inner, columns)
             flops += 2 * math.prod(shape) * times
-            seconds += one * times
+            seconds += self._seconds(partial(_product, *both)) * times
         return flops / seconds
 
     def _byte_rate(self) -> float:

@@ -74,15 +74,12 @@ def digest(backend: str, rounds: Rounds) -> tuple[Probes, list[SideProbes]]:
     for number, watched in enumerate(rounds.watched):
         alone = step_time.slowest([record.alone[number].steps for record in records])
         together = step_time.slowest([record.together[number] for record in records])
-        steps.append(
-            SideProbes(
-                alone=statistics.median(itertools.chain(*alone)),
-                together=statistics.median(itertools.chain(*together)),
-                calls=watched.calls,
-                flops=watched.flops,
-                elements=watched.elements,
-            )
-        )
+        seconds = {
+            "alone": statistics.median(itertools.chain(*alone)),
+            "together": statistics.median(itertools.chain(*together)),
+        }
+        work = {key: getattr(watched, key) for key in ("calls", "flops", "elements")}
+        steps.append(SideProbes(**seconds, **work))
     probes = Probes(
         machine=alpha_beta.machine(backend, [record.probes for record in records]),
         cores_per_rank=min(len(record.cores) for record in records) or None,
@@ -99,17 +96,15 @@ def cards(line: MeasuredPair) -> dict[str, Scorecard | NoFigures] | None:
     if isinstance(probed, NoFigures):
         return dict.fromkeys(LETTERS, probed)
     scores: dict[str, Scorecard | NoFigures] = {}
-    exact = (
-        line.memory if isinstance(line.memory, Memory) and line.memory.kind == "ledger" else None
-    )
+    memory = line.memory
     for letter, side in probed.sides.items():
         if isinstance(side, NoFigures):
             scores[letter] = side
             continue
         peak = formula = None
         run = side_run(pair, letter, line.meshes[letter])
-        if exact is not None:
-            peak = exact.a if letter == "a" else exact.b
+        if isinstance(memory, Memory) and memory.kind == "ledger":
+            peak = memory.a if letter == "a" else memory.b
             formula = run.formula_bytes(line.strategies[letter])
         try:
             scores[letter] = card(probed.probes, side, side.together, run, peak, formula)

@@ -62,29 +62,21 @@ def promised(cost_model: CostModel, known: Sequence[Call] = (), world: int = 0) 
     """
     facts = cost_model.facts
     calls = [_call(facts, flow, known) for flow in cost_model.flows()]
-    control = [
-        dataclasses.replace(call, ranks=_grown(facts, call, world))
-        for call in known
-        if not call.floating
-    ]
-    return [*calls, *control] if facts.world > 1 else []
-
-
-def _grown(facts: ModelFacts, call: Call, world: int) -> int:
-    """Ranks of the group of a ``call`` that was seen at ``world`` ranks."""
-    axes = call.axis.split("+")
-    if all(axis in facts.axes for axis in axes):
-        return math.prod(map(facts.size, axes))
-    return facts.world if call.ranks == world else call.ranks
+    for call in known:
+        if not call.floating:
+            axes = call.axis.split("+")
+            ranks = facts.world if call.ranks == world else call.ranks
+            if all(axis in facts.axes for axis in axes):
+                ranks = math.prod(map(facts.size, axes))
+            calls.append(dataclasses.replace(call, ranks=ranks))
+    return calls if facts.world > 1 else []
 
 
 def _call(facts: ModelFacts, flow: Flow, known: Sequence[Call]) -> Call:
     ranks = math.prod(facts.size(axis) for axis in flow.axis.split("+"))
-    if flow.operation in ("send", "recv"):
-        senders = Fraction(facts.world)
-    else:
-        factor = 2 if flow.operation == "all_reduce" else 1
-        senders = Fraction(factor * (ranks - 1) * facts.world, ranks)
+    senders = Fraction(facts.world)
+    if flow.operation not in ("send", "recv"):
+        senders *= Fraction((2 if flow.operation == "all_reduce" else 1) * (ranks - 1), ranks)
     count = _count(facts, flow, known)
     payload = float(flow.bytes / senders / (count or 1))
     return Call(flow.operation, ranks, payload, float(count), axis=flow.axis)

@@ -84,9 +84,8 @@ def conclude(line: MeasuredCell, rows: Sequence[stats.TimedStep]) -> JudgedCell:
     if line.refused:
         if not line.crowded:
             seconds.pop("ranks", None)
-        judged = judged.model_copy(
-            update={"efficiency": None, "launches_differ_p": None, "median_seconds": seconds}
-        )
+        none = dict.fromkeys(("efficiency", "launches_differ_p"))
+        judged = judged.model_copy(update=none | {"median_seconds": seconds})
     efficiency, reason = judged.efficiency, ""
     same, why = _trained_alike(line)
     if line.problem is not None:
@@ -106,24 +105,18 @@ def conclude(line: MeasuredCell, rows: Sequence[stats.TimedStep]) -> JudgedCell:
         word = verdict(efficiency["plain"], cell.target)
         if word == "inconclusive":
             needed = stats.blocks_needed(efficiency["plain"].log.sd)
-            reason = (
-                f"the interval holds the target of {cell.target:.0%}; {needed} blocks give a "
-                "half-width of 5 % here"
-            )
+            holds = f"the interval holds the target of {cell.target:.0%}"
+            reason = f"{holds}; {needed} blocks give a half-width of 5 % here"
     targets = line.targets_per_step
-    card = None
-    if word in MEASURED and "ranks" in seconds:
-        card = modelled.scorecard(line, seconds["ranks"])
+    is_scored = word in MEASURED and "ranks" in seconds
     return JudgedCell(
         **dict(judged),
         verdict=word,
         reason=reason,
         trained_alike=same,
-        tokens_per_second={
-            side: targets[side] / s for side, s in seconds.items() if side in targets
-        },
+        tokens_per_second={k: targets[k] / s for k, s in seconds.items() if k in targets},
         modelled=modelled.modelled(line, seconds.get("plain")),
-        scorecard=card,
+        scorecard=modelled.scorecard(line, seconds["ranks"]) if is_scored else None,
     )
 
 
