@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardproof.backends import BACKENDS, USUAL, cuda
 from shardproof.bench import subjects
-from shardproof.bench.model import measurement, step_time
+from shardproof.bench.model import step_time
 from shardproof.files import from_plain, to_plain
 from shardproof.registry.declaration import ask
 
@@ -135,9 +135,9 @@ def measure_rounds(task: RoundsToMeasure) -> subjects.Rounds:
         first, task.workdir / "watched", list[subjects.WatchedStep], program, ledgers=True
     )
     calls = [call for each in watched for call in each.calls]
-    ladder = task.ladder or measurement.ladder(calls)
+    ladder = task.ladder or step_time.ladder(calls)
     sizes = {op: ladder[op] for op in sorted(step_time.sizes(calls)) if op in ladder}
-    measure = partial(measurement.measure, runs, sizes, watched[-1].products, task.rounds)
+    measure = partial(probes.measure, runs, sizes, watched[-1].products, task.rounds)
     return subjects.Rounds(
         watched, on_ranks(first, task.workdir / "measured", subjects.RankRounds, measure)
     )

@@ -21,7 +21,7 @@ from shardproof.backends import BACKENDS
 from shardproof.bench import leader_tasks, subjects, telemetry
 from shardproof.bench.leader_tasks import LaunchFailed, Timed
 from shardproof.bench.lines import CellProbes, Memory, NoFigures, PairProbes, SideSummary
-from shardproof.bench.model import alpha_beta, measurement, scorecard
+from shardproof.bench.model import alpha_beta, scorecard
 from shardproof.bench.scaling import modelled
 from shardproof.bench.scaling.modelled import not_probed
 from shardproof.bench.sides import ON_COMMAND_LINE, natural_mesh
@@ -38,6 +38,8 @@ from shardproof.registry.declaration import Answer, Declaration
 #: Called with the number of blocks that have ended so far, over all launches.
 OnBlocks = Callable[[int], None]
 _EXAMINING_SECONDS = 120.0
+#: Rounds of steps with and without traffic.
+ROUNDS = 6
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -265,7 +267,7 @@ class Session:
     def measure_rounds(
         self,
         runs: Sequence[subjects.SideRun],
-        rounds: int = measurement.ROUNDS,
+        rounds: int = ROUNDS,
         ladder: Mapping[str, Sequence[int]] | None = None,
     ) -> subjects.Rounds:
         """Steps of ``runs`` with and without traffic, and the probes that explain them; ``ladder``

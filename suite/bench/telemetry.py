@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +108,6 @@ class Sampler:
         self.seen = Seen()
         self._pids, self._also, self._on_gpu = pids, also, on_gpu
         self._api, self._every = api, every
-        self._known: dict[int, Any] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="telemetry", daemon=True)
 
@@ -166,15 +166,11 @@ class Sampler:
     def _resident(self) -> int | None:
         import psutil
 
-        total = None
+        sizes = []
         for pid in set(self._pids()):
-            try:
-                if pid not in self._known:
-                    self._known[pid] = psutil.Process(pid)
-                total = (total or 0) + int(self._known[pid].memory_info().rss)
-            except psutil.Error:
-                continue  # this rank has ended
-        return total
+            with suppress(psutil.Error):  # this rank has ended
+                sizes.append(int(psutil.Process(pid).memory_info().rss))
+        return sum(sizes) if sizes else None
 
 
 def pids_in(workdir: Path) -> list[int]:
@@ -223,18 +219,16 @@ def _gpu(seen: Seen, number: int) -> GpuFigures:
         answered = [sample.gpus[number][figure] for sample in seen.samples]
         return [float(value[part]) for value in answered if value is not None]
 
+    parts = {part: values("utilisation", part) for part in ("gpu", "memory")}
+    means = {part: statistics.fmean(seen) if seen else None for part, seen in parts.items()}
     return GpuFigures(
         gpu=number,
         name=seen.samples[0].gpus[number]["name"],
-        utilisation_percent=_mean(values("utilisation", "gpu")),
-        memory_busy_percent=_mean(values("utilisation", "memory")),
+        utilisation_percent=means["gpu"],
+        memory_busy_percent=means["memory"],
         memory_used_bytes=max(values("memory", "used"), default=None),
         missing=dict(seen.missing.get(number, {})),
     )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
 
 
 def of_side(records: Sequence[AloneRecord]) -> SideSummary:
@@ -263,14 +257,11 @@ def texts(told: Telemetry | None) -> list[str]:
 
 
 def _gpu_text(gpu: GpuFigures) -> str:
-    parts = []
-    if gpu.memory_used_bytes:
-        parts.append(f"{gpu.memory_used_bytes / 2**20:,.0f} MiB used")
-    if gpu.utilisation_percent is not None:
-        parts.append(f"{gpu.utilisation_percent:.0f} % busy")
+    used, busy = gpu.memory_used_bytes, gpu.utilisation_percent
+    parts = [f"{used / 2**20:,.0f} MiB used"] if used else []
+    parts += [f"{busy:.0f} % busy"] if busy is not None else []
     absent = "; ".join(f"no {figure}: {why}" for figure, why in gpu.missing.items())
-    text = f"GPU {gpu.gpu} {gpu.name}: {', '.join(parts)}"
-    return text + (f" ({absent})" if absent else "")
+    return f"GPU {gpu.gpu} {gpu.name}: {', '.join(parts)}" + (f" ({absent})" if absent else "")
 
 
 def _side_text(letter: str, side: SideSummary | NoFigures) -> str:

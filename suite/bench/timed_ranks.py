@@ -32,7 +32,7 @@ import torch
 from shardproof import backends
 from shardproof.bench import on_rank, sides, subjects, telemetry
 from shardproof.bench.arm import Arm, assert_nothing_is_recorded, comms_along, everybody
-from shardproof.bench.model import measurement, probes
+from shardproof.bench.model import probes, step_time
 from shardproof.bench.stats import TimedStep
 from shardproof.comm import Comm
 from shardproof.ledgers.memory import MemoryLedger
@@ -125,10 +125,8 @@ def warm_up(arm: Arm, control: Comm, side: str, writer: Writer) -> tuple[list[fl
         loss = arm.step().loss
         times.append(time.perf_counter() - began)
         losses.append(None if loss is None else float(loss))
-        over = len(times) >= sides.WARM_STEPS or (
-            len(times) >= sides.WARM_LEAST and sum(times[1:]) >= sides.WARM_SECONDS
-        )
-        if _agree(over, control):
+        long = len(times) >= sides.WARM_LEAST and sum(times[1:]) >= sides.WARM_SECONDS
+        if _agree(long or len(times) >= sides.WARM_STEPS, control):
             break
     writer.add("warm", -1, 0, side, times)
     return losses[: sides.WARM_LEAST], statistics.median(times[2:])
@@ -141,11 +139,8 @@ def _segment_steps(
     steps = {}
     for side in [launch.pace] if launch.pace else launch.sides:
         # A rank without a part in the side has no time of it; the number of rank 0 counts.
-        wanted = max(
-            sides.SEGMENT_STEPS,
-            round(sides.SEGMENT_SECONDS / seconds.get(side, sides.SEGMENT_SECONDS)),
-        )
-        count = torch.tensor([wanted], device=control.device)
+        steps_of = round(sides.SEGMENT_SECONDS / seconds.get(side, sides.SEGMENT_SECONDS))
+        count = torch.tensor([max(sides.SEGMENT_STEPS, steps_of)], device=control.device)
         control.broadcast(count)
         steps[side] = int(count.item())
     return dict.fromkeys(launch.sides, steps[launch.pace]) if launch.pace else steps
@@ -188,8 +183,8 @@ class _Probing:
         at_once = launch.at_once or control.size
         self._turn, self._turns = rank // at_once, -(-control.size // at_once)
         first = next(iter(launch.probed.values()))
-        calls = measurement.apart(first.axes, watched.calls)
-        sizes = {axis: measurement.ladder(each) for axis, each in calls.items()}
+        calls = step_time.apart(first.axes, watched.calls)
+        sizes = {axis: step_time.ladder(each) for axis, each in calls.items()}
         everybody = sizes.pop("")
         comms = comms_along(first.axes, first.backend, sizes)
         along = {axis: (comms[axis], each) for axis, each in sizes.items()}

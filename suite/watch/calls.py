@@ -260,13 +260,11 @@ def awaits(mine: list[Call], others: Mapping[int, list[Call]], rank: int) -> str
     ``rank`` is where all that made as many steps have made its calls, or is at its end.
     """
     for group, members in sorted(_by_group({rank: mine, **others}).items()):
-        if rank in members:
-            at = max(members[rank], default=0) + 1
-            for other, made in members.items():
-                if at in made:
-                    call = made[at]
-                    where = f" at {call.place}" if call.place else ""
-                    return f"rank {other} waits in call {at} on {group}, {call.text}{where}"
+        at = max(members.get(rank, ()), default=0) + 1
+        for other, made in members.items() if rank in members else ():
+            if call := made.get(at):
+                where = f" at {call.place}" if call.place else ""
+                return f"rank {other} waits in call {at} on {group}, {call.text}{where}"
     return ""
 
 

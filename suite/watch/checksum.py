@@ -205,14 +205,10 @@ def _text(value: Any) -> str:
 def not_finite(tensors: Iterable[Tensor | None]) -> int | None:
     """Which of ``tensors`` is the first to hold an infinity or a NaN."""
     there = [
-        (number, tensor)
-        for number, tensor in enumerate(tensors)
-        if tensor is not None
-        and tensor.numel()
-        and (tensor.is_floating_point() or tensor.is_complex())
+        (number, t)
+        for number, t in enumerate(tensors)
+        if t is not None and t.numel() and (t.is_floating_point() or t.is_complex())
     ]
-    if not there:
-        return None
     # A sum reads a tensor once and is not finite if an element is not; it may overflow by itself.
     sums: dict[torch.device, list[Tensor]] = {}
     for _, tensor in there:

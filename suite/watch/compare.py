@@ -203,22 +203,20 @@ class Compared:
             return
         self._held = Held(optimizer)
         self.found = find(optimizer, self.record.rank, self.record.world, self._replicas)
-        sets = list(dict.fromkeys(one.replicas for one in self.found.tracked))
-        for one in self.found.tracked:
-            if one.replicas in sets[CLASSES:]:
-                self.found.not_compared[one.name] = f"more than {CLASSES} sets of replicas"
-        self.found.tracked = [o for o in self.found.tracked if o.replicas in sets[:CLASSES]]
+        found = self.found
+        sets = list(dict.fromkeys(one.replicas for one in found.tracked))
         self._classes = sets[:CLASSES]
+        beyond = [one.name for one in found.tracked if one.replicas in sets[CLASSES:]]
+        found.not_compared |= dict.fromkeys(beyond, f"more than {CLASSES} sets of replicas")
+        found.tracked = [one for one in found.tracked if one.replicas in self._classes]
         self._members = [
-            [n for n, one in enumerate(self.found.tracked) if one.replicas == ranks]
+            [n for n, one in enumerate(found.tracked) if one.replicas == ranks]
             for ranks in self._classes
         ]
-        sparse = [o.name for o in self.found.tracked if is_sparse(o)]
-        self.seen.tracked = len(self.found.tracked)
-        parts = [local(one.parameter) for one in self.found.tracked]
-        self.seen.tracked_bytes = sum(part.numel() * part.element_size() for part in parts)
-        self.seen.not_compared = dict(self.found.not_compared)
-        self.seen.not_compared |= {f"gradient of {name}": "it is sparse" for name in sparse}
+        self.seen.tracked = len(found.tracked)
+        self.seen.tracked_bytes = sum(local(one.parameter).nbytes for one in found.tracked)
+        sparse = [f"gradient of {one.name}" for one in found.tracked if is_sparse(one)]
+        self.seen.not_compared = found.not_compared | dict.fromkeys(sparse, "it is sparse")
         self.seen.outside = [*self.found.outside]
 
     def _keep_state(self, state: checksum.Sums) -> None:
@@ -326,13 +324,13 @@ class Compared:
     def _ended_before(self, step: int) -> None:
         """Nobody can compare what steps up to ``step`` left: say so, for it may hold a fault."""
         self.seen.not_compared[LAST] = "the optimizer was gone before the script ended"
-        self._tell(
-            "not compared",
+        last = self.seen.compared[-1] if self.seen.compared else 0
+        sentence = (
             f"an optimizer ended before its last steps were compared: {self.seen.name} made "
-            f"{step}, of which step {self.seen.compared[-1] if self.seen.compared else 0} was the "
-            "last compared; keep it until the script ends, or compare more often by --every",
-            broken=False,
+            f"{step}, of which step {last} was the last compared; keep it until the script ends, "
+            "or compare more often by --every"
         )
+        self._tell("not compared", sentence, broken=False)
 
     def _note_calls(self, table: Table) -> None:
         """Whether ranks that count the same step have made as many calls: one may be behind."""
@@ -352,9 +350,9 @@ class Compared:
         """Whether all ranks are at the same point; what differs is told, and ends comparing."""
         points = {rank: (row[_TYPE], row[_NUMBER], row[_AT]) for rank, row in enumerate(table)}
         optimizers = {rank: row[_OPTIMIZERS] for rank, row in enumerate(table)}
+        if len({*points.values()}) == len({*optimizers.values()}) == 1:
+            return True
         if len({*points.values()}) == 1:
-            if len({*optimizers.values()}) == 1:
-                return True
             self._apart(f"ranks step different numbers of optimizers: {odd(optimizers)}")
             return False
         words = {
@@ -404,12 +402,10 @@ class Compared:
         if kind in self._told or self._parted:
             return False
         for start in range(_CLASS, _ROW, 1 + len(KINDS)):
-            sets: dict[int, set[tuple[int, int]]] = {}
-            for row in table:
-                if row[start]:
-                    sums = (row[_SIGNATURE], row[start + offset])
-                    sets.setdefault(row[start], set()).add(sums)
-            if any(len(values) > 1 for values in sets.values()):
+            rows = {
+                (row[start], row[_SIGNATURE], row[start + offset]) for row in table if row[start]
+            }
+            if len(rows) > len({key for key, _, _ in rows}):
                 return True
         return False
 
@@ -442,11 +438,10 @@ class Compared:
         names = some([described(tracked[number]) for number in differ], NAMED)
         values = {rank: all_sums[rank][differ[0]] for rank in ranks}
         of = f"{len(differ)} of {len(tracked)} parameters"
+        when = self._since(kind)
         if kind == "initial parameters":
             when = "before the first step: nothing made them equal"
-        else:
-            when = self._since(kind)
-        if kind == "gradients" and self._were_equal():
+        elif kind == "gradients" and self._were_equal():
             when += ", while parameters were still equal"
         what = {"parameters": "parameters part", "initial parameters": "initial parameters differ"}
         head = what.get(kind, f"{kind} differ" + "s" * (kind == "optimizer state"))
@@ -475,10 +470,8 @@ class Compared:
         values = {rank: table[rank][_FORM] for rank in ranks}
         self._has_forms = True
         self.seen.counts.pop("optimizer state", None)
-        self.seen.not_compared["optimizer state"] = (
-            "ranks keep state of different parameters or shapes, as sharded optimizers do: "
-            f"{odd(values)}"
-        )
+        why = "ranks keep state of different parameters or shapes, as sharded optimizers do"
+        self.seen.not_compared["optimizer state"] = f"{why}: {odd(values)}"
 
     def _schedule(self, table: Table) -> None:
         """Which step is compared next."""
@@ -503,18 +496,9 @@ class Compared:
             return f"between step {equal} and step {step}"
         return f"at step {step}"
 
-    def _tell(
-        self,
-        kind: Kind,
-        sentence: str,
-        broken: bool = True,
-        assumed: bool = False,
-        name: str = "",
-    ) -> None:
-        step, equal = self._step_of(kind), self._equal.get(kind)
-        self.record.findings.append(
-            Finding(kind, sentence, broken, step, equal, self.number, assumed, name)
-        )
+    def _tell(self, kind: Kind, sentence: str, broken: bool = True, **more: Any) -> None:
+        where = self._step_of(kind), self._equal.get(kind), self.number
+        self.record.findings.append(Finding(kind, sentence, broken, *where, **more))
 
 
 def described(one: Tracked) -> str:
@@ -546,9 +530,9 @@ def differing(texts: Mapping[int, list[dict[str, str]]]) -> str:
         for name in sorted({name for groups in texts.values() for name in groups[number]}):
             values = {rank: groups[number].get(name, "none") for rank, groups in texts.items()}
             if len({*values.values()}) > 1:
-                by_value: dict[str, list[int]] = {}
-                for rank, value in values.items():
-                    by_value.setdefault(value, []).append(rank)
-                said = ", ".join(f"{v} on {name_ranks(r)}" for v, r in by_value.items())
+                said = ", ".join(
+                    f"{value} on {name_ranks([r for r in values if values[r] == value])}"
+                    for value in dict.fromkeys(values.values())
+                )
                 told.append(f"{name} of group {number} is {said}")
     return "; ".join(told[:NAMED])

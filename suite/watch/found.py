@@ -77,11 +77,8 @@ class Held:
 
     def are_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` holds the same ones."""
-        now = _parameters(optimizer)
-        return len(now) == len(self._references) and all(
-            reference() is parameter
-            for reference, parameter in zip(self._references, now, strict=True)
-        )
+        held = [reference() for reference in self._references]
+        return [*map(id, held)] == [*map(id, _parameters(optimizer))]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -56,17 +56,17 @@ def of_running(
     logs: Mapping[int, Sequence[calls.Call]],
 ) -> list[Standing] | None:
     """How ranks stand whose script still runs here; ``None``: none does, or they make calls."""
-    here = {
+    alive = {
         rank: left.pid
         for rank, left in records.items()
-        if left.host == platform.node() and not left.ended and not left.error
+        if left.host == platform.node() and not (left.ended or left.error)
+        if process_control.state_of(left.pid) != "Z"
     }
-    alive = {rank: pid for rank, pid in here.items() if process_control.state_of(pid) != "Z"}
     if not alive:
         return None
     before = {rank: process_control.activity_of(pid)[1] for rank, pid in alive.items()}
     time.sleep(LOOK_SECONDS)
-    now = {rank: _log(folder, rank) for rank in logs}
+    now = {rank: calls.read(folder / f"rank{rank}.calls") for rank in logs}
     if any(len(now[rank]) and now[rank][-1] != logs[rank][-1] for rank in logs if logs[rank]):
         return None
     stands = _stacks(folder, alive)
@@ -109,10 +109,6 @@ def noted(made: Sequence[calls.Call]) -> list[Noted]:
 def _line(made: Sequence[calls.Call]) -> str:
     """Where the last of these calls was made."""
     return f"at {made[-1].place}" if made and made[-1].place else ""
-
-
-def _log(folder: Path, rank: int) -> list[calls.Call]:
-    return calls.read(folder / f"rank{rank}.calls")
 
 
 def _stacks(folder: Path, alive: Mapping[int, int]) -> dict[int, tuple[str, bool]]:
@@ -359,17 +355,13 @@ def _without_end(records: Mapping[int, RankRecord], ends: Sequence[End]) -> list
     """Ranks of which nobody knows how they ended: what they did last was not compared."""
     left = {end.rank for end in ends if end.exit_code is not None}
     open_ = [rank for rank, one in records.items() if not one.ended]
-    whys = {
-        "interrupted, killed or still running": [rank for rank in open_ if rank not in left],
-        "they left Python at once, as os._exit and os.exec do": [
-            rank for rank in open_ if rank in left
-        ],
-    }
-    return [
-        Finding("rank", f"{name_ranks(ranks)} did not come to the end: {why}", broken=False)
-        for why, ranks in whys.items()
-        if ranks
-    ]
+    gone = "they left Python at once, as os._exit and os.exec do"
+    found = []
+    for is_left, why in ((False, "interrupted, killed or still running"), (True, gone)):
+        if ranks := [rank for rank in open_ if (rank in left) is is_left]:
+            sentence = f"{name_ranks(ranks)} did not come to the end: {why}"
+            found.append(Finding("rank", sentence, broken=False))
+    return found
 
 
 def _without_record(records: Mapping[int, RankRecord]) -> list[Finding]:
@@ -388,14 +380,8 @@ def _outcome(rank: int, left: RankRecord | None, end: End | None) -> RankOutcome
     ended = 0.0 if left is not None and left.ended else last.ended
     known = RankOutcome(rank, "ok", last_call=last.last_call, calls=last.calls, ended=ended)
     if left is not None and left.error:
-        return replace(
-            known,
-            status="raised",
-            error_type=left.error_type,
-            message=left.error,
-            is_comm_error=left.is_comm_error,
-            consequence=left.consequence,
-        )
+        told = {key: getattr(left, key) for key in ("error_type", "is_comm_error", "consequence")}
+        return replace(known, status="raised", message=left.error, **told)
     if last.reason:
         how = "its process was stopped" if last.stopped else f"still {last.place or 'running'}"
         waits = last.waits or last.reason == "grace"

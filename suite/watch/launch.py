@@ -223,21 +223,19 @@ class _Supervisor:
         The place of one that does not answer is ``""``.
         """
         beats = heartbeat.read(self.folder / "heartbeat")
-        sizes = {one.end.rank: _size(self._stacks(one.end.rank)) for one in ranks}
-        stacks.ask({one.process.pid: self._stacks(one.end.rank) for one in ranks})
+        paths = {one.end.rank: self.folder / f"rank{one.end.rank}.stacks" for one in ranks}
+        sizes = {rank: _size(path) for rank, path in paths.items()}
+        stacks.ask({one.process.pid: paths[one.end.rank] for one in ranks})
         found = {}
-        for rank, size in sizes.items():
-            path, place, waits = self._stacks(rank), "", beats[rank].waiting
+        for rank, path in paths.items():
+            place, waits = "", beats[rank].waiting
             # What it answered before tells nothing of now.
-            known = stacks.read(path)[0] if _size(path) > size else {}
+            known = stacks.read(path)[0] if _size(path) > sizes[rank] else {}
             if (stack := known.get(beats[rank].thread)) is not None:
                 place = place_in_script(stack.frames)
                 waits = waits or stack.waits or stack.in_backward
             found[rank] = place, waits
         return found
-
-    def _stacks(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.stacks"
 
 
 def _is_stopped(one: _Rank) -> bool:

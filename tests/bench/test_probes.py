@@ -19,7 +19,7 @@ from shardproof.bench import sides
 from shardproof.bench.arm import comms_along
 from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.lines import Probes
-from shardproof.bench.model import alpha_beta, curve, measurement, probes, scorecard, step_time
+from shardproof.bench.model import alpha_beta, curve, probes, scorecard, step_time
 from shardproof.bench.session import Session
 from shardproof.bench.subjects import (
     AloneSteps,
@@ -223,13 +223,13 @@ def test_the_groups_of_each_axis_are_probed_apart() -> None:
         Call("send", 2, 64, axis="replicate"),
         Call("all_reduce", 4, 8, axis="world"),
     ]
-    sizes = {axis: step_time.sizes(calls) for axis, calls in measurement.apart(axes, told).items()}
+    sizes = {axis: step_time.sizes(calls) for axis, calls in step_time.apart(axes, told).items()}
     assert sizes == {
         "": {"all_reduce": [8]},
         "shard": {"all_gather": [4096]},
         "replicate": {"all_reduce": [64], "send": [64]},
     }
-    assert list(measurement.apart({"replicate": 4, "shard": 1}, told)) == [""]
+    assert list(step_time.apart({"replicate": 4, "shard": 1}, told)) == [""]
 
     def body(rank: int, _: int) -> dict[str, Any]:
         mesh = Mesh({"replicate": 4}).comm("replicate")
@@ -361,9 +361,9 @@ def test_probes_lie_between_the_sizes_that_the_ledger_saw() -> None:
         Call("broadcast", 2, 2**16),
         Call("send", 2, 4),
     ]
-    found = measurement.ladder(calls)
+    found = step_time.ladder(calls)
     assert found["all_reduce"][0] == 400 and found["all_reduce"][-1] == 25 * 2**20
-    assert len(found["all_reduce"]) == measurement.RUNGS
+    assert len(found["all_reduce"]) == step_time.RUNGS
     assert (found["broadcast"][0], found["broadcast"][-1]) == (2**12, 2**16)
     assert found["send"] == [8]
 

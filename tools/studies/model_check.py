@@ -2,7 +2,7 @@
 
 Models of three sizes train side by side on the same ranks.  None of their messages has a size at
 which alpha and beta are probed (else the study refuses), and no step of theirs is used in a fit.
-Rounds and figures: suite/bench/model/measurement.py.
+Rounds and figures: suite/bench/model/probes.py.
 """
 
 from __future__ import annotations

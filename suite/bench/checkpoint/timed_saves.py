@@ -42,6 +42,8 @@ WARM_UPS = 2
 #: What is saved, as far as it has bytes.
 _KINDS: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
 _PROC = Path("/proc/self")
+#: Whether this machine tells of peaks.
+_CAN_TELL = (_PROC / "clear_refs").exists()
 
 
 class Saves:
@@ -147,12 +149,12 @@ def run(launch: Launch, workdir: Path, rank: int) -> RankTimes:
                     writer.add(name, block, segment, side, [sides[side].act()])
             writer.flush()
     assert_nothing_is_recorded(first.backend)
-    largest = max(_whole(piece) for piece in sides["a"].pieces)
+    largest = max(math.prod(p.global_shape) * p.tensor.element_size() for p in sides["a"].pieces)
     above = {side: saves.above for side, saves in sides.items() if launch.action == "save"}
     times = closed(launch, arms, rank, dict.fromkeys(arms, 1), losses, cores)
     sides.clear()
     arms.clear()
-    counts = RankCounts(above if _can_tell() else {}, largest)
+    counts = RankCounts(above if _CAN_TELL else {}, largest)
     if launch.action == "load":
         needed, read = _reshaped(launch.sides["a"], workdir / "a", rank)
         counts = dataclasses.replace(counts, needed=needed, read=read)
@@ -203,20 +205,12 @@ def _inside_dcp(control: Comm) -> Iterator[list[float]]:
         yield inside
 
 
-def _whole(piece: Piece) -> int:
-    return math.prod(piece.global_shape) * piece.tensor.element_size()
-
-
-def _can_tell() -> bool:
-    return (_PROC / "clear_refs").exists()
-
-
 def _resident() -> int:
     """Bytes that are resident now, from where the next :func:`_peak` counts.
 
     What allocators keep goes back first: a save that took it again would seem to need nothing.
     """
-    if not _can_tell():
+    if not _CAN_TELL:
         return 0
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -227,7 +221,7 @@ def _resident() -> int:
 
 def _peak() -> int:
     """The most bytes that were resident since :func:`_resident`."""
-    return _status("VmHWM") if _can_tell() else 0
+    return _status("VmHWM") if _CAN_TELL else 0
 
 
 def _status(key: str) -> int:

@@ -7,6 +7,7 @@ it needs of a cluster (:func:`planned`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -164,14 +165,8 @@ def checkpoint(
     from shardproof.bench.command.time_budget import Passes
     from shardproof.bench.sides import sized
 
-    return of_pairs(
-        names or ["checkpoint"],
-        selected,
-        how,
-        goal,
-        Passes(),
-        lambda pairs: sized(pairs, of.parameters) if of.parameters else pairs,
-    )
+    resize = partial(sized, text=of.parameters) if of.parameters else list
+    return of_pairs(names or ["checkpoint"], selected, how, goal, Passes(), resize)
 
 
 @app.command(cls=OfOneKind, short_help="Collectives: the backend's own and the suite's.")

@@ -56,11 +56,8 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -
     ordered = sorted(members, key=lambda line: line.world)
     worlds = [line.world for line in ordered]
     highs = [p[2] for line in ordered for base, _ in BASES if (p := _measured(line, base))]
-    modelled = [
-        (line.world, line.modelled_efficiency)
-        for line in ordered
-        if line.modelled_efficiency is not None
-    ]
+    models = [(line.world, line.modelled_efficiency) for line in ordered]
+    modelled = [(world, model) for world, model in models if model is not None]
     x = svg.PixelScale(min(worlds), max(*worlds, 2), LEFT + 14, WIDTH - RIGHT - 14, log=True)
     y = by_bandwidth.scale([*highs, *(m for _, m in modelled)], _HEIGHT - _BOTTOM)
     target, label = y(ordered[0].target), f"target {ordered[0].target:.0%}"

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardproof.axes import parts
 from shardproof.backends import BACKENDS
 from shardproof.bench import subjects
-from shardproof.bench.arm import Arm, mesh_of
+from shardproof.bench.arm import Arm, assert_nothing_is_recorded, everybody, mesh_of
 from shardproof.bench.model import step_time
-from shardproof.bench.on_rank import Clock, finish
+from shardproof.bench.on_rank import Clock, finish, pin
 from shardproof.case import data_shares
 from shardproof.comm import Comm
 from shardproof.contract import MicroBatch, Point
@@ -43,6 +43,8 @@ POOL_BYTES = 64 * 2**20
 CALLS, CALL_BYTES = 16, 8 * 2**20
 #: Products of matrices that stand for the model's: those of most FLOPs.
 SHAPES = 6
+#: Steps of a segment of :func:`measure`, and before the first one.
+STEPS, WARM = 2, 4
 #: Seconds of one measurement of a rate.
 RATE_SECONDS = 0.02
 
@@ -363,3 +365,54 @@ class Alone:
             gradients.append((marks[-1] if marks else ended) - began)
         self.gradients.append(gradients)
         self.steps.append(steps)
+
+
+def measure(
+    runs: Sequence[subjects.SideRun],
+    sizes: Mapping[str, Sequence[int]],
+    products: Sequence[tuple[Shape, int]],
+    rounds: int,
+    rank: int,
+) -> subjects.RankRounds:
+    """What a rank measures of steps beside their predictions, with ledgers off.
+
+    In ``rounds``, for each run::
+
+        alone  together  together  alone     steps without traffic, and the steps that are predicted
+
+    and a sweep of the probes: seconds of steps by run and segment, and what the probes found.
+    """
+    backend, world = runs[0].backend, runs[0].world
+    assert_nothing_is_recorded(backend)
+    cores = pin(rank, world, BACKENDS[backend].threads)
+    control = everybody(backend, world)
+    alone = [Alone(each, rank) for each in runs]
+    together = [Arm(each, rank) for each in runs]
+    for arm in together:  # after all groups are made
+        arm.set_up()
+    for single, arm in zip(alone, together, strict=True):
+        single.segment(WARM)
+        arm.seconds(WARM)
+        single.forget()
+    prober = Probes(control, sizes, products)
+    prober.sweep()
+    prober.forget()
+    seconds: list[list[list[float]]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for number, (single, arm) in enumerate(zip(alone, together, strict=True)):
+            single.segment(STEPS, control.barrier)
+            arm.step()  # one that does not count
+            seconds[number].append(arm.seconds(2 * STEPS))
+            single.segment(STEPS, control.barrier)
+        prober.sweep()
+    for arm in (*(single.arm for single in alone), *together):
+        arm.close()
+    assert_nothing_is_recorded(backend)
+    return subjects.RankRounds(
+        rank,
+        cores,
+        torch.get_num_threads(),
+        alone=[one.record() for one in alone],
+        together=seconds,
+        probes=prober.record(),
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 Overlap = Literal["none", "full"]
 #: Bytes that an optimizer reads and writes for each element of an fp32 parameter, at least.
 UPDATE_BYTES = {"adamw": 7 * 4, "sgd": 5 * 4}
+
+
+#: Payloads at which an operation is probed, from the smallest to the largest that a step sends.
+RUNGS = 6
 
 
 class Unmodelled(ValueError):
@@ -50,6 +54,37 @@ def sizes(calls: Iterable[Call]) -> dict[str, list[int]]:
         if call.operation != "recv":
             by_operation.setdefault(call.operation, set()).add(math.ceil(call.bytes))
     return {operation: sorted(payloads) for operation, payloads in by_operation.items()}
+
+
+def ladder(calls: Sequence[Call]) -> dict[str, list[int]]:
+    """Payloads to probe each operation at: equal ratios, from the least to the most that is sent.
+
+    One size is probed at itself and at a sixteenth, or there would be no alpha.  Messages of a
+    pipeline are as long at any world: theirs from a half on, for a network that caps bandwidth lets
+    the first kilobytes through at once.
+    """
+    rungs = {}
+    for operation, payloads in sizes(calls).items():
+        least, most = max(8, payloads[0]), max(8, payloads[-1])
+        if least * 2 > most:
+            least = max(8, most // (2 if operation == "send" else 16))
+        ratio = (most / least) ** (1 / (RUNGS - 1))
+        rungs[operation] = sorted({4 * round(least * ratio**i / 4) for i in range(RUNGS)})
+    return rungs
+
+
+def apart(axes: Mapping[str, int], calls: Sequence[Call]) -> dict[str, list[Call]]:
+    """``calls`` by the axis that they go along, where each axis is probed apart: several are cut.
+
+    What goes over a group of all ranks, and everything where one axis is cut, stands under "".
+    """
+    if sum(size > 1 for size in axes.values()) < 2:
+        return {"": [*calls]}
+    found: dict[str, list[Call]] = {"": []}
+    for call in calls:
+        along = all(axis in axes for axis in call.axis.split("+"))
+        found.setdefault(call.axis if along else "", []).append(call)
+    return found
 
 
 def promised(cost_model: CostModel, known: Sequence[Call] = (), world: int = 0) -> list[Call]:
