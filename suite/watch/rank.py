@@ -159,13 +159,15 @@ class Watch:
         groups.send_to(self._calls)
         register_optimizer_step_pre_hook(self._safe(self._before_step))
         register_optimizer_step_post_hook(self._safe(self._after_step))
-        for name, wrapper in (
-            ("init_process_group", self._initialising),
-            ("destroy_process_group", self._destroying),
-        ):
-            wrapped = wrapper(getattr(c10d, name))
-            setattr(c10d, name, wrapped)
-            setattr(dist, name, wrapped)
+        compare = self._safe(self._compare_the_end)
+
+        def before_the_end(group: Any = None, *_: Any, **__: Any) -> None:
+            if group is None or group is dist.group.WORLD:
+                # Others learn of an exception by the end of the group: nothing may come before it.
+                compare(is_failing=self._is_failing())
+
+        _hook("init_process_group", after=self._safe(self._attach))
+        _hook("destroy_process_group", before=before_the_end)
         sys.excepthook = self._raised(sys.excepthook)
         atexit.register(self.finish)
 
@@ -204,29 +206,6 @@ class Watch:
     def at_end(self, action: Callable[[Watch], None]) -> None:
         """Have ``action`` done when the record is whole."""
         self._ended.append(action)
-
-    def _initialising(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        attach = self._safe(self._attach)
-
-        @functools.wraps(original)
-        def init_process_group(*given: Any, **named: Any) -> Any:
-            result = original(*given, **named)
-            attach()
-            return result
-
-        return init_process_group
-
-    def _destroying(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        compare = self._safe(self._compare_the_end)
-
-        @functools.wraps(original)
-        def destroy_process_group(group: Any = None, *given: Any, **named: Any) -> Any:
-            if group is None or group is dist.group.WORLD:
-                # Others learn of an exception by the end of the group: nothing may come before it.
-                compare(is_failing=self._is_failing())
-            return original(group, *given, **named)
-
-        return destroy_process_group
 
     def _is_failing(self) -> bool:
         """Whether an exception is being handled that was not when the last step was made.
@@ -404,6 +383,25 @@ class Watch:
 
     def _note(self, name: str, size: int) -> None:
         self.record.memory[name] = max(size, self.record.memory.get(name, 0))
+
+
+def _hook(
+    name: str, before: Callable[..., None] | None = None, after: Callable[[], None] | None = None
+) -> None:
+    """Have ``before`` and ``after`` called around a function of ``torch.distributed``."""
+    original = getattr(c10d, name)
+
+    @functools.wraps(original)
+    def hooked(*given: Any, **named: Any) -> Any:
+        if before is not None:
+            before(*given, **named)
+        result = original(*given, **named)
+        if after is not None:
+            after()
+        return result
+
+    setattr(c10d, name, hooked)
+    setattr(dist, name, hooked)
 
 
 def _alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:

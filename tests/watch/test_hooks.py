@@ -103,7 +103,7 @@ def test_a_hook_that_fails_ends_watching_and_not_the_script(
     def fails(*_: object) -> None:
         raise ValueError("of the suite's own")
 
-    monkeypatch.setattr(compare.snapshot, "of_parameters", fails)
+    monkeypatch.setattr(compare.checksum, "of_parameters", fails)
     for _ in range(2):
         made_step(one, optimizer)
     (finding,) = one.record.findings
