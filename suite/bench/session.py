@@ -163,9 +163,8 @@ class Session:
     def _examined(
         self, subject: subjects.Subject, sides: Mapping[str, subjects.Side]
     ) -> tuple[dict[str, Answer], int | None]:
-        world = (
-            1 if isinstance(subject, subjects.Cell) else subject.world
-        )  # a cell asks for its group
+        # A cell asks for its group.
+        world = 1 if isinstance(subject, subjects.Cell) else subject.world
         task = leader_tasks.Examination(sides, subject.backend, subject.dtype, world)
         end = self._run(leader_tasks.examine, subject.id, task, _EXAMINING_SECONDS)
         if end.value is None:
@@ -370,7 +369,10 @@ def in_order(group: list[Measured]) -> list[Measured]:
     sources = fitting[-1:] or refused[:1]
     for item in refused:
         explain = [source for source in reversed(sources) if _has_links_of(source, item)]
-        if not explain and _may_share_cores(item):
+        # There is a place for each rank; ranks never share a GPU.
+        on_cpu = BACKENDS[item.subject.backend].device != "cuda"
+        room = 0 if item.nodes is None or not on_cpu else item.nodes.places
+        if not explain and item.subject.world <= room:
             item.crowded, explain = True, [item]
             sources.append(item)
         item.source = (explain or sources)[0]
@@ -388,12 +390,6 @@ def _has_links_of(source: Measured, item: Measured) -> bool:
     mesh = item.meshes["ranks"]
     probed = subjects.grown(mesh, source.launch(0, ()).first.world)
     return not not_probed(mesh, probed, item.nodes.ranks_per_node)
-
-
-def _may_share_cores(item: Measured) -> bool:
-    """Whether there is a place for each rank of a refused cell; ranks never share a GPU."""
-    on_cpu = BACKENDS[item.subject.backend].device != "cuda"
-    return on_cpu and item.nodes is not None and item.subject.world <= item.nodes.places
 
 
 def _resident(measured: Measured) -> Memory | NoFigures:

@@ -234,7 +234,10 @@ def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Itera
     if before.hardware != after.hardware:
         yield f"other hardware: {before.hardware}; now {after.hardware}"
     for name in ("suite", "torch", "python", "commit"):
-        was, now = (_versions(snapshot, name) for snapshot in (before, after))
+        was, now = (
+            ", ".join(dict.fromkeys(str(getattr(v, name)) or "unknown" for v in snapshot.versions))
+            for snapshot in (before, after)
+        )
         if was != now:
             yield f"other {name}: {was}; now {now}"
     if before.keys and after.keys:
@@ -250,11 +253,6 @@ def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Itera
     for names, when in ((seen - known, "only now"), (known - seen, "no longer")):
         if names:
             yield f"figures that are recorded {when}: {some(sorted(names), NAMED)}"
-
-
-def _versions(snapshot: Snapshot, name: str) -> str:
-    values = (str(getattr(version, name)) or "unknown" for version in snapshot.versions)
-    return ", ".join(dict.fromkeys(values))
 
 
 def reasons(results: Sequence[Apart]) -> list[tuple[str, list[str]]]:

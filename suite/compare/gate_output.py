@@ -60,10 +60,10 @@ def summary(gate: Gate) -> str:
     groups = _blocks(gate, gate.findings)
     if groups:
         headings = ("state", "rule", "results", "what", "where")
-        rows = []
-        for first, block in groups:
-            named = "; ".join(filter(None, (first.id, block.more())))
-            rows.append((first.state, first.rule, named, first.headline, first.place))
+        rows = [
+            (f.state, f.rule, "; ".join(filter(None, (f.id, block.more()))), f.headline, f.place)
+            for f, block in groups
+        ]
         table = Table("Findings", headings, rows).first(SUMMARY_ROWS, "the JUnit file has all")
         parts += [table.markdown(), *(f"{note}\n" for note in table.notes)]
     commands = [block.first.rerun for first, block in groups if first.state == "breaks"]

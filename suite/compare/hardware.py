@@ -48,20 +48,15 @@ def strategies(reference: Snapshot, others: Sequence[RunComparison]) -> Table:
     columns = [reference, *(c.after for c in others)]
     cells: dict[tuple[str, str], list[str]] = defaultdict(lambda: ["-"] * len(columns))
     for number, snapshot in enumerate(columns):
+        pairs = {pair.id: pair for pair in others[number - 1].pairs} if number else {}
         members: dict[tuple[str, str], list[Entry]] = defaultdict(list)
         for entry in snapshot.cases.values():
             members[entry.strategy, entry.backend].append(entry)
         for key, entries in members.items():
             cells[key][number] = verdicts_of(entries)
-    for number, comparison in enumerate(others, 1):
-        compared: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for pair in comparison.pairs:
-            if pair.id in comparison.after.cases:
-                compared[pair.after.strategy, pair.after.backend].append(len(pair.changes))
-        for key, changed in compared.items():
-            differ = sum(changed)
-            equal = f"{differ} figures differ" if differ else "figures equal"
-            cells[key][number] += f" ({len(changed)} compared, {equal})"
+            changed = [len(pairs[entry.id].changes) for entry in entries if entry.id in pairs]
+            equal = f"{sum(changed)} figures differ" if any(changed) else "figures equal"
+            cells[key][number] += f" ({len(changed)} compared, {equal})" if changed else ""
     rows = [(*key, *texts) for key, texts in sorted(cells.items())]
     return Table("Verdicts by strategy", ("strategy", "backend", *_names(columns)), rows)
 

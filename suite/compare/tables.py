@@ -129,12 +129,13 @@ def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
         if only_changed and not counts:
             continue
         changed = sum(bool(pair.changes) for pair in pairs)
+        was, now = verdicts_of(p.before for p in pairs), verdicts_of(p.after for p in pairs)
         marks.append("bad" if counts.get("worse") else "good" if counts.get("better") else "")
         rows.append(
             (
                 *(*group, f"{len(pairs):,}", f"{len(pairs) - changed:,}"),
                 *(f"{counts.get(word, 0):,}" for word in ("worse", "better", "changed")),
-                _verdicts(pairs),
+                was if was == now else f"{was} -> {now}",
                 *(_moved(pairs, name) for name in ("traffic.bytes_sent", "memory.bytes_held")),
             )
         )
@@ -146,11 +147,6 @@ def groups(comparison: RunComparison, by: str, only_changed: bool) -> Table:
     return Table("Exact figures, tolerance 0", headings, rows, marks, align=align)
 
 
-def _verdicts(pairs: Sequence[Pairing]) -> str:
-    was, now = verdicts_of(p.before for p in pairs), verdicts_of(p.after for p in pairs)
-    return now if was == now else f"{was} -> {now}"
-
-
 def verdicts_of(entries: Iterable[Entry]) -> str:
     counts = Counter(entry.verdict for entry in entries)
     order = [word for word in verdicts.VERDICTS if word in counts]
@@ -160,16 +156,13 @@ def verdicts_of(entries: Iterable[Entry]) -> str:
 
 def _moved(pairs: Sequence[Pairing], name: str) -> str:
     """The sum of one figure over those that have it on both sides, then and now."""
-    both = [
-        (old, new)
-        for pair in pairs
-        if pair.decided
-        and (old := exact_figures.number(pair.before.figures.get(name))) is not None
-        and (new := exact_figures.number(pair.after.figures.get(name))) is not None
-    ]
-    if not both:
+    was, now, known = Fraction(0), Fraction(0), False
+    for pair in pairs:
+        both = [exact_figures.number(e.figures.get(name)) for e in (pair.before, pair.after)]
+        if pair.decided and both[0] is not None and both[1] is not None:
+            was, now, known = was + both[0], now + both[1], True
+    if not known:
         return "-"
-    was, now = (sum(values, Fraction(0)) for values in zip(*both, strict=True))
     if was == now:
         return exact_figures.show(str(now))
     share = f" ({float(now / was - 1):+.2%})" if was else ""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +97,9 @@ def find(
         """Of its first parameter in the optimizer, whose order is the same on every rank."""
         return min((places.get(id(p), len(places)) for p in root.parameters()), default=len(places))
 
-    roots = sorted((r for r in _roots(modules) if place(r) < len(places)), key=place)
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    outer = [module for module in modules if id(module) not in inner]
+    roots = sorted((r for r in outer if place(r) < len(places)), key=place)
     names = _names(roots)
     reasons, replicas = _of_wrappers(modules)
     found = Found()
@@ -181,11 +183,6 @@ def is_sparse(one: Tracked) -> bool:
 def _modules() -> list[nn.Module]:
     # `type`, because asking some objects for their class runs code of theirs.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-
-
-def _roots(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    inner = {id(child) for module in modules for child in module._modules.values()}
-    return (module for module in modules if id(module) not in inner)
 
 
 def _names(roots: Sequence[nn.Module]) -> dict[int, str]:

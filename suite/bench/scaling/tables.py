@@ -141,17 +141,14 @@ def remarks_by_system(lines: Sequence[CellLine]) -> list[tuple[str, list[str]]]:
 
 def _crowded(line: CellLine) -> str:
     """A step of ranks that share cores, beside the model's; an efficiency is not made of it."""
-    seconds, made = line.median_seconds["ranks"], line.modelled
-    took = f"a step of ranks that share cores took {1e3 * seconds:.1f} ms"
-    text = f"oversubscribed: {line.reason}; {took}"
-    parts = {} if made is None or made.efficiency is None else made.to_dict()
-    if parts:
-        compute, sent = parts["compute_seconds"], parts["communication_seconds"]
-        text += (
-            f", by the model one with a core each takes {1e3 * parts['step_seconds']:.1f} ms "
-            f"(compute {1e3 * compute:.1f}, calls {1e3 * sent:.1f})"
-        )
-    return text
+    took, made = 1e3 * line.median_seconds["ranks"], line.modelled
+    text = f"oversubscribed: {line.reason}; a step of ranks that share cores took {took:.1f} ms"
+    if made is None or made.efficiency is None:
+        return text
+    names = ("step_seconds", "compute_seconds", "communication_seconds")
+    whole, compute, sent = (1e3 * made.to_dict()[name] for name in names)
+    told = f"{whole:.1f} ms (compute {compute:.1f}, calls {sent:.1f})"
+    return f"{text}, by the model one with a core each takes {told}"
 
 
 def _remarks(line: CellLine) -> list[str]:
