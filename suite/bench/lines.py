@@ -10,14 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_serializer,
-    model_validator,
-)
+import pydantic
+from pydantic import Field
 
 from shardproof.bench.model.alpha_beta import Machine
 from shardproof.bench.model.step_time import Scorecard
@@ -27,12 +21,12 @@ from shardproof.errors import Problem, SelectionError
 from shardproof.runs.run_folder import Run
 
 
-class StoredModel(BaseModel):
+class StoredModel(pydantic.BaseModel):
     """Part of a line of ``cases.jsonl``: a field that was neither given nor read is not written,
     and what other versions wrote besides is passed over.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = pydantic.ConfigDict(frozen=True)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; ``model_validate`` reads it."""
@@ -226,7 +220,7 @@ class CellProbes(Probes, ProbedStep):
 class Modelled(StoredModel):
     """A modelled efficiency, or the ``problem``; the parts of its prediction stand beside it."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = pydantic.ConfigDict(frozen=True, extra="allow")
 
     world: int
     efficiency: float | None
@@ -271,7 +265,7 @@ class MeasuredPair(Line):
     segment_steps: list[int] = Field(default_factory=list)
     counted: list[Counted] = Field(default_factory=list)
 
-    @field_serializer("pair")
+    @pydantic.field_serializer("pair")
     def _pair(self, pair: Pair) -> dict[str, Any]:
         return pair.to_dict()
 
@@ -285,7 +279,7 @@ class JudgedPair(Judgement):
     targets_per_second: dict[str, float] = Field(default_factory=dict)
     samples_per_second: dict[str, float] | None = None
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _with_figures(cls, line: Any) -> Any:
         is_stored = isinstance(line, Mapping) and "ratio" in line
@@ -328,7 +322,7 @@ class MeasuredCell(Line):
     probed: CellProbes | None = None
     segment_steps: list[dict[str, int]] = Field(default_factory=list)
 
-    @field_serializer("cell")
+    @pydantic.field_serializer("cell")
     def _cell(self, cell: Cell) -> dict[str, Any]:
         return cell.to_dict()
 
@@ -409,7 +403,7 @@ def _read(kind: type[L], run: Run) -> list[L]:
     for line in run.others.get(kind.kind, ()):
         try:
             lines.append(kind.model_validate(line))
-        except ValidationError as error:
+        except pydantic.ValidationError as error:
             fault = error.errors()[0]
             what = f"a line about times cannot be read: {fault['loc']}: {fault['msg']}"
             remedy = "`shardproof verify` says whether the run was changed"

@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardproof.bench.command import options as asked
 from shardproof.bench.command.dispatch import PAIR, SCALING, SPEED, ByWhatIsTimed, OfOneKind
-from shardproof.bench.command.options import (
-    Goal,
-    How,
-    OfCheckpoints,
-    OfCollectives,
-    OfSteps,
-    OnePair,
-    Selected,
-)
 from shardproof.commands import options
 
 if TYPE_CHECKING:
@@ -78,9 +70,9 @@ app = typer.Typer(
 def pair(
     names: Annotated[list[str], typer.Argument(metavar="A B", help="two implementations")],
     *,
-    given: OnePair,
-    how: How,
-    of_steps: OfSteps,
+    given: asked.OnePair,
+    how: asked.How,
+    of_steps: asked.OfSteps,
 ) -> Any:
     """Compare the speed of A and B: blocks of steps in the order A B B A, with both sides alive in
     the same ranks.
@@ -107,7 +99,9 @@ def pair(
 
 @app.command(SPEED, cls=OfOneKind, short_help="Pairs of speed scenarios.")
 @options.grouped()
-def speed(names: Names = None, *, selected: Selected, how: How, of_steps: OfSteps) -> Any:
+def speed(
+    names: Names = None, *, selected: asked.Selected, how: asked.How, of_steps: asked.OfSteps
+) -> Any:
     """Compare the pairs of speed scenarios (default: all of scenarios/speed), as `bench pair` does.
 
     \b
@@ -128,7 +122,7 @@ def speed(names: Names = None, *, selected: Selected, how: How, of_steps: OfStep
 
 @app.command(SCALING, cls=OfOneKind, short_help="One rank with many: scaling scenarios.")
 @options.grouped()
-def scaling(names: Names = None, *, selected: Selected, how: How) -> Any:
+def scaling(names: Names = None, *, selected: asked.Selected, how: asked.How) -> Any:
     """Time one rank with N, strong and weak (default: all of scenarios/scaling).
 
     \b
@@ -149,7 +143,12 @@ def scaling(names: Names = None, *, selected: Selected, how: How) -> Any:
 @app.command(cls=OfOneKind, short_help="Saves and loads of checkpoints.")
 @options.grouped()
 def checkpoint(
-    names: Names = None, *, of: OfCheckpoints, selected: Selected, how: How, goal: Goal
+    names: Names = None,
+    *,
+    of: asked.OfCheckpoints,
+    selected: asked.Selected,
+    how: asked.How,
+    goal: asked.Goal,
 ) -> Any:
     """Compare saves, loads and stalls of checkpoints (default: scenarios/speed/checkpoint.yaml).
 
@@ -171,7 +170,7 @@ def checkpoint(
 
 @app.command(cls=OfOneKind, short_help="Collectives: the backend's own and the suite's.")
 @options.grouped()
-def collectives(of: OfCollectives) -> Any:
+def collectives(of: asked.OfCollectives) -> Any:
     """Time the backend's own collectives, and the suite's over send and recv, in turns.
 
     \b

@@ -236,7 +236,7 @@ class Probes:
             "all_to_all": lambda: comm.all_to_all(self._own(others), self._part(others)),
             "gather": lambda: comm.gather(self._own(count), self._shards(comm, count)),
             "scatter": lambda: comm.scatter(self._own(count), self._shards(comm, count)),
-            "barrier": comm.barrier,
+            "barrier": lambda: comm.barrier(),
             "send": lambda: self._message(group, self._part(count)),
         }
         if operation not in calls:
