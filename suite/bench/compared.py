@@ -190,7 +190,7 @@ def by_hardware(
     """Each machine's own ratios, a column a machine; ``names`` are those of the machines."""
     columns = [reference, *(c.after for c in others)]
     found = [{}, *({(time.id, time.ratio): time for time in c.times} for c in others)]
-    apart = [{}, *({item.id: item.why for item in c.apart} for c in others)]
+    apart = [{}, *(c.apart for c in others)]
     rows: dict[str, list[tuple[str, ...]]] = {}
     beside: list[tuple[str, ...]] = []
     for name, entry in _in_order(columns).items():

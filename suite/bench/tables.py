@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardproof.bench import telemetry
 from shardproof.bench.lines import Counted, InReport, Interval, Memory, NoFigures, PairLine
 from shardproof.bench.subjects import LETTERS
-from shardproof.table import Table
+from shardproof.table import Mark, Table
 
 HEADINGS = (
     *("pair", "verdict", "in this report (p, Holm)", "A / B [95 %]", "p", "A/A [95 %]", "margin"),
@@ -53,12 +53,8 @@ def table(lines: Sequence[PairLine], headings: Sequence[str] = HEADINGS) -> Tabl
     from shardproof.bench import stats
 
     places = [HEADINGS.index(heading) for heading in headings]
-    return Table(
-        "",
-        headings,
-        [[row[place] for place in places] for row in rows(lines)],
-        marks=["bad" if line.verdict in ("slower", *stats.BROKEN) else "" for line in lines],
-    )
+    marks: list[Mark] = ["bad" if a.verdict in ("slower", *stats.BROKEN) else "" for a in lines]
+    return Table("", headings, [[row[at] for at in places] for row in rows(lines)], marks)
 
 
 def beside(line: PairLine) -> list[str]:
@@ -170,12 +166,10 @@ def _scorecards(line: PairLine) -> list[str]:
         if isinstance(card, NoFigures):
             texts.append(f"no scorecard of {letter.upper()}: {card.problem}")
             continue
-        figures = [
-            f"{words} {form.format(value)}"
-            for figure, (words, form) in _SCORES.items()
-            if (value := getattr(card, figure)) is not None
-        ]
-        texts.append(f"scorecard of {letter.upper()}: {', '.join(figures)}")
+        values = {figure: getattr(card, figure) for figure in _SCORES}
+        known = [(*_SCORES[figure], n) for figure, n in values.items() if n is not None]
+        figures = ", ".join(f"{words} {form.format(n)}" for words, form, n in known)
+        texts.append(f"scorecard of {letter.upper()}: {figures}")
     return texts
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -89,12 +89,6 @@ class ComparedTimes(list[Any]):
         return self
 
 
-@dataclass(frozen=True)
-class Apart:
-    id: str
-    why: str
-
-
 @dataclass
 class RunComparison:
     """How ``after`` differs from ``before``, the reference."""
@@ -103,7 +97,8 @@ class RunComparison:
     after: Snapshot
     pairs: list[Pairing] = field(default_factory=list)
     times: ComparedTimes = field(default_factory=lambda: ComparedTimes())
-    apart: list[Apart] = field(default_factory=list)
+    #: Id -> why its results cannot be compared.
+    apart: dict[str, str] = field(default_factory=dict)
     #: Ids of one side only; what the run says it left out (with its reason) is not missing.
     missing: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -156,7 +151,7 @@ def compare(before: Snapshot, after: Snapshot) -> RunComparison:
             if old is None:
                 comparison.new.append(name)
             elif why := apart(old, new):
-                comparison.apart.append(Apart(name, why))
+                comparison.apart[name] = why
             else:
                 comparison.pairs.append(_pairing(old, new, known))
         gone += [name for name in olds if name not in news]
@@ -255,8 +250,8 @@ def _notes(before: Snapshot, after: Snapshot, pairs: Sequence[Pairing]) -> Itera
             yield f"figures that are recorded {when}: {some(sorted(names), NAMED)}"
 
 
-def reasons(results: Sequence[Apart]) -> list[tuple[str, list[str]]]:
+def reasons(apart: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     groups: dict[str, list[str]] = defaultdict(list)
-    for item in results:
-        groups[item.why].append(item.id)
+    for name, why in apart.items():
+        groups[why].append(name)
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))

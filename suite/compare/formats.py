@@ -84,7 +84,7 @@ def _comparison(comparison: RunComparison, only_changed: bool) -> JsonObject:
         ],
         "times": [time.to_dict() for time in times],
         "faults": [asdict(change) for change in comparison.kills],
-        "not_comparable": [asdict(item) for item in comparison.apart],
+        "not_comparable": [{"id": name, "why": why} for name, why in comparison.apart.items()],
         "missing": comparison.missing,
         "left_out": comparison.left_out,
         "new": comparison.new,

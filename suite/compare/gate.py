@@ -199,7 +199,7 @@ class _Judge:
         But for planted faults; what the reference left open is nothing that a budget left out.
         """
         of = self.comparison
-        names = {*of.left_out, *self.missing, *(item.id for item in of.apart)}
+        names = {*of.left_out, *self.missing, *of.apart}
         return sum(
             self.before.results[name].verdict not in _LEFT_OPEN
             for name in names
@@ -329,8 +329,8 @@ class _Judge:
         for name in self.comparison.new:
             message = f"{news[name].verdict}; not in the baseline"
             yield from _finding(rules.new, "new", news[name], message)
-        for item in self.comparison.apart:
-            yield from _finding(rules.incomparable, "not comparable", news[item.id], item.why)
+        for name, why in self.comparison.apart.items():
+            yield from _finding(rules.incomparable, "not comparable", news[name], why)
 
     def _expected(self) -> Iterator[GateFinding]:
         """Entries of expected failures that have expired, or that nothing needs any more."""

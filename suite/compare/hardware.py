@@ -37,7 +37,7 @@ def _equal(comparison: RunComparison) -> str:
     apart = comparison.apart
     total = sum(pair.figures for pair in pairs)
     if not total:
-        return f"not comparable: {apart[0].why}" if apart else "no case in common"
+        return f"not comparable: {next(iter(apart.values()))}" if apart else "no case in common"
     differ = sum(len(pair.changes) for pair in pairs)
     more = f", {len(apart):,} results not comparable" if apart else ""
     return (f"all {total:,} equal" if not differ else f"{differ:,} of {total:,} differ") + more

@@ -78,7 +78,7 @@ def _compared(
 ) -> Iterator[Reproduced]:
     comparison = None if after is None else compare(of_run(before), of_run(after))
     pairs = {pair.id: pair for pair in comparison.pairs} if comparison else {}
-    apart = {each.id: each.why for each in comparison.apart} if comparison else {}
+    apart = comparison.apart if comparison else {}
     left_out = {line.id: line.reason for line in after.left_out} if after else {}
     again = {result.id: result for result in after.cases} if after else {}
     for old in results:

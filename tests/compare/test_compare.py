@@ -206,10 +206,10 @@ def test_what_cannot_be_compared_is_said_with_why(run: Run) -> None:
     whole = both(run, old, made.changed(old, 0, made.figure("traffic", "bytes_sent", "7")))
     assert whole.comparable == 3
     found = both(run, old, old, torch="2.14.0+cpu")
-    assert {item.why for item in found.apart} == {"torch 2.13.0+cpu, now 2.14.0+cpu"}
+    assert {*found.apart.values()} == {"torch 2.13.0+cpu, now 2.14.0+cpu"}
     assert found.comparable == 0 and not found.changes
     found = both(run, old, old, suite="9.9.9")
-    assert all(item.why.startswith("suite ") for item in found.apart)
+    assert all(why.startswith("suite ") for why in found.apart.values())
 
 
 def test_another_cell_or_data_set_is_another_case(run: Run) -> None:
@@ -224,10 +224,10 @@ def test_another_cell_or_data_set_is_another_case(run: Run) -> None:
     def deadline(line: made.Line) -> None:
         line["case"] |= {"deadline": 1.0, "source": "elsewhere.yaml:1", "xfail": "why"}
 
-    [item] = both(run, old, made.changed(old, 0, batch)).apart
-    assert item.why == "another case of the same id: workload.global_batch: 24, now 48"
-    [item] = both(run, old, made.changed(old, 1, data)).apart
-    assert item.why == "another data set: their digests differ"
+    [why] = both(run, old, made.changed(old, 0, batch)).apart.values()
+    assert why == "another case of the same id: workload.global_batch: 24, now 48"
+    [why] = both(run, old, made.changed(old, 1, data)).apart.values()
+    assert why == "another data set: their digests differ"
     assert both(run, old, made.changed(old, 2, deadline)).unchanged
 
 
@@ -268,7 +268,7 @@ def test_versions_are_those_of_the_invocation_that_ran_the_case(tmp_path: Path) 
     old = snapshot.of_run(run_folder.read(path, strict=True))
     new = baseline.load(str(made.write(tmp_path / "new", lines)))
     found = compare(old, new)
-    assert [item.id for item in found.apart] == [lines[0]["id"]]
+    assert [*found.apart] == [lines[0]["id"]]
     assert [pair.id for pair in found.pairs] == [lines[1]["id"]]
 
 

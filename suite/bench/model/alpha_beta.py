@@ -197,16 +197,9 @@ def fit(
     rows = [(steps / t, volume * n / t) for n, t in sorted(times.items())]
     alpha, beta = least_squares(rows)
     errors = [a * alpha + b * beta - 1 for a, b in rows]
-    return Fit(
-        operation,
-        ranks,
-        alpha,
-        beta,
-        residual=math.sqrt(math.fsum(e * e for e in errors) / len(errors)),
-        worst=max(errors, key=abs),
-        sizes=tuple(sorted(times)),
-        busy=busy,
-    )
+    residual = math.sqrt(math.fsum(e * e for e in errors) / len(errors))
+    told = residual, max(errors, key=abs), tuple(sorted(times)), busy
+    return Fit(operation, ranks, alpha, beta, *told)
 
 
 def least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -280,17 +273,11 @@ def machine(backend: str, records: Sequence[ProbeRecord]) -> Machine:
         for axis in records[0].groups
     }
     everybody = along.pop("")
-    flops = [min(rates) for rates in zip(*(r.flop_rates for r in records), strict=True)]
-    copies = [min(rates) for rates in zip(*(r.byte_rates for r in records), strict=True)]
-    return Machine(
-        backend,
-        everybody.ranks,
-        everybody.fits,
-        everybody.times,
-        statistics.median(flops) if flops else None,
-        statistics.median(copies),
-        along,
-    )
+    flops = [*map(min, zip(*(record.flop_rates for record in records), strict=True))]
+    copies = [*map(min, zip(*(record.byte_rates for record in records), strict=True))]
+    rates = statistics.median(flops) if flops else None, statistics.median(copies)
+    found = everybody.ranks, everybody.fits, everybody.times
+    return Machine(backend, *found, *rates, along)
 
 
 def _group(backend: str, records: Sequence[GroupRecord]) -> Group:

@@ -245,14 +245,9 @@ def predict(
     low = max(compute_seconds + waiting, seconds)
     if cores_per_rank:
         low = max(low, (compute_seconds * threads + busy) / cores_per_rank)
-    return Prediction(
-        compute_seconds,
-        seconds,
-        alpha,
-        beta,
-        min(low, compute_seconds + seconds),
-        *overlap_of(backend, cores_per_rank, threads),
-    )
+    low = min(low, compute_seconds + seconds)
+    why = overlap_of(backend, cores_per_rank, threads)
+    return Prediction(compute_seconds, seconds, alpha, beta, low, *why)
 
 
 @dataclass(frozen=True)

@@ -97,15 +97,10 @@ def modelled(line: MeasuredCell, alone: float | None) -> Modelled | None:
     try:
         if problem := _crosses(line, probed):
             raise step_time.Unmodelled(problem)
+        compute = curve.Compute.through(probed.gradients, probed.update)
+        of_rank = probed.calls, probed.cores_per_rank, probed.threads
         ground = curve.Ground(
-            line.strategy,
-            there.facts(),
-            curve.Compute.through(probed.gradients, probed.update),
-            probed.machine.links,
-            cell.backend,
-            probed.calls,
-            probed.cores_per_rank,
-            probed.threads,
+            *(line.strategy, there.facts(), compute, probed.machine.links, cell.backend, *of_rank),
             None if probed.schedule is None else Schedule.from_dict(probed.schedule),
         )
         prediction = ground.step_at(cell.world, axis, cell.mode, samples)
