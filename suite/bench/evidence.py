@@ -103,6 +103,7 @@ def _of_cell(cell: Cell, measured: Measured) -> lines.MeasuredCell:
     records = source.records
     sides = (*BASES, *(["ranks"] if measured.together else []))
     throughputs = BASES if measured.refused else sides  # none of ranks that share cores
+    targets = {side: targets_of(records[0], side) for side in throughputs} if records else {}
     return lines.MeasuredCell(
         **_by_name(lines.MeasuredCell, cell, measured) | {"probed": source.probed},
         implementation=cell.system.implementation,
@@ -111,9 +112,7 @@ def _of_cell(cell: Cell, measured: Measured) -> lines.MeasuredCell:
         strategy=measured.strategies.get("ranks", ""),
         measured_in=None if source is measured else source.subject.id,
         losses=losses(source, sides),
-        targets_per_step=(
-            {side: targets_of(records[0], side) for side in throughputs} if records else {}
-        ),
+        targets_per_step=targets,
         segment_steps=[ranks[0].segment_steps for ranks in records],
     )
 

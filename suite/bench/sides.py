@@ -129,9 +129,8 @@ def parse_assignments(texts: Sequence[str], option: str) -> Options:
         try:
             node = parse(f"value: {value}", option).plain()
         except ScenarioError as error:
-            raise SelectionError(
-                Problem(f"{option}: {error.problems[0].what}", "quote the value", text)
-            ) from None
+            what = f"{option}: {error.problems[0].what}"
+            raise SelectionError(Problem(what, "quote the value", text)) from None
         *parents, last = key.split(".")
         place = assigned
         for parent in parents:

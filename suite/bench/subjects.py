@@ -261,18 +261,16 @@ class SideRun:
 
     def case(self) -> Case:
         """The case that cost formulas know it by."""
+        shared = ("backend", "workload", "optimizer", "dtype")
         return Case(
+            **{name: getattr(self, name) for name in shared},
             id=self.name,
             scenario=self.name,
             implementation=self.side.implementation,
-            backend=self.backend,
+            options=self.side.options,
             mesh=self.axes,
-            workload=self.workload,
-            optimizer=self.optimizer,
             lane="working_precision",
             checks=(),
-            options=self.side.options,
-            dtype=self.dtype,
             steps=1,
         )
 

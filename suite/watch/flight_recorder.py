@@ -93,10 +93,8 @@ def _calls(rank: int, dump: Mapping[str, Any], known: Sequence[int]) -> list[Not
         operation = entry["profiling_name"].rpartition(":")[2]
         sizes = entry.get("input_sizes") or []
         dtypes = [str(dtype).lower() for dtype in entry.get("input_dtypes") or ()]
-        shapes = ", ".join(
-            f"{dtype}[{'x'.join(map(str, size))}]"
-            for dtype, size in zip(dtypes, sizes, strict=False)
-        )
+        each = zip(dtypes, sizes, strict=False)
+        shapes = ", ".join(f"{dtype}[{'x'.join(map(str, size))}]" for dtype, size in each)
         peer = re.match(r"(send|recv) (\d+)(?:->|<-)(\d+)", operation)
         if peer:
             other = peer[3]
@@ -119,10 +117,8 @@ def _standing(rank: int, dump: Mapping[str, Any], calls: Sequence[Noted]) -> Sta
         for call, entry in zip(calls, dump["entries"], strict=True)
         if entry.get("state") != "completed" and not entry.get("retired")
     ]
-    frames = [
-        (str(f["filename"]), int(f["line"]), str(f["name"]))
-        for f in reversed(dump["entries"][-1].get("frames") or ())
-    ]
+    last = reversed(dump["entries"][-1].get("frames") or ())
+    frames = [(str(f["filename"]), int(f["line"]), str(f["name"])) for f in last]
     unknown = all(entry.get("state") != "completed" for entry in dump["entries"])
     how: How = "waits" if open_ or unknown else "stands"
     awaited = open_[0] if open_ else None

@@ -186,7 +186,7 @@ class _Supervisor:
         time.sleep(_CHILDREN_SECONDS)
         after = _spent_by_children(alive)
         least = _CHILDREN_SECONDS * _IDLE_SHARE
-        if {*before} == {*after} and all(after[key] - before[key] < least for key in after):
+        if before.keys() == after.keys() and all(after[k] - before[k] < least for k in after):
             return self._is_still_silent(alive, looks)
         self.watchdog.restart()
         return False
@@ -258,12 +258,12 @@ def _spent_by_children(ranks: Sequence[_Rank]) -> dict[psutil.Process, float]:
 
 def _end(ranks: Sequence[_Rank]) -> None:
     """End what is left: asked first, then killed, with all that the ranks have started."""
-    for signum, seconds in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, TERM_SECONDS)):
-        left = [one for one in ranks if one.process.poll() is None]
-        for one in left:
-            process_control.kill(one.process.pid, signum)
-        until = time.monotonic() + seconds
-        while any(one.process.poll() is None for one in left) and time.monotonic() < until:
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        left = [one.process for one in ranks if one.process.poll() is None]
+        for process in left:
+            process_control.kill(process.pid, signum)
+        until = time.monotonic() + TERM_SECONDS
+        while any(process.poll() is None for process in left) and time.monotonic() < until:
             time.sleep(TICK_SECONDS)
     for one in ranks:
         process_control.kill_group(one.process.pid)

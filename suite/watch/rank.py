@@ -8,6 +8,7 @@ changed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -106,11 +107,10 @@ def _earlier_starts(path: Path, environment: Mapping[str, str]) -> int:
     earlier = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not path.exists():
         return earlier
-    try:
+    pid, restarts = None, 0
+    with contextlib.suppress(ValueError, LookupError, TypeError):
         left = json.loads(path.read_bytes())
         pid, restarts = left["pid"], int(left["restarts"])
-    except (ValueError, LookupError, TypeError):
-        pid, restarts = None, 0
     if pid != os.getpid():
         what = "SHARDPROOF_WATCH_RESULTS: the folder holds the records of another run"
         raise SelectionError(Problem(what, "name a new folder, or unset it", str(path)))
@@ -245,10 +245,8 @@ class Watch:
         if record.world < 2:
             return
         try:
-            store = c10d._get_default_store()
-            self.exchange = Exchange(
-                record.rank, record.world, store, self.settings.seconds, self._is_awaited
-            )
+            where = record.rank, record.world, c10d._get_default_store(), self.settings.seconds
+            self.exchange = Exchange(*where, self._is_awaited)
         except BrokenExchange as error:
             why = f"replicas were not compared: ranks cannot reach one another over gloo ({error})"
             record.findings.append(Finding("not compared", why, broken=False))
@@ -425,17 +423,16 @@ def activate() -> Watch:
     if _watch is None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         settings = Settings.read(os.environ)
+        answers = settings.folder / f"rank{rank}.stacks"
         restarts = _earlier_starts(settings.folder / f"rank{rank}.json", os.environ)
         if settings.launched:
             process_control.die_with_parent(int(os.environ["SHARDPROOF_WATCH_PARENT"]))
-            beats = os.environ["SHARDPROOF_WATCH_BEATS"]
-            heartbeat.attach(Path(beats), rank, thread=False)
-            answers = settings.folder / f"rank{rank}.stacks"
+            heartbeat.attach(Path(os.environ["SHARDPROOF_WATCH_BEATS"]), rank, thread=False)
             stacks.arm(answers)
             stacks.give_way(answers)
         else:
             settings.folder.mkdir(parents=True, exist_ok=True)
-            stacks.answer(settings.folder / f"rank{rank}.stacks")
+            stacks.answer(answers)
         _watch = Watch(settings, rank, world, restarts)
         _watch.install()
     return _watch

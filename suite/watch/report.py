@@ -6,6 +6,7 @@ All forms are made of the same tables (:mod:`shardproof.table`) and sentences.
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -77,16 +78,13 @@ class Report:
         if starts := max((one.restarts for one in records), default=0):
             times = "once" if starts == 1 else f"{starts} times"
             yield f"what ranks did before they were restarted ({times}): this is the last attempt"
-        reasons: dict[str, set[str]] = {}
-        outside: set[str] = set()
-        for seen in (seen for one in records for seen in one.optimizers):
-            outside |= {*seen.outside}
-            for name, why in seen.not_compared.items():
-                reasons.setdefault(why, set()).add(name)
-        for why, names in sorted(reasons.items()):
-            yield f"not compared: {some(sorted(names), _NAMES)} ({why})"
-        if outside:
-            yield f"not compared: {some(sorted(outside), _NAMES)} (no optimizer was given them)"
+        optimizers = [seen for one in records for seen in one.optimizers]
+        told = {(why, name) for seen in optimizers for name, why in seen.not_compared.items()}
+        outside = {("no optimizer was given them", n) for seen in optimizers for n in seen.outside}
+        for pairs in (told, outside):
+            for why, names in itertools.groupby(sorted(pairs), key=lambda pair: pair[0]):
+                listed = some([name for _, name in names], _NAMES)
+                yield f"not compared: {listed} ({why})"
         for text in sorted({text for one in records for text in one.unseen}):
             yield f"the calls of {text}"
 

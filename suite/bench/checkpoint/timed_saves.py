@@ -78,9 +78,8 @@ class Saves:
         """Seconds of a save until it is committed, or of its ``stall``."""
         self.control.barrier()
         if self.rank == 0:
-            for path in self.root.iterdir() if self.root.is_dir() else ():
-                if path.is_dir():
-                    shutil.rmtree(path)
+            for path in self.root.glob("*/"):
+                shutil.rmtree(path)
         before = _resident()
         implementation, waits = self.arm.implementation, self.action != "stall"
 
@@ -133,12 +132,11 @@ def run(launch: Launch, workdir: Path, rank: int) -> RankTimes:
     control = everybody(first.backend, first.world)
     arms = {side: Arm(of_side, rank) for side, of_side in launch.sides.items()}
     losses: dict[str, list[float | None]] = {}
+    sides = {}
     for side, arm in arms.items():
         loss = arm.set_up().step().loss
         losses[side] = [None if loss is None else float(loss)]
-    sides = {
-        side: Saves(arm, launch.action, workdir / side, control, rank) for side, arm in arms.items()
-    }
+        sides[side] = Saves(arm, launch.action, workdir / side, control, rank)
     for saves in sides.values():
         saves.warm_up()
     with (workdir / f"times{rank}.jsonl").open("w", buffering=1) as file:

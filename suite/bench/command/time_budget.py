@@ -88,10 +88,8 @@ def choose(
 
 
 def _like(subject: Subject) -> tuple[object, ...]:
-    return (
-        *(type(subject), subject.backend, subject.world, subject.workload.name, subject.size),
-        *(subject.blocks, subject.launches),
-    )
+    what = subject.backend, subject.world, subject.workload.name, subject.size
+    return (type(subject), *what, subject.blocks, subject.launches)
 
 
 def _guess(subject: Subject, passes: Passes) -> float:

@@ -34,10 +34,7 @@ def panels(lines: Iterable[Timed]) -> list[tuple[str, Markup]]:
 
 
 def _draw(members: Sequence[Timed]) -> Markup:
-    rates = {
-        line.algorithm: {n: n * line.factor() / s for n, s in line.medians.items()}
-        for line in members
-    }
+    rates = {a.algorithm: {n: n * a.factor() / s for n, s in a.medians.items()} for a in members}
     sizes = sorted({size for points in rates.values() for size in points})
     values = [rate for points in rates.values() for rate in points.values()]
     low = 10.0 ** math.floor(math.log10(min(values)))
@@ -47,9 +44,8 @@ def _draw(members: Sequence[Timed]) -> Markup:
     y = svg.PixelScale(low, high, bottom, _TOP, log=True)
     parts = []
     for power in range(round(math.log10(low)), round(math.log10(high)) + 1):
-        at = y(10.0**power)
+        at, label = y(10.0**power), _rate(10.0**power)
         parts.append(svg.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
-        label = _rate(10.0**power)
         parts.append(svg.text(_LEFT - 6, at + 4, label, "tick-label", "end"))
     for size in sizes[:: max(1, (len(sizes) - 1) // 3)]:
         parts.append(svg.line(x(size), bottom, x(size), bottom + 4, "axis"))
@@ -68,9 +64,8 @@ def _draw(members: Sequence[Timed]) -> Markup:
         parts.append(svg.text(left + 28, row, name))
     first = members[0]
     title = f"Bus bandwidth of {first.operation} on {first.backend}, {first.world} ranks"
-    says = " ".join(
-        f"{name}: {_rate(max(points.values()))}B/s at best." for name, points in rates.items()
-    )
+    best = {name: _rate(max(points.values())) for name, points in rates.items()}
+    says = " ".join(f"{name}: {rate}B/s at best." for name, rate in best.items())
     height = bottom + 34 + _ROW * ((len(rates) + 1) // 2)
     return svg.drawing(title, says, (_WIDTH, height), parts, "chart")
 

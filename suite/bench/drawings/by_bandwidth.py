@@ -83,9 +83,8 @@ def _draw(name: str, world: int, members: Sequence[CellLine]) -> Markup:
             parts.append(svg.line(x, y(found.low), x, y(found.high), f"w-{look}"))
             parts.append(svg.marker(mark, x, y(found.ratio), f"v-{look}", 2.8))
             if (modelled := line.modelled_efficiency) is not None:
-                parts.append(
-                    svg.marker("diamond", x + 5, y(min(modelled, y.high)), "m-modelled", 2.2)
-                )
+                height = y(min(modelled, y.high))
+                parts.append(svg.marker("diamond", x + 5, height, "m-modelled", 2.2))
         row = bottom + 36 + _ROW * (number // 2)
         left = LEFT - 34 + 160 * (number % 2)
         parts.append(svg.marker(mark, left + 6, row - 4, f"v-{look}", 2.8))
@@ -97,8 +96,7 @@ def _draw(name: str, world: int, members: Sequence[CellLine]) -> Markup:
 
 
 def _sentence(line: CellLine) -> str:
-    found = (line.efficiency or {})["plain"]
-    modelled = line.modelled_efficiency
+    found, modelled = (line.efficiency or {})["plain"], line.modelled_efficiency
     beside = "" if modelled is None else f", modelled {modelled:.1%}"
     interval = f"{found.ratio:.1%} ({found.low:.1%} to {found.high:.1%})"
     return f"{line.title} at {line.cell.bandwidth}: {interval}{beside}."

@@ -56,12 +56,10 @@ def axis(lines: Sequence[PairLine]) -> Markup | None:
 
 def _scale(lines: Iterable[PairLine]) -> svg.PixelScale:
     """Symmetric around 1, as far as the intervals reach."""
-    reach = 0.12
-    for line in lines:
-        for interval in (line.figures, line.figures and line.figures.aa):
-            if interval is not None:
-                ends = (interval.low, interval.high, interval.ratio)
-                reach = max([reach, *(abs(math.log(end)) for end in ends if end > 0)])
+    figures = [line.figures for line in lines if line.figures is not None]
+    intervals = [*figures, *(each.aa for each in figures if each.aa is not None)]
+    ends = [end for one in intervals for end in (one.low, one.high, one.ratio)]
+    reach = max([0.12, *(abs(math.log(end)) for end in ends if end > 0)])
     reach = min(reach * 1.08, math.log(_MOST))
     return svg.PixelScale(math.exp(-reach), math.exp(reach), _EDGE, _WIDTH - _EDGE, log=True)
 
@@ -81,11 +79,7 @@ def _draw(line: PairLine, figures: PairFigures, scale: svg.PixelScale) -> Markup
     parts.append(svg.line(scale(low), 14, scale(high), 14, look))
     parts += [svg.line(scale(end), 9, scale(end), 19, look) for end in (low, high)]
     parts.append(svg.marker("square", scale(ratio), 14, look, 5.0))
-    return svg.drawing(
-        f"{line.pair.a.implementation} over {line.pair.b.implementation}: {line.verdict}",
-        f"Ratio of times {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}; "
-        f"margin {margin:.1%}.{twins}",
-        (_WIDTH, _HEIGHT),
-        parts,
-        "forest",
-    )
+    title = f"{line.pair.a.implementation} over {line.pair.b.implementation}: {line.verdict}"
+    interval = f"95 % interval {low:.3f} to {high:.3f}"
+    text = f"Ratio of times {ratio:.3f}, {interval}; margin {margin:.1%}.{twins}"
+    return svg.drawing(title, text, (_WIDTH, _HEIGHT), parts, "forest")

@@ -171,15 +171,12 @@ def _base(model: ScalingScenario, micro_batches: int | None = None) -> WorkloadS
 def _cells(model: ScalingScenario, item: ScaledSystem) -> list[Cell]:
     registry.check(item.implementation)
     base = _base(model, item.micro_batches)
+    mesh = {str(axis): size for axis, size in item.mesh.items()}
     cells = [
         Cell(
             name=model.name,
             mode=model.mode,
-            system=Side(
-                item.implementation,
-                item.options,
-                {str(axis): size for axis, size in item.mesh.items()},
-            ),
+            system=Side(item.implementation, item.options, mesh),
             backend=backend,
             world=world,
             workload=base,
