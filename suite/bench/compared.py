@@ -17,7 +17,7 @@ from shardproof.bench import lines, ratios
 from shardproof.bench.lines import CellLine, Memory, PairLine
 from shardproof.bench.model.step_time import Scorecard
 from shardproof.bench.ratios import Difference, Estimate
-from shardproof.bench.subjects import LETTERS
+from shardproof.bench.subjects import LETTERS, Subject
 from shardproof.compare import snapshot
 from shardproof.compare.compare import ComparedTimes, Pairing, RunComparison
 from shardproof.compare.exact_figures import Scalar
@@ -291,12 +291,11 @@ def _of_pair(line: PairLine, version: snapshot.Version) -> snapshot.Entry:
     twin = None if figures is None else figures.aa
     beside: dict[str, float] = {}
     exact: dict[str, Scalar] = {}
-    if isinstance(line.memory, Memory):
-        peaks = {"a": line.memory.a, "b": line.memory.b}
-        if line.memory.kind == "ledger":
-            exact = {f"memory.ledger_bytes_{letter}": peak for letter, peak in peaks.items()}
+    if isinstance(memory := line.memory, Memory):
+        if memory.kind == "ledger":
+            exact = {"memory.ledger_bytes_a": memory.a, "memory.ledger_bytes_b": memory.b}
         else:
-            beside = {f"resident_bytes_{letter}": float(peak) for letter, peak in peaks.items()}
+            beside = {"resident_bytes_a": float(memory.a), "resident_bytes_b": float(memory.b)}
     for letter, card in (line.scorecard or {}).items():
         if isinstance(card, Scorecard):
             scores = _numbers(asdict(card))
@@ -305,16 +304,13 @@ def _of_pair(line: PairLine, version: snapshot.Version) -> snapshot.Entry:
     cell["sides"] = {letter: {"options": pair.side(letter).options} for letter in LETTERS}
     cell["meshes"] = {letter: line.meshes.get(letter, {}) for letter in LETTERS}
     return snapshot.Entry(
-        id=line.id,
+        **_shared(line, pair),
         implementation=pair.versus,
         strategy=snapshot.strategy_of(pair.a.implementation),
-        backend=pair.backend,
-        world=pair.world,
         verdict=snapshot.TIMED if known else line.verdict,
         version=version,
         figures=exact,
         cell=snapshot.cell_of(cell, tuple(cell)),
-        reason=line.reason,
         samples={"time": _sample(figures.log)} if known and figures is not None else {},
         same=None if twin is None else snapshot.Sample(math.log(twin.ratio), twin.sd, twin.blocks),
         beside=beside,
@@ -331,19 +327,21 @@ def _of_cell(line: CellLine, version: snapshot.Version) -> snapshot.Entry:
     if line.scorecard is not None:
         beside |= asdict(line.scorecard)
     return snapshot.Entry(
-        id=line.id,
+        **_shared(line, line.cell),
         implementation=line.title,
         strategy=snapshot.strategy_of(line.implementation),
-        backend=line.backend,
-        world=line.world,
         verdict=line.verdict,
         version=version,
         figures={},
         cell=snapshot.cell_of(line.cell.to_dict(), (*_CELL, "system")),
-        reason=line.reason,
         samples=samples,
         beside=_numbers(beside),
     )
+
+
+def _shared(line: PairLine | CellLine, subject: Subject) -> dict[str, Any]:
+    where = {"backend": subject.backend, "world": subject.world}
+    return {"id": line.id, "reason": line.reason, **where}
 
 
 def _numbers(figures: Mapping[str, object]) -> dict[str, float]:

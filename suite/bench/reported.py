@@ -143,8 +143,7 @@ def limits(run: Run) -> Iterator[Limit]:
 
     family = stats.family(pairs)
     rows = []
-    timed: list[PairLine | CellLine] = [*pairs, *cells]
-    for line in timed:
+    for line in (*pairs, *cells):
         word, why = line.verdict, line.reason
         beside = family[line.id].verdict if line.id in family else word
         if looks.head(beside) in summary.OPEN and beside != word:

@@ -163,16 +163,13 @@ def joined(snapshots: Sequence[Snapshot]) -> Snapshot:
     :raises SelectionError: runs of different machines or versions.
     """
     first = snapshots[0]
-    for other in snapshots[1:]:
-        if other.hardware != first.hardware:
-            named = f"{first.hardware} and {other.hardware}"
-            remedy = "save one baseline for each machine"
-            raise SelectionError(Problem("--save: runs of two machines", remedy, named))
-        versions = [(s.versions[-1].suite, s.versions[-1].torch) for s in (first, other)]
-        if versions[0] != versions[1]:
-            remedy = "save runs of one version"
-            named = " and ".join(f"suite {suite}, torch {torch}" for suite, torch in versions)
-            raise SelectionError(Problem("--save: runs of two versions", remedy, named))
+    machines = dict.fromkeys(s.hardware for s in snapshots)
+    last = (s.versions[-1] for s in snapshots)
+    versions = dict.fromkeys(f"suite {one.suite}, torch {one.torch}" for one in last)
+    for what, of, each in (("machines", machines, "machine"), ("versions", versions, "version")):
+        if len(of) > 1:
+            named, remedy = " and ".join(list(of)[:2]), f"save one baseline for each {each}"
+            raise SelectionError(Problem(f"--save: runs of two {what}", remedy, named))
     return replace(
         first,
         taken=max(s.taken for s in snapshots),

@@ -11,9 +11,8 @@ It works in pieces that fit into a cache; many small tensors make one piece.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,13 +135,11 @@ ABSENT = of_text("absent")
 _PLAIN = (int, float, bool, str, type(None))
 
 
-@dataclass
-class Sums:
-    """A checksum for each tracked parameter."""
+class Sums(NamedTuple):
+    """A checksum for each tracked parameter; ``read``: bytes that were read."""
 
-    sums: list[int] = field(default_factory=list)
-    #: Bytes that were read.
-    read: int = 0
+    sums: list[int]
+    read: int
 
 
 def of_parameters(tracked: Sequence[Tracked]) -> Sums:

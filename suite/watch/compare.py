@@ -50,6 +50,8 @@ _CLASS = 12
 #: What is compared of each replica set, in causal order, as it stands in a row after the set's key.
 KINDS: tuple[Kind, ...] = ("initial parameters", "gradients", "optimizer state", "parameters")
 _ROW = _CLASS + CLASSES * (1 + len(KINDS))
+#: Where in a row each set begins.
+_STARTS = range(_CLASS, _ROW, 1 + len(KINDS))
 
 Table = list[list[int]]
 
@@ -251,8 +253,7 @@ class Compared:
         row[_COUNT] = len(tracked)
         row[_SIGNATURE], row[_FORM] = checksum.signature(tracked, self._classes), form
         row[_HYPER] = of_text(json.dumps(self._hyper))
-        for place, (ranks, members) in enumerate(zip(self._classes, self._members, strict=True)):
-            start = _CLASS + place * (1 + len(KINDS))
+        for start, ranks, members in zip(_STARTS, self._classes, self._members, strict=False):
             row[start] = of_text(spans(ranks))
             for offset, name in enumerate(KINDS, start + 1):
                 if sums := self._sums.get(name):
@@ -312,7 +313,7 @@ class Compared:
             return
         self._note_calls(table)
         self.seen.compared.append(mine[_AT])
-        self._hyperparameters(table, self._peers(table))
+        self._hyperparameters(table)
         for offset, kind in enumerate(KINDS, 1):
             if self._is_open(table, kind, offset):
                 self._details(table, kind, offset)
@@ -355,16 +356,12 @@ class Compared:
         if len({*points.values()}) == 1:
             self._apart(f"ranks step different numbers of optimizers: {odd(optimizers)}")
             return False
-        words = {
-            rank: f"ended after step {at}" if kind == _END else f"is at step {at}"
-            for rank, (kind, _, at) in points.items()
-        }
-        if len({number for _, number, _ in points.values()}) > 1:
-            words = {r: f"{w} of optimizer {points[r][1]}" for r, w in words.items()}
-        told = "; ".join(
-            f"{name_ranks([r for r in words if words[r] == text])} {text}"
-            for text in dict.fromkeys(words.values())
-        )
+        several = len({number for _, number, _ in points.values()}) > 1
+        words: dict[str, list[int]] = {}
+        for rank, (kind, number, at) in points.items():
+            text = f"ended after step {at}" if kind == _END else f"is at step {at}"
+            words.setdefault(text + f" of optimizer {number}" * several, []).append(rank)
+        told = "; ".join(f"{name_ranks(ranks)} {text}" for text, ranks in words.items())
         self._apart(f"ranks make different numbers of steps: {told}")
         return False
 
@@ -375,16 +372,7 @@ class Compared:
             self._exchange.broken = sentence
         self._next = 0
 
-    def _peers(self, table: Table) -> list[int]:
-        """Ranks that hold some of the same as this one; all ranks where nobody holds any."""
-        mine = table[self.record.rank]
-        starts = range(_CLASS, _ROW, 1 + len(KINDS))
-        same = [
-            r for r, row in enumerate(table) if any(mine[s] and row[s] == mine[s] for s in starts)
-        ]
-        return same or list(range(len(table)))
-
-    def _hyperparameters(self, table: Table, peers: list[int]) -> None:
+    def _hyperparameters(self, table: Table) -> None:
         if len({row[_HYPER] for row in table}) == 1:
             if "hyperparameters" not in self._told:
                 self._equal["hyperparameters"] = table[0][_AT]
@@ -393,6 +381,11 @@ class Compared:
             return
         self._told.add("hyperparameters")
         texts = self._exchange.texts(json.dumps(self._hyper))
+        # Those of ranks that hold some of the same; of all where nobody holds any.
+        own = table[self.record.rank]
+        mine = [start for start in _STARTS if own[start]]
+        same = [r for r, row in enumerate(table) if any(row[s] == own[s] for s in mine)]
+        peers = same or range(len(table))
         if difference := differing({rank: json.loads(texts[rank]) for rank in peers}):
             sentence = f"hyperparameters differ {self._since('hyperparameters')}: {difference}"
             self._tell("hyperparameters", sentence)
@@ -401,7 +394,7 @@ class Compared:
         """Whether some set of replicas differs in ``kind``: the same answer on every rank."""
         if kind in self._told or self._parted:
             return False
-        for start in range(_CLASS, _ROW, 1 + len(KINDS)):
+        for start in _STARTS:
             rows = {
                 (row[start], row[_SIGNATURE], row[start + offset]) for row in table if row[start]
             }
@@ -416,11 +409,9 @@ class Compared:
         count = max(row[_COUNT] for row in table)
         sums = self._sums.get(kind, [])
         all_sums = self._exchange.all([*sums, *[0] * (count + 1 - len(sums))])
-        for place, members in enumerate(self._members):
-            start = _CLASS + place * (1 + len(KINDS))
-            ranks = [
-                r for r, row in enumerate(table) if row[start] == table[self.record.rank][start]
-            ]
+        mine = table[self.record.rank]
+        for start, members in zip(_STARTS, self._members, strict=False):
+            ranks = [rank for rank, row in enumerate(table) if row[start] == mine[start]]
             if len({table[rank][_SIGNATURE] for rank in ranks}) > 1:
                 self._shapes(table, ranks)
                 continue
@@ -479,12 +470,9 @@ class Compared:
         ratios = [row[_COST] / row[_TIME] for row in table if row[_TIME]]
         if ratios:
             self._ratios.append(max(ratios))
-        every = self._every
-        if every is None:
-            wanted = statistics.median(self._ratios) / SHARE if self._ratios else 1.0
-            every = 1 if step < FIRST else max(1, math.ceil(wanted))
-        self.seen.every = every
-        self._next = step + every
+        wanted = statistics.median(self._ratios) / SHARE if self._ratios else 1.0
+        self.seen.every = self._every or (1 if step < FIRST else max(1, math.ceil(wanted)))
+        self._next = step + self.seen.every
 
     def _step_of(self, kind: Kind) -> int:
         """The step that is looked at: others are known one step late."""

@@ -328,9 +328,8 @@ def _of_ranks(
         return [Finding("rank", _standstill(outcomes, by_rank, logs))], missing
     if cause.status == "early":
         return [], [Finding("rank", _early(outcomes, logs)), *missing]
-    end = by_rank.get(cause.rank)
-    place = records[cause.rank].place if cause.rank in records else ""
-    place = place or (end.place if end else "")
+    left = (records.get(cause.rank), by_rank.get(cause.rank))
+    place = next((one.place for one in left if one is not None and one.place), "")
     sentence = cause.sentence() + (f" {place}" if place else "")
     if cause.status in ("killed", "exited") and cause.last_call:
         sentence += f"; its last call: {cause.last_call}"
@@ -426,15 +425,13 @@ def _standstill(
     late = {*members_of(missing.group)} - {*missing.calls} if missing else set()
     words = []
     for outcome in sorted(outcomes, key=lambda o: (o.rank not in late, o.rank)):
-        end = ends.get(outcome.rank)
-        if outcome.status == "ok" or end is None:
-            words.append(f"rank {outcome.rank} has ended its script")
-        elif end.stopped:
-            words.append(f"the process of rank {outcome.rank} was stopped")
-        else:
+        end, text = ends.get(outcome.rank), f"rank {outcome.rank} has ended its script"
+        if end is not None and outcome.status != "ok":
             how = "waits" if end.waits else "stands"
             last = f", its last call {end.last_call}" if end.last_call else ""
-            words.append(f"rank {outcome.rank} {how} {end.place or 'at no line of its own'}{last}")
+            text = f"rank {outcome.rank} {how} {end.place or 'at no line of its own'}{last}"
+            text = f"the process of rank {outcome.rank} was stopped" if end.stopped else text
+        words.append(text)
     head = "the ranks stand still"
     if missing and late:
         head += f": {name_ranks(sorted(late))}{_never_came(missing).removeprefix(' and')}"
@@ -446,9 +443,8 @@ def _standstill(
 
 def _assumed(finding: Finding, records: Mapping[int, RankRecord]) -> Finding:
     """A difference of replicas that only habit calls so, where ranks seem to hold parts."""
-    if not (finding.broken and finding.assumed and finding.kind in _OF_REPLICAS):
-        return finding
-    if not (why := _seems_cut(records)):
+    doubtful = finding.broken and finding.assumed and finding.kind in _OF_REPLICAS
+    if not doubtful or not (why := _seems_cut(records)):
         return finding
     remedy = "say by --replicas which ranks hold the same (`--replicas all`: all do)"
     return replace(finding, broken=False, sentence=f"{finding.sentence}; but {why}: {remedy}")

@@ -321,9 +321,9 @@ class Alone:
         ranks = range(run.world)
         shares = data_shares(run.axes, ranks, ranks)
         single = dict.fromkeys(run.axes, 1)
+        share = shares[rank], max(shares.values()) + 1
         for member in ranks:
             if member == rank:
-                share = shares[rank], max(shares.values()) + 1
                 self.arm = Arm(replace(run, axes=single), rank, ranks=(rank,), share=share)
             else:
                 mesh_of(single, BACKENDS[run.backend].device, (member,))
