@@ -126,8 +126,6 @@ class Arm:
 
 
 def _placed(micro: MicroBatch, device: str) -> MicroBatch:
-    if device == "cpu":
-        return micro
     tensors = (getattr(micro, field.name) for field in dataclasses.fields(micro))
     return MicroBatch(*(tensor.to(device) for tensor in tensors))
 

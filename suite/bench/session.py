@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -114,23 +114,17 @@ class Measured:
         return subjects.Launch(sides, subjects.ORDERS, number, list(blocks), pace="a")
 
 
-class Session:
+class Session(ExitStack):
     """Measures one launch at a time; leaving the ``with`` block ends every process.
 
     ``api`` stands in for ``pynvml``.
     """
 
     def __init__(self, api: Any = None) -> None:
+        super().__init__()
         self._api = api
-        self._pool = Pool(1, tasks=(leader_tasks.time_launch,))
+        self._pool = self.enter_context(Pool(1, tasks=(leader_tasks.time_launch,)))
         self._made = 0
-
-    def __enter__(self) -> Session:
-        self._pool.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.__exit__()
 
     def examine(self, given: Sequence[subjects.Subject]) -> list[Measured]:
         """Ask the implementations what they can do, before anything is timed.

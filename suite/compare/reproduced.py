@@ -162,7 +162,7 @@ def _shown(value: object) -> str:
 
 def summary(outcomes: Sequence[Reproduced]) -> str:
     """How many are equal, agree, differ, and could not be compared."""
-    counts = Counter(outcome.word for outcome in outcomes)
+    counts = Counter[str](outcome.word for outcome in outcomes)
     words = {
         "equal": "equal in every digest",
         "agrees": "within their bound only",
@@ -170,7 +170,7 @@ def summary(outcomes: Sequence[Reproduced]) -> str:
         "cannot be compared": "cannot be compared",
         "beside": "nothing to compare",
     }
-    return ", ".join(f"{counts[word]} {text}" for word, text in words.items())  # type: ignore[index]
+    return ", ".join(f"{counts[word]} {text}" for word, text in words.items())
 
 
 def exit_code(outcomes: Sequence[Reproduced]) -> int:
