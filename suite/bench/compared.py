@@ -43,6 +43,7 @@ _HARDWARE_NOTE = (
     "(Welch, p by Holm), where versions, cell and data are the same."
 )
 SCALING = "Scaling"
+_TITLES = ("Time against DDP", "Time of A over B", SCALING)
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def by_hardware(
     columns = [reference, *(c.after for c in others)]
     found = [{}, *({(time.id, time.ratio): time for time in c.times} for c in others)]
     apart = [{}, *(c.apart for c in others)]
-    rows: dict[str, list[tuple[str, ...]]] = {}
+    rows: dict[str, list[tuple[str, ...]]] = {title: [] for title in _TITLES}
     beside: list[tuple[str, ...]] = []
     for name, entry in _in_order(columns).items():
         here = [run.timed.get(name) for run in columns]
@@ -200,37 +201,31 @@ def by_hardware(
             times = [timings.get((name, ratio)) for timings in found]
             if only_changed and not any(time is not None and time.moved for time in times):
                 continue
-            texts = []
-            for one, time, not_comparable in zip(here, times, apart, strict=True):
-                if one is None or ratio not in one.samples:
-                    texts.append("-" if one is None else one.verdict)
-                    continue
-                more = " (not comparable)" if name in not_comparable else ""
-                more = f" {time.words}" if time is not None else more
-                texts.append(_interval(one.samples[ratio]) + more)
+            each = zip(here, times, apart, strict=True)
+            texts = [_text(one, ratio, time, name in why) for one, time, why in each]
             title = _title(ratio, entry)
             kind = [ratio] if title == SCALING else []
-            rows.setdefault(title, []).append((*_what(name, entry), *kind, *texts))
+            rows[title].append((*_what(name, entry), *kind, *texts))
         for figure in dict.fromkeys(figure for one in present for figure in one.beside):
             if not figure.startswith("resident_bytes"):
                 values = [None if one is None else one.beside.get(figure) for one in here]
                 shown = ("-" if value is None else f"{value:.3f}" for value in values)
                 beside.append((*_what(name, entry), figure.replace("_", " "), *shown))
-    where = ("what", "backend", "world")
-    made = [
-        Table(
-            title,
-            (*where, *["ratio"] * (title == SCALING), *names),
-            rows[title],
-            notes=[_HARDWARE_NOTE],
-        )
-        for title in ("Time against DDP", "Time of A over B", SCALING)
-        if title in rows
-    ]
-    if beside:
-        title = "Modelled, and the dimensionless scorecard"
-        made.append(Table(title, (*where, "figure", *names), beside))
-    return made
+    made, where = [], ("what", "backend", "world")
+    for title, of_title in rows.items():
+        kind = ["ratio"] if title == SCALING else []
+        made.append(Table(title, (*where, *kind, *names), of_title, notes=[_HARDWARE_NOTE]))
+    title = "Modelled, and the dimensionless scorecard"
+    made.append(Table(title, (*where, "figure", *names), beside))
+    return [table for table in made if table.rows]
+
+
+def _text(one: snapshot.Entry | None, ratio: str, time: Timing | None, is_apart: bool) -> str:
+    """A ratio on one machine, and how it differs from the first."""
+    if one is None or ratio not in one.samples:
+        return "-" if one is None else one.verdict
+    more = time.words if time is not None else "(not comparable)" if is_apart else ""
+    return f"{_interval(one.samples[ratio])} {more}".rstrip()
 
 
 def _in_order(columns: Sequence[snapshot.Snapshot]) -> dict[str, snapshot.Entry]:
@@ -249,7 +244,7 @@ def _title(ratio: str, entry: snapshot.Entry) -> str:
     if ratio != "time":
         return SCALING
     against = entry.implementation.split(" v ")[-1]
-    return "Time against DDP" if against.endswith(f"/{REPLICATION}") else "Time of A over B"
+    return _TITLES[0] if against.endswith(f"/{REPLICATION}") else _TITLES[1]
 
 
 def _what(name: str, entry: snapshot.Entry) -> tuple[str, str, str]:

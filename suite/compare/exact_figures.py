@@ -22,7 +22,7 @@ Scalar = str | int | float | bool | None
 #: What JSON holds: figures before they are reduced to scalars, cells of cases, fingerprints.
 Json = Scalar | Sequence["Json"] | Mapping[str, "Json"]
 JsonObject = Mapping[str, Json]
-Word = Literal["worse", "better", "changed", "equal"]
+Word = Literal["worse", "better", "changed"]
 
 #: Figures that hang on clocks, on rounding, on the order in which asynchronous ranks came by, or on
 #: which node has which rank.

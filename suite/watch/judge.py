@@ -50,6 +50,8 @@ def of_outcomes(
     return found
 
 
+# A job that `shardproof watch` did not start goes on while it is looked at, on this machine only:
+# nothing is done to its ranks but that they are asked for their stacks.
 def of_running(
     folder: Path,
     records: Mapping[int, RankRecord],

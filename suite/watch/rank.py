@@ -438,6 +438,11 @@ def activate() -> Watch:
     return _watch
 
 
+# Under the user's own launcher the ranks judge and report by themselves.  They tell one another
+# what they saw when the script ends, and rank 0 reports; a rank that an exception ends reports for
+# those whose records are in the same folder, if it is the first: its launcher is about to kill the
+# others.
+
 #: Who made this file reports.
 _LOCK = "reported"
 

@@ -28,6 +28,8 @@ def lies(mesh: Mapping[str, int], ranks_per_node: int) -> dict[str, Lie]:
     return {axis: lie(groups_along(mesh, axis), homes) for axis, n in mesh.items() if n > 1}
 
 
+# Ranks of one node share a memory, those of two a network: alpha and beta of the groups along an
+# axis are those of a launch in which they lie as in the cell.
 def not_probed(mesh: Mapping[str, int], probed: Mapping[str, int], ranks_per_node: int) -> str:
     """Why a launch on ``probed`` does not tell what the calls of ``mesh`` cost on such nodes;
     empty: it does.
