@@ -86,8 +86,7 @@ class Cells(Section):
 
     def show(self, console: Console) -> None:
         console.print(scaling.table(self.cells, scaling.NARROW))
-        modelled = scaling.modelled_table(self.cells)
-        if modelled.rows:
+        if (modelled := scaling.modelled_table(self.cells)).rows:
             print_line(console, "")
             console.print(modelled)
         for text in scaling.remarks(self.cells):

@@ -110,9 +110,9 @@ _ACTIONS = {
 
 def _counted(one: Counted) -> str:
     above, below = one.bytes
-    asked = "" if one.limit is None else f", at most {one.limit:g}: "
-    met = "" if one.limit is None else "missed" if one.missed else "met"
-    return f"counted: {one.what} {one.ratio:.3f} ({above:,} / {below:,} bytes){asked}{met}"
+    met = "missed" if one.missed else "met"
+    asked = "" if one.limit is None else f", at most {one.limit:g}: {met}"
+    return f"counted: {one.what} {one.ratio:.3f} ({above:,} / {below:,} bytes){asked}"
 
 
 def details(line: PairLine) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardproof import verdicts
@@ -66,25 +67,23 @@ def run(session: Session, plan: TimedPlan, durations: Durations, cut: Cut | None
         return _Measuring(session, plan, schedule, durations, folder).run()
 
 
+@dataclass(eq=False)
 class _Measuring:
     """The measurements of one command; ``late``: items that had no room."""
 
-    def __init__(
-        self,
-        session: Session,
-        plan: TimedPlan,
-        schedule: Schedule,
-        durations: Durations,
-        folder: RunFolder,
-    ) -> None:
-        self.session, self.plan, self.schedule = session, plan, schedule
-        self.durations, self.folder = durations, folder
+    session: Session
+    plan: TimedPlan
+    schedule: Schedule
+    durations: Durations
+    folder: RunFolder
+
+    def __post_init__(self) -> None:
         self.console = make_console()
-        self.items = [*schedule.chosen, *schedule.left_out]
+        self.items = [*self.schedule.chosen, *self.schedule.left_out]
         self.timed = [item for item in self.items if item.timed]
         self.scaling = bool(self.items) and isinstance(self.items[0].subject, Cell)
         subjects = (item.subject for item in self.items)
-        self.expected = estimates(subjects, durations, plan.passes)
+        self.expected = estimates(subjects, self.durations, self.plan.passes)
         self.lines: list[Line] = []
         self.late: list[Measured] = []
 

@@ -47,15 +47,10 @@ def panels(lines: Iterable[CellLine]) -> list[tuple[str, Markup]]:
     ]
 
 
-def _measured(line: CellLine, base: str) -> tuple[float, float, float] | None:
-    interval = (line.efficiency or {}).get(base)
-    return None if interval is None else (interval.ratio, interval.low, interval.high)
-
-
 def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -> Markup:
     ordered = sorted(members, key=lambda line: line.world)
     worlds = [line.world for line in ordered]
-    highs = [p[2] for line in ordered for base, _ in BASES if (p := _measured(line, base))]
+    highs = [found.high for line in ordered for found in (line.efficiency or {}).values()]
     models = [(line.world, line.modelled_efficiency) for line in ordered]
     modelled = [(world, model) for world, model in models if model is not None]
     x = svg.PixelScale(min(worlds), max(*worlds, 2), LEFT + 14, WIDTH - RIGHT - 14, log=True)
@@ -68,25 +63,26 @@ def _draw(scenario: str, name: str, backend: str, members: Sequence[CellLine]) -
         parts += [svg.marker("diamond", x(w), y(m), "m-modelled", 2.6) for w, m in modelled]
     for shift, (base, mark) in zip((-4.0, 4.0), BASES, strict=True):
         for line in ordered:
-            ends = _measured(line, base)
-            if ends is None:
+            found = (line.efficiency or {}).get(base)
+            if found is None:
                 continue
-            ratio, low, high = ends
+            low, high = found.low, found.high
             at = x(line.world) + shift
             hollow = " hollow" if line.verdict == "oversubscribed" else ""
             parts.append(svg.line(at, y(low), at, y(high), f"s-{base}"))
             parts += [svg.line(at - 3, y(end), at + 3, y(end), f"s-{base}") for end in (low, high)]
-            parts.append(svg.marker(mark, at, y(ratio), f"m-{base}{hollow}", 2.8))
+            parts.append(svg.marker(mark, at, y(found.ratio), f"m-{base}{hollow}", 2.8))
     title = f"{scenario.capitalize()} scaling of {name} on {backend}"
     text = " ".join(_sentence(line) for line in ordered)
     return svg.drawing(title, text, (WIDTH, _HEIGHT), parts, "chart")
 
 
 def _sentence(line: CellLine) -> str:
+    known = line.efficiency or {}
     parts = [
-        "{} {:.1%} ({:.1%} to {:.1%})".format(base, *ends)
+        f"{base} {known[base].ratio:.1%} ({known[base].low:.1%} to {known[base].high:.1%})"
         for base, _ in BASES
-        if (ends := _measured(line, base))
+        if base in known
     ]
     model = line.modelled_efficiency
     parts += [] if model is None else [f"modelled {model:.1%}"]

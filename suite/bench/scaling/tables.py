@@ -130,11 +130,8 @@ def remarks_by_system(lines: Sequence[CellLine]) -> list[tuple[str, list[str]]]:
             f"{cell.optimizer.name} foreach=False, {cell.dtype}; target {cell.target:.0%}"
         )
         items = [f"{line.world} ranks: {text}" for line in members for text in _remarks(line)]
-        for line in members:
-            if line.modelled is not None and line.modelled.problem:
-                why = line.modelled.problem
-                items.append(f"not modelled from {line.world:,} ranks on: {why}")
-                break
+        whys = [(a.world, a.modelled.problem) for a in members if a.modelled and a.modelled.problem]
+        items += [f"not modelled from {world:,} ranks on: {why}" for world, why in whys[:1]]
         texts.append((heading, items))
     return texts
 
@@ -156,10 +153,9 @@ def _remarks(line: CellLine) -> list[str]:
     if line.reason and line.verdict != "oversubscribed":
         texts.append(f"{line.verdict}: {line.reason}")
     if line.efficiency is not None and line.wrapping is not None:
-        texts.append(
-            f"{line.blocks} blocks over {line.launches} launches in {line.seconds:.0f} s; "
-            f"the wrapped system alone takes {interval(line.wrapping)} of the plain program's time"
-        )
+        took = f"{line.blocks} blocks over {line.launches} launches in {line.seconds:.0f} s"
+        alone = f"the wrapped system alone takes {interval(line.wrapping)}"
+        texts.append(f"{took}; {alone} of the plain program's time")
     if line.verdict == "oversubscribed" and line.crowded and "ranks" in line.median_seconds:
         texts.append(_crowded(line))
     differ = line.launches_differ_p
