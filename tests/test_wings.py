@@ -67,6 +67,9 @@ def test_without_a_wing_a_case_is_judged_verified_and_reported(tree: Path) -> No
         ("run", CASE, "--results", str(run)),
         ("verify", str(run)),
         ("report", str(run)),
+        ("compare", str(run), str(run)),
+        ("compare", str(run), str(run), "--by", "hardware"),
+        ("gate", str(run), "--against", str(run)),
         ("doctor",),
         ("list", "cases", "--tier", "quick"),
     ):
