@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shardproof.backends import BACKENDS, USUAL, cuda
 from shardproof.bench import subjects
@@ -151,6 +151,17 @@ def time_collectives(task: tuple[Request, Path]) -> Sequence[collective_times.Ti
     request, workdir = task
     program = partial(collectives.measure, request)
     return collectives.together(request, on_ranks(request, workdir, collectives.Seconds, program))
+
+
+class Where(Protocol):
+    """What ranks are started with; ``deadline`` is in CPU seconds of one."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def deadline(self) -> float: ...
 
 
 def on_ranks(

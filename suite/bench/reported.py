@@ -142,7 +142,8 @@ def limits(run: Run) -> Iterator[Limit]:
 
     family = stats.family(pairs)
     rows = []
-    for line in (*pairs, *cells):
+    timed: list[PairLine | CellLine] = [*pairs, *cells]
+    for line in timed:
         word, why = line.verdict, line.reason
         beside = family[line.id].verdict if line.id in family else word
         if looks.head(beside) in summary.OPEN and beside != word:

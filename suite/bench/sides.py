@@ -69,9 +69,10 @@ def spec_of(
     if size and size not in family.sizes:
         remedy = nearest(size, family.sizes, f"sizes of {name}")
         raise SelectionError(Problem("unknown size", remedy, size))
-    batch = {"global_batch": global_batch, "micro_batches": micro_batches}
     params = {**family.sizes.get(size, {}), **params}
-    spec = WorkloadSpec(name, seed=seed, params=params, **batch)
+    spec = WorkloadSpec(
+        name, seed=seed, global_batch=global_batch, micro_batches=micro_batches, params=params
+    )
     try:
         workloads.check(spec)
     except workloads.WorkloadError as error:

@@ -101,10 +101,13 @@ class Gate:
         """The part of :attr:`due` that was decided again; of nothing, whether anything was."""
         return self.again / self.due if self.due else float(self.decided > 0)
 
+    def of(self, state: State) -> list[GateFinding]:
+        return [finding for finding in self.findings if finding.state == state]
+
     @property
     def exit_code(self) -> int:
         """0 held, 1 broken, 3 too little was decided: the rest was left out, skipped or open."""
-        if any(finding.state == "breaks" for finding in self.findings):
+        if self.of("breaks"):
             return verdicts.BROKEN
         enough = self.decided and self.share >= self.coverage
         return verdicts.HELD if enough else verdicts.NOT_DECIDED

@@ -27,8 +27,8 @@ from shardproof.bench import lines as stored
 from shardproof.bench import sides
 from shardproof.bench.evidence import keep
 from shardproof.bench.lines import Interval, PairLine
+from shardproof.bench.ratios import SMALLEST_MARGIN
 from shardproof.bench.session import Session
-from shardproof.bench.stats import SMALLEST_MARGIN
 from shardproof.bench.subjects import BLOCKS, Pair, Side
 from shardproof.contract import Batch, Observe, StepResult
 from shardproof.errors import Problem, SelectionError

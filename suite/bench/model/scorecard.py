@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from shardproof import axes
 from shardproof.bench.lines import MeasuredPair, Memory, NoFigures, ProbedStep, Probes, SideProbes
@@ -74,7 +75,7 @@ def digest(backend: str, rounds: Rounds) -> tuple[Probes, list[SideProbes]]:
     for number, watched in enumerate(rounds.watched):
         alone = step_time.slowest([record.alone[number].steps for record in records])
         together = step_time.slowest([record.together[number] for record in records])
-        seconds = {
+        seconds: dict[str, Any] = {
             "alone": statistics.median(itertools.chain(*alone)),
             "together": statistics.median(itertools.chain(*together)),
         }
