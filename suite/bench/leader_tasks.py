@@ -165,7 +165,7 @@ class Where(Protocol):
 
 
 def on_ranks(
-    run: subjects.SideRun | Request,
+    run: Where,
     workdir: Path,
     kind: type[T],
     program: Callable[[int], T],
