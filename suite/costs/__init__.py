@@ -20,9 +20,10 @@ optimizer state; Psi, where a paper is cited, is the number of elements):
     hybrid        hybrid.py     Hybrid           the sum over its axes
 
 The record of a strategy (``shardproof.strategies``) names its class, which is imported when it is
-first asked for.  ``upstream/`` has the systems of PyTorch and DeepSpeed.  Helpers: ``model`` (what
-a cost model answers), ``layout`` (buckets, units), ``stages`` and ``schedules`` (pipelines),
-``offload``, ``accounting`` (A32, A16, ...), ``expression`` (formulas in scenario files).
+first asked for.  Those of upstream systems lie beside their adapters (``impls/pytorch/costs/``,
+``impls/deepspeed/costs.py``).  Helpers: ``model`` (what a cost model answers), ``layout`` (buckets,
+units), ``stages`` and ``schedules`` (pipelines), ``offload``, ``accounting`` (A32, A16, ...),
+``expression`` (formulas in scenario files).
 """
 
 from __future__ import annotations

@@ -95,14 +95,6 @@ class DiLoCo(LocalSGD):
         return 2 if self.facts.option("outer_momentum", 0.9) else 1
 
 
-class PostLocalSGD(LocalSGD):
-    """PyTorch's: it meets after the first step already."""
-
-    strategy = "post_local_sgd"
-    source = "torch PeriodicModelAverager: step % period == 0. " + LocalSGD.source
-    ahead = 0
-
-
 class ParameterServer(Single):
     """Each parameter on one server; a worker's step moves them down and its gradients up.
 

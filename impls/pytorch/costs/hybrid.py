@@ -10,8 +10,8 @@ from shardproof.costs.model import CostModel, Flow, NoCostModel, grouped_flow, n
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.pipeline import exchanged
 from shardproof.costs.stages import stages_of
-from shardproof.costs.upstream.pipelines import TorchPipelining
-from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
+from shardproof.impls.pytorch.costs.pipelining import TorchPipelining
+from shardproof.impls.pytorch.costs.tensor import TorchTensorParallel
 
 #: Stages of a rank that torch keeps gathered at once.
 MOST_ACTIVE = 3
