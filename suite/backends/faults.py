@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from shardproof import comm
-from shardproof.backends import base
+from shardproof.backends import base, heartbeat
 from shardproof.backends.backend import Backend
-from shardproof.backends.base import Handle, tell_fault
+from shardproof.backends.base import Handle
 from shardproof.backends.futures import OwnHandle
 from shardproof.backends.request import Request
 from shardproof.case import OF_CLUSTERS, OF_NODES, Fault
@@ -111,7 +111,7 @@ class Injection:
 
     def _happens(self) -> None:
         self._happened = True
-        tell_fault()
+        heartbeat.inject()
 
     def _strike(self) -> None:
         self._happens()

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.backends import base, errors
+from shardproof.backends import base, errors, heartbeat
+from shardproof.ledgers import program_order
 
 #: Most seconds between two looks at who has come, and of the time waited until the next.
 LONGEST_LOOK, LOOK_SHARE = 0.01, 0.1
@@ -32,7 +33,8 @@ def meet(ranks: Sequence[int], own: int, place: str, text: str) -> None:
     store: Any = c10d._get_default_store()
     store.set(f"{place}/{own}", text)
     began, there, evidence = time.monotonic(), {own}, _Evidence()
-    base.tell(text)
+    log = program_order.current()
+    heartbeat.note(text, log.number if log else -1)
     with base.blocked():
         while True:
             for rank in set(ranks) - there:
@@ -84,7 +86,7 @@ class _Evidence:
         if now - self._looked < TICK_SECONDS:
             return {}
         self._looked = now
-        peers = {peer.rank: peer for peer in base.peers()}
+        peers = {peer.rank: peer for peer in heartbeat.peers()}
         if not all(rank in peers for rank in missing):
             return {}
         for rank in missing:
@@ -92,9 +94,10 @@ class _Evidence:
                 return {rank: errors.Absence(peers[rank].ended, ended=True)}
         # Every rank waits, each in the same call as before: nobody is left who could end that.
         seen = [(peer.rank, peer.event) for peer in peers.values()]
-        waits = all(peer.waits or peer.ended for peer in peers.values())
+        waits = all(peer.waiting or peer.ended for peer in peers.values())
         self._looks = self._looks + 1 if waits and seen == self._seen else 0
         self._seen = seen
         if self._looks < WAITING_LOOKS:
             return {}
-        return {rank: errors.Absence(f"it waits in {peers[rank].call}") for rank in missing}
+        calls = {rank: peers[rank].last_call or "its first call" for rank in missing}
+        return {rank: errors.Absence(f"it waits in {call}") for rank, call in calls.items()}

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof import tensor_bytes, workloads
-from shardproof.backends import BACKENDS, USUAL_PROCESSES, base, joined
+from shardproof.backends import BACKENDS, USUAL_PROCESSES, heartbeat, joined
 from shardproof.backends.disturbances import disturbances_of
 from shardproof.backends.mpi import group
 from shardproof.case import Case
@@ -48,7 +48,6 @@ from shardproof.cases.rank_program import run_rank
 from shardproof.cluster.launchers import foreign_records, meeting, roll_call
 from shardproof.cluster.launchers.place import MEETING_SECONDS, Place, interface_to
 from shardproof.errors import InputError
-from shardproof.launch import heartbeat
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.fork_server import REPRODUCIBLE
 from shardproof.launch.fork_server_main import import_lazy_modules
@@ -117,7 +116,6 @@ class _Guard:
         beats = Path(self._beats.name) / "heartbeat"
         heartbeat.create(beats, 1)
         heartbeat.attach(beats, 0, thread=False)
-        base.listen(heartbeat)
         # A connection of its own: the rank's is busy while the rank waits in the store.
         self._store = self._place.store(serves=False)
         self._watchdog = Watchdog(beats, 1, BACKENDS[self._case.backend])

@@ -78,7 +78,4 @@ def accounting_of(facts: ModelFacts) -> Accounting:
     master = ITEMSIZE[built] if compute != built else 0
     parts = (ITEMSIZE[compute], ITEMSIZE[reduce], master + slots(facts) * ITEMSIZE[built])
     spelt = Accounting("{}+{}+{}".format(*parts), *parts, built=ITEMSIZE[built])
-    for known in KNOWN.values():
-        if replace(spelt, id=known.id) == known:
-            return known
-    return spelt
+    return next((one for one in KNOWN.values() if replace(spelt, id=one.id) == one), spelt)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardproof.costs import collectives, compression
-from shardproof.costs.collectives import Payload
 from shardproof.costs.layout import Unit
 from shardproof.costs.model import Bound, Flow, Prefetch, norm_flow
 from shardproof.costs.model_facts import ITEMSIZE
@@ -74,12 +73,13 @@ class FSDP(Zero3):
                 continue
             gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
             flows += collectives.flow(facts, facts.sharded, "all_gather", gathered, self.forwards)
-            flows += self.again(gathered, self.gathers_again(unit))
+            # Between its uses a unit lies on so many ranks.
+            ranks, again = self.rests, self.gathers_again(unit)
+            flows += collectives.flow(facts, facts.sharded, "all_gather", gathered, again, ranks)
         once = min(facts.rounds, 1)
         times = once if self.is_silent else facts.rounds
         flows += compression.flows(facts, facts.sharded, "reduce_scatter", self.reduced, times)
-        flows += self.crossing(once)
-        return [*flows, *norm_flow(facts, facts.sharded)]
+        return [*flows, *self.crossing(once), *norm_flow(facts, facts.sharded)]
 
     def crossing(self, times: int) -> list[Flow]:
         """The sums of shards over the replicas; compressed where a shard is whole."""
@@ -91,12 +91,6 @@ class FSDP(Zero3):
         #   4 5 6 7      a column, of the quarter that is left
         payloads = [(elements // shards, item) for elements, item in reduced]
         return collectives.flow(facts, facts.replicated, "all_reduce", payloads, times)
-
-    def again(self, payloads: list[Payload], times: int) -> list[Flow]:
-        """The gathers of one unit over the ranks that it is sharded over between its uses."""
-        return collectives.flow(
-            self.facts, self.facts.sharded, "all_gather", payloads, times, self.rests
-        )
 
     def scratch(self) -> int:
         """Of sums over the shards as ZeRO-3; those over replicas are all in flight at once."""

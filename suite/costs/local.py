@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from itertools import groupby
 
@@ -46,9 +46,7 @@ class LocalSGD(Single):
             f"{idle[0]!r} goes unused: which ranks hold its state is not promised" if idle else ""
         )
 
-    def why_state_is_not_promised(self) -> str:
-        """The same."""
-        return self.why_not_measured()
+    why_state_is_not_promised = why_not_measured
 
     def trains(self, rank: int, step: int) -> bool:
         """Whether ``rank`` has data in ``step``: without it there is nothing to update by."""
@@ -77,8 +75,8 @@ class LocalSGD(Single):
         held, last = {t.name: t.numel for t in self.held_by(rank)}, self.facts.steps - 1
         own = Local.of(self.facts, held, held if self.has_trained(rank, last) else {})
         gradients = own.gradients if self.trains(rank, last) else {}
-        state = _sizes(self.facts.trainable) if self.outer() else own.optimizer
-        return Local(own.parameters, gradients, state)
+        kept = {t.name: t.numel for t in self.facts.trainable}
+        return Local(own.parameters, gradients, kept if self.outer() else own.optimizer)
 
 
 class DiLoCo(LocalSGD):
@@ -203,9 +201,7 @@ class ParameterServer(Single):
             return str(error)
         return ""
 
-    def why_state_is_not_promised(self) -> str:
-        """The same."""
-        return self.why_not_measured()
+    why_state_is_not_promised = why_not_measured
 
     def owned_by(self, rank: int) -> list[TensorFacts]:
         """What a server owns; the first one has also what nobody trains."""
@@ -240,7 +236,3 @@ class ParameterServer(Single):
         """Servers show what they own, and keep no gradient; workers show nothing."""
         own = Local.of(self.facts, {t.name: t.numel for t in self.owned_by(rank)})
         return Local(own.parameters, {}, own.optimizer)
-
-
-def _sizes(tensors: Sequence[TensorFacts]) -> dict[str, int]:
-    return {tensor.name: tensor.numel for tensor in tensors}

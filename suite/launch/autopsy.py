@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardproof.backends.errors import differing_calls, members_of, name_ranks, spans
-from shardproof.launch.heartbeat import ORDERED, Noted
+from shardproof.backends.heartbeat import ORDERED, Noted
 
 #: ``dead peer``: it is gone or stopped; ``rendezvous``: it never came to the making of a group;
 #: ``desync``: it lives, and makes other calls or none; ``lost node``: its node is paused, or cut

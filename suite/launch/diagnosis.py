@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from shardproof.backends import heartbeat
 from shardproof.backends.errors import CollectiveMismatch, name_ranks
-from shardproof.launch import autopsy, heartbeat, process_control, stacks
+from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.autopsy import Standing
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.rank_process import RankLaunch

@@ -24,8 +24,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from shardproof import tensor_bytes
-from shardproof.backends import BACKENDS, Backend, base, joined
-from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.backends import BACKENDS, Backend, heartbeat, joined
+from shardproof.launch import process_control, stacks
 from shardproof.launch.mpi.mpirun import unlink_segments
 from shardproof.launch.outcome import RankOutcome, of_exception
 
@@ -213,7 +213,6 @@ def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]
 
 
 def _join(launch: RankLaunch, rank: int, hub: Hub | None) -> None:
-    base.listen(heartbeat)
     where = launch.backend, rank, launch.world, launch.rendezvous, launch.timeout_s
     joined.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
     if launch.backend.mpirun:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardproof.launch import autopsy, heartbeat, process_control, stacks
+from shardproof.backends import heartbeat
+from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.diagnosis import OVERDUE, RankProcess, diagnose
 from shardproof.launch.outcome import RankOutcome
 from shardproof.launch.rank_process import RankLaunch

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.backends import Backend
-from shardproof.launch import heartbeat, process_control
+from shardproof.backends import Backend, heartbeat
+from shardproof.launch import process_control
 from shardproof.launch.diagnosis import RankProcess
 
 #: Seconds between two looks at ranks that are let run.
@@ -97,7 +97,7 @@ class Watchdog:
             runs = letter in "RD" and not process.is_paused
             seen.runnable += runs
             none_runs &= not runs or (seen.waits and self._backend.polls)
-        events = [(beat.sequence, beat.waits, beat.state) for beat in beats]
+        events = [beat.event for beat in beats]
         if events != self._events:
             self._events = events
             self._begin()

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import psutil
 
+from shardproof.backends import heartbeat
 from shardproof.backends.nccl import Nccl
-from shardproof.launch import autopsy, heartbeat, process_control, stacks
+from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.frames import place_in_script
 from shardproof.launch.watchdog import DESYNC_LOOKS, TICK_SECONDS, WAITING_LOOKS, Watchdog

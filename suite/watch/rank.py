@@ -34,10 +34,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from shardproof.backends import heartbeat
 from shardproof.backends.errors import name_ranks
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import fast_json
-from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.launch import process_control, stacks
 from shardproof.launch.frames import place_in_script
 from shardproof.launch.outcome import of_exception
 from shardproof.watch import calls, groups, replica_sets

@@ -12,10 +12,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardproof.backends.heartbeat import Noted
 from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.autopsy import Standing
 from shardproof.launch.frames import place_in_script
-from shardproof.launch.heartbeat import Noted
 from shardproof.launch.outcome import RankOutcome
 from shardproof.watch import calls
 from shardproof.watch.record import End, RankRecord

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from shardproof import tensor_bytes
+from shardproof.backends import heartbeat
 from shardproof.backends.backend import Backend, Joining
 from shardproof.backends.errors import RankFailed
-from shardproof.launch import heartbeat, outcome, process_control, rank_service
+from shardproof.launch import outcome, process_control, rank_service
 from shardproof.launch.fork_server_main import MOST_GROWTH
 from shardproof.launch.kept_ranks import Kept
 from shardproof.launch.rank_process import RankLaunch

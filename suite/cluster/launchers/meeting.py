@@ -15,10 +15,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from shardproof.backends import heartbeat
 from shardproof.cluster.launchers import foreign_records
 from shardproof.cluster.launchers.place import Place
 from shardproof.errors import LaunchError, Problem
-from shardproof.launch import heartbeat
 
 #: Seconds that rank 0, with whom the store ends, waits until the others have read a refusal.
 READING_SECONDS = 5.0
