@@ -38,7 +38,7 @@ MOST_LOADED = {"naive_ddp": 15, "ddp": 20, "zero1": 30, "zero2": 30, "zero3": 30
 AT_SET_UP = {"recompute", "emulator"}
 #: Names that several public classes of the core still have.
 STILL_SHARED = {
-    *("Call", "Cell", "CheckpointPlan", "Deadlock", "Done", "Family", "Hub", "Kill", "Message"),
+    *("Call", "Cell", "CheckpointPlan", "Deadlock", "Family", "Kill", "Message"),
     *("Mpi", "Rule", "ScenarioFile", "Sent", "Session", "Shown", "Stack", "Workload"),
 }
 

@@ -218,8 +218,7 @@ def _check_reduce(request: Request) -> None:
         numbers = dtype.is_floating_point or dtype.is_complex
         unordered = dtype.is_complex and request.reduce in ("min", "max")
         if unordered or (numbers and request.reduce in _BITS):
-            name = str(dtype).removeprefix("torch.")
-            raise ValueError(f"{request.text()}: {name} has no {request.reduce}")
+            raise ValueError(f"{request.text()}: {_name(dtype)} has no {request.reduce}")
 
 
 def _check_parts(
@@ -230,7 +229,7 @@ def _check_parts(
         counts = ", ".join(str(len(parts)) for parts in lists) or "none"
         raise ValueError(f"{request.text()}: {counts} tensors for a group of {size}")
     for parts, one in zip(lists, own, strict=True):
-        dtypes = {str(t.dtype).removeprefix("torch.") for t in (*parts, one)}
+        dtypes = {_name(t.dtype) for t in (*parts, one)}
         if len(dtypes) > 1:
             raise ValueError(f"{request.text()}: {' and '.join(sorted(dtypes))} in one call")
         if parts[rank].numel() != one.numel():

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardproof.backends.errors import differing_calls, members_of, name_ranks, spans
+from shardproof.backends.errors import all_do, differing_calls, members_of, name_ranks, spans
 from shardproof.backends.heartbeat import ORDERED, Noted
 
 #: ``dead peer``: it is gone or stopped; ``rendezvous``: it never came to the making of a group;
@@ -118,8 +118,7 @@ def of_node(standings: Sequence[Standing], ranks: Collection[int], node: str) ->
     if wait:
         first = min(wait)
         same = [rank for rank in wait if _key(wait[rank]) == _key(wait[first])]
-        told = f"; {name_ranks(same)} {'wait' if len(same) > 1 else 'waits'} in "
-        told += f"{_named(wait[first])}{_at(there[first])}"
+        told = f"; {all_do('wait', same)} in {_named(wait[first])}{_at(there[first])}"
     return Autopsy("lost node", f"lost node: {node}{told}", min(ranks))
 
 
@@ -175,8 +174,7 @@ def _rendezvous(ranks: Mapping[int, Standing], joining: Sequence[int]) -> Autops
     if not absent:
         return None
     culprit = min(absent, key=lambda r: (_GRAVEST.index(_how(ranks[r])), r))
-    wait = "wait" if len(joining) > 1 else "waits"
-    head = f"{name_ranks(joining)} {wait} for a group to be made{_at(ranks[joining[0]])}"
+    head = f"{all_do('wait', joining)} for a group to be made{_at(ranks[joining[0]])}"
     tail = f"{name_ranks(absent)} never came: {_instead(ranks[culprit], None)}"
     return Autopsy("rendezvous", f"rendezvous: {head}; {tail}", culprit)
 
@@ -258,13 +256,11 @@ def _told(
     first = waits[direct[0]]
     same = [rank for rank in direct if _key(waits[rank]) == _key(first)]
     others = [rank for rank in lacks if rank not in (*same, culprit)]
-    head = f"{name_ranks(same)} {'wait' if len(same) > 1 else 'waits'} in {_named(first)}"
-    head += f"{_at(ranks[same[0]])}; rank {culprit} never came: "
+    head = f"{all_do('wait', same)} in {_named(first)}{_at(ranks[same[0]])}"
     blocked = culprit in lacks or ranks[culprit].awaited is not None
-    told = head + _instead(ranks[culprit], waits.get(culprit) if blocked else None)
-    if others:
-        told += f"; {name_ranks(others)} {'wait' if len(others) > 1 else 'waits'} in turn"
-    return told
+    made = _instead(ranks[culprit], waits.get(culprit) if blocked else None)
+    in_turn = f"; {all_do('wait', others)} in turn" if others else ""
+    return f"{head}; rank {culprit} never came: {made}{in_turn}"
 
 
 def _key(call: Noted) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -95,7 +96,10 @@ def diagnose(
         outcomes += [one.outcome(last) for last in own]
     settled = mark_consequences(sorted(outcomes, key=lambda outcome: outcome.rank))
     root = root_cause(settled)
-    if root is None or not _waited(root):
+    # Only where ranks waited for one another, and none of them failed by itself.
+    if root is None or not (
+        root.status in ("hung", "early") or (root.status == "raised" and root.is_comm_error)
+    ):
         return settled
     standings = [dead[o.rank][0].standing(dead[o.rank][1], o) for o in settled]
     # What a backend says of calls that do not match it may have said before all had come.
@@ -111,26 +115,20 @@ def diagnose(
     return [told if outcome is root else outcome for outcome in settled]
 
 
-def _waited(root: RankOutcome) -> bool:
-    """Whether ranks waited for one another, and none of them failed by itself."""
-    return root.status in ("hung", "early") or (root.status == "raised" and root.is_comm_error)
-
-
+@dataclass
 class _Dead:
-    def __init__(
-        self,
-        launch: RankLaunch,
-        process: RankProcess,
-        heartbeats: Sequence[heartbeat.Heartbeat],
-        idle_looks: int,
-    ) -> None:
-        self.launch, self.idle_looks = launch, idle_looks
-        self.process = process
-        self.heartbeats = heartbeats
-        self._stacks, self._crashed = stacks.read(launch.stacks(process.ranks[0]))
+    """A process that has ended, with the last heartbeats of its ranks."""
+
+    launch: RankLaunch
+    process: RankProcess
+    heartbeats: Sequence[heartbeat.Heartbeat]
+    idle_looks: int
+
+    def __post_init__(self) -> None:
+        self._stacks, crashed = stacks.read(self.launch.stacks(self.process.ranks[0]))
         #: Ranks known to have brought the end about, on purpose or by a crash in their thread.
-        self._guilty = process.guilty | {
-            last.rank for last in heartbeats if last.exit_notice or last.thread == self._crashed
+        self._guilty = self.process.guilty | {
+            last.rank for last in self.heartbeats if last.exit_notice or last.thread == crashed
         }
 
     def outcome(self, last: heartbeat.Heartbeat) -> RankOutcome:
@@ -158,7 +156,12 @@ class _Dead:
             how = "ended"
         elif outcome.status == "hung" and self.process.stopped and not outcome.consequence:
             how = "stopped"
-        elif outcome.is_comm_error or last.waiting or self._in_backward(outcome, stack):
+        elif (
+            outcome.is_comm_error
+            or last.waiting
+            # Inside a backward DDP waits in C++.
+            or (outcome.status == "hung" and stack is not None and stack.in_backward)
+        ):
             joins = last.waiting and not last.waited and (not stack or not stack.waits)
             how = "joins" if joins or (stack is not None and stack.joins) else "waits"
         elif outcome.status == "over budget":
@@ -167,10 +170,6 @@ class _Dead:
             how = "gone"
         words = outcome.sentence().removeprefix(f"rank {last.rank} ")
         return Standing(last.rank, how, words, last.noted, last.awaited, place, last.order)
-
-    def _in_backward(self, outcome: RankOutcome, stack: stacks.Stack | None) -> bool:
-        """Whether it hung inside a backward, where DDP waits in C++."""
-        return outcome.status == "hung" and stack is not None and stack.in_backward
 
     def _as_reported(self, rank: int) -> RankOutcome | None:
         process = self.process
@@ -204,24 +203,18 @@ class _Dead:
                 outcome = replace(outcome, status="over budget")
             return replace(outcome, message=self._hang(last, stack), is_comm_error=waits)
         shared = " with the process that another rank ended" if innocent else ""
+        killed = partial(replace, outcome, status="killed", signal=process.signal)
         if process.reason:
-            message = f"killed{shared}" if innocent else process.reason
-            return replace(outcome, status="killed", message=message, signal=process.signal)
+            return killed(message=f"killed{shared}" if innocent else process.reason)
         notice = f" by {last.exit_notice}" if last.exit_notice else ""
-        if process.lost is not None and process.lost.how in ("ended", "full"):
-            what = "and all its processes with it"
-            if process.lost.how == "full":
-                what = "so the kernel ended this process"
-            message = f"{process.lost}, {what}"
-            return replace(outcome, status="killed", message=message, signal=process.signal)
+        if process.lost is not None and process.lost.how == "full":
+            return killed(message=f"{process.lost}, so the kernel ended this process")
+        if process.lost is not None and process.lost.how == "ended":
+            return killed(message=f"{process.lost}, and all its processes with it")
         if process.signal is not None:
             name = process_control.signal_name(process.signal)
-            message = f"{name}{notice}{shared}"
-            if not innocent and not notice:
-                message += self._circumstances(last, stack)
-            return replace(
-                outcome, status="killed", error_type=name, message=message, signal=process.signal
-            )
+            where = "" if innocent or notice else self._circumstances(last, stack)
+            return killed(error_type=name, message=f"{name}{notice}{shared}{where}")
         return replace(
             outcome,
             status="exited",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import pickle
 import shutil
@@ -23,7 +24,7 @@ from shardproof.launch import process_control
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.mpi.mpirun import Mpirun, MpirunError
 from shardproof.launch.rank_process import RankLaunch
-from shardproof.launch.rank_service import Done, serve
+from shardproof.launch.rank_service import serve
 from shardproof.launch.ranks import NotLent, ProcessHost
 
 
@@ -42,9 +43,9 @@ class _Service:
         """The wait status that it would have ended with after its order; ``None``: not yet."""
         try:
             if message := self.orders.recv(4096):
-                done = Done.read(message)
-                self.fit = done.clean and done.code == 0
-                return done.code << 8
+                code, clean = json.loads(message)
+                self.fit = clean and code == 0
+                return code << 8
         except BlockingIOError:
             pass
         pid, status = os.waitpid(self.pid, os.WNOHANG)

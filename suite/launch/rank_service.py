@@ -30,6 +30,7 @@ from shardproof.launch.rank_process import (
     RankLaunch,
     exit_process,
     prepare_process,
+    print_to,
     run_rank,
     run_threads,
 )
@@ -38,39 +39,23 @@ from shardproof.launch.rank_process import (
 MOST_GROWTH = 512 << 20
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a process says after a program: the exit code that it would have had.
-
-    ``clean``: nothing of the program is left in the process.
-    """
-
-    code: int
-    clean: bool
-
-    def message(self) -> bytes:
-        return json.dumps([self.code, self.clean]).encode()
-
-    @classmethod
-    def read(cls, message: bytes) -> Done:
-        return cls(*json.loads(message))
-
-
 def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
     """Body of the process: for each file named by ``orders``, run the launch pickled in it.
 
-    ``rank``: which one it is; where they are threads, it runs all that a launch has.
+    ``rank``: which one it is; where they are threads, it runs all that a launch has.  The answer is
+    the exit code that a process of its own would have had, and whether nothing of the program is
+    left in this one, as JSON.
     """
     code = 1
     try:
         prepare_process(parent, log, log.with_suffix(".stacks"))
         before = _State.now()
         while name := orders.recv(4096):
-            done = _one(rank, Path(os.fsdecode(name)), log)
+            code, clean = _one(rank, Path(os.fsdecode(name)), log)
             left = before.restore()
             if left:
                 print(f"not used again: {left}", file=sys.stderr)
-            orders.send(Done(done.code, done.clean and not left).message())
+            orders.send(json.dumps([code, clean and not left]).encode())
         code = 0
     except BaseException:  # noqa: BLE001 - last stop before the process's end
         traceback.print_exc()
@@ -78,28 +63,21 @@ def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
         exit_process(code)
 
 
-def _one(rank: int, file: Path, log: Path) -> Done:
+def _one(rank: int, file: Path, log: Path) -> tuple[int, bool]:
     launch: RankLaunch = pickle.loads(file.read_bytes())
     threads = launch.backend.threads
-    _print_to(launch.shared_output if threads else launch.output(rank))
+    print_to(launch.shared_output if threads else launch.output(rank))
     armed = stacks.arm(launch.stacks(rank))
     try:
-        return Done(*run_threads(launch) if threads else run_rank(launch, rank, None))
+        return run_threads(launch) if threads else run_rank(launch, rank)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         del launch
         gc.collect()
-        _print_to(log)
+        print_to(log)
         stacks.arm(log.with_suffix(".stacks"))
         os.close(armed)
-
-
-def _print_to(path: Path) -> None:
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
 
 
 @dataclass(frozen=True)

@@ -144,31 +144,31 @@ def ask(pids: dict[int, Path], within_s: float = 2.0) -> None:
     """
     waiting: dict[tuple[int, int | None], tuple[int, frozenset[int]]] = {}
     for pid, path in pids.items():
-        key, size = (pid, process_control.began(pid)), _size(path)
+        key, before = (pid, process_control.began(pid)), size(path)
         blocks = process_control.handling(pid, DUMP_SIGNAL)[1]
         if (
-            size is not None
+            before is not None
             and process_control.state_of(pid) not in ("T", "Z", "")
             and process_control.catches(pid, DUMP_SIGNAL)
             and process_control.kill(pid, DUMP_SIGNAL)
         ):
             free = frozenset(thread for thread, is_blocked in blocks.items() if not is_blocked)
-            waiting[key] = size, _open.setdefault(key, free)
+            waiting[key] = before, _open.setdefault(key, free)
     deadline = time.monotonic() + within_s
     while waiting and time.monotonic() < deadline:
         time.sleep(0.01)
         for key, (before, free) in list(waiting.items()):
             pending, blocks = process_control.handling(key[0], DUMP_SIGNAL)
-            size = _size(pids[key[0]])
+            now = size(pids[key[0]])
             # Between pending and handled the kernel shows neither: the file has grown, too.
             answered = not pending and not any(blocks.get(thread) for thread in free)
-            told = size is None or (answered and size > before)
+            told = now is None or (answered and now > before)
             if told or process_control.state_of(key[0]) == "Z":
                 del waiting[key]
                 _open.pop(key, None)
 
 
-def _size(path: Path) -> int | None:
+def size(path: Path) -> int | None:
     """Bytes of the file; ``None``: there is none."""
     try:
         return path.stat().st_size

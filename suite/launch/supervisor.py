@@ -10,7 +10,6 @@ import os
 import selectors
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.backends import heartbeat
@@ -142,9 +141,10 @@ class Supervisor:
                 return f"{whose}{limit} ({resident / 2**20:.0f} MiB resident)", frozenset()
         text = f"printed more than {OUTPUT_LIMIT >> 20} MiB"
         for rank in process.ranks:
-            if _size(self._launch.output(rank)) > OUTPUT_LIMIT:
+            if (stacks.size(self._launch.output(rank)) or 0) > OUTPUT_LIMIT:
                 return text, frozenset((rank,))
-        return (text if _size(self._launch.shared_output) > OUTPUT_LIMIT else ""), frozenset()
+        is_over = (stacks.size(self._launch.shared_output) or 0) > OUTPUT_LIMIT
+        return text if is_over else "", frozenset()
 
     def _end(self, processes: Sequence[RankProcess], reason: str) -> None:
         """Ask for stacks, unless there was too much of something, then kill."""
@@ -174,10 +174,3 @@ def _sleep(descriptors: Sequence[int]) -> None:
         for descriptor in descriptors:
             selector.register(descriptor, selectors.EVENT_READ)
         selector.select(TICK_SECONDS)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -136,8 +136,7 @@ def join(rank: int, hub: Hub, disturbances: Disturbances | None = None) -> None:
 
 def hub() -> Hub:
     """The hub of the calling rank."""
-    hub: Hub = _RANK.hub
-    return hub
+    return _RANK.hub
 
 
 def depart() -> None:

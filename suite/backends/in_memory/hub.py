@@ -80,9 +80,8 @@ class Pending:
         text = request.text()
         if request.peer is not None and self.group.ranks != tuple(range(len(self.group.ranks))):
             text += f" (peer is global rank {self.group.ranks[request.peer]})"
-        return f"{text} of group {errors.spans(self.group.ranks)}" + (
-            "" if self.is_exchange else f", its call {self.number}"
-        )
+        number = "" if self.is_exchange else f", its call {self.number}"
+        return f"{text} of group {errors.spans(self.group.ranks)}{number}"
 
 
 @dataclass(eq=False)
@@ -315,10 +314,10 @@ class Hub:
         (sent,), (received,) = sender.posts.values(), receiver.posts.values()
         pairs = [(r[0], s[0]) for r, s in zip(received.outputs, sent.inputs, strict=True)]
         if any(r.numel() != s.numel() or r.dtype != s.dtype for r, s in pairs):
-            (giver,), (taker,) = sender.posts, receiver.posts
-            who = (f"rank {sender.group.ranks[place]} calls" for place in (giver, taker))
             texts = [
-                f"{one} {call.text()}" for one, call in zip(who, (sent, received), strict=True)
+                f"rank {side.group.ranks[place]} calls {call.text()}"
+                for side in (sender, receiver)
+                for place, call in side.posts.items()
             ]
             with self._lock:
                 self._fail(errors.CollectiveMismatch(", but ".join(texts)))
@@ -377,15 +376,11 @@ class Hub:
         if mismatched is not None:
             self._fail(errors.CollectiveMismatch(_mismatch(mismatched)))
             return
-        alike: dict[str, list[int]] = {}
-        for rank in live:
-            pending = self._waiting[rank]
-            what = f"in {pending.call(rank)} for {errors.name_ranks(pending.missing())}"
-            alike.setdefault(what, []).append(rank)
-        lines = [
-            f"{errors.name_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {what}"
-            for what, ranks in alike.items()
-        ]
+        calls = {
+            rank: f"in {call.call(rank)} for {errors.name_ranks(call.missing())}"
+            for rank, call in self._waiting.items()
+        }
+        lines = errors.who_does("wait", calls)
         lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
         self._fail(errors.Deadlock("deadlock: " + "; ".join(lines)))
 

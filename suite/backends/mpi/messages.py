@@ -82,43 +82,20 @@ class Mail:
             raise ValueError(f"tag {tag} is outside of what this MPI has: 0 to {self._most // 2}")
         return 2 * tag
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> list[Message]:
-        """Begin to send a dense tensor."""
-        return [
-            Message(
-                self.comm.Isend([part, MPI.BYTE], peer, tag), MPI.Status(), peer, 0, False, tensor
-            )
-            for part in _parts(tensor)
-        ]
-
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> list[Message]:
-        """Begin to receive into a dense tensor."""
-        return [
-            Message(
-                self.comm.Irecv([part, MPI.BYTE], peer, tag),
-                MPI.Status(),
-                peer,
-                part.nbytes,
-                True,
-                tensor,
-            )
-            for part in _parts(tensor)
-        ]
-
     def swap(
         self,
         tag: int,
         outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]],
     ) -> list[Message]:
-        """Begin to send and receive lists of tensors, by peer."""
-        begun: list[Message] = []
-        for peer, tensors in incoming.items():
-            for tensor in tensors:
-                begun += self.receive(tensor, peer, tag)
-        for peer, tensors in outgoing.items():
-            for tensor in tensors:
-                begun += self.send(tensor, peer, tag)
+        """Begin to send and receive lists of dense tensors, by peer."""
+        begun = []
+        for receives, sides in ((True, incoming), (False, outgoing)):
+            start = self.comm.Irecv if receives else self.comm.Isend
+            for peer, tensor in ((peer, t) for peer, tensors in sides.items() for t in tensors):
+                for part in _parts(tensor):
+                    request, size = start([part, MPI.BYTE], peer, tag), part.nbytes
+                    begun.append(Message(request, MPI.Status(), peer, size, receives, tensor))
         return begun
 
 
