@@ -205,7 +205,7 @@ class Logged(GroupBase):
             method = getattr(self.native, OLD_NAMES[request.method])
         work = method(*request.args)
         far = self.disturbances.far if self.disturbances is not None else None
-        late = far.late(request, self.global_ranks, self._rank) if far is not None else 0.0
+        late = far(request, self.global_ranks, self._rank) if far is not None else 0.0
         handle = _Late(request, work, late) if late else _Handle(request, work)
         if self._gathered is not None:
             self._gathered.append(handle)

@@ -7,7 +7,6 @@ and aborts show where they are.  Stopped processes do not answer.
 from __future__ import annotations
 
 import faulthandler
-import functools
 import itertools
 import linecache
 import os
@@ -17,7 +16,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardproof.launch import process_control
 from shardproof.launch.frames import Frame, innermost, method
@@ -96,39 +94,16 @@ def arm(path: Path) -> int:
 
     Returns the descriptor, which must stay open until it is armed anew.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = register(path)
     faulthandler.enable(descriptor, all_threads=True)
-    faulthandler.register(DUMP_SIGNAL, descriptor, all_threads=True, chain=False)
     return descriptor
 
 
-def answer(path: Path) -> None:
-    """Make this process, which others have started, write its stacks to ``path`` when asked to.
-
-    Nothing is done where it has a handler of its own for the signal, and it may set one.
-    """
-    if signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
-        return
+def register(path: Path) -> int:
+    """Make this process write its stacks to ``path`` when asked to; see :func:`arm`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(DUMP_SIGNAL, descriptor, all_threads=True, chain=False)
-    give_way(path)
-
-
-def give_way(path: Path) -> None:
-    """Let what this process is about to run have the signal: who takes it is not asked any more.
-
-    Only handlers set by :func:`signal.signal` are seen.  ``path``: as given to :func:`arm`.
-    """
-    module: Any = signal
-    original, owner = module.signal, os.getpid()
-
-    @functools.wraps(original)
-    def set_handler(signum: int, handler: Any) -> Any:
-        if signum == DUMP_SIGNAL and os.getpid() == owner:
-            path.unlink(missing_ok=True)
-        return original(signum, handler)
-
-    module.signal = set_handler
+    return descriptor
 
 
 #: Of a process (with when it began) that has not answered yet: the threads that did not block the

@@ -21,12 +21,13 @@ from made_engine import MadeEngine, assert_refused_at_once, made_cluster
 from real_engine import left_of, real_engine
 
 from shardproof.backends import logged
-from shardproof.backends.disturbances import Disturbances, FarNodes
+from shardproof.backends.disturbances import Disturbances
 from shardproof.backends.request import Request
 from shardproof.cluster import shape
 from shardproof.cluster.containers import caps, cluster, node_caps
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
+from shardproof.cluster.nodes.far import FarNodes
 from shardproof.cluster.nodes.nodes import ClusterNodes
 from shardproof.commands.run import with_room
 from shardproof.launch.nodes import ENVIRONMENT, Nodes
@@ -54,13 +55,13 @@ TWO_NODES, ONE_NODE = (0, 1, 2, 3), (2, 3)
 def test_a_call_is_late_by_its_messages_between_nodes(
     operation: str, members: tuple[int, ...], messages: int
 ) -> None:
-    assert FAR.late(Request(operation), members, 0) == messages * 0.25
+    assert FAR(Request(operation), members, 0) == messages * 0.25
 
 
 def test_a_message_is_late_where_it_comes_from_another_node() -> None:
-    late = [FAR.late(Request("recv", peer=peer), TWO_NODES, 1) for peer in (0, 2, None)]
+    late = [FAR(Request("recv", peer=peer), TWO_NODES, 1) for peer in (0, 2, None)]
     assert late == [0, 0.25, 0.25]
-    assert FAR.late(Request("recv"), ONE_NODE, 0) == 0, "any rank of the same node"
+    assert FAR(Request("recv"), ONE_NODE, 0) == 0, "any rank of the same node"
 
 
 def test_what_is_late_comes_at_its_time_whoever_waits() -> None:

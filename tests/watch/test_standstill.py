@@ -162,10 +162,11 @@ import os, signal, sys, time
 from pathlib import Path
 from shardproof.backends import heartbeat
 from shardproof.launch import stacks
+from shardproof.watch.rank import give_way
 beats, path = Path(sys.argv[1]), Path(sys.argv[2])
 heartbeat.attach(beats, 0, thread=False)
 stacks.arm(path)
-stacks.give_way(path)
+give_way(path)
 if "handler" in sys.argv:
     signal.signal(signal.SIGUSR2, lambda *_: Path(sys.argv[1] + ".ran").touch())
 Path(sys.argv[1] + ".armed").touch()

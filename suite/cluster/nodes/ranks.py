@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardproof.backends.disturbances import Disturbances, FarNodes
+from shardproof.backends.disturbances import Disturbances
 from shardproof.case import OF_NODES, Fault
 from shardproof.cluster.nodes import asking
 from shardproof.cluster.nodes.condition import Inquiry
 from shardproof.cluster.nodes.doors import door
+from shardproof.cluster.nodes.far import FarNodes
 from shardproof.cluster.nodes.keeper import KeeperTask, Packed
 from shardproof.launch.diagnosis import Lost, RankProcess
 from shardproof.launch.mpi.mpirun import START_SECONDS

@@ -15,7 +15,7 @@ from typing import Any
 from shardproof import verdicts
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import from_plain, read_input, to_plain, write_whole
-from shardproof.launch.nodes import Nodes, caps_in_words, facts_here
+from shardproof.launch.nodes import Nodes, cap_in_words, facts_here
 from shardproof.launch.pool import Pool
 from shardproof.report.drawings import bands
 from shardproof.runs.run_folder import RunFolder
@@ -145,7 +145,23 @@ def _about(studies: Sequence[Study], jobs: int, seconds: float) -> str:
     nodes, facts = Nodes.here(), facts_here()
     if nodes is None or facts is None:
         return about
-    return f"{about} Ranks on {nodes}{caps_in_words(facts['told'])}."
+    return f"{about} Ranks on {nodes}{_caps_in_words(facts['told'])}."
+
+
+def _caps_in_words(told: Mapping[str, Any]) -> str:
+    """What ``run.json`` tells of caps, to stand behind the nodes; empty: there are none."""
+    texts = []
+    for name, asked in told.get("declared", {}).items():
+        has = [
+            cap_in_words(name, one)
+            for one in told.get("measured", {}).get(name, ())
+            if one is not None
+        ]
+        measured = f", measured {' and '.join(has)}" if has else ""
+        texts.append(f"declared {cap_in_words(name, asked)}{measured}")
+    for node, own in told.get("slow_nodes", {}).items():
+        texts.append(f"{node} has {', '.join(cap_in_words(*item) for item in own.items())}")
+    return "".join(f"; {text}" for text in texts)
 
 
 def _kept(path: Path) -> dict[str, Any]:
