@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardproof.costs import collectives, compression
 from shardproof.costs.layout import Unit
-from shardproof.costs.model import Bound, Flow, Prefetch, norm_flow
+from shardproof.costs.model import Bound, Flow, Prefetch
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.costs.zero import Zero3
 
@@ -64,26 +64,22 @@ class FSDP(Zero3):
         """Gathers of a unit that was freed, or cut: before backward and each further forward."""
         return self.facts.called(unit.name) * self.facts.rounds if unit.name else 0
 
-    def flows(self) -> list[Flow]:
-        """Calls and bytes of one step: gathers of units, then reductions of gradients."""
-        facts, flows = self.facts, list[Flow]()
-        self.refuse_uncalled()
-        for unit in self.units:
-            if not facts.called(unit.name):
-                continue
-            gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
-            flows += collectives.flow(facts, facts.sharded, "all_gather", gathered, self.forwards)
-            # Between its uses a unit lies on so many ranks.
-            ranks, again = self.rests, self.gathers_again(unit)
-            flows += collectives.flow(facts, facts.sharded, "all_gather", gathered, again, ranks)
-        once = min(facts.rounds, 1)
-        times = once if self.is_silent else facts.rounds
-        flows += compression.flows(facts, facts.sharded, "reduce_scatter", self.reduced, times)
-        return [*flows, *self.crossing(once), *norm_flow(facts, facts.sharded)]
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces over the shards."""
+        return min(self.facts.rounds, 1) if self.is_silent else self.facts.rounds
 
-    def crossing(self, times: int) -> list[Flow]:
+    def gathers(self, unit: Unit) -> list[Flow]:
+        """Those before forward, and those over the ranks on which a unit lies between its uses."""
+        along, gathered, again = self.facts.sharded, self.gathered(unit), self.gathers_again(unit)
+        return [
+            *collectives.flow(self.facts, along, "all_gather", gathered, self.forwards),
+            *collectives.flow(self.facts, along, "all_gather", gathered, again, self.rests),
+        ]
+
+    def crossing(self) -> list[Flow]:
         """The sums of shards over the replicas; compressed where a shard is whole."""
-        facts, shards = self.facts, self.facts.shards
+        facts, shards, times = self.facts, self.facts.shards, min(self.facts.rounds, 1)
         if shards == 1:
             return compression.flows(facts, facts.replicated, "all_reduce", self.reduced, times)
         reduced = [flat.payload(facts.reduction(flat.dtype)) for flat in self.reduced]
@@ -108,24 +104,13 @@ class FSDP(Zero3):
         too, and so is the one before it, which goes there when the next is reduced.
         """
         inner = [unit for unit in self.units if unit.name in self.facts.units]
-        gathers = 0
-        if self.facts.shards > 1 and not (self.is_silent and self.rests == 1):
-            count = sum(len(unit.flats) for unit in inner)
-            follows = self.facts.option("prefetch_forward", 1) and not self.uncalled
-            gathers += count if follows else 0
-            if self.facts.option("prefetch_backward", 1) and self.rests > 1:
-                # What is kept whole (rests over 1 rank) has nothing to gather in backward.
-                gathers += count - self.first_of_backward
-        scatters, crosses = (
-            self.facts.size(axis) > 1 for axis in (self.facts.sharded, self.facts.replicated)
-        )
+        scatters, crosses = self.facts.shards > 1, self.facts.replicas > 1
         of_zero3 = super().prefetch()
         late = of_zero3.late_when_computing
         kept = {"backward": (0, 0)} if of_zero3.depth and self.rests == 1 else {}
         before = max((len(unit.trained) for unit in inner), default=0) if scatters else 0
         return replace(
             of_zero3,
-            gathers=gathers,
             late_when_computing=late if scatters else 0,
             late_when_idle=of_zero3.late_when_idle if scatters else 0,
             last_when_computing=late + before if crosses and self.held_up else 0,

@@ -210,22 +210,16 @@ class ParameterServer(Single):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """A server has what it owns and state for it, a worker all parameters and its gradients."""
-        trained = self.facts.trainable
-        if rank >= self.servers:
-            computes = self.lives(rank - self.servers, 0)
-            return {
-                "parameters": sum(t.nbytes for t in self.facts.parameters),
-                "masters": 0,
-                "gradients": sum(t.nbytes for t in trained) if computes else 0,
-                "optimizer_state": 0,
-            }
-        held = self.owned_by(rank)
-        state = [(t, t.numel) for t in held if t.trainable]
+        is_server = rank < self.servers
+        held = self.owned_by(rank) if is_server else self.facts.parameters
+        trained = [(t, t.numel) for t in held if t.trainable]
+        computes = not is_server and self.lives(rank - self.servers, 0)
+        states = self.states(updated) if is_server else 0
         return {
             "parameters": sum(t.nbytes for t in held),
             "masters": 0,
-            "gradients": 0,
-            "optimizer_state": state_bytes(self.facts, state, updated) * self.states(updated),
+            "gradients": sum(t.nbytes for t, _ in trained) if computes else 0,
+            "optimizer_state": state_bytes(self.facts, trained, updated) * states if states else 0,
         }
 
     def unclassified_limit(self, rank: int, step: int) -> int | None:

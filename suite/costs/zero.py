@@ -234,17 +234,28 @@ class Zero3(CostModel):
 
     def flows(self) -> list[Flow]:
         """(N-1) (m G + 2 m P) bytes: each round gathers a unit twice and reduces it once."""
-        facts, flows = self.facts, list[Flow]()
+        facts, reduced = self.facts, self.reduced
         self.refuse_uncalled()
-        for unit in self.units:
-            gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
-            times = self.gathers_per_step(unit)
-            flows += collectives.flow(facts, facts.sharded, "all_gather", gathered, times)
+        called = (unit for unit in self.units if facts.called(unit.name))
         return [
-            *flows,
-            *compression.flows(facts, facts.sharded, "reduce_scatter", self.reduced, facts.rounds),
+            *(one for unit in called for one in self.gathers(unit)),
+            *compression.flows(facts, facts.sharded, "reduce_scatter", reduced, self.reductions),
+            *self.crossing(),
             *model.norm_flow(facts, facts.sharded),
         ]
+
+    def gathers(self, unit: Unit) -> list[Flow]:
+        """The gathers of a unit in a step."""
+        gathered, times = self.gathered(unit), self.gathers_per_step(unit)
+        return collectives.flow(self.facts, self.facts.sharded, "all_gather", gathered, times)
+
+    def gathered(self, unit: Unit) -> list[tuple[int, int]]:
+        """Elements, and bytes of one, that a gather of ``unit`` makes, layout by layout."""
+        return [flat.payload(self.facts.compute(flat.dtype)) for flat in unit.flats]
+
+    def crossing(self) -> list[Flow]:
+        """The sums of shards over replicas, of which there are none."""
+        return []
 
     @cached_property
     def uncalled(self) -> set[str]:
@@ -316,20 +327,33 @@ class Zero3(CostModel):
         """In both directions the next unit is gathered while one computes.  A unit that ends with
         the whole backward is reduced late if that may end without one of its gradients.
         """
-        inner = [unit for unit in self.units if unit.name in self.facts.units]
+        count = sum(len(u.flats) for u in self.units if u.name in self.facts.units)
         #     unit         1  2  3  4  5         forward, one unit ahead
         #     computes           x
         #     gathered           x  x            4 comes while 3 computes; 1 and 2 have been freed
-        ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
         gathers = 0
-        if self.facts.shards > 1:
-            gathers = ways * sum(len(u.flats) for u in inner) - self.first_of_backward
+        if self.facts.shards > 1 and not (self.is_silent and self.rests == 1):
+            if self._prefetched("forward") and not self.uncalled:
+                gathers += count  # it follows the order of the forward before
+            if self._prefetched("backward") and self.rests > 1:
+                # What is kept whole (rests over 1 rank) has nothing to gather in backward.
+                gathers += count - self.first_of_backward
         late = sum(len(unit.trained) for unit in self.held_up)
         watched = all(not unit.name or unit.name in self.facts.units for unit in self.units)
         depth = {phase: self.depth(self._prefetched(phase)) for phase in ("forward", "backward")}
         if not self.has_one_order:
             depth = {}
         return Prefetch(gathers, late, len(self.trained), watched=watched, depth=depth)
+
+    @property
+    def rests(self) -> int:
+        """Over how many ranks parameters are sharded between forward and backward (1: whole)."""
+        return self.facts.shards
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether gradients of all but the last round stay on their rank."""
+        return False
 
     @property
     def first_of_backward(self) -> int:
