@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy
 import torch
@@ -26,14 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Op = Literal["sum", "avg", "min", "max", "product"]
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
+_OPS = {op: getattr(dist.ReduceOp, op.upper()) for op in get_args(Op)}
 
 #: Tags of messages that belong together: as many as may be under way in a group, and one more.
 TAGS = 1 << 12

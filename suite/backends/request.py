@@ -14,20 +14,10 @@ from torch import Tensor
 from shardproof.ledgers import traffic
 
 _ReduceOp = dist.ReduceOp
-_REDUCE_NAMES: dict[Any, str] = {
-    _ReduceOp.SUM: "sum",
-    _ReduceOp.AVG: "avg",
-    _ReduceOp.MIN: "min",
-    _ReduceOp.MAX: "max",
-    _ReduceOp.PRODUCT: "product",
-    _ReduceOp.BAND: "band",
-    _ReduceOp.BOR: "bor",
-    _ReduceOp.BXOR: "bxor",
-}
-
-
 #: Reduce operations that integers alone have.
 _BITS = ("band", "bor", "bxor")
+_REDUCE = ("sum", "avg", "min", "max", "product", *_BITS)
+_REDUCE_NAMES: dict[Any, str] = {getattr(_ReduceOp, name.upper()): name for name in _REDUCE}
 #: Operations to which each rank gives sizes of its own.
 _UNEQUAL = frozenset({"all_to_all", "gather", "scatter"})
 

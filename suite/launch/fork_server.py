@@ -73,11 +73,6 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class Idle:
-    """From a leader: its task is done, it has neither children nor threads, and takes another."""
-
-
-@dataclass(frozen=True)
 class Kill:
     """End the leader of that ticket, and all that it started."""
 
@@ -93,7 +88,10 @@ class Preload:
 
 @dataclass(frozen=True)
 class Ready:
-    """Everything is imported, and there is one thread."""
+    """Everything is imported, and there is one thread.
+
+    From a leader: its task is done, it has neither children nor threads, and takes another.
+    """
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,6 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()
         self._ready = False
-        self._pid = 0
         self._began = time.monotonic()
         self._waiting.clear()
         inherited = {k: v for k, v in os.environ.items() if k not in FOREIGN}

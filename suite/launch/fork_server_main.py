@@ -162,9 +162,8 @@ class _Server:
             self._selector.unregister(leader.line)
             return
         if done and leader.ticket is not None:
-            seconds = time.monotonic() - leader.began
             ticket, leader.ticket = leader.ticket, None
-            how = 0, None, seconds, _output(leader)
+            how = 0, None, time.monotonic() - leader.began, _output(leader)
             self._send(fork_server.LeaderExit(ticket, leader.pid, *how))
 
     def _fork(self, order: fork_server.Fork) -> None:
@@ -226,19 +225,16 @@ class _Server:
                 self._selector.unregister(leader.line)
             leader.line.close()
             process_control.end_adopted(self._leaders.keys())
-            signaled = os.WIFSIGNALED(status)
-            code = None if signaled else os.WEXITSTATUS(status)
-            signum = os.WTERMSIG(status) if signaled else None
+            code = os.waitstatus_to_exitcode(status)  # of a signal it is less than 0
             output = _output(leader)
             os.close(leader.output)
             if leader.ticket is not None:
-                how = code, signum, seconds, output
-                self._send(fork_server.LeaderExit(leader.ticket, leader.pid, *how))
+                how = (code, None) if code >= 0 else (None, -code)
+                end = fork_server.LeaderExit(leader.ticket, leader.pid, *how, seconds, output)
+                self._send(end)
         process_control.end_adopted(self._leaders.keys())
 
-    def _send(
-        self, message: fork_server.Ready | fork_server.Failed | fork_server.LeaderExit
-    ) -> None:
+    def _send(self, message: object) -> None:
         try:
             fork_server.send(self._connection, message)
         except OSError:
@@ -291,7 +287,7 @@ def _do_tasks(order: fork_server.Fork, line: socket.socket) -> None:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        fork_server.send(line, fork_server.Idle())
+        fork_server.send(line, fork_server.Ready())
         try:
             while not (orders := fork_server.receive(line, 60.0)):
                 pass  # the fork server's death ends this process

@@ -267,17 +267,6 @@ def test_a_rank_that_waits_late_does_not_hold_on_to_the_tensors_of_others() -> N
     assert gone == [True, True]
 
 
-def test_work_nobody_waits_for_is_told() -> None:
-    def body(rank: int, _: int) -> None:
-        if rank == 0:
-            dist.all_reduce(torch.ones(1), async_op=True)
-
-    hub = Hub(2, 5.0)
-    succeed(body, 2, hub=hub)
-    assert hub.unfinished() == ["rank 0: all_reduce(sum, float32[1]) of group 0-1, its call 0"]
-    assert hub.last_call(0) == "all_reduce(sum, float32[1])"
-
-
 def test_a_world_of_no_ranks_and_an_unknown_backend_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one rank, not 0"):
         Hub(0, 1.0)

@@ -199,20 +199,6 @@ class Hub:
                 found |= grown
             return {rank: absence for rank, absence in found.items() if rank in missing}
 
-    def unfinished(self) -> list[str]:
-        """Calls that some rank made and that were never completed, in words."""
-        with self._lock:
-            calls = [p for g in self._groups.values() for p in (*g.calls.values(), *g.exchanges)]
-            return [
-                f"rank {p.group.ranks[i]}: {p.call(p.group.ranks[i])}"
-                for p in calls
-                for i in p.posts
-            ]
-
-    def last_call(self, rank: int) -> str:
-        """The last call that ``rank`` made, in words."""
-        return self._last[rank]
-
     # -------------------------------------------------------------------------------------- calls
 
     def group(self, name: str, ranks: tuple[int, ...], nth: int) -> Shared:
