@@ -59,14 +59,12 @@ class Handle(dist.Work):
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.request = request
-        self._ledger: traffic.TrafficLedger | None = None
-        self._calls: list[traffic.Call] = []
+        #: The ledger that has this call, and its rows there.
+        self.ledger: traffic.TrafficLedger | None = None
+        self.rows: list[traffic.Call] = []
         #: The number under which the heartbeat knows this call.
         self.noted = 0
         self.in_background = False
-
-    def attach(self, ledger: traffic.TrafficLedger, calls: list[traffic.Call]) -> None:
-        self._ledger, self._calls = ledger, calls
 
     @abstractmethod
     def _settle(self, timeout: float | None) -> None:
@@ -82,8 +80,8 @@ class Handle(dist.Work):
 
     def note_wait(self) -> None:
         """The program waits for this call now."""
-        if self._ledger is not None:
-            self._ledger.waited(self._calls)
+        if self.ledger is not None:
+            self.ledger.waited(self.rows)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is visible; ``timeout`` of zero or ``None`` means the group's."""
@@ -233,13 +231,11 @@ class GroupBase(dist.ProcessGroup):
         if self.transform is not None:
             request = self.transform(request)
         noted = self._note(request)
-        ledger = traffic.current()
-        calls = None
+        ledger, calls = traffic.current(), list[traffic.Call]()
         memory.communicated(t for item in (*request.inputs, *request.outputs) for t in item)
         if ledger is not None:
             loads = request.loads(self._size, self._rank)
-            ranks = self.global_ranks
-            peer = request.peer
+            ranks, peer = self.global_ranks, request.peer
             if peer is not None:  # one beyond the group is refused, or not, by the backend
                 peer = ranks[peer] if 0 <= peer < len(ranks) else None
             strided = request.is_strided()
@@ -249,9 +245,7 @@ class GroupBase(dist.ProcessGroup):
                 if memory.at_release(tensor, partial(ledger.released, calls)):
                     ledger.released(calls, traffic.NEVER)
         handle = self._start(request)
-        handle.noted = noted
-        if ledger is not None and calls is not None:
-            handle.attach(ledger, calls)
+        handle.noted, handle.ledger, handle.rows = noted, ledger, calls
         return handle
 
     def _note(self, request: Request) -> int:

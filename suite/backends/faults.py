@@ -213,7 +213,7 @@ class _Dying:
     def __init__(self, calls: int) -> None:
         self.left = calls
 
-    def call(self, request: Request, group: object, issue: Callable[[Request], Handle]) -> Handle:
+    def call(self, request: Request, group: object, issue: Issue) -> Handle:
         """Issue ``request``, unless the rank dies of it."""
         if not self.left:
             _backend().depart()

@@ -188,8 +188,7 @@ class Logged(GroupBase):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        types: list[torch.device] = self.native._device_types
-        return types
+        return self.native._device_types
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -317,5 +316,4 @@ def _batch(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
         for one in p2p_op_list:
             peer = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
             one.op(one.tensor, group=group, tag=one.tag, **peer)
-    works: list[dist.Work] = together.works
-    return works
+    return together.works

@@ -153,16 +153,22 @@ def find(standings: Sequence[Standing]) -> Autopsy | None:
         alone = next((min(those) for those in (most, of_groups) if len(those) == 1), None)
     if alone is not None:
         return Autopsy("desync", f"desync: {_told(alone, ranks, waits, lacks)}", alone)
-    return Autopsy("desync", f"desync: {_ring(ranks, waits, lacks)}", None)
+    ring = [
+        f"rank {rank} waits in {_named(waits[rank])} for {name_ranks(sorted(missing))}"
+        f"{_at(ranks[rank])}"
+        for rank, missing in sorted(lacks.items())
+    ]
+    tail = "each waits for another, and none of them came"
+    return Autopsy("desync", f"desync: {'; '.join(ring)}; {tail}", None)
 
 
 def _stopped(ranks: Mapping[int, Standing]) -> Autopsy | None:
     """A rank that is stopped while no other has come to a call that needs it."""
-    for rank, one in ranks.items():
-        if one.how == "stopped":
-            sentence = f"dead peer: rank {rank} goes no further: {_instead(one, None)}"
-            return Autopsy("dead peer", sentence, rank)
-    return None
+    rank = next((rank for rank, one in ranks.items() if one.how == "stopped"), None)
+    if rank is None:
+        return None
+    sentence = f"dead peer: rank {rank} goes no further: {_instead(ranks[rank], None)}"
+    return Autopsy("dead peer", sentence, rank)
 
 
 def _how(one: Standing) -> How:
@@ -280,19 +286,6 @@ def _instead(one: Standing, waits: Noted | None) -> str:
         "computes": "it computes",
     }.get(one.how, "it stands")
     return f"{how}{_at(one)}, {last}"
-
-
-def _ring(
-    ranks: Mapping[int, Standing],
-    waits: Mapping[int, Noted],
-    lacks: Mapping[int, Collection[int]],
-) -> str:
-    each = [
-        f"rank {rank} waits in {_named(waits[rank])} for {name_ranks(sorted(missing))}"
-        f"{_at(ranks[rank])}"
-        for rank, missing in sorted(lacks.items())
-    ]
-    return f"{'; '.join(each)}; each waits for another, and none of them came"
 
 
 def _split(call: Noted) -> tuple[str, str]:

@@ -179,14 +179,9 @@ class Hub:
         """
         with self._lock:
             self._raise_failure()
-            found = {
-                rank: errors.Absence("it has ended", ended=True)
-                for rank in missing
-                if rank in self._ended
-            }
-            if found:
-                return found
-            held = set(there)
+            if gone := self._ended.intersection(missing):
+                return dict.fromkeys(sorted(gone), errors.Absence("it has ended", ended=True))
+            held, found = set(there), dict[int, errors.Absence]()
             while grown := {
                 rank: errors.Absence(f"it waits in {pending.call(rank)}")
                 for rank, pending in self._waiting.items()
@@ -352,11 +347,10 @@ class Hub:
 
     def _check_deadlock(self) -> None:
         """Fail if every rank that still runs waits and no waiter's condition holds."""
-        live = [rank for rank in range(self.world) if rank not in self._ended]
-        if not live or self.failure is not None:
+        waits = [self._waiting.get(rank) for rank in range(self.world) if rank not in self._ended]
+        if not waits or self.failure is not None:
             return
-        waits = {rank: self._waiting.get(rank) for rank in live}
-        if any(call is None or call.done or call.lost() for call in waits.values()):
+        if any(call is None or call.done or call.lost() for call in waits):
             return
         mismatched = next((p for p in self._waiting.values() if p.mismatched), None)
         if mismatched is not None:

@@ -103,7 +103,7 @@ class MpiGroup(GroupBase):
         if request.operation in ("send", "recv"):
             tag, key = self._mail.own_tag(request.tag), ""
         else:
-            tag, key = self._mail.tag(self._count, request.agreed()), ""
+            tag = self._mail.tag(self._count, request.agreed())
             key = f"call/{self._name}/{self._count}"
             self._count += 1
         call = world.calls.begin(request, self._mail, self._members, tag, key)
