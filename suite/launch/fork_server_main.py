@@ -225,13 +225,12 @@ class _Server:
                 self._selector.unregister(leader.line)
             leader.line.close()
             process_control.end_adopted(self._leaders.keys())
-            code = os.waitstatus_to_exitcode(status)  # of a signal it is less than 0
-            output = _output(leader)
+            code = os.waitstatus_to_exitcode(status)  # less than 0: a signal
+            exited, signum = (code if code >= 0 else None), (-code if code < 0 else None)
+            how = exited, signum, seconds, _output(leader)
             os.close(leader.output)
             if leader.ticket is not None:
-                how = (code, None) if code >= 0 else (None, -code)
-                end = fork_server.LeaderExit(leader.ticket, leader.pid, *how, seconds, output)
-                self._send(end)
+                self._send(fork_server.LeaderExit(leader.ticket, leader.pid, *how))
         process_control.end_adopted(self._leaders.keys())
 
     def _send(self, message: object) -> None:

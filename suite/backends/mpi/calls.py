@@ -237,7 +237,7 @@ class Calls:
 
     def _compare(self, call: Call) -> None:
         """Fail if a rank that waits in the same call of the group calls something else."""
-        own = [call.request.text(), zlib.crc32(call.request.agreed().encode())]
+        own: list[Any] = [call.request.text(), zlib.crc32(call.request.agreed().encode())]
         if not call.told:
             call.told = True
             self._store.set(f"{call.key}/{call.rank}", json.dumps(own))
