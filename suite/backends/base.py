@@ -115,9 +115,6 @@ class Handle(dist.Work):
         self.wait()
         return [tensor for item in self.request.outputs for tensor in item]
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
     def exception(self) -> Any:
         return None
 

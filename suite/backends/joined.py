@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof import comm
 from shardproof.backends import BACKENDS, base, errors, faults, heartbeat
 from shardproof.backends.backend import Backend, Joining
-from shardproof.backends.disturbances import Disturbances
 from shardproof.ledgers import program_order, traffic
 
 #: Most seconds between two looks at who has come, and of the time waited until the next.
@@ -30,34 +27,25 @@ LONGEST_LOOK, LOOK_SHARE = 0.01, 0.1
 TICK_SECONDS, WAITING_LOOKS = 0.05, 100
 
 
-def join(
-    backend: str | Backend,
-    rank: int,
-    world: int,
-    rendezvous: Path | Store,
-    timeout_s: float,
-    ledgers: bool,
-    hub: Any = None,
-    disturbances: Disturbances | None = None,
-) -> None:
-    """Initialize the default process group for this rank; the arguments are those of ``Joining``.
+def join(backend: str | Backend, joining: Joining) -> None:
+    """Initialize the default process group for this rank.
 
-    With ``ledgers`` the rank's log and traffic ledger are ``program_order.current()`` and
+    With ledgers the rank's log and traffic ledger are ``program_order.current()`` and
     ``traffic.current()``.  Raises ``ValueError`` for an unknown backend or a missing or misfitting
     hub.
     """
     chosen = backend if isinstance(backend, Backend) else BACKENDS.get(backend)
     if chosen is None:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
-    log, is_process = program_order.RankLog() if ledgers else None, not chosen.threads
-    fault = disturbances.fault if disturbances is not None else None
-    injection = faults.Injection(fault) if fault and log and fault.rank == rank else None
+    log, is_process = program_order.RankLog() if joining.ledgers else None, not chosen.threads
+    fault = joining.disturbances.fault if joining.disturbances is not None else None
+    injection = faults.Injection(fault) if fault and log and fault.rank == joining.rank else None
     base.INJECTION.set(injection, process=is_process)
     if log and injection:
         log.listener = injection.event
     program_order.install(log, process=is_process)
     traffic.install(traffic.TrafficLedger(log) if log else None, process=is_process)
-    chosen.join(Joining(rank, world, rendezvous, timeout_s, ledgers, hub, disturbances))
+    chosen.join(joining)
     base.JOINED.set(chosen, process=is_process)
 
 

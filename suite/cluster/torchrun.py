@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof import tensor_bytes, workloads
-from shardproof.backends import BACKENDS, USUAL_PROCESSES, heartbeat, joined
+from shardproof.backends import BACKENDS, USUAL_PROCESSES, Joining, heartbeat, joined
 from shardproof.backends.disturbances import disturbances_of
 from shardproof.backends.mpi import group
 from shardproof.case import Case
@@ -158,8 +158,7 @@ def _one(store: dist.Store, place: Place, case: Case, number: int, folder: Path)
     before = _sockets()
     try:
         workload = workloads.for_case(case)
-        joined.join(
-            case.backend,
+        joining = Joining(
             place.rank,
             place.world,
             dist.PrefixStore(f"case{number}", store),
@@ -167,6 +166,7 @@ def _one(store: dist.Store, place: Place, case: Case, number: int, folder: Path)
             case.ledgers,
             disturbances=disturbances_of(case.workload.traits),
         )
+        joined.join(case.backend, joining)
         record = run_rank(case, workload, place.rank)
         tensor_bytes.dump(folder / f"rank{place.rank}.rec", record.to_dict())
         outcome = RankOutcome(place.rank, "ok", ended=time.monotonic() - began)

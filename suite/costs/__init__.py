@@ -42,7 +42,7 @@ from shardproof.costs.model import CostModel
 from shardproof.costs.model import Flow as Flow
 from shardproof.costs.model import NoCostModel as NoCostModel
 from shardproof.costs.model_facts import ModelFacts
-from shardproof.costs.offload import offloaded
+from shardproof.costs.offload import asked
 from shardproof.costs.tensor import cannot_share_layers
 
 
@@ -85,7 +85,7 @@ def cost_model_of(strategy: str, facts: ModelFacts | None) -> CostModel | None:
     """The cost model of ``strategy`` for ``facts``; ``None`` where there is none."""
     if facts is None or not strategies.of(strategy).is_known:
         return None
-    return offloaded(cost_model_class(strategy), facts)(facts)
+    return asked(cost_model_class(strategy), facts)
 
 
 def memory_ratio(cost_model: CostModel) -> Fraction:

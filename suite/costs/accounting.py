@@ -33,7 +33,7 @@ class Accounting:
         """Bytes of all three classes together, per parameter."""
         return self.parameters + self.gradients + self.optimizer
 
-    def ratio(self, cost_model: type[CostModel], ranks: int | None) -> Fraction | None:
+    def ratio(self, cost_model: CostModel | type[CostModel], ranks: int | None) -> Fraction | None:
         """How many times less a rank holds than under full replication, without padding.
 
         ``ranks=None``: in the limit of many (``None`` where it grows without bound).

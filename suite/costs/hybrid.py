@@ -19,7 +19,7 @@ from shardproof.costs.ddp import Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.model import Bound, CostModel, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
-from shardproof.costs.offload import offloaded
+from shardproof.costs.offload import asked
 from shardproof.costs.pipeline import Message, Pipeline, exchanged
 from shardproof.costs.stages import Stages, stages_of
 from shardproof.costs.tensor import TensorParallel
@@ -125,7 +125,7 @@ class Hybrid(CostModel):
             inputs=(),
             hidden={},
         )
-        return offloaded(strategy, inner)(inner)
+        return asked(strategy, inner)
 
     def local_part(self, tensor: TensorFacts, rank: int) -> TensorFacts:
         """``tensor`` as rank ``rank`` of the tensor axis has it."""

@@ -265,6 +265,7 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
     homes = _homes(workload, model) if piped else {}
     inputs = _inputs(case, workload) if axes.exchanging(case.mesh) else ()
     form = workload.family.cross_entropy(workload.params)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     return ModelFacts(
         axes=dict(case.mesh),
         options=dict(case.options),
@@ -290,12 +291,7 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
         units=tuple(workload.units),
         micro_batches=tuple(case.workload.micro_batch_counts(case.data_coordinates)),
         rotating="rotating_shares" in case.workload.traits,
-        groups=tuple(
-            tuple(names)
-            for _, names in case.optimizer.assign(
-                name for name, p in model.named_parameters() if p.requires_grad
-            )
-        ),
+        groups=tuple(tuple(names) for _, names in case.optimizer.assign(trained)),
         optimizer=case.optimizer.name,
         momentum=case.optimizer.momentum,
         clipped=case.optimizer.clip_norm is not None,

@@ -35,17 +35,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from shardproof.launch import process_control, stacks
+from shardproof.launch import process_control, rank_process, stacks
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.mpi.mpirun import Mpirun, MpirunError
-from shardproof.launch.rank_process import (
-    RankLaunch,
-    exit_process,
-    prepare_process,
-    print_to,
-    run_rank,
-    run_threads,
-)
+from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import NotLent, ProcessHost
 
 #: Bytes by which a process may grow: of its memory limit a case must have most left.
@@ -228,7 +221,7 @@ def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
     """
     code = 1
     try:
-        prepare_process(parent, log, log.with_suffix(".stacks"))
+        rank_process.prepare_process(parent, log, log.with_suffix(".stacks"))
         before = _State.now()
         while name := orders.recv(4096):
             code, clean = _one(rank, Path(os.fsdecode(name)), log)
@@ -240,22 +233,22 @@ def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
     except BaseException:  # noqa: BLE001 - last stop before the process's end
         traceback.print_exc()
     finally:
-        exit_process(code)
+        rank_process.exit_process(code)
 
 
 def _one(rank: int, file: Path, log: Path) -> tuple[int, bool]:
     launch: RankLaunch = pickle.loads(file.read_bytes())
     threads = launch.backend.threads
-    print_to(launch.shared_output if threads else launch.output(rank))
+    rank_process.print_to(launch.shared_output if threads else launch.output(rank))
     armed = stacks.arm(launch.stacks(rank))
     try:
-        return run_threads(launch) if threads else run_rank(launch, rank)
+        return rank_process.run_threads(launch) if threads else rank_process.run_rank(launch, rank)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         del launch
         gc.collect()
-        print_to(log)
+        rank_process.print_to(log)
         stacks.arm(log.with_suffix(".stacks"))
         os.close(armed)
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardproof import tensor_bytes
-from shardproof.backends import BACKENDS, Backend, heartbeat, joined
+from shardproof.backends import BACKENDS, Backend, Joining, heartbeat, joined
 from shardproof.launch import process_control, stacks
 from shardproof.launch.mpi.mpirun import unlink_segments
 from shardproof.launch.outcome import RankOutcome, of_exception
@@ -178,8 +178,8 @@ def run_rank(launch: RankLaunch, rank: int, hub: Any = None) -> tuple[int, bool]
     """
     writer = heartbeat.attach(launch.heartbeat, rank, thread=hub is not None)
     try:
-        where = launch.backend, rank, launch.world, launch.rendezvous, launch.timeout_s
-        joined.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
+        where = rank, launch.world, launch.rendezvous, launch.timeout_s
+        joined.join(launch.backend, Joining(*where, launch.ledgers, hub, launch.disturbances))
         if launch.backend.mpirun:
             unlink_segments()
         result = launch.program(rank, launch.world)

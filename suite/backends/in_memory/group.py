@@ -78,10 +78,7 @@ class InMemoryGroup(GroupBase):
         made: dict[tuple[str, tuple[int, ...]], int] = _RANK.made
         nth = made[name, ranks] = made.get((name, ranks), -1) + 1
         self._shared = hub.group(name, ranks, nth)
-        if hub.transform is not None:
-            change = hub.transform
-            self.transform = lambda request: change(global_rank, request)
-        elif _RANK.disturbances is not None:
+        if _RANK.disturbances is not None:
             self.transform = _RANK.disturbances.skew(global_rank)
 
     @property

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -102,22 +102,16 @@ class Hub:
 
     ``timeout_s`` bounds every wait.  With ``delay`` results become visible only where the program
     waits for them, with ``poison`` receive buffers hold NaN until then: either shows a missing
-    wait. ``transform(rank, request)`` may sleep, raise, or return another request to start
-    instead.
+    wait.
     """
 
     def __init__(
-        self,
-        world: int,
-        timeout_s: float,
-        delay: bool = False,
-        poison: bool = False,
-        transform: Callable[[int, Request], Request] | None = None,
+        self, world: int, timeout_s: float, delay: bool = False, poison: bool = False
     ) -> None:
         if world < 1:
             raise ValueError(f"a world needs at least one rank, not {world}")
         self.world, self.timeout_s = world, timeout_s
-        self.delay, self.poison, self.transform = delay or poison, poison, transform
+        self.delay, self.poison = delay or poison, poison
         self.store = dist.HashStore()
         self.failure: errors.CommError | None = None
         self._lock = threading.Lock()
