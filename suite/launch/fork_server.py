@@ -132,18 +132,15 @@ def receive(connection: socket.socket, timeout_s: float) -> list[Any]:
     poller = select.poll()
     poller.register(connection, select.POLLIN)
     poller.poll(timeout_s * 1000)
-    while True:
-        try:
-            data = connection.recv(_LONGEST_MESSAGE, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return messages
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            if not messages:
-                raise EOFError
-            return messages
-        messages.append(pickle.loads(data))
+    try:
+        with contextlib.suppress(ConnectionResetError):
+            while data := connection.recv(_LONGEST_MESSAGE, socket.MSG_DONTWAIT):
+                messages.append(pickle.loads(data))
+    except BlockingIOError:  # that is all for now
+        return messages
+    if not messages:
+        raise EOFError
+    return messages
 
 
 class ForkServer:

@@ -224,11 +224,11 @@ def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
         rank_process.prepare_process(parent, log, log.with_suffix(".stacks"))
         before = _State.now()
         while name := orders.recv(4096):
-            code, clean = _one(rank, Path(os.fsdecode(name)), log)
+            ended, clean = _one(rank, Path(os.fsdecode(name)), log)
             left = before.restore()
             if left:
                 print(f"not used again: {left}", file=sys.stderr)
-            orders.send(json.dumps([code, clean and not left]).encode())
+            orders.send(json.dumps([ended, clean and not left]).encode())
         code = 0
     except BaseException:  # noqa: BLE001 - last stop before the process's end
         traceback.print_exc()
