@@ -144,9 +144,11 @@ class GroupBase(dist.ProcessGroup):
     #: them: one that does not see it by itself.
     compares = False
 
-    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout: timedelta, members: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._members = rank, size, members
         self._timeout = timeout
         self._name = self._description = ""
         self.transform: Callable[[Request], Request] | None = None
@@ -197,9 +199,9 @@ class GroupBase(dist.ProcessGroup):
     _set_timeout = set_timeout
 
     @property
-    @abstractmethod
     def global_ranks(self) -> tuple[int, ...]:
         """Global ranks of the members, in group order."""
+        return self._members
 
     @property
     def axis(self) -> str:
@@ -387,6 +389,10 @@ class GroupBase(dist.ProcessGroup):
 
     def barrier(self, *args: Any, **options: Any) -> Handle:
         return self._call("barrier", "barrier", (*args, *options.values()))
+
+    def monitored_barrier(self, *args: Any, **options: Any) -> None:
+        """A barrier; a backend of ours names who is missing anyway."""
+        self.barrier().wait()
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Handle:
         items, given = _singly(tensors), (tensors, destination, tag)

@@ -72,18 +72,13 @@ class InMemoryGroup(GroupBase):
     def __init__(
         self, hub: Hub, global_rank: int, ranks: tuple[int, ...], name: str, timeout: timedelta
     ) -> None:
-        super().__init__(ranks.index(global_rank), len(ranks), timeout)
-        self._hub, self._global_rank, self._members = hub, global_rank, ranks
-        self._name = name
+        super().__init__(ranks.index(global_rank), len(ranks), timeout, ranks)
+        self._hub, self._global_rank, self._name = hub, global_rank, name
         made: dict[tuple[str, tuple[int, ...]], int] = _RANK.made
         nth = made[name, ranks] = made.get((name, ranks), -1) + 1
         self._shared = hub.group(name, ranks, nth)
         if _RANK.disturbances is not None:
             self.transform = _RANK.disturbances.skew(global_rank)
-
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        return self._members
 
     def _start(self, request: Request) -> Handle:
         check(request, self._size, self._rank)
@@ -93,10 +88,6 @@ class InMemoryGroup(GroupBase):
         post = self._hub.post_exchange if exchange else self._hub.post
         pending = post(self._shared, self._rank, request)
         return _Handle(request, self._hub, self._global_rank, pending)
-
-    def monitored_barrier(self, *args: Any, **options: Any) -> None:
-        """A barrier; the hub names who is missing anyway."""
-        self.barrier().wait()
 
     def abort(self) -> None:
         """End the world of all ranks."""
