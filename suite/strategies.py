@@ -70,17 +70,12 @@ class Strategy:
         return Strategy(name, cost_model, family, profile, along, unsharded=unsharded)
 
 
-def _own(
+def _record(
     name: str, costs: str, family: str, profile: frozenset[str], along: tuple[str, ...], **more: Any
 ) -> Strategy:
-    return Strategy(name, f"shardproof.costs.{costs}", family, profile, along, **more)
-
-
-def _reference(
-    name: str, costs: str, family: str, profile: frozenset[str], along: tuple[str, ...], **more: Any
-) -> Strategy:
-    """A strategy whose reference keeps temporaries within their bound."""
-    return _own(name, costs, family, profile, along, bounds_temporaries=True, **more)
+    """A strategy of the textbook; where bounds are known, its reference keeps within them."""
+    bounds, path = bool(family), f"shardproof.costs.{costs}"
+    return Strategy(name, path, family, profile, along, bounds_temporaries=bounds, **more)
 
 
 _BROADCASTS = frozenset({"clipping", "accumulation", "initial_broadcast"})
@@ -100,26 +95,22 @@ _GRID = (*_PIPE, *_DATA, *_TENSOR)
 REPLICATION = "ddp"
 #: Name, cost model, family, profile, axes.
 _RECORDS = (
-    _own(
+    _record(
         "single", "ddp:Single", "", _BROADCASTS - {"initial_broadcast"}, (), serves_data_axes=True
     ),
     # Copies of the whole model that sum their gradients in every step.
-    _reference("naive_ddp", "ddp:NaiveDDP", "ddp", _BROADCASTS, _COPIES),
-    _reference(
-        REPLICATION, "ddp:DDP", "ddp", _DDP, _COPIES, serves_data_axes=True, in_buckets=True
-    ),
-    _own("elastic_ddp", "ddp:Elastic", "", _BROADCASTS | {"elastic"}, _COPIES),
+    _record("naive_ddp", "ddp:NaiveDDP", "ddp", _BROADCASTS, _COPIES),
+    _record(REPLICATION, "ddp:DDP", "ddp", _DDP, _COPIES, serves_data_axes=True, in_buckets=True),
+    _record("elastic_ddp", "ddp:Elastic", "", _BROADCASTS | {"elastic"}, _COPIES),
     # Copies that train apart, and meet now and then or at a server.
-    _own("local_sgd", "local:LocalSGD", "", _ZERO, _COPIES),
-    _own("diloco", "local:DiLoCo", "", _ZERO, _COPIES),
-    _own("parameter_server", "local:ParameterServer", "", _SERVERS, _COPIES),
+    _record("local_sgd", "local:LocalSGD", "", _ZERO, _COPIES),
+    _record("diloco", "local:DiLoCo", "", _ZERO, _COPIES),
+    _record("parameter_server", "local:ParameterServer", "", _SERVERS, _COPIES),
     # Shards of the optimizer state, of the gradients, of the parameters.
-    _reference("zero1", "zero:Zero1", "zero1", _ZERO1, _SHARDS, serves_data_axes=True),
-    _reference("zero2", "zero:Zero2", "zero2", _ZERO2, _SHARDS, serves_data_axes=True),
-    _reference(
-        "zero3", "zero:Zero3", "zero3", _ZERO3 | {"overlap"}, _SHARDS, serves_data_axes=True
-    ),
-    _reference(
+    _record("zero1", "zero:Zero1", "zero1", _ZERO1, _SHARDS, serves_data_axes=True),
+    _record("zero2", "zero:Zero2", "zero2", _ZERO2, _SHARDS, serves_data_axes=True),
+    _record("zero3", "zero:Zero3", "zero3", _ZERO3 | {"overlap"}, _SHARDS, serves_data_axes=True),
+    _record(
         "fsdp",
         "fsdp:FSDP",
         "zero3",
@@ -129,7 +120,7 @@ _RECORDS = (
         unsharded={"sharding_strategy": "NO_SHARD"},
     ),
     # Stages, split layers, and all of these at once.
-    _reference(
+    _record(
         "pipeline",
         "pipeline:Pipeline",
         "pipeline",
@@ -137,8 +128,8 @@ _RECORDS = (
         _PIPE,
         own_stages=True,
     ),
-    _reference("tensor", "tensor:TensorParallel", "tensor", _SPLIT, _TENSOR),
-    _reference("hybrid", "hybrid:Hybrid", "hybrid", _SPLIT | {"stages"}, _GRID, own_stages=True),
+    _record("tensor", "tensor:TensorParallel", "tensor", _SPLIT, _TENSOR),
+    _record("hybrid", "hybrid:Hybrid", "hybrid", _SPLIT | {"stages"}, _GRID, own_stages=True),
 )
 #: The strategies of the textbook, by name.
 TEXTBOOK: Mapping[str, Strategy] = {record.name: record for record in _RECORDS}

@@ -13,7 +13,6 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -100,16 +99,6 @@ class FormulaError(ValueError):
         super().__init__(f"column {column} of {shorten(text)!r}: {what}")
 
 
-@dataclass(frozen=True)
-class Formula:
-    """A named cost: what ``value`` counts, in which unit, and where it is published."""
-
-    name: str
-    value: Term
-    unit: str
-    source: str
-
-
 def model_facts_in(facts: Facts) -> ModelFacts:
     """The model facts that ``facts`` were taken from.
 
@@ -120,21 +109,22 @@ def model_facts_in(facts: Facts) -> ModelFacts:
     return facts.model_facts
 
 
-_PER_STEP = "floating-point bytes sent in one optimizer step, summed over ranks"
-_PER_RANK = "bytes on the rank that holds most, once all state exists"
-#: What can be asked of every strategy: suffix -> (unit, question).
-_QUESTIONS: dict[str, tuple[str, Callable[[CostModel], Number]]] = {
-    "payload_bytes": (_PER_STEP, lambda cost_model: cost_model.payload()),
-    "parameter_bytes": (_PER_RANK, lambda cost_model: cost_model.held("parameters")),
-    "master_bytes": (_PER_RANK, lambda cost_model: cost_model.held("masters")),
-    "gradient_bytes": (_PER_RANK, lambda cost_model: cost_model.held("gradients")),
-    "optimizer_bytes": (_PER_RANK, lambda cost_model: cost_model.held("optimizer_state")),
-    "state_bytes": (f"{_PER_RANK}: parameters, masters, gradients, optimizer", CostModel.total),
-    "memory_ratio": ("times less than whole copies, same options", memory_ratio),
+#: What can be asked of every strategy.  Bytes are those sent in one optimizer step, summed over
+#: ranks (payload), or held by the rank that holds most, once all state exists.
+_QUESTIONS: dict[str, Callable[[CostModel], Number]] = {
+    "payload_bytes": lambda cost_model: cost_model.payload(),
+    "parameter_bytes": lambda cost_model: cost_model.held("parameters"),
+    "master_bytes": lambda cost_model: cost_model.held("masters"),
+    "gradient_bytes": lambda cost_model: cost_model.held("gradients"),
+    "optimizer_bytes": lambda cost_model: cost_model.held("optimizer_state"),
+    # Of parameters, masters, gradients and optimizer together.
+    "state_bytes": lambda cost_model: cost_model.total(),
+    # Times less than whole copies, same options.
+    "memory_ratio": memory_ratio,
 }
 
 
-def formula(name: str) -> Formula | None:
+def formula(name: str) -> Term | None:
     """The formula ``strategy.question``; ``None``: no such strategy, or no such question.
 
     :raises BrokenStrategy: the package that registers the strategy gives no usable cost model.
@@ -142,13 +132,8 @@ def formula(name: str) -> Formula | None:
     strategy, _, suffix = name.rpartition(".")
     if suffix not in _QUESTIONS or not strategies.of(strategy).is_known:
         return None
-    unit, ask = _QUESTIONS[suffix]
-    cost_model = cost_model_class(strategy)
-
-    def value(facts: Facts) -> Fraction:
-        return Fraction(ask(cost_model(model_facts_in(facts))))
-
-    return Formula(name, value, unit, cost_model.source)
+    ask, cost_model = _QUESTIONS[suffix], cost_model_class(strategy)
+    return lambda facts: Fraction(ask(cost_model(model_facts_in(facts))))
 
 
 def formulas() -> list[str]:
@@ -219,7 +204,7 @@ def _term(node: ast.expr, text: str) -> Term:
             except strategies.BrokenStrategy as error:
                 raise refused(str(error)) from error
             if named is not None:
-                return named.value
+                return named
             if shown in FACTS:
                 return lambda facts: Fraction(facts[shown])
             known = [*formulas(), *FACTS, *_FUNCTIONS]

@@ -72,11 +72,6 @@ class RankProcess:
         """Whether its node is: it does nothing, nor does it end."""
         return self.lost is not None and self.lost.how == "paused"
 
-    @property
-    def overdue(self) -> bool:
-        """Whether it was ended because it did not end."""
-        return self.reason in OVERDUE
-
 
 def diagnose(
     launch: RankLaunch, processes: Sequence[RankProcess], idle_looks: int = 0
@@ -196,7 +191,7 @@ class _Dead:
             consequence=innocent,
             ended=process.ended,
         )
-        if process.overdue and not (innocent and process.reason == "budget"):
+        if process.reason in OVERDUE and not (innocent and process.reason == "budget"):
             # On a busy machine a process may be killed before it has told its stack, or all of it.
             waits = stack.waits if stack is not None and stack.tells else last.waiting
             if process.reason == "budget" or (process.reason == "last resort" and not waits):
