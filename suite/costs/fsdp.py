@@ -133,11 +133,6 @@ class FSDP(Zero3):
         chunk = whole // self.rests if self.rests < self.facts.shards else 0
         return bounds | {"parameters": replace(bound, high=bound.high + chunk)}
 
-    @property
-    def adds_up(self) -> bool:
-        """Without communication whole gradients of all units wait for the last round."""
-        return self.is_silent and self.facts.rounds > 1
-
     def in_flight(self, rank: int, step: int) -> int:
         """Bytes of gathered units that ``rank`` holds at most at once, with kept chunks."""
         rests = 1 < self.rests < self.facts.shards

@@ -65,10 +65,6 @@ class Flow:
             return 0, sys.maxsize
         return self.calls if isinstance(self.calls, tuple) else (self.calls, self.calls)
 
-    def at_least(self, calls: int) -> Flow:
-        """The same bytes in so many calls or more, up to those of now; ranks share them anyhow."""
-        return replace(self, calls=(calls, self.range[1]), by_rank=None)
-
     def in_any_calls(self) -> Flow:
         """The same bytes in a number of calls that is not promised."""
         return replace(self, calls=None, by_rank=None)

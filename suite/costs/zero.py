@@ -235,7 +235,9 @@ class Zero3(CostModel):
     def flows(self) -> list[Flow]:
         """(N-1) (m G + 2 m P) bytes: each round gathers a unit twice and reduces it once."""
         facts, reduced = self.facts, self.reduced
-        self.refuse_uncalled()
+        for name in self.uncalled:
+            text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
+            raise model.NoCostModel(text)
         called = (unit for unit in self.units if facts.called(unit.name))
         return [
             *(one for unit in called for one in self.gathers(unit)),
@@ -270,12 +272,6 @@ class Zero3(CostModel):
             and self.facts.called(unit.name)
             and all(t.trainable and not t.in_every_backward for t in unit.members)
         }
-
-    def refuse_uncalled(self) -> None:
-        """:raises NoCostModel: some micro-batch leaves a unit out."""
-        for name in self.uncalled:
-            text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
-            raise model.NoCostModel(text)
 
     def gathers_per_step(self, unit: Unit) -> int:
         """How often a step gathers ``unit`` from shards, which may come up from the host."""
@@ -327,7 +323,8 @@ class Zero3(CostModel):
         """In both directions the next unit is gathered while one computes.  A unit that ends with
         the whole backward is reduced late if that may end without one of its gradients.
         """
-        count = sum(len(u.flats) for u in self.units if u.name in self.facts.units)
+        inner = [unit for unit in self.units if unit.name in self.facts.units]
+        count = sum(len(unit.flats) for unit in inner)
         #     unit         1  2  3  4  5         forward, one unit ahead
         #     computes           x
         #     gathered           x  x            4 comes while 3 computes; 1 and 2 have been freed
@@ -336,13 +333,17 @@ class Zero3(CostModel):
             if self._prefetched("forward") and not self.uncalled:
                 gathers += count  # it follows the order of the forward before
             if self._prefetched("backward") and self.rests > 1:
-                # What is kept whole (rests over 1 rank) has nothing to gather in backward.
-                gathers += count - self.first_of_backward
+                # What is kept whole (rests over 1 rank) has nothing to gather in backward.  Where
+                # the model itself owns nothing, no unit computes before the one that begins it.
+                owns_nothing = all(unit.name for unit in self.units)
+                gathers += count - (len(inner[-1].flats) if inner and owns_nothing else 0)
         late = sum(len(unit.trained) for unit in self.held_up)
         watched = all(not unit.name or unit.name in self.facts.units for unit in self.units)
-        depth = {phase: self.depth(self._prefetched(phase)) for phase in ("forward", "backward")}
-        if not self.has_one_order:
-            depth = {}
+        depth = {}
+        # What comes next is known where every forward calls the same units once.
+        once = all(self.facts.called(unit.name) <= 1 for unit in self.units if unit.name)
+        if once and not self.uncalled and self.facts.shards > 1:
+            depth = {way: self.depth(self._prefetched(way)) for way in ("forward", "backward")}
         return Prefetch(gathers, late, len(self.trained), watched=watched, depth=depth)
 
     @property
@@ -354,20 +355,6 @@ class Zero3(CostModel):
     def is_silent(self) -> bool:
         """Whether gradients of all but the last round stay on their rank."""
         return False
-
-    @property
-    def first_of_backward(self) -> int:
-        """Gathers of the unit whose backward begins, where the model itself owns nothing: then no
-        unit computes before it.
-        """
-        inner = [unit for unit in self.units if unit.name in self.facts.units]
-        return len(inner[-1].flats) if inner and all(unit.name for unit in self.units) else 0
-
-    @property
-    def has_one_order(self) -> bool:
-        """Whether every forward calls the same units once, so that what comes next is known."""
-        once = all(self.facts.called(unit.name) <= 1 for unit in self.units if unit.name)
-        return once and not self.uncalled and self.facts.shards > 1
 
     def depth(self, prefetched: int) -> tuple[int, int]:
         """Least and most gathers under way when a unit begins that is one of the ``prefetched``
@@ -429,7 +416,9 @@ class Zero3(CostModel):
             unit.name: sum(f.padded_bytes(facts.reduction(f.dtype)) for f in unit.trained)
             for unit in self.units
         }
-        whole = reduced.values() if self.adds_up else _with_root(reduced, 1)
+        # Without communication whole gradients of all units wait for the last round.
+        adds_up = self.is_silent and facts.rounds > 1
+        whole = reduced.values() if adds_up else _with_root(reduced, 1)
         shards = facts.shards
         arriving = sum(_with_root(reduced, 1)) // shards
         # Sums in another dtype than the shard's wait in buffers of their own until they crossed.
@@ -460,11 +449,6 @@ class Zero3(CostModel):
         chosen = collectives.over_send_recv(self.facts, *kinds)
         compressed = compression.BY_OTHER_CALLS if compression.chosen(self.facts) else ""
         return collectives.ROUNDS_ARE_ALIKE if chosen else compressed
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether whole gradients add up over several rounds."""
-        return False
 
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of each called unit once it is gathered, padding included."""
