@@ -287,13 +287,14 @@ def problems(schedule: Schedule) -> list[str]:
     for them, sends after what they send; between two ranks the n-th receive gets the n-th message;
     and it ends.
     """
-    return (
-        _shape(schedule)
-        or _census(schedule)
-        or _local_order(schedule)
-        or _channels(schedule)
-        or _end(schedule)
-    )
+    for find in (_shape, _census, _local_order, _channels):
+        if found := find(schedule):
+            return found
+    try:
+        simulate(schedule)
+    except Deadlock as error:
+        return [str(error)]
+    return []
 
 
 def _shape(schedule: Schedule) -> list[str]:
@@ -422,11 +423,3 @@ def _channels(schedule: Schedule) -> list[str]:
                 )
                 break
     return faults
-
-
-def _end(schedule: Schedule) -> list[str]:
-    try:
-        simulate(schedule)
-    except Deadlock as error:
-        return [str(error)]
-    return []

@@ -231,13 +231,14 @@ class GroupBase(dist.ProcessGroup):
             request = self.transform(request)
         noted = self._note(request)
         ledger, calls = traffic.current(), list[traffic.Call]()
-        memory.communicated(t for item in (*request.inputs, *request.outputs) for t in item)
+        tensors = [t for item in (*request.inputs, *request.outputs) for t in item]
+        memory.communicated(tensors)
         if ledger is not None:
             loads = request.loads(self._size, self._rank)
             ranks, peer = self.global_ranks, request.peer
             if peer is not None:  # one beyond the group is refused, or not, by the backend
                 peer = ranks[peer] if 0 <= peer < len(ranks) else None
-            strided = request.is_strided()
+            strided = not all(tensor.is_contiguous() for tensor in tensors)
             calls = ledger.record(request.operation, ranks, self.axis, loads, peer, strided)
             if request.operation in ("send", "recv"):
                 ((tensor,),) = request.inputs or request.outputs

@@ -60,11 +60,6 @@ class Request:
             words.append(f"... {len(items)} tensors")
         return f"{self.operation}({', '.join(words)})"
 
-    def is_strided(self) -> bool:
-        """Whether a tensor of it is not contiguous."""
-        sides = (*self.inputs, *self.outputs)
-        return not all(tensor.is_contiguous() for item in sides for tensor in item)
-
     def signature(self) -> tuple[object, ...]:
         """What must agree between all ranks of a collective."""
         one_sided = self.operation in ("gather", "scatter")
@@ -190,7 +185,11 @@ def check(request: Request, size: int, rank: int) -> None:
         raise ValueError(f"{request.text()}: {peer} is no rank of a group of {size}")
     if peer == rank:
         raise ValueError(f"{request.text()}: rank {rank} of the group sends to itself")
-    _check_reduce(request)
+    for dtype in {t.dtype for item in request.inputs for t in item if request.reduce}:
+        numbers = dtype.is_floating_point or dtype.is_complex
+        unordered = dtype.is_complex and request.reduce in ("min", "max")
+        if unordered or (numbers and request.reduce in _BITS):
+            raise ValueError(f"{request.text()}: {_name(dtype)} has no {request.reduce}")
     gives, takes = request.inputs, request.outputs
     if operation in ("all_gather", "gather") and (operation == "all_gather" or rank == root):
         _check_parts(request, takes, [item[0] for item in gives], size, rank)
@@ -201,14 +200,6 @@ def check(request: Request, size: int, rank: int) -> None:
     elif operation == "all_to_all":
         _check_parts(request, takes, [gives[0][rank]] if len(gives[0]) == size else [], size, rank)
         _check_parts(request, gives, [takes[0][rank]], size, rank)
-
-
-def _check_reduce(request: Request) -> None:
-    for dtype in {t.dtype for item in request.inputs for t in item if request.reduce}:
-        numbers = dtype.is_floating_point or dtype.is_complex
-        unordered = dtype.is_complex and request.reduce in ("min", "max")
-        if unordered or (numbers and request.reduce in _BITS):
-            raise ValueError(f"{request.text()}: {_name(dtype)} has no {request.reduce}")
 
 
 def _check_parts(

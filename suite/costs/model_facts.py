@@ -72,11 +72,6 @@ class TensorFacts:
         return self.always_used and not self.is_conditional
 
     @property
-    def may_turn_late(self) -> bool:
-        """Whether a backward may lack its gradient though an earlier one had it."""
-        return self.last_use is not None or self.is_conditional
-
-    @property
     def nbytes(self) -> int:
         """Bytes as built."""
         return self.numel * ITEMSIZE.get(self.dtype, 8)

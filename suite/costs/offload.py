@@ -75,7 +75,16 @@ class Offloaded(CostModel):
         if self.shards_rest_there:
             assert isinstance(self.inner, Zero3)
             # There is no formula for a unit that only some micro-batches call, as for its traffic.
-            return {} if self.inner.uncalled else self._moved_shards(self.inner)
+            if self.inner.uncalled:
+                return {}
+            #   host -> device    a shard, as often as its unit is gathered
+            #   device -> host    the reduced shard of its gradient, once
+            lifted = sum(
+                self.inner.gathers_per_step(unit) * flat.shard_bytes(self.facts.compute(flat.dtype))
+                for unit in self.inner.units
+                for flat in unit.flats
+            )
+            return {"down": sum(flat.shard_bytes() for flat in self.inner.reduced), "up": lifted}
         if updated != step:
             return {"down": 0, "up": 0}
         ready = {t.name for t in used(self.facts.parameters, step)}
@@ -106,14 +115,3 @@ class Offloaded(CostModel):
     def trained(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` updates."""
         return [(t, n) for t, n in self.inner.parts(rank) if t.trainable]
-
-    def _moved_shards(self, inner: Zero3) -> dict[str, int]:
-        #   host -> device    a shard, as often as its unit is gathered
-        #   device -> host    the reduced shard of its gradient, once
-        lifted = sum(
-            inner.gathers_per_step(unit) * flat.shard_bytes(self.facts.compute(flat.dtype))
-            for unit in inner.units
-            for flat in unit.flats
-        )
-        reduced = sum(flat.shard_bytes() for flat in inner.reduced)
-        return {"down": reduced, "up": lifted}

@@ -149,7 +149,9 @@ def mark_consequences(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
     settled = list(outcomes)
     failing = [o for o in settled if o.status != "ok"]
     difference = _differing_calls(settled)
-    if difference and (aborted := [o for o in failing if _is_abort_of_gloo(o)]):
+    # With a line of its own gloo itself ends the process of a rank.
+    aborted = [o for o in failing if o.status == "killed" and _MISMATCH.search(o.message)]
+    if difference and aborted:
         first = min(aborted, key=lambda o: (o.ended, o.rank))
         message = f"{difference}; gloo then ended rank {first.rank}: {first.message}"
         kind = CollectiveMismatch.__name__
@@ -213,11 +215,6 @@ def _differing_calls(outcomes: Sequence[RankOutcome]) -> str:
                 calls = f"rank {one.rank} calls {call}; rank {other.rank} calls {call2}"
                 return f"the calls on {group} do not match: {calls}"
     return ""
-
-
-def _is_abort_of_gloo(outcome: RankOutcome) -> bool:
-    """Whether gloo itself ended the rank's process, with a line of its own."""
-    return outcome.status == "killed" and _MISMATCH.search(outcome.message) is not None
 
 
 def _while(other: RankOutcome) -> str:

@@ -46,7 +46,8 @@ class Stack:
     @property
     def waits(self) -> bool:
         """Whether the thread is inside a communication call."""
-        return bool(self._outside) and _communicates(self._outside[-1])
+        inner = self._outside[-1] if self._outside else ""
+        return inner.startswith(_WAITING_FOLDER) or inner.endswith(_WAITING)
 
     @property
     def tells(self) -> bool:
@@ -169,10 +170,6 @@ def read(path: Path) -> tuple[dict[int, Stack], int | None]:
             number = int(match[2]) if match[2].isdigit() else 0
             stacks[thread].append((match[1], number, match[3]))
     return {thread: Stack(_own(stack)) for thread, stack in stacks.items()}, culprit
-
-
-def _communicates(file: str) -> bool:
-    return file.startswith(_WAITING_FOLDER) or file.endswith(_WAITING)
 
 
 def _own(stack: Collection[Frame]) -> tuple[Frame, ...]:

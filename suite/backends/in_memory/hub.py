@@ -249,7 +249,11 @@ class Hub:
                 deadline = time.monotonic() + limit
                 while not pending.done:
                     self._raise_failure()
-                    self._raise_loss(rank, pending)
+                    if lost := pending.lost():
+                        text = (
+                            f"{errors.name_ranks(lost)} left without joining {pending.call(rank)}"
+                        )
+                        raise PeerGone(text)
                     left = deadline - time.monotonic()
                     if left <= 0 and pending.mismatched:
                         self._fail(errors.CollectiveMismatch(_mismatch(pending)))
@@ -319,11 +323,6 @@ class Hub:
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure.again()
-
-    def _raise_loss(self, rank: int, pending: Pending) -> None:
-        if lost := pending.lost():
-            text = f"{errors.name_ranks(lost)} left without joining {pending.call(rank)}"
-            raise PeerGone(text)
 
     def _check_ended(self, rank: int, pending: Pending) -> None:
         """Fail if ``rank`` waits for somebody who has ended."""

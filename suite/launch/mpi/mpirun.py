@@ -30,6 +30,8 @@ START_SECONDS = 60.0
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Variables of a stand-in that are not for its rank.
 _NOT_THEIRS = ("TMPDIR", "PWD", "OLDPWD", "SHARDPROOF_STAND_IN")
+#: How variables begin that another ``mpirun`` around us has set: its ranks are not ours.
+_FOREIGN = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 _TAIL = 2000
 
 
@@ -127,7 +129,7 @@ class Mpirun:
         program = str(Path(__file__).with_name("stand_in.py"))
         return subprocess.Popen(
             [*command, sys.executable, "-I", "-S", program],
-            env=_foreign_removed(os.environ) | settings,
+            env={k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | settings,
             stdin=subprocess.DEVNULL,
             stdout=(self._folder / "mpirun.out").open("wb"),
             stderr=subprocess.STDOUT,
@@ -185,12 +187,6 @@ def _changed(variables: Mapping[str, str]) -> dict[str, str]:
         for name, value in variables.items()
         if os.environ.get(name) != value and name not in _NOT_THEIRS
     }
-
-
-def _foreign_removed(variables: Mapping[str, str]) -> dict[str, str]:
-    """Without what another ``mpirun`` around us has set: its ranks are not ours."""
-    foreign = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
-    return {name: value for name, value in variables.items() if not name.startswith(foreign)}
 
 
 def problem(ranks: int) -> str:
