@@ -20,6 +20,7 @@ padded to whole shards.  Indices and bits are integers, and count like all else.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -37,6 +38,8 @@ BY_OTHER_CALLS = (
 )
 _FED_BACK = ("topk", "powersgd", "onebit")
 _INDEX = 4
+#: Operation and payload in bytes of a call, and whether it is integers.
+_Call = tuple[Operation, int, bool]
 #: torch's own, in DDP.
 _HOOKS = ("fp16_hook", "bf16_hook", "powersgd_hook", "batched_hook")
 
@@ -60,11 +63,11 @@ def flows(
         return collectives.flow(facts, axis, operation, payloads, times)
     size = facts.size(axis)
     times *= facts.world // size
-    calls: dict[tuple[int, Operation, bool], list[int]] = {}
+    calls = defaultdict[tuple[int, Operation, bool], list[int]](list)
     for flat in flats:
-        for number, call in enumerate(_calls(facts, flat, size, operation == "reduce_scatter")):
-            kind, payload, integers = call
-            calls.setdefault((number, kind, integers), []).append(payload)
+        made = _calls(facts, flat, size, operation == "reduce_scatter")
+        for number, (kind, payload, integers) in enumerate(made):
+            calls[number, kind, integers].append(payload)
     return [
         one
         for (_, kind, integers), sizes in calls.items()
@@ -72,10 +75,8 @@ def flows(
     ]
 
 
-def _calls(
-    facts: ModelFacts, flat: Flat, ranks: int, scattered: bool
-) -> list[tuple[Operation, int, bool]]:
-    """Operation, payload in bytes and whether it is integers, of the calls that reduce ``flat``."""
+def _calls(facts: ModelFacts, flat: Flat, ranks: int, scattered: bool) -> list[_Call]:
+    """The calls that reduce ``flat``."""
     option, built = chosen(facts), facts.reduction(flat.dtype)
     method, wide = option["method"], ITEMSIZE[built]
     item = ITEMSIZE[option.get("dtype") or built]
@@ -103,10 +104,7 @@ def _calls(
         return [("all_reduce", n * wide, False) for n in ([lefts, rights] if rights else [lefts])]
     # Bits travel as whole bytes per tensor, and each rank adds a magnitude per tensor.
     bits, magnitudes = sum(-(-t.numel // 8) for t in members), ranks * len(members) * wide
-    up: list[tuple[Operation, int, bool]] = [
-        ("all_gather", magnitudes, False),
-        ("all_to_all", bits, True),
-    ]
+    up: list[_Call] = [("all_gather", magnitudes, False), ("all_to_all", bits, True)]
     return [*up, *up] if method == "onebit" else [*up, up[1]]
 
 

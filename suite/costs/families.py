@@ -204,10 +204,10 @@ def _pipeline(facts: ModelFacts) -> tuple[Fraction, Fraction]:
         sizes = sorted(hidden[shape_key(shape)])
         least += 2 * item * sum(sizes[:boundaries])
         most += 2 * item * sum(sizes)
-    tied = Pipeline(facts).tied_messages() if boundaries else ()
-    return Fraction(least), Fraction(
-        most + sum(message.bytes for message in tied) + 2 * _whole_bytes(facts) * bool(boundaries)
-    )
+    if boundaries:
+        most += sum(message.bytes for message in Pipeline(facts).tied_messages())
+        most += 2 * _whole_bytes(facts)
+    return Fraction(least), Fraction(most)
 
 
 def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
@@ -240,10 +240,8 @@ class HybridFamily(Family):
         layers, widths, data = cutting("layers"), cutting("widths"), self.data(facts)
         tensors = facts.size(widths)
         numels = {tensor.name: tensor.numel for tensor in facts.parameters}
-        groups, stages = (
-            defaultdict[tuple[int, int], list[int]](list),
-            defaultdict[int, set[str]](set),
-        )
+        groups = defaultdict[tuple[int, int], list[int]](list)
+        stages = defaultdict[int, set[str]](set)
         for rank in shown:
             groups[facts.place(rank, layers), facts.place(rank, widths)].append(rank)
         local = {
@@ -280,9 +278,8 @@ class HybridFamily(Family):
         declared = [stage for stage in strategies.SHARDED if stage in self.features]
         if (named := _data_option(facts)) is not None or not declared:
             return named
-        return replace(
-            (_ZERO1, _ZERO2, _ZERO3)[strategies.SHARDED.index(declared[-1])], name=self.name
-        )
+        family = (_ZERO1, _ZERO2, _ZERO3)[strategies.SHARDED.index(declared[-1])]
+        return replace(family, name=self.name)
 
 
 def _together(numels: Mapping[str, int], ranks: Iterable[Shown]) -> dict[str, int]:

@@ -55,9 +55,8 @@ class Hybrid(CostModel):
         super().__init__(facts)
         sent = tuple(replace(t, dtype=facts.compute(t.dtype)) for t in facts.parameters)
         options = {"sum_each_backward": True, **facts.options}
-        self.layers = TensorParallel(
-            replace(facts, options=options, parameters=sent, clipped=False)
-        )
+        layers = replace(facts, options=options, parameters=sent, clipped=False)
+        self.layers = TensorParallel(layers)
         # Without data axes no strategy is asked: what is unused has no gradient, as in one process.
         self.has_data = bool(facts.data_axes)
         self.data = str(facts.option("data", "ddp")) if self.has_data else Single.strategy

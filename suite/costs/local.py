@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from itertools import groupby
 
 from shardproof.costs.ddp import Single
+from shardproof.costs.layout import layouts
 from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, TensorFacts
 
@@ -30,9 +30,7 @@ class LocalSGD(Single):
         facts = self.facts
         if (facts.step + self.ahead) % int(facts.option("every", self.every)):
             return []
-        tensors = sorted(facts.trainable, key=lambda tensor: tensor.dtype)
-        groups = groupby(tensors, key=lambda tensor: tensor.dtype)
-        payloads = [sum(t.nbytes for t in g) for _, g in groups]
+        payloads = [flat.padded_bytes() for flat in layouts(facts.trainable, 1)]
         return flow(facts, facts.group(), "all_reduce", payloads)
 
     def control_limit(self) -> int:
@@ -42,9 +40,8 @@ class LocalSGD(Single):
     def why_not_measured(self) -> str:
         """Which ranks have gradients of a parameter that goes unused no formula says."""
         idle = [t.name for t in self.facts.trainable if not t.in_every_backward]
-        return (
-            f"{idle[0]!r} goes unused: which ranks hold its state is not promised" if idle else ""
-        )
+        why = "goes unused: which ranks hold its state is not promised"
+        return f"{idle[0]!r} {why}" if idle else ""
 
     why_state_is_not_promised = why_not_measured
 
