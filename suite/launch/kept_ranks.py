@@ -16,18 +16,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import os
 import pickle
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,7 +50,7 @@ class _Service:
     """A process that waits for orders; ``handle`` becomes readable when it ends."""
 
     pid: int
-    orders: socket.socket
+    orders: Connection
     handle: int | None
     #: Whether it lives, and nothing is left in it.
     fit: bool = True
@@ -58,13 +58,11 @@ class _Service:
 
     def status(self) -> int | None:
         """The wait status that it would have ended with after its order; ``None``: not yet."""
-        try:
-            if message := self.orders.recv(4096):
-                code, clean = json.loads(message)
+        with contextlib.suppress(EOFError, OSError):  # it ends
+            if self.orders.poll():
+                code, clean = self.orders.recv()
                 self.fit = clean and code == 0
-                return code << 8
-        except BlockingIOError:
-            pass
+                return int(code) << 8
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if not pid:
             return None
@@ -113,7 +111,7 @@ class _Group:
 
     def _fork(self, rank: int) -> None:
         parent = os.getpid()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = Pipe()
         pid = os.fork()
         if pid == 0:
             ours.close()
@@ -121,7 +119,6 @@ class _Group:
                 self._mpirun.become(rank)
             serve(rank, theirs, parent, self.place.with_name(f"{self.place.name}-{rank}.log"))
         theirs.close()
-        ours.setblocking(False)
         process_control.STAYING.add(pid)
         self.services.append(_Service(pid, ours, process_control.handle_of(pid)))
 
@@ -164,14 +161,13 @@ class Kept(ProcessHost):
             self._groups[key] = _Group(place, key[1])
         group = self._groups[key]
         self._used.append(group)
-        order = launch.workdir / "launch"
-        order.write_bytes(pickle.dumps(launch))
+        order = pickle.dumps(launch)
         count = 1 if backend.threads else world
         try:
             group.grow(count)
             self._lent = {service.pid: service for service in group.services[:count]}
             for service in self._lent.values():
-                service.orders.send(os.fsencode(order))
+                service.orders.send_bytes(order)
         except (OSError, MpirunError) as error:
             group.end()
             self._lent = {}
@@ -212,23 +208,23 @@ def of_this_process(folder: Path) -> Kept:
     return Kept(folder)
 
 
-def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
-    """Body of the process: for each file named by ``orders``, run the launch pickled in it.
+def serve(rank: int, orders: Connection, parent: int, log: Path) -> NoReturn:
+    """Body of the process: run each launch that ``orders`` brings, pickled.
 
     ``rank``: which one it is; where they are threads, it runs all that a launch has.  The answer is
     the exit code that a process of its own would have had, and whether nothing of the program is
-    left in this one, as JSON.
+    left in this one.
     """
     code = 1
     try:
         rank_process.prepare_process(parent, log, log.with_suffix(".stacks"))
         before = _State.now()
-        while name := orders.recv(4096):
-            ended, clean = _one(rank, Path(os.fsdecode(name)), log)
-            left = before.restore()
-            if left:
+        while True:
+            ended, clean = _one(rank, orders.recv_bytes(), log)
+            if left := before.restore():
                 print(f"not used again: {left}", file=sys.stderr)
-            orders.send(json.dumps([ended, clean and not left]).encode())
+            orders.send((ended, clean and not left))
+    except EOFError:
         code = 0
     except BaseException:  # noqa: BLE001 - last stop before the process's end
         traceback.print_exc()
@@ -236,8 +232,8 @@ def serve(rank: int, orders: socket.socket, parent: int, log: Path) -> NoReturn:
         rank_process.exit_process(code)
 
 
-def _one(rank: int, file: Path, log: Path) -> tuple[int, bool]:
-    launch: RankLaunch = pickle.loads(file.read_bytes())
+def _one(rank: int, order: bytes, log: Path) -> tuple[int, bool]:
+    launch: RankLaunch = pickle.loads(order)
     threads = launch.backend.threads
     rank_process.print_to(launch.shared_output if threads else launch.output(rank))
     armed = stacks.arm(launch.stacks(rank))

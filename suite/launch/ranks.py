@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import connection
 
 from shardproof.backends import heartbeat
 from shardproof.launch import autopsy, process_control, stacks
@@ -178,7 +178,10 @@ class Supervisor:
             self._processes = host.start(launch)
             self._watchdog.begin(self._processes)
             while alive := self._alive():
-                _sleep(host.descriptors(alive))
+                if descriptors := host.descriptors(alive):
+                    connection.wait(descriptors, TICK_SECONDS)
+                else:
+                    time.sleep(_POLL_SECONDS)
                 for process in alive:
                     self._collect(process, host.status(process))
                 if alive := self._alive():
@@ -292,14 +295,3 @@ class Supervisor:
             process_control.kill(process.pid)
         if reason not in ("grace", "standstill", "desync"):
             self._failed()
-
-
-def _sleep(descriptors: Sequence[int]) -> None:
-    """Wait until one is readable or the next check is due."""
-    if not descriptors:
-        time.sleep(_POLL_SECONDS)
-        return
-    with selectors.DefaultSelector() as selector:
-        for descriptor in descriptors:
-            selector.register(descriptor, selectors.EVENT_READ)
-        selector.select(TICK_SECONDS)
