@@ -103,8 +103,7 @@ class Agreement:
         """The integers that all ranks agree on."""
         if self._work is not None:
             self._work.wait()
-        agreed: list[int] = self._tensor.tolist()
-        return agreed
+        return self._tensor.tolist()
 
 
 class Comm:

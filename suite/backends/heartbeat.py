@@ -243,8 +243,7 @@ def attach(path: Path, rank: int, thread: bool) -> Writer:
 
 def current() -> Writer | None:
     """The heartbeat of the calling rank; ``None`` outside ranks."""
-    writer: Writer | None = getattr(_thread, "writer", None)
-    return writer or _process
+    return getattr(_thread, "writer", None) or _process
 
 
 def note(text: str, step: int = -1) -> None:
