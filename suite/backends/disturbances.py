@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,8 +18,9 @@ from shardproof.backends import arithmetic
 from shardproof.backends.request import Request
 from shardproof.case import Fault
 
-#: Seconds that a request of rank number R of a group's members takes more, by its members and R.
-Late = Callable[[Request, Sequence[int], int], float]
+#: The handle of a call that comes late, by its request, the group's members, the number of the own
+#: rank among them and torch's work; ``None``: it does not.
+Far = Callable[[Request, Sequence[int], int, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Disturbances:
     receive buffers hold NaN until then; also in place on ``in_memory``, where inputs are kept
     aside.  ``skew_s``: each rank sleeps up to this long before some of its calls, drawn from
     ``seed`` and rank.  ``fault``: what is done to one rank on purpose (``faults.py``).
-    ``far``: what a call takes more, where nodes are far from each other (native backends).
+    ``far``: delays what crosses nodes that are far from each other (native backends).
     """
 
     delay: bool = False
@@ -37,7 +39,7 @@ class Disturbances:
     skew_s: float = 0.0
     seed: int = 0
     fault: Fault | None = None
-    far: Late | None = None
+    far: Far | None = None
 
     def skew(self, rank: int) -> Callable[[Request], Request] | None:
         """The ``transform`` of global ``rank`` that sleeps; ``None`` without skew."""
