@@ -185,7 +185,7 @@ def test_records_that_do_not_tell_what_was_trained_are_refused(
     plain = {name: [end.to_dict() for end in own] for name, own in ends.items()}
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"studies": {"small": plain}}))
-    with pytest.raises(SelectionError, match="of an older version"):
+    with pytest.raises(SelectionError, match="no records of a convergence study"):
         convergence.run([study], 1, None, None, kept)
 
 

@@ -147,7 +147,7 @@ def test_a_fault_that_no_case_need_reach_is_told_with_its_reason() -> None:
     (guarded, *_) = [
         fault
         for fault in operators.of_file(operators.ROOT / "parts/consensus.py")
-        if untaken.why_unreached(fault.file, fault.line) == untaken.GUARD
+        if untaken.reasons(fault.file).get(fault.line) == untaken.GUARD
     ]
     for fault, state in ((command, "explained"), (guarded, "explained"), (plain, "unreached")):
         one = study.Planted(fault, [])
@@ -240,8 +240,8 @@ def test_what_more_clean_runs_have_unlike_is_no_effect() -> None:
 
 def test_a_budget_ends_the_planting_and_what_it_leaves_out_is_told() -> None:
     fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
-    arcs = {fault.file: {(fault.line, fault.line + 1)}}
-    home = study.Home(quick_cases("ddp-gpt", "reference/naive_ddp")[0], 1.0, {}, arcs)
+    lines = {fault.file: {fault.line}}
+    home = study.Home(quick_cases("ddp-gpt", "reference/naive_ddp")[0], 1.0, {}, lines)
     found = study.plant_all([home], [fault], 1, 1, lambda _: None, budget=-1.0)
     assert not found.planted
     assert found.left_out == found.document()["left_out"] == 1
@@ -250,14 +250,14 @@ def test_a_budget_ends_the_planting_and_what_it_leaves_out_is_told() -> None:
 
 def test_first_come_cases_with_pairs_of_their_own() -> None:
     fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
-    reached = {fault.file: {(fault.line, fault.line + 1)}}
+    reached = {fault.file: {fault.line}}
     plain, traits = (
         quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[0],
         quick_cases("zero-traits", "")[0],
     )
     homes = [
-        study.Home(case, seconds, {}, arcs)
-        for case, seconds, arcs in (
+        study.Home(case, seconds, {}, lines)
+        for case, seconds, lines in (
             (plain, 1.0, reached),
             (plain, 1.1, reached),  # nothing new, though it is cheap
             (traits, 3.0, reached),
@@ -292,10 +292,8 @@ def test_a_case_that_fails_without_a_fault_says_nothing(monkeypatch: pytest.Monk
     assert said[0].startswith(f"left out: {cases[0].id}")
 
 
-def test_a_generator_goes_on_where_it_has_yielded_and_is_not_kept(tmp_path: Path) -> None:
-    """Its lines follow one another as if nobody had taken turns with it, and what it holds goes
-    with it: a case that is noted must not have more memory than others.
-    """
+def test_lines_are_noted_and_a_generator_is_not_kept(tmp_path: Path) -> None:
+    """What it holds goes with it: a case that is noted must not have more memory than others."""
     source = "def twice(*held):\n    yield 1\n    yield 2\n\n\ndef once():\n    return 3\n"
     file = str(operators.ROOT / "made.py")
     program = (
@@ -308,16 +306,15 @@ def test_a_generator_goes_on_where_it_has_yielded_and_is_not_kept(tmp_path: Path
     )
     environment = {**os.environ, reached.VARIABLE: str(tmp_path)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
-    noted = reached.arcs(tmp_path)[7]["made.py"]
-    assert noted == {(-1, 2), (2, 3), (3, -1), (-6, 7), (7, -6)}
+    assert reached.lines(tmp_path)[7]["made.py"] == {2, 3, 7}
 
 
 def test_every_rule_of_untaken_branches_names_a_file_and_a_line_that_there_are() -> None:
     sources = {str(p.relative_to(operators.ROOT)): p for p in operators.ROOT.rglob("*.py")}
-    for files, places, reason in untaken.rules():
-        for glob in files:
+    for rule in untaken.rules():
+        for glob in rule.file:
             text = [sources[name].read_text() for name in fnmatch.filter(sources, glob)]
-            assert text, (glob, reason)
+            assert text, (glob, rule.reason)
             there = [line.strip() for one in text for line in one.splitlines()]
-            for place in places:
-                assert fnmatch.filter(there, place), (glob, place, reason)
+            for place in rule.at:
+                assert fnmatch.filter(there, place), (glob, place, rule.reason)

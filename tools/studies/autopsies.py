@@ -16,11 +16,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import typer
 
 from shardproof import campaign
 from shardproof.backends import BACKENDS
 from shardproof.case import Case, Fault, FaultKind, FaultPhase, WorkloadSpec
+from shardproof.commands import options
+from shardproof.commands.run import run_and_exit
 from shardproof.contract import OptimizerSpec, Options
+from shardproof.errors import Problem, SelectionError
 from shardproof.launch import process_control
 
 #: Seconds of CPU of a rank, and seconds after which ranks that stand still are given up.
@@ -128,11 +135,6 @@ def _planned(draw: random.Random, seed: int, number: int, backends: Sequence[str
     )
 
 
-def clean(count: int, seed: int) -> list[Case]:
-    """The first ``count`` random clean cases of ``seed``: none may be ``hang``."""
-    return campaign.first_cases(count, seed)
-
-
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
     """Every core is kept busy inside."""
@@ -140,7 +142,7 @@ def busy_cores() -> Iterator[None]:
         subprocess.Popen(
             [sys.executable, "-c", _BURN],
             stdout=subprocess.DEVNULL,
-            preexec_fn=_end_with(os.getpid()),
+            preexec_fn=partial(process_control.die_with_parent, os.getpid()),
         )
         for _ in range(process_control.cores())
     ]
@@ -152,5 +154,28 @@ def busy_cores() -> Iterator[None]:
             process.wait()
 
 
-def _end_with(parent: int):  # type: ignore[no-untyped-def]
-    return lambda: process_control.die_with_parent(parent)
+def run(
+    plans: Annotated[
+        int, typer.Option("--plans", metavar="N", min=0, max=100_000, help="faults to make")
+    ] = 20,
+    clean_cases: Annotated[
+        int, typer.Option("--clean", metavar="N", min=0, max=100_000, help="clean cases")
+    ] = 100,
+    seed: options.Seed = None,
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: options.Results = None,
+) -> None:
+    """Make random faults in random systems, then judge clean ones, on a machine that is busy.
+
+    A fault whose verdict, rank or sentence is not what its kind must give fails; so does a clean
+    case that is said to hang. Every core is kept busy by a process that only burns it.
+
+    \b
+    python -m tools.studies autopsies --plans 100 --clean 500 --seed 15
+    """
+    cases = [*planned(plans, seed or 0), *campaign.first_cases(clean_cases, seed or 0)]
+    if not cases:
+        raise SelectionError(Problem("nothing to run", "give --plans or --clean", "0"))
+    with busy_cores():
+        run_and_exit(cases, budget, jobs, results)

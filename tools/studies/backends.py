@@ -20,17 +20,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+import typer
 
+from shardproof import verdicts
 from shardproof.axes import parts
 from shardproof.backends import BACKENDS
+from shardproof.bench import sides
 from shardproof.case import Case
 from shardproof.cases import kinds
 from shardproof.cases.runner import Session
+from shardproof.commands import options
+from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.scenarios.matrix import on_backend
+from shardproof.scenarios.selection import Selection
+from shardproof.scenarios.vocabulary import installed
 
 #: CPU seconds of the last backend over those of ``BASE``, the median over cases: at most.
 MOST_COST, BASE = 2.0, "gloo"
@@ -131,14 +138,13 @@ def summary(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], 
     """What was found, in sentences; and what is wrong with it."""
     last, lines, wrong = backends[-1], [f"{len(cells)} cells on {', '.join(backends)}"], list[str]()
     for backend in backends:
-        verdicts = Counter(cell.runs[backend].verdict for cell in cells)
-        told = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
-        lines.append(f"{backend}: {told}")
+        ends = Counter(cell.runs[backend].verdict for cell in cells)
+        lines.append(f"{backend}: {', '.join(f'{n} {end}' for end, n in ends.most_common())}")
     for cell in cells:
-        tried = [*cell.runs.items(), *([(f"{last}, again", cell.again)] if cell.again else [])]
+        again = {f"{last}, again": cell.again} if cell.again else {}
         wrong += [
             f"{cell.name} on {backend}: {run.verdict}: {run.reason}"
-            for backend, run in tried
+            for backend, run in {**cell.runs, **again}.items()
             if not run.verdict.startswith(("pass", "skip"))
         ]
     for backend in backends[:-1]:
@@ -206,3 +212,34 @@ def run(
     measured = measure(cells, seed, tell)
     (said, wrong), (cost, dear) = summary(measured, backends), costs(measured, backends)
     return [*said, *cost], [*wrong, *dear]
+
+
+def command(
+    scenario: options.Scenarios = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", metavar="B", help="the last one is judged [in_memory gloo mpi]"),
+    ] = None,
+    world: options.World = None,
+    expression: options.Expression = "",
+    tier: options.Tier = "quick",
+    count: Annotated[
+        int | None, typer.Option("--cells", metavar="N", min=1, help="so many, drawn [all]")
+    ] = None,
+    seed: options.Seed = None,
+) -> int:
+    """Run the same cells on each backend in turns, and on the last again in another order.
+
+    Exit codes: 0 all hold, have equal bits, and cost at most twice gloo's CPU at 4 ranks; 1 not so.
+    """
+    chosen = list(dict.fromkeys(backend or ("in_memory", "gloo", "mpi")))
+    for name in chosen:
+        sides.check_backend(name)
+        if reason := BACKENDS[name].available():
+            raise SelectionError(Problem(f"--backend: {reason}", "leave it out", name))
+    selection = Selection(scenario or (), worlds=world or (), expression=expression, tier=tier)
+    cells = selection.cases(installed())
+    said, wrong = run(cells, chosen, count, seed or 0, lambda text: echo(text, err=True))
+    for line in [*said, *wrong]:
+        echo(line)
+    return verdicts.BROKEN if wrong else verdicts.HELD

@@ -19,7 +19,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
+from typing import Annotated
 
+import typer
 from scipy import stats as distributions
 
 from shardproof import registry, verdicts
@@ -30,6 +33,7 @@ from shardproof.bench.lines import Interval, PairLine
 from shardproof.bench.session import Session
 from shardproof.bench.stats import SMALLEST_MARGIN
 from shardproof.bench.subjects import BLOCKS, Pair, Side
+from shardproof.commands import options
 from shardproof.contract import Batch, Observe, StepResult
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs import run_folder
@@ -120,19 +124,15 @@ def count(lines: Sequence[PairLine]) -> Counts:
         comparisons=len(alike),
         alarms=alarms,
         alarms_interval=_share_interval(alarms, len(alike)),
-        half_width_median=_median(half_widths),
+        half_width_median=median_high(half_widths) if half_widths else None,
         half_width_most=max(half_widths, default=None),
         half_width_within=sum(value <= SMALLEST_MARGIN for value in half_widths),
         slowed=len(slowed),
         detected=words["slower"],
         detected_interval=_share_interval(words["slower"], len(slowed)),
         verdicts=dict(sorted(words.items())),
-        ratio_median=_median(ratios),
+        ratio_median=median_high(ratios) if ratios else None,
     )
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
 
 
 def _share_interval(hits: int, of: int) -> tuple[float, float] | None:
@@ -198,24 +198,28 @@ def _measure(folder: run_folder.RunFolder, pairs: Sequence[Pair], minutes: float
 
 
 def run(
-    results: Path,
-    alike: int = ALIKE,
-    slowed: int = 30,
-    minutes: float | None = None,
-    also: Sequence[Path] = (),
+    results: Annotated[
+        Path, typer.Option("--results", metavar="RUN", help="new or old", parser=options.named)
+    ],
+    alike: Annotated[int, typer.Option("--alike", metavar="N", help="A/A comparisons")] = ALIKE,
+    slowed: Annotated[int, typer.Option("--slowed", metavar="N", help="slowed sessions")] = 30,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", metavar="M", help="stop before the session that would pass it"),
+    ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option("--also", metavar="RUN", help="a run whose A/A blocks count, too"),
+    ] = None,
 ) -> int:
-    """Time sessions into the run folder ``results`` until it has ``alike`` A/A comparisons and
-    ``slowed`` repetitions of the slowdown; stop before the session that would pass ``minutes``.
-    A/A blocks of the runs ``also`` count, too.
+    """Compare a system with itself, and with itself made 10 % slower.
 
-    Exit code: 0 both aims met, 1 one missed, 3 too few comparisons so far, 130 Ctrl-C.
-
-    :raises InputError: a run that cannot be read, or no time at all.
-    :raises OSError: ``results`` cannot be written.
+    Exit codes: 0 both aims met, 1 one missed, 2 bad input, 3 too few comparisons so far, 130
+    Ctrl-C.
     """
     if minutes is not None and minutes <= 0:
         raise SelectionError(Problem("no time to measure", "more than 0 minutes", f"{minutes:g}"))
-    others = [line for path in also for line in stored.pairs(run_folder.read(path))]
+    others = [line for path in also or () for line in stored.pairs(run_folder.read(path))]
     run_folder.require_run_or_new(results)
     with run_folder.RunFolder(results, ["shardproof", "study", "false-alarms"]) as folder:
         try:

@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from shardproof import registry, verdicts
 from shardproof.backends import BACKENDS
@@ -26,6 +29,7 @@ from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.model import alpha_beta, scorecard, step_time
 from shardproof.bench.session import Session
 from shardproof.bench.subjects import Call, Rounds, Side, SideRun
+from shardproof.commands import options
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.files import to_plain, write_whole
 from shardproof.table import Table
@@ -40,7 +44,6 @@ SIZES: dict[str, dict[str, int]] = {
 BATCH = 4
 #: Payload bytes of the probes.
 LADDER = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
-ROUNDS = 10
 #: Relative disagreement that the measure allows.
 LIMIT = 0.15
 #: Seconds of a launch, at most.
@@ -213,20 +216,21 @@ def markdown(
 
 
 def run(
-    implementation: str = "reference/ddp",
-    backend: str = "gloo",
-    world: int = 2,
-    rounds: int = ROUNDS,
-    out: Path | None = None,
-    records: Path | None = None,
+    implementation: Annotated[
+        str, typer.Option("--implementation", metavar="NAME", help="family/name")
+    ] = "reference/ddp",
+    backend: Annotated[str, typer.Option("--backend", metavar="B")] = "gloo",
+    world: Annotated[int, typer.Option("--world", metavar="N", help="ranks")] = 2,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="at least 2")] = 10,
+    out: Annotated[Path | None, options.output("--out", "write the Markdown here, too")] = None,
+    records: Annotated[
+        Path | None, options.output("--records", "keep what the ranks measured (JSON)")
+    ] = None,
 ) -> int:
-    """Measure, print the page, write it to ``out`` and what ranks returned to ``records`` (JSON).
+    """Predict steps of three models by the alpha-beta model, and measure them.
 
-    Exit code: 0 every size is predicted within the limit, 1 one is not, or the ranks broke, 3 the
-    machine was too noisy to decide.
-
-    :raises InputError: an unknown implementation or backend, fewer than 2 ranks or rounds, or a
-        message that was probed at its own size.
+    Exit codes: 0 all within 15 %, 1 one is not, or the ranks broke, 2 bad input, 3 the machine is
+    too restless for a verdict.
     """
     if world < 2 or rounds < 2:
         remedy = "at least 2 of each"

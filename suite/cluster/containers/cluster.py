@@ -20,15 +20,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.cluster.containers import caps, interrupts
+from shardproof.cluster.containers import caps, head_command
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster, failures
 from shardproof.cluster.containers.gpus import Gpus
-from shardproof.cluster.containers.head_command import HeadCommand
 from shardproof.cluster.containers.node_caps import INTERFACE
 from shardproof.cluster.containers.node_faults import NodeFaults
 from shardproof.cluster.nodes.asking import FOLDER
 from shardproof.cluster.nodes.doors import door
+from shardproof.commands.supervision import Interrupts
 from shardproof.launch import process_control
 from shardproof.launch.nodes import ENVIRONMENT, NODE
 from shardproof.runs.machine import KERNEL_VARIABLES, commit
@@ -85,11 +85,12 @@ class Cluster:
         """What ``run.json`` tells of it."""
         per_node = self.ranks_per_node
         places = [list(range(n * per_node, (n + 1) * per_node)) for n in range(self.nodes)]
-        slow = {"slow_nodes": {f"node{n}": caps.declared for n, caps in self.slow.items()}}
-        delayed = {"delayed_by": "ranks" if self.far else "kernel"}
-        return {
-            **(slow if self.slow else {}),
-            **(delayed if self.caps.delay_seconds is not None else {}),
+        facts: dict[str, Any] = {}
+        if self.slow:
+            facts["slow_nodes"] = {f"node{n}": caps.declared for n, caps in self.slow.items()}
+        if self.caps.delay_seconds is not None:
+            facts["delayed_by"] = "ranks" if self.far else "kernel"
+        return facts | {
             "name": self.name,
             "nodes": [{"name": f"node{n}", "ranks": ranks} for n, ranks in enumerate(places)],
             "ranks_per_node": per_node,
@@ -98,20 +99,6 @@ class Cluster:
             "declared": self.caps.declared,
             "measured": {name: list(values) for name, values in self.measured.items()},
         }
-
-    @property
-    def environment(self) -> str:
-        """What its head knows of it (``launch.nodes.facts_here``)."""
-        typed: dict[str, Any] = {
-            "command": list(self.command),
-            "commit": commit(),
-            "told": self.facts,
-        }
-        if self.far:
-            typed["far_seconds"] = self.caps.delay_seconds
-        if self.faults is not None:
-            typed["faults"] = dict(self.faults)
-        return json.dumps({"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, **typed})
 
 
 def run(
@@ -136,8 +123,7 @@ def run(
         with _lent(cluster.results, _user()), told_by_the_engine():
             cluster = _under_weather(engine, head, nodes, cluster, say)
             with _faults(engine, cluster, head, nodes):
-                told = {ENVIRONMENT: cluster.environment}
-                code = HeadCommand(engine, head, command, told).result(say)
+                code = head_command.run(engine, head, command, _told(cluster), say)
         if keep and code != INTERRUPTED:
             leave()
     if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED):
@@ -181,10 +167,25 @@ def _under_weather(
     ):
         say("the kernel has no netem: ranks delay their messages to other nodes (gloo)\n")
         cluster = replace(cluster, far=True)
-    told = {ENVIRONMENT: cluster.environment}
     doors = [str(door(FOLDER, node)) for node in range(cluster.nodes)]
-    found = caps.measured(engine, head, nodes, doors, cluster.node_caps, told)
+    found = caps.measured(engine, head, nodes, doors, cluster.node_caps, _told(cluster))
     return replace(cluster, measured=found)
+
+
+def _told(cluster: Cluster) -> dict[str, str]:
+    """What its head knows of it (``launch.nodes.facts_here``)."""
+    typed: dict[str, Any] = {
+        "nodes": cluster.nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "command": list(cluster.command),
+        "commit": commit(),
+        "told": cluster.facts,
+    }
+    if cluster.far:
+        typed["far_seconds"] = cluster.caps.delay_seconds
+    if cluster.faults is not None:
+        typed["faults"] = dict(cluster.faults)
+    return {ENVIRONMENT: json.dumps(typed)}
 
 
 def _head(engine: Any, cluster: Cluster, user: int) -> Any:
@@ -194,13 +195,12 @@ def _head(engine: Any, cluster: Cluster, user: int) -> Any:
         ["sleep", "infinity"],
         name=f"{cluster.name}-head",
         hostname="head",
-        labels=_labels(cluster),
         init=True,
         network_mode="none",
         ipc_mode="shareable",
         shm_size=_SHARED_MEMORY,
         **cluster.gpus.of_head(cluster.nodes),
-        **_common(cluster, user, {}, [_mount(cluster.results, read_only=False)]),
+        **_common(cluster, user, {}, (cluster.results,)),
     )
 
 
@@ -216,16 +216,16 @@ def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[An
             [*agent, *_MODULES],
             name=f"{cluster.name}-node{node}",
             hostname=f"node{node}",
-            labels=_labels(cluster),
             network=network.name,
             pid_mode=f"container:{head.id}",
             ipc_mode=f"container:{head.id}",
             **own.limits,
             **cluster.gpus.of_node(node),
-            **_common(cluster, user, {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}, []),
+            **_common(cluster, user, {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}),
         )
         if (rate := own.bits_per_second) is not None:
-            caps.shape(engine, cluster.images["rank"], started, rate, {LABEL: cluster.name})
+            labels, image = {LABEL: cluster.name}, cluster.images["rank"]
+            caps.in_network(engine, image, started, labels, "shape", rate // 8)
         nodes.append(started)
     return nodes
 
@@ -235,17 +235,23 @@ def _labels(cluster: Cluster) -> dict[str, str]:
 
 
 def _common(
-    cluster: Cluster, user: int, environment: Mapping[str, str], mounts: Sequence[Any]
+    cluster: Cluster, user: int, environment: Mapping[str, str], written: Sequence[Path] = ()
 ) -> dict[str, Any]:
+    from docker.types import Mount
+
     kernels = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
     return {
         "detach": True,
+        "labels": _labels(cluster),
         "user": f"{user}:{user if os.geteuid() == 0 else os.getegid()}",
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "tmpfs": {"/tmp": ""},
-        "mounts": [*(_mount(path, read_only=True) for path in cluster.own), *mounts],
+        "mounts": [
+            Mount(str(path), str(path), type="bind", read_only=path not in written)
+            for path in (*cluster.own, *written)
+        ],
         "working_dir": str(cluster.folder),
         "environment": {
             "HOME": "/tmp",
@@ -261,12 +267,6 @@ def _common(
             **environment,
         },
     }
-
-
-def _mount(path: Path, read_only: bool) -> Any:
-    from docker.types import Mount
-
-    return Mount(str(path), str(path), type="bind", read_only=read_only)
 
 
 def _user() -> int:
@@ -297,12 +297,12 @@ def give(results: Path, owner: int) -> None:
 def removed_afterwards(engine: Any, name: str) -> Iterator[Callable[[], None]]:
     """Remove all of cluster ``name`` however the block ends; what it gets, called, leaves all."""
     kept = threading.Event()
-    with interrupts.interruptible():
+    with Interrupts() as interrupts:
         try:
             yield kept.set
         finally:
-            interrupts.ignore()
-            left = [] if kept.is_set() else remove(engine, name)
+            with interrupts.held():
+                left = [] if kept.is_set() else remove(engine, name)
             if left:
                 print(f"could not be removed: {', '.join(left)}; `shardproof cluster clean`")
 

@@ -127,6 +127,16 @@ class Study:
         return replace(self, methods=methods)
 
 
+def chosen(
+    names: Sequence[str], methods: Sequence[str] | None, seeds: int | None, backend: str
+) -> list[Study]:
+    """The studies that a command line names, with some ``methods`` (none: all).
+
+    :raises InputError: as :func:`read`, or a name that there is not.
+    """
+    return [one.only(methods or ()) for one in read(files(names), seeds, backend)]
+
+
 def read(paths: Iterable[Path], seeds: int | None = None, backend: str = "") -> list[Study]:
     """The studies that files describe; ``seeds`` and ``backend``: instead of theirs.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import random
 import tempfile
@@ -25,15 +26,22 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.cases.runner import Session
 from shardproof.checks.results import CaseResult
+from shardproof.commands import options
+from shardproof.commands.console import echo
 from shardproof.coverage import pairs
-from shardproof.table import number
-from tools.studies.mutation import operators, planted, reached, untaken
+from shardproof.launch.process_control import cores
+from shardproof.scenarios.selection import Selection
+from shardproof.scenarios.vocabulary import installed
+from shardproof.table import number, some
+from tools.studies.mutation import earlier, operators, planted, reached, untaken
 from tools.studies.mutation.earlier import Earlier
 from tools.studies.mutation.operators import Fault
 
@@ -61,14 +69,12 @@ _OF_THE_JUDGE = ("compared", "oracle")
 _TOLD = (".payload_bytes", ".logical_bytes")
 #: What counts for no share.
 _ASIDE = ("not planted", "without effect", "explained")
-#: After which the state in other cases stands.
-_SAYS_NOTHING = ("unreached", "explained", "without effect")
 Say = Callable[[str], None]
 
 
 @dataclass
 class Home:
-    """A clean case: how long it took, what was measured, and the arcs that it executes by file.
+    """A clean case: how long it took, what was measured, and the lines that it executes by file.
 
     ``unsteady``: places whose values two clean runs do not have alike.
     """
@@ -76,17 +82,12 @@ class Home:
     case: Case
     seconds: float
     figures: Figures
-    arcs: Mapping[str, set[reached.Arc]]
+    lines: Mapping[str, set[int]]
     unsteady: frozenset[str] = frozenset()
 
     def changed(self, figures: Figures) -> frozenset[str]:
         """Where a run measured something else, though clean runs measure the same."""
         return unlike(self.figures, figures) - self.unsteady
-
-    @functools.cached_property
-    def lines(self) -> Mapping[str, set[int]]:
-        """Those that it executes, by file."""
-        return {file: reached.lines(arcs) for file, arcs in self.arcs.items()}
 
     @functools.cached_property
     def pairs(self) -> frozenset[tuple[str, ...]]:
@@ -127,26 +128,23 @@ class Planted:
     @property
     def reason(self) -> str:
         """Why no case need execute it; empty: some need."""
-        return untaken.why_unreached(self.fault.file, self.fault.line)
+        return untaken.reasons(self.fault.file).get(self.fault.line, "")
 
     @property
     def state(self) -> str:
         """What it is in all cases, the earlier ones included."""
-        own = self._state_here()
-        if own == "without effect" and self.earlier in ("unreached", "explained"):
-            return own
-        return self.earlier if self.earlier and own in _SAYS_NOTHING else own
-
-    def _state_here(self) -> str:
         if self.killed_by:
             return "killed"
         if not self.homes:
-            return "explained" if self.reason else "unreached"
+            return self.earlier or ("explained" if self.reason else "unreached")
         if not self.is_planted:
             return "not planted"
         if self.endless:
             return "endless"
-        return "without effect" if self.effect is None else "survived"
+        if self.effect is not None:
+            return "survived"
+        was_met = self.earlier not in ("", "unreached", "explained")
+        return self.earlier if was_met else "without effect"
 
     def text(self) -> str:
         """Its state, the change, and what a case measured that no check minds."""
@@ -156,9 +154,7 @@ class Planted:
         if self.state != "survived" or self.effect is None:
             return told
         case, places = self.effect
-        some = sorted(places)[:_MOST_PLACES]
-        more = f" and {len(places) - len(some)} more" if len(places) > len(some) else ""
-        return f"{told}\nchanged in {case}: {', '.join(some)}{more}"
+        return f"{told}\nchanged in {case}: {some(sorted(places), _MOST_PLACES)}"
 
 
 @dataclass(frozen=True)
@@ -220,16 +216,10 @@ class Study:
         }
 
 
-def judged_cases(cases: Iterable[Case], refused: bool = False) -> list[Case]:
-    """Those of reference strategies that must pass; ``refused``: or must be refused."""
-    return [
-        case
-        for case in cases
-        if case.implementation.startswith(FAMILY)
-        and case.skip is None
-        and case.xfail is None
-        and (refused or "refuses" not in case.expect)
-    ]
+def judged_cases(cases: Iterable[Case]) -> list[Case]:
+    """Those of reference strategies that must pass."""
+    own = (case for case in cases if case.implementation.startswith(FAMILY))
+    return [c for c in own if c.skip is None and c.xfail is None and "refuses" not in c.expect]
 
 
 def run(
@@ -320,7 +310,7 @@ def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -
                 session.run(noting, _counted(len(cases), "cases", say), on_account=keep)
         finally:
             del os.environ[reached.VARIABLE]
-        noted = reached.arcs(Path(folder))
+        noted = reached.lines(Path(folder))
     for turn in ("again", "once more") if again else ():
         plain = [replace(cases[index], id=f"{index}") for index in sorted(passed)]
         with Session(jobs) as session:
@@ -438,3 +428,83 @@ def _values(value: Any, place: str) -> Iterator[tuple[str, str]]:
 def unlike(one: Figures, other: Figures) -> frozenset[str]:
     """The places at which they are not the same."""
     return frozenset(place for place in {*one, *other} if one.get(place) != other.get(place))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planting:
+    """How many cases each fault is planted in, for how long, and what an earlier study left."""
+
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="MIN", min=0.01, help="minutes for planting"),
+    ] = None
+    most: Annotated[
+        int, typer.Option("--cases", metavar="M", min=1, help="cases that each fault is planted in")
+    ] = MOST_CASES
+    left: Annotated[
+        Path | None,
+        typer.Option("--left", metavar="FILE", help="plant what --out left there, no sample"),
+    ] = None
+    jobs: options.Jobs = None
+    out: Annotated[Path | None, options.output("--out", "write what is left here (JSON)")] = None
+
+
+@options.grouped()
+def command(
+    count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000, help="faults")],
+    scenario: options.Scenarios = None,
+    backend: options.BackendOption = None,
+    expression: options.Expression = "",
+    tier: options.Tier = "quick",
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="S", min=0, help="another sample of faults")
+    ] = 0,
+    *,
+    how: Planting,
+) -> int:
+    """Change one place of impls/reference at a time, and see whether a case turns red.
+
+    Faults are drawn by seed from all places where an operator applies: a call dropped, made twice,
+    moved, or left out once; another op, group, root or dtype; a range, a comparison or a
+    constant off by one; a scale or a copy lost; arguments exchanged. Each is planted in up to M
+    cases that execute its line until one is red, first in those with the most triggers and
+    features, for their seconds, that those before them do not have.
+
+    Told apart: faults in lines that no case executes, and those that a reason of
+    tools/studies/mutation/untaken.yaml explains; those without effect in any of the M cases (the
+    bits of every tensor, all calls and bytes are as without it); those that only a budget of CPU
+    seconds ended. Of a survivor is told what changed and no check minds.
+
+    \b
+    python -m tools.studies mutation 200 --seed 3
+    python -m tools.studies mutation 50 zero-gpt zero-traits --tier full
+    python -m tools.studies mutation 200 --out quick.json
+    python -m tools.studies mutation 200 --left quick.json covering --tier full
+
+    With scenarios or -k, faults are drawn from the lines that their cases execute. With --left,
+    what an earlier study left over is planted in other cases, N of it at most; its kills and its
+    seed count, and what is not planted again keeps its state.
+
+    Exit codes: 0 none survived, 1 some did, 2 bad input, 3 no fault had an effect anywhere.
+    """
+    selection = Selection(scenario or (), backends=backend or (), expression=expression, tier=tier)
+    left = None if how.left is None else earlier.read(how.left)
+    found = run(
+        judged_cases(selection.cases(installed())),
+        count,
+        seed,
+        how.jobs or cores(),
+        lambda text: echo(text, err=True),
+        only_reached=bool(scenario or expression),
+        budget=None if how.budget is None else how.budget * 60,
+        most=how.most,
+        left=left,
+    )
+    for one in found.left():
+        echo(f"{one.text()}\n")
+    echo(found.sentence())
+    if how.out is not None:
+        options.write(how.out, json.dumps(found.document(), indent=1) + "\n")
+    if not (found.before or {"killed", "survived"} & {*found.counts}):
+        return verdicts.NOT_DECIDED
+    return verdicts.BROKEN if found.counts["survived"] else verdicts.HELD
