@@ -213,17 +213,15 @@ def _cell(case: Case, number: int) -> dict[str, Any]:
 
 
 def _optimizer(spec: OptimizerSpec) -> dict[str, Any]:
-    given: dict[str, Any] = {"name": spec.name, "lr": spec.lr}
     plain = OptimizerSpec(name=spec.name)
-    for name in ("momentum", "eps", "weight_decay", "warmup_steps"):
-        if getattr(spec, name) != getattr(plain, name):
-            given[name] = getattr(spec, name)
+    names = ("momentum", "eps", "weight_decay", "warmup_steps")
+    given: dict[str, Any] = {"name": spec.name, "lr": spec.lr}
+    given |= {n: getattr(spec, n) for n in names if getattr(spec, n) != getattr(plain, n)}
     if tuple(spec.betas) != (0.9, 0.95):
         given["betas"] = list(spec.betas)
     if spec.scaler is not None:
-        scaler = spec.scaler
         names = ("initial", "growth", "backoff", "interval")
-        given["scaler"] = {name: getattr(scaler, name) for name in names}
+        given["scaler"] = {name: getattr(spec.scaler, name) for name in names}
     return given
 
 
@@ -236,8 +234,7 @@ def _plans(case: Case) -> list[str]:
         given: dict[str, Any] = {"label": "p", "save_at": plan.save_at}
         given |= {"saves": plan.saves} if plan.saves != 1 else {}
         given |= {"again_at": plan.again_at} if plan.again_at else {}
-        if plan.into:
-            into = dict(plan.into)
+        if into := dict(plan.into or {}):
             if "precision" in into:
                 into["precision"] = {"label": "p", **into["precision"]}
             given["into"] = into
@@ -249,9 +246,8 @@ def _plans(case: Case) -> list[str]:
     return lines
 
 
-def _flow(value: Any) -> str:
-    """Plain data as YAML on one line: JSON is."""
-    return json.dumps(value)
+#: Plain data as YAML on one line: JSON is.
+_flow = json.dumps
 
 
 def failing(session: Session, chosen: Sequence[Candidate]) -> set[Candidate]:

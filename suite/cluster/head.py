@@ -81,16 +81,17 @@ def run(
     :raises typer.Exit: containers cannot be had here, or are not as declared; told.
     :raises SelectionError: the run folder cannot be written, or something is not to be ``seen``.
     """
-    from shardproof.cluster.containers import cluster, engine, gpus
+    from shardproof.cluster.containers import cluster, engine
     from shardproof.cluster.containers.guardian import guarded
     from shardproof.cluster.containers.image_inputs import EVERYTHING
+    from shardproof.cluster.containers.needs import require_gpus
 
     seen, limits, slowed = readable(seen), wanted.limits(), wanted.slowed()
     if wanted.all_packages:
         needs = replace(needs, targets=EVERYTHING)
     with engine_here() as client:
         if needs.gpus.per_node:
-            gpus.require(client, engine.torch_of_images())
+            require_gpus(client, engine.torch_of_images())
         images = engine.build(client, targets=needs.targets)
         with run_folder(wanted.results) as folder:
             made = cluster.Cluster(

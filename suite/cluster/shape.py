@@ -141,7 +141,7 @@ class Shape:
     @property
     def there(self) -> Nodes:
         """Its nodes."""
-        from shardproof.cluster.nodes.nodes import ClusterNodes
+        from shardproof.cluster.nodes.ranks import ClusterNodes
 
         return ClusterNodes(self.nodes, self.ranks_per_node)
 

@@ -45,7 +45,7 @@ from shardproof.backends.disturbances import disturbances_of
 from shardproof.backends.mpi import group
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
-from shardproof.cluster.launchers import foreign_records, meeting, roll_call
+from shardproof.cluster.launchers import foreign_records, meeting
 from shardproof.cluster.launchers.place import MEETING_SECONDS, Place, interface_to
 from shardproof.errors import InputError
 from shardproof.launch import heartbeat
@@ -77,11 +77,11 @@ def work(place: Place, cases: Sequence[Case], records: Path) -> int:
     if given is None and (name := interface_to(place.address)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     store = place.store()
-    roll_call.answer(store, place, MEETING_SECONDS, given)
+    meeting.answer(store, place, MEETING_SECONDS, given)
     import_lazy_modules()  # or the first case pays for it
     meeting.agree(store, place, [case.id for case in cases])
     if place.rank == 0:
-        hosts = roll_call.hosts(store, place.world)
+        hosts = meeting.hosts(store, place.world)
         foreign_records.write_plan(records, cases, place.world, hosts)
         store.set("plan", foreign_records.plan_digest(records))
     meeting.meet(store, place, "start", MEETING_SECONDS)

@@ -27,7 +27,7 @@ from shardproof.cluster import shape
 from shardproof.cluster.containers import caps, cluster, node_caps
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
-from shardproof.cluster.nodes.nodes import ClusterNodes
+from shardproof.cluster.nodes.ranks import ClusterNodes
 from shardproof.commands.run import with_room
 from shardproof.launch.nodes import ENVIRONMENT, Nodes
 from shardproof.launch.rank_process import RankLaunch

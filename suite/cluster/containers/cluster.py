@@ -23,7 +23,7 @@ from typing import Any
 from shardproof.cluster.containers import caps, head_command
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster, failures
-from shardproof.cluster.containers.gpus import Gpus
+from shardproof.cluster.containers.needs import Gpus
 from shardproof.cluster.containers.node_caps import INTERFACE
 from shardproof.cluster.containers.node_faults import NodeFaults
 from shardproof.cluster.nodes.asking import FOLDER
@@ -199,7 +199,7 @@ def _head(engine: Any, cluster: Cluster, user: int) -> Any:
         network_mode="none",
         ipc_mode="shareable",
         shm_size=_SHARED_MEMORY,
-        **cluster.gpus.of_head(cluster.nodes),
+        **cluster.gpus.requested(*range(cluster.nodes)),
         **_common(cluster, user, {}, (cluster.results,)),
     )
 
@@ -220,7 +220,7 @@ def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[An
             pid_mode=f"container:{head.id}",
             ipc_mode=f"container:{head.id}",
             **own.limits,
-            **cluster.gpus.of_node(node),
+            **cluster.gpus.requested(node),
             **_common(cluster, user, {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}),
         )
         if (rate := own.bits_per_second) is not None:

@@ -19,7 +19,7 @@ from shardproof.cluster.containers import caps
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster, failures
 from shardproof.cluster.nodes.asking import FOLDER, HEAL, PIPE
-from shardproof.cluster.nodes.nodes import door
+from shardproof.cluster.nodes.doors import door
 
 #: Of a core, in microseconds of each 100,000: what a throttled node has.
 _SLOW_QUOTA, _PERIOD = 10_000, 100_000

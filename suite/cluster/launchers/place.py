@@ -2,7 +2,7 @@
 
 Launchers write it into the environment, each under names of its own; MPI is asked.  What cannot be
 is said at once (:class:`~shardproof.errors.LaunchError`); what one rank cannot see for itself is
-found by ``cluster.launchers.roll_call``.
+found by ``cluster.launchers.meeting``.
 """
 
 from __future__ import annotations

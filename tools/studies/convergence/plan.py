@@ -216,6 +216,10 @@ def _name(item: SystemModel) -> str:
     return item.implementation + (f"+{item.label}" if item.label else "")
 
 
+#: Fields of a scenario that each of its runs has as well.
+_OF_RUNS = {"world", "target", "steps", "every", "judged_on", "backend"}
+
+
 def _runs(
     model: ConvergenceScenario, item: SystemModel, base: WorkloadSpec, seeds: int
 ) -> list[Run]:
@@ -224,15 +228,8 @@ def _runs(
             system=item.implementation,
             options=item.options,
             workload=replace(base, seed=base.seed + seed),
-            optimizer=OptimizerSpec(
-                "sgd", lr=model.optimizer.lr, momentum=model.optimizer.momentum
-            ),
-            world=model.world,
-            target=model.target,
-            steps=model.steps,
-            every=model.every,
-            judged_on=model.judged_on,
-            backend=model.backend,
+            optimizer=OptimizerSpec("sgd", **model.optimizer.model_dump()),
+            **model.model_dump(include=_OF_RUNS),
         )
         for seed in range(seeds)
     ]

@@ -135,14 +135,13 @@ def run(
     as_records = json.dumps({"about": about, "studies": told})
     if records is not None:
         write_whole(records, as_records)
-    for name, content in files.items():
-        if out is not None:
+    if out is not None:
+        for name, content in files.items():
             write_whole(out.with_name(name), content)
-        if folder is not None:
-            folder.write(name, content)
     if folder is not None:
-        folder.write(RECORDS, as_records)
-    return max(codes, key=(verdicts.HELD, verdicts.NOT_DECIDED, verdicts.BROKEN).index)
+        for name, content in {**files, RECORDS: as_records}.items():
+            folder.write(name, content)
+    return verdicts.gravest(codes)
 
 
 def drawn(study: Study, ends: Ends) -> str:

@@ -32,7 +32,7 @@ from shardproof.launch.fork_server import REPRODUCIBLE
 from tools.studies.elastic import records
 from tools.studies.elastic.history import SPLITS, History
 from tools.studies.elastic.records import Generation
-from tools.studies.elastic.worker import MEMBER, is_alive
+from tools.studies.elastic.worker import MEMBER
 
 T = TypeVar("T")
 #: Seconds without an answer after which a run is given up; an idle machine answers within 15.
@@ -93,7 +93,7 @@ class Agents:
                 worker.kill()  # not another process that has its number now
         for generation in records.generations(self.folder):
             for rank in generation.ranks.values():
-                if is_alive(rank.began["pid"], rank.began["created"]):
+                if rank.is_alive:
                     process_control.kill(rank.began["pid"])
         for log in self._logs:
             log.close()
@@ -178,10 +178,10 @@ class Agents:
 
     def said(self) -> str:
         """The last words of every agent and its workers."""
-        told = []
-        for path in sorted(self.folder.glob("agent*.log")):
-            told.append(f"{path.name}: ...{path.read_text(errors='replace')[-_TAIL:]}")
-        return "\n".join(told)
+        logs = sorted(self.folder.glob("agent*.log"))
+        return "\n".join(
+            f"{log.name}: ...{log.read_text(errors='replace')[-_TAIL:]}" for log in logs
+        )
 
     def _met(self, after: int, members: tuple[int, ...]) -> Generation:
         """The next generation of exactly ``members``; one that lacks somebody never begins."""
@@ -198,15 +198,14 @@ class Agents:
         agent.wait()
 
     def _kill_worker(self, generation: Generation, member: int) -> None:
-        began = next(r.began for r in generation.ranks.values() if r.member == member)
-        if is_alive(began["pid"], began["created"]):
-            process_control.kill(began["pid"])
+        (rank,) = (rank for rank in generation.ranks.values() if rank.member == member)
+        if rank.is_alive:
+            process_control.kill(rank.began["pid"])
         self._wait_for_end(generation, member)
 
     def _wait_for_end(self, generation: Generation, member: int) -> None:
-        began = next(r.began for r in generation.ranks.values() if r.member == member)
-        pid, created = began["pid"], began["created"]
-        self.wait(f"the end of member {member}'s worker", lambda: not is_alive(pid, created))
+        (rank,) = (rank for rank in generation.ranks.values() if rank.member == member)
+        self.wait(f"the end of member {member}'s worker", lambda: not rank.is_alive)
 
     def _has_committed(self, step: int) -> bool:
         return any(one.saw_committed(step) for one in records.generations(self.folder))

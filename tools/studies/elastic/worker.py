@@ -37,15 +37,6 @@ KINDS: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
 _PAUSE = 0.02
 
 
-def is_alive(pid: int, created: float) -> bool:
-    """Whether the process ``pid`` that began at ``created`` has not ended."""
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 class Worker:
     """One rank of one generation."""
 
@@ -164,7 +155,7 @@ def _wait_for(path: Path) -> None:
 
 def _end_with(pid: int, created: float) -> None:
     """End this process when the driver has: nobody else would, of one whose agent was killed."""
-    while is_alive(pid, created):
+    while records.is_alive(pid, created):
         time.sleep(1.0)
     os._exit(1)
 

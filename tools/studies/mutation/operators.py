@@ -230,10 +230,9 @@ def _of_expression(node: ast.expr, put: Callable[[ast.expr], None]) -> Iterator[
             yield other("compare", ast.Compare(left, [_COMPARED[type(kind)]()], [right]))
         case ast.BinOp(left, ast.Mult() | ast.Div() | ast.Mod(), _):
             yield other("scale", left)
-        case ast.BinOp(left, ast.Add(), right):
-            yield other("sign", ast.BinOp(left, ast.Sub(), right))
-        case ast.BinOp(left, ast.Sub(), right):
-            yield other("sign", ast.BinOp(left, ast.Add(), right))
+        case ast.BinOp(left, ast.Add() | ast.Sub() as sign, right):
+            opposite = ast.Sub() if isinstance(sign, ast.Add) else ast.Add()
+            yield other("sign", ast.BinOp(left, opposite, right))
         case ast.BinOp(_, ast.FloorDiv(), _):
             yield other("one off", ast.BinOp(node, ast.Add(), ast.Constant(1)))
         case ast.UnaryOp(ast.Not(), operand):
@@ -267,10 +266,9 @@ def _of_call(node: ast.Call, other: Callable[[str, ast.expr], Site]) -> Iterator
             yield other("copy", value)
         case ast.Name("reversed" | "sorted"):
             yield other("order", ast.Call(ast.Name("list", ast.Load()), node.args[:1], []))
-        case ast.Name("min"):
-            yield other("extreme", ast.Call(ast.Name("max", ast.Load()), node.args, node.keywords))
-        case ast.Name("max"):
-            yield other("extreme", ast.Call(ast.Name("min", ast.Load()), node.args, node.keywords))
+        case ast.Name("min" | "max" as name):
+            opposite = ast.Name("max" if name == "min" else "min", ast.Load())
+            yield other("extreme", ast.Call(opposite, node.args, node.keywords))
     if len(node.args) >= 2 and not any(isinstance(a, ast.Starred) for a in node.args[:2]):
         swapped = [node.args[1], node.args[0], *node.args[2:]]
         yield other("arguments", ast.Call(node.func, swapped, node.keywords))

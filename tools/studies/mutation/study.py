@@ -16,8 +16,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
+import math
 import os
 import random
 import tempfile
@@ -52,7 +52,6 @@ DEADLINE = 10.0
 MOST_CASES = 24
 #: Faults that are planted together, each in a case at a time.
 TOGETHER = 64
-_SAY_SECONDS = 10.0
 #: Cases that an endless fault is planted in: each takes the whole budget.
 _MOST_ENDLESS = 2
 #: More clean runs of cases in which a survivor changed something.
@@ -69,7 +68,16 @@ _OF_THE_JUDGE = ("compared", "oracle")
 _TOLD = (".payload_bytes", ".logical_bytes")
 #: What counts for no share.
 _ASIDE = ("not planted", "without effect", "explained")
-Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class How:
+    """How many cases run at once, and each fault is planted in; for how many seconds; who is told."""
+
+    say: Callable[[str], None]
+    jobs: int = 1
+    most: int = MOST_CASES
+    seconds: float = math.inf
 
 
 @dataclass
@@ -226,23 +234,19 @@ def run(
     cases: Sequence[Case],
     count: int,
     seed: int,
-    jobs: int,
-    say: Say,
+    how: How,
     only_reached: bool = False,
-    budget: float | None = None,
-    most: int = MOST_CASES,
     left: Earlier | None = None,
 ) -> Study:
-    """Plant ``count`` faults in ``cases``, or as many of them as ``budget`` seconds allow.
+    """Plant ``count`` faults in ``cases``, or as many of them as there is time for.
 
-    ``only_reached``: faults are drawn from the lines that the cases execute.  ``most``: of the
-    cases, each is planted in so many.  ``left``: what is left of that study is planted instead of a
-    sample.
+    ``only_reached``: faults are drawn from the lines that the cases execute.  ``left``: what is
+    left of that study is planted instead of a sample.
     """
-    homes = find_homes(cases, jobs, say)
+    homes = find_homes(cases, how)
     if left is not None:
         faults, states = left.faults(), left.states()
-        found = plant_all(homes, faults[:count], left.seed, jobs, say, budget, most, left)
+        found = plant_all(homes, faults[:count], left.seed, how, left)
         planted = {one.fault for one in found.planted}
         others = [Planted(f, [], earlier=states[f.name]) for f in faults if f not in planted]
         return replace(found, planted=[*found.planted, *others], left_out=left.left_out)
@@ -250,71 +254,70 @@ def run(
     if only_reached:
         every = [fault for fault in every if any(home.executes(fault) for home in homes)]
     chosen = random.Random(seed).sample(every, min(count, len(every)))
-    return plant_all(homes, chosen, seed, jobs, say, budget, most)
+    return plant_all(homes, chosen, seed, how)
 
 
 def plant_all(
     homes: Sequence[Home],
     chosen: Sequence[Fault],
     seed: int,
-    jobs: int,
-    say: Say,
-    budget: float | None = None,
-    most: int = MOST_CASES,
+    how: How,
     left: Earlier | None = None,
 ) -> Study:
     """Each of ``chosen`` in ``homes``, some together, in their order; it goes on from ``left``."""
-    began, done = time.monotonic(), list[Planted]()
+    until, done = time.monotonic() + how.seconds, list[Planted]()
     states, before = (left.states(), left.killed) if left else ({}, 0)
-    with Session(jobs) as session:
+    with Session(how.jobs) as session:
         for first in range(0, len(chosen), TOGETHER):
-            faults = chosen[first : first + TOGETHER]
             planted = [
-                Planted(fault, _homes_of(fault, homes, most), earlier=states.get(fault.name, ""))
-                for fault in faults
+                Planted(
+                    fault, _homes_of(fault, homes, how.most), earlier=states.get(fault.name, "")
+                )
+                for fault in chosen[first : first + TOGETHER]
             ]
             while alive := [one for one in planted if one.is_open]:
-                if budget is not None and time.monotonic() - began > budget:
+                if time.monotonic() > until:
                     break
                 _plant(session, alive)
-                told = [one for one in planted if not one.is_open]
-                open_ = len(chosen) - len(done) - len(told)
-                so_far = Study(seed, len(homes), [*done, *told], before=before)
-                say(f"{so_far.sentence()}; {open_} to go")
+                ended = [*done, *(one for one in planted if not one.is_open)]
+                so_far = Study(seed, len(homes), ended, before=before)
+                how.say(f"{so_far.sentence()}; {len(chosen) - len(ended)} to go")
             done += [one for one in planted if not one.is_open]
-        _confirm(session, [one for one in done if one.state == "survived"], say)
+        how.say("clean cases in which survivors changed something")
+        _confirm(session, [one for one in done if one.state == "survived"])
     return Study(seed, len(homes), done, len(chosen) - len(done), before)
 
 
-def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -> list[Home]:
+def find_homes(cases: Sequence[Case], how: How, again: bool = True) -> list[Home]:
     """The cases that pass, with what they execute and measure, and what of that is unsteady.
 
     ``again``: run twice more; without it nothing is known to be unsteady.
     """
-    noting = [
-        replace(case, id=f"{index}", implementation=planted.of_case(_strategy(case), index))
-        for index, case in enumerate(cases)
-    ]
     passed: dict[int, list[tuple[float, Figures]]] = defaultdict(list)
 
     def keep(result: CaseResult, account: dict[str, Any]) -> None:
         if result.verdict.startswith("pass"):
             passed[int(result.id)].append((result.seconds, measured(account)))
         else:
-            say(f"left out: {cases[int(result.id)].id}: {result.verdict}: {result.reason[:200]}")
+            case = cases[int(result.id)].id
+            how.say(f"left out: {case}: {result.verdict}: {result.reason[:200]}")
+
+    def play(name: Callable[[int], str]) -> None:
+        numbers = sorted(passed) or range(len(cases))
+        runs = [replace(cases[n], id=f"{n}", implementation=name(n)) for n in numbers]
+        how.say(f"{len(runs)} clean cases")
+        with Session(how.jobs) as session:
+            session.run(runs, lambda _: None, on_account=keep)
 
     with tempfile.TemporaryDirectory(prefix="shardproof-lines-") as folder:
         os.environ[reached.VARIABLE] = folder  # the leaders inherit it
         try:
-            with Session(jobs) as session:
-                session.run(noting, _counted(len(cases), "cases", say), on_account=keep)
+            play(lambda n: planted.of_case(_strategy(cases[n]), n))
         finally:
             del os.environ[reached.VARIABLE]
         noted = reached.lines(Path(folder))
-    for turn in ("again", "once more") if again else ():
-        plain = [replace(cases[index], id=f"{index}") for index in sorted(passed)]
-        with Session(jobs) as session:
-            session.run(plain, _counted(len(plain), f"cases {turn}", say), on_account=keep)
+    for _ in range(2 if again and passed else 0):
+        play(lambda n: cases[n].implementation)
     homes = []
     for index, runs in sorted(passed.items()):
         if len(runs) == (3 if again else 1):
@@ -366,7 +369,7 @@ def _plant(session: Session, faults: Sequence[Planted]) -> None:
     session.run(runs, lambda _: None, on_account=keep)
 
 
-def _confirm(session: Session, survivors: Sequence[Planted], say: Say) -> None:
+def _confirm(session: Session, survivors: Sequence[Planted]) -> None:
     """Run the cases in which something changed again without a fault: that may be unsteady, too,
     though three runs had it alike.  The order of a message and of what the rank computes beside it
     is.
@@ -382,21 +385,7 @@ def _confirm(session: Session, survivors: Sequence[Planted], say: Say) -> None:
         home = homes[result.id.partition("::")[2]]
         home.unsteady |= unlike(home.figures, measured(account))
 
-    session.run(runs, _counted(len(runs), "clean runs of what changed", say), on_account=keep)
-
-
-def _counted(total: int, what: str, say: Say) -> Callable[[CaseResult], None]:
-    """Says how many have ended, every ten seconds."""
-    done, last = itertools.count(1), time.monotonic()
-
-    def count(_: CaseResult) -> None:
-        nonlocal last
-        number = next(done)
-        if number == total or time.monotonic() - last > _SAY_SECONDS:
-            last = time.monotonic()
-            say(f"{number}/{total} {what}")
-
-    return count
+    session.run(runs, lambda _: None, on_account=keep)
 
 
 def _strategy(case: Case) -> str:
@@ -460,7 +449,7 @@ def command(
         int, typer.Option("--seed", metavar="S", min=0, help="another sample of faults")
     ] = 0,
     *,
-    how: Planting,
+    given: Planting,
 ) -> int:
     """Change one place of impls/reference at a time, and see whether a case turns red.
 
@@ -488,23 +477,16 @@ def command(
     Exit codes: 0 none survived, 1 some did, 2 bad input, 3 no fault had an effect anywhere.
     """
     selection = Selection(scenario or (), backends=backend or (), expression=expression, tier=tier)
-    left = None if how.left is None else earlier.read(how.left)
-    found = run(
-        judged_cases(selection.cases(installed())),
-        count,
-        seed,
-        how.jobs or cores(),
-        lambda text: echo(text, err=True),
-        only_reached=bool(scenario or expression),
-        budget=None if how.budget is None else how.budget * 60,
-        most=how.most,
-        left=left,
-    )
+    left = None if given.left is None else earlier.read(given.left)
+    seconds = math.inf if given.budget is None else given.budget * 60
+    how = How(lambda text: echo(text, err=True), given.jobs or cores(), given.most, seconds)
+    cases = judged_cases(selection.cases(installed()))
+    found = run(cases, count, seed, how, bool(scenario or expression), left)
     for one in found.left():
         echo(f"{one.text()}\n")
     echo(found.sentence())
-    if how.out is not None:
-        options.write(how.out, json.dumps(found.document(), indent=1) + "\n")
+    if given.out is not None:
+        options.write(given.out, json.dumps(found.document(), indent=1) + "\n")
     if not (found.before or {"killed", "survived"} & {*found.counts}):
         return verdicts.NOT_DECIDED
     return verdicts.BROKEN if found.counts["survived"] else verdicts.HELD
