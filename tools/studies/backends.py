@@ -149,17 +149,18 @@ def summary(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], 
         ]
     for backend in backends[:-1]:
         exact = [cell for cell in cells if promises_bits(cell, backend, last)]
-        both = [(cell, cell.runs[backend].digests, cell.runs[last].digests) for cell in exact]
-        both = [(cell, a, b) for cell, a, b in both if a and b]
-        differ = [cell.name for cell, a, b in both if a != b]
-        tensors = sum(len(a) for _, a, _ in both)
+        both = {c.name: (c.runs[backend].digests, c.runs[last].digests) for c in exact}
+        both = {name: (a, b) for name, (a, b) in both.items() if a and b}
+        differ = [name for name, (a, b) in both.items() if a != b]
+        tensors = sum(len(a) for a, _ in both.values())
         lines.append(
             f"bits of {last} and {backend}, where they are promised: equal in "
             f"{len(both) - len(differ)} of {len(both)} cells ({tensors:,} digests)"
         )
         wrong += [f"{name}: other bits on {last} than on {backend}" for name in differ]
-    twice = [c for c in cells if c.again is not None and c.runs[last].digests]
-    differ = [c.name for c in twice if c.again and c.again.digests != c.runs[last].digests]
+    twice = {c.name: (c.runs[last].digests, c.again.digests) for c in cells if c.again is not None}
+    twice = {name: (a, b) for name, (a, b) in twice.items() if a}
+    differ = [name for name, (a, b) in twice.items() if a != b]
     lines.append(
         f"bits of {last} in two orders of the cases: equal in {len(twice) - len(differ)} of "
         f"{len(twice)} cells"

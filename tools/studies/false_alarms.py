@@ -87,58 +87,55 @@ def _pair(kind: str, number: int) -> Pair:
 
 @dataclass(frozen=True)
 class Counts:
-    """Alarms and detections, with the figures behind them; intervals are 95 %, of a share."""
+    """Alarms and detections, with the figures behind them."""
 
-    comparisons: int
     alarms: int
-    alarms_interval: tuple[float, float] | None
-    half_width_median: float | None
-    half_width_most: float | None
-    #: Half-widths within what the default number of blocks aims at.
-    half_width_within: int
-    slowed: int
-    detected: int
-    detected_interval: tuple[float, float] | None
+    #: Of each comparison of alike code.
+    half_widths: Sequence[float]
+    #: Verdicts of slowed pairs.
     verdicts: dict[str, int]
-    ratio_median: float | None
+    ratios: Sequence[float]
+
+    @property
+    def comparisons(self) -> int:
+        """Those of alike code."""
+        return len(self.half_widths)
+
+    @property
+    def slowed(self) -> int:
+        """Repetitions of the slowdown."""
+        return len(self.ratios)
+
+    @property
+    def detected(self) -> int:
+        """Those of them that were seen."""
+        return self.verdicts.get("slower", 0)
+
+    @property
+    def alarms_interval(self) -> tuple[float, float]:
+        """The 95 % interval of the share of alarms."""
+        return _share_interval(self.alarms, self.comparisons)
 
 
 def count(lines: Sequence[PairLine]) -> Counts:
     """Verdicts of equal and of slowed pairs."""
     alike: list[Interval] = []
-    slowed: list[PairLine] = []
-    ratios = []
+    words, ratios = Counter[str](), list[float]()
     for line in lines:
         if line.problem is not None or line.figures is None or line.figures.aa is None:
             continue
         alike.append(line.figures.aa)
         if line.pair.a.implementation == SLOWED:
-            slowed.append(line)
+            words[line.verdict] += 1
             ratios.append(line.figures.ratio)
         elif line.pair.a == line.pair.b:
             alike.append(line.figures)
     alarms = sum(each.low > 1 or each.high < 1 for each in alike)
-    words = Counter(line.verdict for line in slowed)
-    half_widths = [each.half_width for each in alike]
-    return Counts(
-        comparisons=len(alike),
-        alarms=alarms,
-        alarms_interval=_share_interval(alarms, len(alike)),
-        half_width_median=median_high(half_widths) if half_widths else None,
-        half_width_most=max(half_widths, default=None),
-        half_width_within=sum(value <= SMALLEST_MARGIN for value in half_widths),
-        slowed=len(slowed),
-        detected=words["slower"],
-        detected_interval=_share_interval(words["slower"], len(slowed)),
-        verdicts=dict(sorted(words.items())),
-        ratio_median=median_high(ratios) if ratios else None,
-    )
+    return Counts(alarms, [each.half_width for each in alike], dict(sorted(words.items())), ratios)
 
 
-def _share_interval(hits: int, of: int) -> tuple[float, float] | None:
+def _share_interval(hits: int, of: int) -> tuple[float, float]:
     """95 % interval of a share (Clopper and Pearson, Biometrika 26, 1934)."""
-    if not of:
-        return None
     interval = distributions.binomtest(hits, of).proportion_ci(0.95)
     return float(interval.low), float(interval.high)
 
@@ -146,22 +143,22 @@ def _share_interval(hits: int, of: int) -> tuple[float, float] | None:
 def sentences(counts: Counts) -> list[str]:
     """The counts in words."""
     lines = []
-    if counts.alarms_interval is not None:
+    if halves := counts.half_widths:
         low, high = counts.alarms_interval
+        within = sum(value <= SMALLEST_MARGIN for value in halves)
         lines += [
             f"A/A: {counts.alarms} false alarms in {counts.comparisons} comparisons "
             f"(share {low:.1%} to {high:.1%}; aim: at most {MOST_ALARMS} in {ALIKE})",
-            f"A/A half-width: median {counts.half_width_median:.2%}, most "
-            f"{counts.half_width_most:.2%}; within {SMALLEST_MARGIN:.0%} in "
-            f"{counts.half_width_within} of {counts.comparisons}",
+            f"A/A half-width: median {median_high(halves):.2%}, most {max(halves):.2%}; within "
+            f"{SMALLEST_MARGIN:.0%} in {within} of {counts.comparisons}",
         ]
-    if counts.detected_interval is not None:
-        low, high = counts.detected_interval
+    if counts.slowed:
+        low, high = _share_interval(counts.detected, counts.slowed)
         words = ", ".join(f"{n} {verdict}" for verdict, n in counts.verdicts.items())
         lines.append(
             f"{SLOWDOWN:.0%} slower: seen in {counts.detected} of {counts.slowed} "
             f"(share {low:.1%} to {high:.1%}; aim: at least {LEAST_DETECTED:.0%}): {words}; "
-            f"median ratio {counts.ratio_median:.3f}"
+            f"median ratio {median_high(counts.ratios):.3f}"
         )
     return lines or ["no session has figures yet"]
 

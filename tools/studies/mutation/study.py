@@ -72,7 +72,10 @@ _ASIDE = ("not planted", "without effect", "explained")
 
 @dataclass(frozen=True)
 class How:
-    """How many cases run at once, and each fault is planted in; for how many seconds; who is told."""
+    """Who is told what is done, and how many cases run at once.
+
+    ``most``: cases that each fault is planted in; ``seconds``: after which nothing is planted.
+    """
 
     say: Callable[[str], None]
     jobs: int = 1
