@@ -177,10 +177,9 @@ def _told_unwritable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"results cannot be written: {error.strerror}"
-        raise SelectionError(
-            Problem(what, "choose another --results folder", file=str(error.filename or folder))
-        ) from None
+        what, where = f"results cannot be written: {error.strerror}", error.filename or folder
+        remedy = "choose another --results folder"
+        raise SelectionError(Problem(what, remedy, file=str(where))) from None
 
 
 def own_folders(scenarios: Sequence[str], impl: Sequence[str]) -> list[Path]:

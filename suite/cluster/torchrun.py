@@ -234,10 +234,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _judge(records: Path, options: argparse.Namespace) -> int:
     """Judge in another process: this one's threads may wait for peers."""
-    command = [sys.executable, *JUDGE, str(records)]
+    command = [sys.executable, *JUDGE, str(records), *(["--prune"] if options.prune else [])]
     if options.results is not None:
         command += ["--results", str(options.results)]
-    return subprocess.run([*command, *["--prune"][: options.prune]], check=False).returncode
+    return subprocess.run(command, check=False).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

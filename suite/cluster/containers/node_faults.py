@@ -51,13 +51,8 @@ class NodeFaults:
     def served(self) -> Iterator[None]:
         """Inside, ranks and leaders can ask."""
         pipe = str(FOLDER / PIPE)
-        words = [
-            "sh",
-            "-c",
-            'mkdir -p "$(dirname "$0")"; mkfifo "$0"; echo; exec cat <> "$0"',
-            pipe,
-        ]
-        asked = self._engine.api.exec_create(self._head.id, words)["Id"]
+        script = 'mkdir -p "$(dirname "$0")"; mkfifo "$0"; echo; exec cat <> "$0"'
+        asked = self._engine.api.exec_create(self._head.id, ["sh", "-c", script, pipe])["Id"]
         parts = self._engine.api.exec_start(asked, stream=True)
         next(parts)  # the pipe is there
         threading.Thread(target=self._follow, args=(parts,), daemon=True).start()
