@@ -57,16 +57,18 @@ Models of three sizes train side by side. None of their messages has a probed si
 their steps is in the fit. Limit: 15 % for the whole interval. `open`: the machine was too noisy
 to decide.
 """
-PREDICTED_HEADINGS = (
-    *("model", "calls, bytes per step", "compute ms", "communication ms (alpha + beta)"),
-    *("predicted ms (bounds)", "measured ms", "measured / predicted - 1 [95 %]", "within 15 %"),
-)
-CARD_HEADINGS = (
-    *("model", "achieved / predicted", "exposed communication", "achieved / probed rates"),
-)
-FIT_HEADINGS = (
-    *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "busy cores per rank"),
-    "us at each payload (bytes)",
+#: Those of predictions, of scorecards and of what alpha and beta were fitted to.
+HEADINGS: Sequence[tuple[str, ...]] = (
+    (
+        *("model", "calls, bytes per step", "compute ms", "communication ms (alpha + beta)"),
+        *("predicted ms (bounds)", "measured ms", "measured / predicted - 1 [95 %]"),
+        "within 15 %",
+    ),
+    ("model", "achieved / predicted", "exposed communication", "achieved / probed rates"),
+    (
+        *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "busy cores per rank"),
+        "us at each payload (bytes)",
+    ),
 )
 
 
@@ -102,10 +104,10 @@ class Score:
     calls: list[Call]
     measured_seconds: float
     prediction: step_time.Prediction
+    card: step_time.Scorecard
     error: float
     low: float
     high: float
-    card: step_time.Scorecard
 
 
 def scores_of(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_beta.Machine]:
@@ -125,17 +127,11 @@ def scores_of(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alp
             of_round = step.model_copy(update={"alone": statistics.median([*before, *after])})
             predicted = scorecard.predicted(probes, of_round).step_seconds
             logs.append(math.log(statistics.median(measured) / predicted))
-        estimate = stats.estimate(logs)
-        error, low, high = (math.expm1(v) for v in (estimate.mean, estimate.low, estimate.high))
-        scores.append(
-            Score(
-                step.calls,
-                step.together,
-                scorecard.predicted(probes, step),
-                *(error, low, high),
-                card=scorecard.card(probes, step, step.together, run),
-            )
-        )
+        found = stats.estimate(logs)
+        error = (math.expm1(log) for log in (found.mean, found.low, found.high))
+        made = scorecard.predicted(probes, step)
+        card = scorecard.card(probes, step, step.together, run)
+        scores.append(Score(step.calls, step.together, made, card, *error))
     return scores, probes.machine
 
 
@@ -159,14 +155,16 @@ def verdict(score: Score) -> str:
     return "NO" if score.low > LIMIT or score.high < -LIMIT else "open"
 
 
-def tables(
-    runs: Sequence[SideRun], scores: Sequence[Score], machine: alpha_beta.Machine
-) -> list[Table]:
-    """Predicted next to measured step times."""
-    names = [run.name for run in runs]
+def markdown(
+    runs: Sequence[SideRun],
+    scores: Sequence[Score],
+    machine: alpha_beta.Machine,
+    about: str = "",
+) -> str:
+    """The page of the study: predicted next to measured step times, and what predicts them."""
     predicted, cards = [], []
-    for name, score in zip(names, scores, strict=True):
-        made, card = score.prediction, score.card
+    for name, score in zip((run.name for run in runs), scores, strict=True):
+        made, card, rate = score.prediction, score.card, score.card.achieved_over_probed
         calls = sum(call.count for call in score.calls)
         payload = sum(call.bytes * call.count for call in score.calls)
         predicted.append(
@@ -183,10 +181,8 @@ def tables(
                 verdict(score),
             )
         )
-        rate = "-" if card.achieved_over_probed is None else f"{card.achieved_over_probed:.2f}"
-        cards.append(
-            (name, f"{card.achieved_over_predicted:.3f}", f"{card.exposed_share:.1%}", rate)
-        )
+        ratios = f"{card.achieved_over_predicted:.3f}", f"{card.exposed_share:.1%}"
+        cards.append((name, *ratios, "-" if rate is None else f"{rate:.2f}"))
     fits = [
         (
             *(operation, f"{1e6 * fit.alpha:.1f}", f"{1e9 * fit.beta:.3f}"),
@@ -195,24 +191,12 @@ def tables(
         )
         for operation, fit in machine.fits.items()
     ]
-    return [
-        Table("", PREDICTED_HEADINGS, predicted),
-        Table("", CARD_HEADINGS, cards),
-        Table("", FIT_HEADINGS, fits),
-    ]
-
-
-def markdown(
-    runs: Sequence[SideRun],
-    scores: Sequence[Score],
-    machine: alpha_beta.Machine,
-    about: str = "",
-) -> str:
-    """The page of the study."""
-    rate = "-" if machine.flop_rate is None else f"{machine.flop_rate / 1e9:.1f} GFLOP/s"
-    closing = f"Rates of a rank, all at once: {rate}, {machine.byte_rate / 1e9:.1f} GB/s.\n"
+    flops = "-" if machine.flop_rate is None else f"{machine.flop_rate / 1e9:.1f} GFLOP/s"
+    closing = f"Rates of a rank, all at once: {flops}, {machine.byte_rate / 1e9:.1f} GB/s.\n"
+    tables = zip(HEADINGS, (predicted, cards, fits), strict=True)
     parts = [INTRODUCTION, *([f"{about}\n"] if about else [])]
-    return "\n".join([*parts, *(t.markdown() for t in tables(runs, scores, machine)), closing])
+    parts += [Table("", headings, rows).markdown() for headings, rows in tables]
+    return "\n".join([*parts, closing])
 
 
 def run(
@@ -240,9 +224,9 @@ def run(
         raise SelectionError(Problem("no cost formulas for this backend", remedy, backend))
     runs = runs_of(implementation, backend, world)
     began, load = time.monotonic(), os.getloadavg()[0]
-    ladder = dict.fromkeys(alpha_beta.algorithms_of(backend), LADDER)
     try:
         with Session() as session:
+            ladder = dict.fromkeys(alpha_beta.algorithms_of(backend), LADDER)
             measured = session.measure_rounds(runs, rounds, ladder)
     except LaunchFailed as failed:
         print(f"the ranks broke: {failed.reason}", file=sys.stderr)
@@ -262,7 +246,5 @@ def run(
     print(text, end="")
     if out is not None:
         write_whole(out, text)
-    words = {verdict(score) for score in scores}
-    if "NO" in words:
-        return verdicts.BROKEN
-    return verdicts.NOT_DECIDED if "open" in words else verdicts.HELD
+    codes = {"yes": verdicts.HELD, "open": verdicts.NOT_DECIDED, "NO": verdicts.BROKEN}
+    return verdicts.gravest(codes[verdict(score)] for score in scores)
