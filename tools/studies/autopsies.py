@@ -77,14 +77,16 @@ SYSTEMS = (
     ),
     _System("reference/hybrid", {"pipe": 2, "shard": 2}, {"data": "zero2"}, 4, {}),
 )
-_SAYS: Mapping[FaultKind, tuple[str, ...]] = {
-    "kill": ("SIGKILL",),
-    "exit": ("exit code 7",),
-    "raise": ("raised InjectedFault",),
-    "stop": ("dead peer: rank", ": its process was stopped"),
-    "drop": ("desync: ",),
-    "swap": ("desync: ",),
-    "shape": ("desync: ",),
+_DESYNC = ("crash", "hang"), ("desync: ",)
+#: Verdicts that a fault must give, and what is said of it.
+_ENDS: Mapping[FaultKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "kill": (("crash",), ("SIGKILL",)),
+    "exit": (("crash",), ("exit code 7",)),
+    "raise": (("crash",), ("raised InjectedFault",)),
+    "stop": (("hang",), ("dead peer: rank", ": its process was stopped")),
+    "drop": _DESYNC,
+    "swap": _DESYNC,
+    "shape": _DESYNC,
 }
 
 
@@ -100,16 +102,15 @@ def _planned(draw: random.Random, seed: int, number: int, backends: Sequence[str
     phases: Sequence[FaultPhase] = system.calls.get(kind, ("forward", "backward"))
     world = math.prod(system.mesh.values())
     rank, backend = draw.randrange(world), draw.choice(backends)
-    verdicts = {"stop": ("hang",), "drop": ("crash", "hang"), "swap": ("crash", "hang")}
-    verdicts["shape"] = ("crash", "hang")
+    verdicts, says = _ENDS[kind]
     fault = Fault(
         kind,
         rank,
         step=draw.randint(1, STEPS - 1),
         phase=draw.choice(phases),
-        verdicts=verdicts.get(kind, ("crash",)),
+        verdicts=verdicts,
         blames=rank,
-        says=_SAYS[kind],
+        says=says,
     )
     shape = "x".join(f"{axis}{size}" for axis, size in system.mesh.items())
     return Case(

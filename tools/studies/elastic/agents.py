@@ -43,12 +43,12 @@ _PAUSE = 0.05
 _SIGNALS = {"freezes": signal.SIGSTOP, "wakes": signal.SIGCONT}
 _TAIL = 1500
 #: Too short ones split the group on a busy machine: then its late half meets again, and waits.
-_RENDEZVOUS = {
-    "is_host": "false",
-    "keep_alive_interval": "1",
-    "keep_alive_max_attempt": "4",
-    "last_call_timeout": "3",
-}
+_RENDEZVOUS = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3"
+_OPTIONS = (
+    *("--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=20", "--monitor-interval=0.2"),
+    *("--local-addr=127.0.0.1", "--rdzv-backend=c10d", "--rdzv-id=elastic"),
+    f"--rdzv-conf={_RENDEZVOUS}",
+)
 _ENVIRONMENT = {
     **REPRODUCIBLE,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -78,7 +78,10 @@ class Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        workers = [one for agent in self.running.values() for one in _children(agent.pid)]
+        workers = list[psutil.Process]()
+        for agent in self.running.values():
+            with suppress(psutil.NoSuchProcess):
+                workers += psutil.Process(agent.pid).children(recursive=True)
         for agent in self.running.values():
             agent.terminate()  # it ends its worker
         until = time.monotonic() + _PARTING
@@ -100,23 +103,10 @@ class Agents:
 
     def start(self, member: int) -> None:
         """Start the agent of ``member``."""
-        settings = ",".join(f"{key}={value}" for key, value in _RENDEZVOUS.items())
-        options = {
-            "nnodes": "1:4",
-            "nproc-per-node": "1",
-            "max-restarts": "20",
-            "monitor-interval": "0.2",
-            "local-addr": "127.0.0.1",
-            "rdzv-backend": "c10d",
-            "rdzv-id": "elastic",
-            "rdzv-endpoint": f"127.0.0.1:{self._store.port}",
-            "rdzv-conf": settings,
-        }
         module = ["-m", "tools.studies.elastic.worker", str(self.folder)]
-        given = [f"--{key}={value}" for key, value in options.items()]
+        given = [*_OPTIONS, f"--rdzv-endpoint=127.0.0.1:{self._store.port}"]
         log = (self.folder / f"agent{member}.log").open("wb")
         self._logs.append(log)
-        parent = os.getpid()
         self.running[member] = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *given, *module],
             env=os.environ | _ENVIRONMENT | {MEMBER: str(member)},
@@ -124,7 +114,7 @@ class Agents:
             stdout=log,
             stderr=subprocess.STDOUT,
             process_group=0,
-            preexec_fn=lambda: process_control.die_with_parent(parent),
+            preexec_fn=partial(process_control.die_with_parent, os.getpid()),
         )
 
     def play(self) -> None:
@@ -209,12 +199,6 @@ class Agents:
 
     def _has_committed(self, step: int) -> bool:
         return any(one.saw_committed(step) for one in records.generations(self.folder))
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return list(psutil.Process(pid).children(recursive=True))
-    return []
 
 
 def _has_ended(agent: subprocess.Popen[bytes]) -> bool:

@@ -100,14 +100,8 @@ class Worker:
             self.system.load(self.checkpoints)
         self.step = self.system.committed.steps
         self.system.module.register_forward_pre_hook(lambda *_: self.halt(self.step, "inside"))
-        own = psutil.Process()
-        self.write(
-            member=self.member,
-            world=self.world,
-            loaded=self.step,
-            pid=own.pid,
-            created=own.create_time(),
-        )
+        began = {"member": self.member, "world": self.world, "loaded": self.step}
+        self.write(**began, pid=os.getpid(), created=psutil.Process().create_time())
         _wait_for(self.generation / records.GO)
 
     def is_committed(self) -> bool:
@@ -141,11 +135,8 @@ class Worker:
 
     def digests(self) -> dict[str, str]:
         """Kind and name -> digest."""
-        return {
-            f"{kind} {name}": tensor_bytes.digest(tensor)
-            for kind, tensors in self.holds().items()
-            for name, tensor in tensors.items()
-        }
+        every = ((f"{k} {n}", tensor) for k, of in self.holds().items() for n, tensor in of.items())
+        return {name: tensor_bytes.digest(tensor) for name, tensor in every}
 
 
 def _wait_for(path: Path) -> None:
