@@ -64,7 +64,7 @@ class Caps:
 
 
 def in_network(
-    engine: Any, image: str, node: Any, labels: Mapping[str, str], *words: object
+    engine: Any, image: str, labels: Mapping[str, str], node: Any, *words: object
 ) -> None:
     """Do what a word of ``node_caps.py`` says in the network of ``node``.
 
@@ -95,16 +95,16 @@ def in_network(
         raise NoCluster(f"{node.name}: {said.strip()}") from error
 
 
-def delay(
-    engine: Any, image: str, nodes: Sequence[Any], caps: Sequence[Caps], labels: Mapping[str, str]
-) -> bool:
+def delay(do: Callable[..., None], nodes: Sequence[Any], caps: Sequence[Caps]) -> bool:
     """Have the kernel delay what ``nodes`` send, each as its ``caps`` say; whether it can.
+
+    ``do``: :func:`in_network`, of an engine, an image and labels.
 
     :raises NoCluster: it does not take it; says why.
     """
     for node, own in zip(nodes, caps, strict=True):
         try:
-            in_network(engine, image, node, labels, *delaying(own))
+            do(node, *delaying(own))
         except NoCluster as error:
             if getattr(error.__cause__, "exit_status", 0) == NO_NETEM:
                 return False

@@ -118,9 +118,9 @@ def run(
     """
     with removed_afterwards(engine, cluster.name) as leave:
         with told_by_the_engine():
-            head = _head(engine, cluster, _user())
-            nodes = _start_nodes(engine, cluster, _user(), head)
-        with _lent(cluster.results, _user()), told_by_the_engine():
+            head = _head(engine, cluster)
+            nodes = _start_nodes(engine, cluster, head)
+        with _lent(cluster.results), told_by_the_engine():
             cluster = _under_weather(engine, head, nodes, cluster, say)
             with _faults(engine, cluster, head, nodes):
                 code = head_command.run(engine, head, command, _told(cluster), say)
@@ -147,11 +147,14 @@ def _faults(
     """Inside, faults of nodes are made, where any were planned."""
     if cluster.faults is None:
         return contextlib.nullcontext()
+    do, delays = _in_network(engine, cluster), cluster.caps.delay_seconds and not cluster.far
+    return NodeFaults(engine, head, nodes, cluster.node_caps, do, bool(delays)).served()
+
+
+def _in_network(engine: Any, cluster: Cluster) -> Callable[..., None]:
+    """Does what a word of ``node_caps.py`` says in the network of a node."""
     labels = {LABEL: cluster.name}
-    helper = functools.partial(caps.in_network, engine, cluster.images["rank"])
-    in_network = lambda node, *words: helper(node, labels, *words)  # noqa: E731
-    delays = cluster.caps.delay_seconds is not None and not cluster.far
-    return NodeFaults(engine, head, nodes, cluster.node_caps, in_network, delays).served()
+    return functools.partial(caps.in_network, engine, cluster.images["rank"], labels)
 
 
 def _under_weather(
@@ -161,10 +164,8 @@ def _under_weather(
 
     :raises NoCluster: its nodes have not what was declared.
     """
-    labels = {LABEL: cluster.name}
-    if cluster.caps.delay_seconds is not None and not caps.delay(
-        engine, cluster.images["rank"], nodes, cluster.node_caps, labels
-    ):
+    do, is_far = _in_network(engine, cluster), cluster.caps.delay_seconds is not None
+    if is_far and not caps.delay(do, nodes, cluster.node_caps):
         say("the kernel has no netem: ranks delay their messages to other nodes (gloo)\n")
         cluster = replace(cluster, far=True)
     doors = [str(door(FOLDER, node)) for node in range(cluster.nodes)]
@@ -188,7 +189,7 @@ def _told(cluster: Cluster) -> dict[str, str]:
     return {ENVIRONMENT: json.dumps(typed)}
 
 
-def _head(engine: Any, cluster: Cluster, user: int) -> Any:
+def _head(engine: Any, cluster: Cluster) -> Any:
     """Started first: the nodes share its process table and memory."""
     return engine.containers.run(
         cluster.images["judge"],
@@ -200,11 +201,11 @@ def _head(engine: Any, cluster: Cluster, user: int) -> Any:
         ipc_mode="shareable",
         shm_size=_SHARED_MEMORY,
         **cluster.gpus.requested(*range(cluster.nodes)),
-        **_common(cluster, user, {}, (cluster.results,)),
+        **_common(cluster, {}, (cluster.results,)),
     )
 
 
-def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[Any]:
+def _start_nodes(engine: Any, cluster: Cluster, head: Any) -> list[Any]:
     network = engine.networks.create(
         cluster.name, internal=True, options=NO_HOST, labels=_labels(cluster)
     )
@@ -221,11 +222,10 @@ def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[An
             ipc_mode=f"container:{head.id}",
             **own.limits,
             **cluster.gpus.requested(node),
-            **_common(cluster, user, {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}),
+            **_common(cluster, {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}),
         )
         if (rate := own.bits_per_second) is not None:
-            labels, image = {LABEL: cluster.name}, cluster.images["rank"]
-            caps.in_network(engine, image, started, labels, "shape", rate // 8)
+            _in_network(engine, cluster)(started, "shape", rate // 8)
         nodes.append(started)
     return nodes
 
@@ -235,7 +235,7 @@ def _labels(cluster: Cluster) -> dict[str, str]:
 
 
 def _common(
-    cluster: Cluster, user: int, environment: Mapping[str, str], written: Sequence[Path] = ()
+    cluster: Cluster, environment: Mapping[str, str], written: Sequence[Path] = ()
 ) -> dict[str, Any]:
     from docker.types import Mount
 
@@ -243,7 +243,7 @@ def _common(
     return {
         "detach": True,
         "labels": _labels(cluster),
-        "user": f"{user}:{user if os.geteuid() == 0 else os.getegid()}",
+        "user": f"{_user()}:{os.getegid() if os.geteuid() else OWN_USER}",
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
@@ -274,9 +274,9 @@ def _user() -> int:
 
 
 @contextlib.contextmanager
-def _lent(results: Path, user: int) -> Iterator[None]:
-    """Give the folder to ``user``, where that is another than the caller, and take it back."""
-    give(results, user)
+def _lent(results: Path) -> Iterator[None]:
+    """Give the folder to who writes it, where that is another than the caller; take it back."""
+    give(results, _user())
     try:
         yield
     finally:

@@ -241,7 +241,7 @@ class _Order:
         self._agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._agent.connect(str(task.doors / task.node))
-            self._agent.send(task.order())
+            self._agent.send(pickle.dumps(task))
         except OSError:
             self.close()
             raise NodeGone(str(Lost(node, task.ranks, "ended"))) from None
