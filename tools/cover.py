@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,9 +87,11 @@ def drawn(count: int) -> Iterator[tuple[str, Case]]:
     source = random.Random(SEED)
     for number in range(count):
         case = numbered_case(number, SEED, most_traits=MOST_TRAITS)
-        if case.membership or case.deaths:
-            continue
-        if case.lane in EXACT and case.dtype != DTYPES[case.lane]:
+        if (
+            case.membership
+            or case.deaths
+            or (case.lane in EXACT and case.dtype != DTYPES[case.lane])
+        ):
             continue
         spec = case.workload
         if spec.name == GPT and "width" not in spec.params:
@@ -105,9 +108,9 @@ def varied(cases: Sequence[Case], count: int) -> Iterator[tuple[str, Case]]:
     able = [case for case in cases if can_vary(case) and case.lane not in EXACT]
     # What is wrong with systems of others is found by hand, and told under xfail.
     able = [case for case in able if case.implementation.startswith("reference/")]
-    by_scenario: dict[str, list[Case]] = {}
+    by_scenario = defaultdict[str, list[Case]](list)
     for case in able:
-        by_scenario.setdefault(_group(case), []).append(case)
+        by_scenario[_group(case)].append(case)
     for _ in range(count):
         # Small scenarios as often as large ones: they have what others have not.
         case = source.choice(by_scenario[source.choice(list(by_scenario))])
@@ -291,11 +294,11 @@ def write(
     folder: Path, what: str, chosen: Sequence[tuple[Candidate, set[Item]]], more: str = ""
 ) -> None:
     """Put them into files of ``folder`` in place of those there, or, as ``more``, beside them."""
-    groups: dict[str, list[tuple[Candidate, set[Item]]]] = {}
+    groups = defaultdict[str, list[tuple[Candidate, set[Item]]]](list)
     for one in chosen:
         plain = one[0].group.replace("[", "-").replace("]", "")
         plain = plain.replace("covering-", "again-")  # those of pairs, varied for triples
-        groups.setdefault("-".join(filter(None, (folder.name, more, plain))), []).append(one)
+        groups["-".join(filter(None, (folder.name, more, plain)))].append(one)
     folder.mkdir(exist_ok=True)
     for old in folder.glob(f"{folder.name}-{more}-*.yaml" if more else "*.yaml"):
         old.unlink()
