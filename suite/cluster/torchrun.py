@@ -236,6 +236,7 @@ def _judge(records: Path, options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases that the command line names as one rank; the exit code."""
     options = _parser().parse_args(arguments)
     for name, value in REPRODUCIBLE.items():  # MKL asks at its first product
         os.environ.setdefault(name, value)

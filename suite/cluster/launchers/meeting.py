@@ -61,11 +61,6 @@ def look(store: dist.Store, place: Place) -> None:
     raise LaunchError(problem)
 
 
-def come(store: dist.Store) -> int:
-    """Count this rank in; how many have come so far."""
-    return int(store.add(_CAME, 1))
-
-
 def wait(
     store: dist.Store, place: Place, done: Callable[[], bool], seconds: float, late: str
 ) -> None:
@@ -145,6 +140,7 @@ class Entry:
 
     @classmethod
     def of(cls, place: Place) -> Entry:
+        """The entry of the rank at ``place``, which this process is."""
         loopback = place.served is None and is_loopback(place.address)
         host, local = socket.gethostname(), (place.local_rank, place.local_world)
         return cls(place.rank, place.world, host, place.address, *local, loopback)
@@ -173,13 +169,12 @@ def _twice(entries: Sequence[Entry]) -> Problem | None:
         other = seen.setdefault(entry.rank, entry)
         if other is entry:
             continue
-        what = f"two ranks have number {entry.rank}, on {other.host} and on {entry.host}"
-        remedy = "give every node a rank of its own (torchrun: --node-rank; by hand: RANK)"
-        if other.host == entry.host:
-            what = f"two ranks have number {entry.rank}, both on {entry.host}"
+        what, here = f"two ranks have number {entry.rank}", entry.host
+        if other.host == here:
             remedy = "RANK counts ranks, not nodes: node * ranks per node + LOCAL_RANK; or an "
-            remedy += "earlier job has this MASTER_PORT"
-        return Problem(what, remedy)
+            return Problem(f"{what}, both on {here}", f"{remedy}earlier job has this MASTER_PORT")
+        remedy = "give every node a rank of its own (torchrun: --node-rank; by hand: RANK)"
+        return Problem(f"{what}, on {other.host} and on {here}", remedy)
     return None
 
 
@@ -206,6 +201,7 @@ def _loopback(entries: Sequence[Entry]) -> Problem | None:
 
 
 def missing(entries: Sequence[Entry]) -> list[int]:
+    """Numbers of ranks that have not come."""
     return sorted({*range(entries[0].world)} - {entry.rank for entry in entries})
 
 
@@ -228,10 +224,11 @@ def answer(store: dist.Store, place: Place, seconds: float, interface: str | Non
     :raises TimeoutError: who has not come in ``seconds``.
     """
     entry = Entry.of(place)
-    number = come(store)
+    number = int(store.add(_CAME, 1))
     store.set(f"entry{number}", json.dumps(asdict(entry)))
     if number > place.world:  # the others may be under way
-        refuse(store, place, mistake(_read(store, number)) or _too_many(place))
+        many = Problem(f"more than {place.world} ranks came", "choose a MASTER_PORT for each job")
+        refuse(store, place, mistake(_read(store, number)) or many)
     if number > 1:
         late = "the first rank to come did not end the roll call"
         until = seconds + READING_SECONDS
@@ -253,14 +250,13 @@ def _lead(store: dist.Store, place: Place, seconds: float, interface: str | None
     newest = began = time.monotonic()
 
     def absent() -> str:
-        one = f"rank {place.rank} waits for {spans(missing(entries))} of {place.world} ranks"
-        return one + (
-            f"; MASTER_ADDR={place.address} is this machine" if entries[0].loopback else ""
-        )
+        here = f"; MASTER_ADDR={place.address} is this machine" if entries[0].loopback else ""
+        late = spans(missing(entries))
+        return f"rank {place.rank} waits for {late} of {place.world} ranks{here}"
 
     with telling(absent) as tell:
         while len(entries) < place.world:
-            count = int(store.add("came", 0))
+            count = int(store.add(_CAME, 0))
             if count > len(entries):
                 entries += _read(store, count, len(entries))
                 newest = time.monotonic()
@@ -281,7 +277,3 @@ def _lead(store: dist.Store, place: Place, seconds: float, interface: str | None
 
 def _read(store: dist.Store, count: int, known: int = 0) -> list[Entry]:
     return [Entry(**json.loads(store.get(f"entry{n}"))) for n in range(known + 1, count + 1)]
-
-
-def _too_many(place: Place) -> Problem:
-    return Problem(f"more than {place.world} ranks came", "choose a MASTER_PORT for each job")

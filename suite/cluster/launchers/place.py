@@ -2,7 +2,7 @@
 
 Launchers write it into the environment, each under names of its own; MPI is asked.  What cannot be
 is said at once (:class:`~shardproof.errors.LaunchError`); what one rank cannot see for itself is
-found by ``cluster.launchers.meeting``.
+found by the roll call (``meeting.py``).
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Place:
+    """A rank of a job, and where the job's store is."""
+
     rank: int
     world: int
     address: str
