@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ from tools.studies.mutation import earlier, operators, planted, reached, study, 
 from tools.studies.mutation.operators import Fault
 
 ROOT = Path(__file__).parents[2]
-SILENT = study.How(lambda _: None)
+ALONE = study.Planting(jobs=1)
 
 
 def quick_cases(scenario: str, words: str) -> Sequence[Case]:
@@ -84,21 +83,20 @@ def test_a_call_of_super_can_be_dropped() -> None:
 
 
 def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreached(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
     unreached = named("zero3.py", "compare", "")
     idle = named("naive_ddp.py", "twice", "reducer.check(comm.size)")
     monkeypatch.setattr(operators, "faults", lambda: [killed, unreached, idle])
     cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:2]
-    said: list[str] = []
-    found = study.run(cases, 3, 1, study.How(said.append))
+    found = study.run(cases, 3, 1, ALONE)
     assert {one.fault.operator: one.state for one in found.planted} == {
         "drop": "killed",
         "compare": "unreached",
         "twice": "without effect",
     }
-    assert said
+    assert "1 killed" in capsys.readouterr().err
     assert "1 killed" in found.sentence()
     document = found.document()
     assert [one["state"] for one in document["left"]] == ["unreached", "without effect"]
@@ -107,13 +105,13 @@ def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreach
     file = tmp_path / "left.json"
     file.write_text(json.dumps(document))
     cases = quick_cases("zero-gpt", "reference/zero3::in_memory")[:1]
-    more = study.run(cases, 9, 7, study.How(said.append), left=earlier.read(file))
+    more = study.run(cases, 9, 7, ALONE, left=earlier.read(file))
     assert [one.fault for one in more.planted] == [unreached, idle]
     assert (more.seed, more.before, more.document()["before"]) == (1, 1, 1)
     assert "with 1 killed before" in more.sentence()
     # What no study has planted is told for ever.
     file.write_text(json.dumps({**document, "left_out": 4}))
-    fewer = study.run(cases, 1, 7, study.How(said.append), left=earlier.read(file))
+    fewer = study.run(cases, 1, 7, ALONE, left=earlier.read(file))
     assert fewer.left_out == 4 and "4 left out" in fewer.sentence()
     # What is not planted again keeps its state, and is still left.
     assert [one["state"] for one in fewer.document()["left"]][-1] == "without effect"
@@ -228,7 +226,7 @@ def test_defaults_have_no_faults_for_they_are_made_before_any_case() -> None:
 def test_what_more_clean_runs_have_unlike_is_no_effect() -> None:
     fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
     cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:1]
-    (home,) = study.find_homes(cases, SILENT, again=False)
+    (home,) = study.find_homes(cases, ALONE, again=False)
     chance, steady = sorted(home.figures)[:2]
     home.figures = {**home.figures, chance: ["as it happened once"]}
     by_chance = study.Planted(fault, [home], 1, effects=[(home, frozenset({chance}))])
@@ -244,7 +242,7 @@ def test_a_budget_ends_the_planting_and_what_it_leaves_out_is_told() -> None:
     fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
     lines = {fault.file: {fault.line}}
     home = study.Home(quick_cases("ddp-gpt", "reference/naive_ddp")[0], 1.0, {}, lines)
-    found = study.plant_all([home], [fault], 1, replace(SILENT, seconds=-1.0))
+    found = study.plant_all([home], [fault], 1, study.Planting(budget=-1.0))
     assert not found.planted
     assert found.left_out == found.document()["left_out"] == 1
     assert "1 left out" in found.sentence()
@@ -286,12 +284,13 @@ def test_times_are_no_effect_nor_is_what_two_clean_runs_do_not_have_alike() -> N
     assert home.changed(study.measured({"figures": {"calls": []}}))
 
 
-def test_a_case_that_fails_without_a_fault_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_fails_without_a_fault_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(planted, "of_case", lambda strategy, number: "reference/no_such")
-    said: list[str] = []
     cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:1]
-    assert not study.find_homes(cases, study.How(said.append))
-    assert said[1].startswith(f"left out: {cases[0].id}")
+    assert not study.find_homes(cases, ALONE)
+    assert f"left out: {cases[0].id}" in capsys.readouterr().err
 
 
 def test_lines_are_noted_and_a_generator_is_not_kept(tmp_path: Path) -> None:

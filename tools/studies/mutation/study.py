@@ -70,17 +70,32 @@ _TOLD = (".payload_bytes", ".logical_bytes")
 _ASIDE = ("not planted", "without effect", "explained")
 
 
-@dataclass(frozen=True)
-class How:
-    """Who is told what is done, and how many cases run at once.
+@dataclass(frozen=True, kw_only=True)
+class Planting:
+    """How many cases each fault is planted in, for how long, and what an earlier study left."""
 
-    ``most``: cases that each fault is planted in; ``seconds``: after which nothing is planted.
-    """
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="MIN", min=0.01, help="minutes for planting"),
+    ] = None
+    most: Annotated[
+        int, typer.Option("--cases", metavar="M", min=1, help="cases that each fault is planted in")
+    ] = MOST_CASES
+    left: Annotated[
+        Path | None,
+        typer.Option("--left", metavar="FILE", help="plant what --out left there, no sample"),
+    ] = None
+    jobs: options.Jobs = None
+    out: Annotated[Path | None, options.output("--out", "write what is left here (JSON)")] = None
 
-    say: Callable[[str], None]
-    jobs: int = 1
-    most: int = MOST_CASES
-    seconds: float = math.inf
+    @property
+    def seconds(self) -> float:
+        """After which nothing is planted."""
+        return math.inf if self.budget is None else 60 * self.budget
+
+
+def _say(text: str) -> None:
+    echo(text, err=True)
 
 
 @dataclass
@@ -237,7 +252,7 @@ def run(
     cases: Sequence[Case],
     count: int,
     seed: int,
-    how: How,
+    how: Planting,
     only_reached: bool = False,
     left: Earlier | None = None,
 ) -> Study:
@@ -264,13 +279,13 @@ def plant_all(
     homes: Sequence[Home],
     chosen: Sequence[Fault],
     seed: int,
-    how: How,
+    how: Planting,
     left: Earlier | None = None,
 ) -> Study:
     """Each of ``chosen`` in ``homes``, some together, in their order; it goes on from ``left``."""
     until, done = time.monotonic() + how.seconds, list[Planted]()
     states, before = (left.states(), left.killed) if left else ({}, 0)
-    with Session(how.jobs) as session:
+    with Session(how.jobs or cores()) as session:
         for first in range(0, len(chosen), TOGETHER):
             planted = [
                 Planted(
@@ -284,14 +299,14 @@ def plant_all(
                 _plant(session, alive)
                 ended = [*done, *(one for one in planted if not one.is_open)]
                 so_far = Study(seed, len(homes), ended, before=before)
-                how.say(f"{so_far.sentence()}; {len(chosen) - len(ended)} to go")
+                _say(f"{so_far.sentence()}; {len(chosen) - len(ended)} to go")
             done += [one for one in planted if not one.is_open]
-        how.say("clean cases in which survivors changed something")
+        _say("clean cases in which survivors changed something")
         _confirm(session, [one for one in done if one.state == "survived"])
     return Study(seed, len(homes), done, len(chosen) - len(done), before)
 
 
-def find_homes(cases: Sequence[Case], how: How, again: bool = True) -> list[Home]:
+def find_homes(cases: Sequence[Case], how: Planting, again: bool = True) -> list[Home]:
     """The cases that pass, with what they execute and measure, and what of that is unsteady.
 
     ``again``: run twice more; without it nothing is known to be unsteady.
@@ -303,13 +318,13 @@ def find_homes(cases: Sequence[Case], how: How, again: bool = True) -> list[Home
             passed[int(result.id)].append((result.seconds, measured(account)))
         else:
             case = cases[int(result.id)].id
-            how.say(f"left out: {case}: {result.verdict}: {result.reason[:200]}")
+            _say(f"left out: {case}: {result.verdict}: {result.reason[:200]}")
 
     def play(name: Callable[[int], str]) -> None:
         numbers = sorted(passed) or range(len(cases))
         runs = [replace(cases[n], id=f"{n}", implementation=name(n)) for n in numbers]
-        how.say(f"{len(runs)} clean cases")
-        with Session(how.jobs) as session:
+        _say(f"{len(runs)} clean cases")
+        with Session(how.jobs or cores()) as session:
             session.run(runs, lambda _: None, on_account=keep)
 
     with tempfile.TemporaryDirectory(prefix="shardproof-lines-") as folder:
@@ -422,25 +437,6 @@ def unlike(one: Figures, other: Figures) -> frozenset[str]:
     return frozenset(place for place in {*one, *other} if one.get(place) != other.get(place))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planting:
-    """How many cases each fault is planted in, for how long, and what an earlier study left."""
-
-    budget: Annotated[
-        float | None,
-        typer.Option("--budget", metavar="MIN", min=0.01, help="minutes for planting"),
-    ] = None
-    most: Annotated[
-        int, typer.Option("--cases", metavar="M", min=1, help="cases that each fault is planted in")
-    ] = MOST_CASES
-    left: Annotated[
-        Path | None,
-        typer.Option("--left", metavar="FILE", help="plant what --out left there, no sample"),
-    ] = None
-    jobs: options.Jobs = None
-    out: Annotated[Path | None, options.output("--out", "write what is left here (JSON)")] = None
-
-
 @options.grouped()
 def command(
     count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000, help="faults")],
@@ -481,10 +477,8 @@ def command(
     """
     selection = Selection(scenario or (), backends=backend or (), expression=expression, tier=tier)
     left = None if given.left is None else earlier.read(given.left)
-    seconds = math.inf if given.budget is None else given.budget * 60
-    how = How(lambda text: echo(text, err=True), given.jobs or cores(), given.most, seconds)
     cases = judged_cases(selection.cases(installed()))
-    found = run(cases, count, seed, how, bool(scenario or expression), left)
+    found = run(cases, count, seed, given, bool(scenario or expression), left)
     for one in found.left():
         echo(f"{one.text()}\n")
     echo(found.sentence())
