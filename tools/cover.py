@@ -27,7 +27,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -190,17 +190,6 @@ def _cell(case: Case, number: int) -> dict[str, Any]:
     implementation: dict[str, Any] = {"name": case.implementation}
     if options:
         implementation |= {"label": label, "options": options}
-    spec = case.workload
-    workload = {
-        "label": label,
-        "name": spec.name,
-        "traits": list(spec.traits),
-        "seed": spec.seed,
-        "global_batch": spec.global_batch,
-        "micro_batches": spec.micro_batches,
-        "windows": spec.windows,
-        "params": dict(spec.params),
-    }
     cell: dict[str, Any] = {
         "implementation": implementation,
         "backend": case.backend,
@@ -208,7 +197,7 @@ def _cell(case: Case, number: int) -> dict[str, Any]:
         "optimizer": _optimizer(case.optimizer),
         "clip": case.optimizer.clip_norm,
         "lane": case.lane,
-        "workload": workload,
+        "workload": {"label": label, **asdict(case.workload)},
     }
     if case.precision or case.dtype != DTYPES[case.lane]:
         cell["precision"] = {"label": label, "built": case.dtype, **case.precision}
@@ -216,16 +205,10 @@ def _cell(case: Case, number: int) -> dict[str, Any]:
 
 
 def _optimizer(spec: OptimizerSpec) -> dict[str, Any]:
-    plain = OptimizerSpec(name=spec.name)
-    names = ("momentum", "eps", "weight_decay", "warmup_steps")
-    given: dict[str, Any] = {"name": spec.name, "lr": spec.lr}
-    given |= {n: getattr(spec, n) for n in names if getattr(spec, n) != getattr(plain, n)}
-    if tuple(spec.betas) != (0.9, 0.95):
-        given["betas"] = list(spec.betas)
-    if spec.scaler is not None:
-        names = ("initial", "growth", "backoff", "interval")
-        given["scaler"] = {name: getattr(spec.scaler, name) for name in names}
-    return given
+    """What it has unlike another of its name; clipping is an axis of its own."""
+    plain = asdict(OptimizerSpec(name=spec.name, groups=spec.groups, clip_norm=spec.clip_norm))
+    own = {name: v for name, v in asdict(spec).items() if _flow(v) != _flow(plain[name])}
+    return {"name": spec.name, "lr": spec.lr, **own}
 
 
 def _plans(case: Case) -> list[str]:
