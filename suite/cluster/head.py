@@ -37,7 +37,7 @@ _NOT_THERE = {
 _FLAGS = {"again": "from"}
 
 
-def meant(command: Callable[..., None], words: Sequence[str]) -> Any:
+def meant(command: Callable[..., object], words: Sequence[str]) -> Any:
     """The context of ``command`` with these words, which is to run in the head.
 
     :raises SelectionError: an option that means nothing there.

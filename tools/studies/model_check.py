@@ -162,7 +162,7 @@ def markdown(
     about: str = "",
 ) -> str:
     """The page of the study: predicted next to measured step times, and what predicts them."""
-    predicted, cards = [], []
+    predicted, cards = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for name, score in zip((run.name for run in runs), scores, strict=True):
         made, card, rate = score.prediction, score.card, score.card.achieved_over_probed
         calls = sum(call.count for call in score.calls)
@@ -183,7 +183,7 @@ def markdown(
         )
         ratios = f"{card.achieved_over_predicted:.3f}", f"{card.exposed_share:.1%}"
         cards.append((name, *ratios, "-" if rate is None else f"{rate:.2f}"))
-    fits = [
+    fits: list[tuple[str, ...]] = [
         (
             *(operation, f"{1e6 * fit.alpha:.1f}", f"{1e9 * fit.beta:.3f}"),
             *(f"{fit.residual:.1%}", f"{fit.worst:+.1%}", f"{fit.busy:.2f}"),

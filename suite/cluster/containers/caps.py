@@ -228,7 +228,7 @@ def _bandwidth(engine: Any, sender: Any, receiver: Any, rate: int) -> float:
 def _figure(engine: Any, container: Any, *words: object) -> Callable[[], float]:
     """As :func:`_begin`, of a word of ``node_caps.py`` whose answer is a number."""
     answer = _begin(engine, container, *_PROGRAM, *map(str, words))
-    return lambda: json.loads(answer())  # type: ignore[no-any-return]
+    return lambda: json.loads(answer())
 
 
 def _begin(
