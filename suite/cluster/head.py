@@ -29,8 +29,6 @@ _NOT_THERE = {
     "on": "leave it out: leaders run in the head",
     "junit": "leave it out: junit.xml is in the run folder",
     "dry_run": "give it without `cluster`",
-    "out": "leave it out: the page is in the run folder",
-    "records": "leave it out: they are in the run folder",
     "again": "give it without `cluster`: nothing is trained",
 }
 #: Names on the command line of parameters that have another one.

@@ -20,7 +20,7 @@ from shardproof.commands import options, supervision
 from shardproof.commands.console import make_console, print_line
 from shardproof.commands.run import wait_for
 from shardproof.errors import Problem, SelectionError, shorten
-from shardproof.files import DAMAGE, Stored, read_input, to_plain, write_whole
+from shardproof.files import DAMAGE, Stored, read_input, to_plain
 from shardproof.launch.nodes import Nodes, caps_in_words, facts_here
 from shardproof.launch.pool import Pool
 from shardproof.launch.process_control import cores
@@ -33,8 +33,6 @@ from tools.studies.convergence.training import Run, Trained, train
 
 #: Method -> how it ended with each seed.
 Ends = Mapping[str, Sequence[Trained]]
-#: What a run folder has of a study, beside drawings.
-PAGE, RECORDS = "convergence.md", "convergence.json"
 #: Trains some runs; the ends come in any order, each with its key.
 Trainer = Callable[[Sequence[tuple[str, Run]]], Iterator[tuple[str, Trained]]]
 
@@ -101,15 +99,9 @@ def in_leaders(jobs: int) -> Trainer:
 
 
 def run(
-    studies: Sequence[Study],
-    jobs: int,
-    out: Path | None,
-    records: Path | None,
-    again: Path | None,
-    folder: RunFolder | None = None,
+    studies: Sequence[Study], jobs: int, again: Path | None, folder: RunFolder | None = None
 ) -> int:
-    """Train, print the page, write it with its drawings to ``out`` and all losses to ``records``;
-    or all of them into a run ``folder``.
+    """Train, print the page, and write it into a run ``folder`` with its drawings and all losses.
 
     ``again``: judge these records instead of training.  Exit code: 0 all is as the files expect, 1
     it is not, 3 a precondition is not met.
@@ -118,29 +110,21 @@ def run(
     """
     began, kept = time.monotonic(), _Kept({}) if again is None else _kept(again)
     sections, codes, told = [], {verdicts.HELD}, dict[str, Any]()
-    page_name = PAGE if out is None else out.name
-    files = dict[str, str]()
     for study in studies:
         ends = trained(study, in_leaders(jobs)) if again is None else _of(study, kept, again)
         found = judged(study, ends)
         told[study.name] = recorded(study, ends)
-        image = f"{Path(page_name).stem}-{study.name}.svg" if out or folder else ""
+        image = f"convergence-{study.name}.svg" if folder is not None else ""
         sections.append(page.section(study, ends, found, image))
-        if image:
-            files[image] = drawn(study, ends)
+        if folder is not None:
+            folder.write(image, drawn(study, ends))
         codes |= {_code(method, found[method.name]) for method in study.methods}
     about = kept.about or _about(studies, jobs, time.monotonic() - began)
-    files[page_name] = text = page.document(about, sections)
+    text = page.document(about, sections)
     print(text, end="")
-    as_records = json.dumps({"about": about, "studies": told})
-    if records is not None:
-        write_whole(records, as_records)
-    if out is not None:
-        for name, content in files.items():
-            write_whole(out.with_name(name), content)
     if folder is not None:
-        for name, content in {**files, RECORDS: as_records}.items():
-            folder.write(name, content)
+        folder.write("convergence.md", text)
+        folder.write("convergence.json", json.dumps({"about": about, "studies": told}))
     return verdicts.gravest(codes)
 
 
@@ -176,7 +160,9 @@ def _kept(path: Path) -> _Kept:
     except (OSError, *DAMAGE) as error:
         cause = error.strerror if isinstance(error, OSError) else shorten(str(error), 200)
         what = f"no records of a convergence study: {cause}"
-        raise SelectionError(Problem(what, "give a file that --records wrote", str(path))) from None
+        raise SelectionError(
+            Problem(what, "give the convergence.json of a run folder", str(path))
+        ) from None
 
 
 def recorded(study: Study, ends: Ends) -> dict[str, Any]:
@@ -225,15 +211,9 @@ def convergence(
     ] = "",
     jobs: options.Jobs = None,
     results: options.Results = None,
-    out: Annotated[
-        Path | None, options.output("--out", "write the page here, its drawings beside it")
-    ] = None,
-    records: Annotated[
-        Path | None, options.output("--records", "keep the losses of all trainings (JSON)")
-    ] = None,
     again: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="judge these records, train nothing"),
+        typer.Option("--from", metavar="FILE", help="judge this convergence.json, train nothing"),
     ] = None,
 ) -> int:
     """Train methods to a target loss beside dense synchronous training, with the same seeds.
@@ -248,10 +228,12 @@ def convergence(
     is there first. `convergence-on-nodes` trains on nodes with a network between them.
 
     \b
-    python -m tools.studies convergence -j 1 --out convergence.md --records convergence.json
+    python -m tools.studies convergence -j 1 --results results/convergence
     python -m tools.studies convergence digits --method reference/ddp+topk1 --seeds 4
     python -m tools.studies convergence digits --backend gloo --seeds 4
-    python -m tools.studies convergence --from convergence.json --out convergence.md
+    python -m tools.studies convergence --from results/convergence/convergence.json
+
+    The run folder holds the page (convergence.md), its drawings and all losses (convergence.json).
 
     Exit codes: 0 every method is what its scenario expects, 1 one is not, 2 bad input, 3 dense
     training misses the target, or ranks broke.
@@ -261,11 +243,11 @@ def convergence(
         plan.require_room(studies, nodes)
         wait_for(nodes)
     if results is None:
-        return run(studies, jobs or cores(), out, records, again)
+        return run(studies, jobs or cores(), again)
     console = make_console()
 
     def body(interrupts: supervision.Interrupts) -> int:
-        return run(studies, jobs or cores(), out, records, again, folder)
+        return run(studies, jobs or cores(), again, folder)
 
     def interrupted() -> None:
         print_line(console, "stopped: nothing was kept, for not all had been trained")
