@@ -50,31 +50,18 @@ class _System:
 
 
 _BUCKETS = {"bucket_bytes": 4096, "first_bucket_bytes": 4096}
+_BACK: Sequence[FaultPhase] = ["backward"]
+_BOTH: Sequence[FaultPhase] = ["forward", "backward"]
 SYSTEMS = (
     _System(
         *("reference/ddp", {"replicate": 3}, _BUCKETS, 1),
-        {"drop": ["backward"], "swap": ["backward"], "shape": ["backward"]},
+        {"drop": _BACK, "swap": _BACK, "shape": _BACK},
     ),
-    _System(
-        *("reference/naive_ddp", {"replicate": 4}, {}, 1),
-        {"drop": ["backward"], "shape": ["backward"]},
-    ),
-    _System(
-        *("reference/zero3", {"shard": 3}, {}, 2),
-        {"drop": ["forward", "backward"]},
-    ),
-    _System(
-        *("reference/pipeline", {"pipe": 3}, {"schedule": "1f1b"}, 3),
-        {"drop": ["forward", "backward"]},
-    ),
-    _System(
-        *("reference/pipeline", {"pipe": 4}, {"schedule": "gpipe"}, 4),
-        {"drop": ["forward"]},
-    ),
-    _System(
-        *("reference/tensor", {"tensor": 3}, {}, 1),
-        {"shape": ["forward", "backward"]},
-    ),
+    _System("reference/naive_ddp", {"replicate": 4}, {}, 1, {"drop": _BACK, "shape": _BACK}),
+    _System("reference/zero3", {"shard": 3}, {}, 2, {"drop": _BOTH}),
+    _System("reference/pipeline", {"pipe": 3}, {"schedule": "1f1b"}, 3, {"drop": _BOTH}),
+    _System("reference/pipeline", {"pipe": 4}, {"schedule": "gpipe"}, 4, {"drop": ["forward"]}),
+    _System("reference/tensor", {"tensor": 3}, {}, 1, {"shape": _BOTH}),
     _System("reference/hybrid", {"pipe": 2, "shard": 2}, {"data": "zero2"}, 4, {}),
 )
 _DESYNC = ("crash", "hang"), ("desync: ",)
@@ -99,7 +86,7 @@ def planned(count: int, seed: int) -> list[Case]:
 def _planned(draw: random.Random, seed: int, number: int, backends: Sequence[str]) -> Case:
     system = draw.choice(SYSTEMS)
     kind = draw.choice([*_OF_PROCESSES, *system.calls, *system.calls])
-    phases: Sequence[FaultPhase] = system.calls.get(kind, ("forward", "backward"))
+    phases = system.calls.get(kind, _BOTH)
     world = math.prod(system.mesh.values())
     rank, backend = draw.randrange(world), draw.choice(backends)
     verdicts, says = _ENDS[kind]

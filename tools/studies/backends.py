@@ -17,7 +17,7 @@ import random
 import resource
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -84,19 +84,17 @@ def cells_of(cases: Sequence[Case], backends: Sequence[str]) -> list[tuple[Cell,
     return [pair for pair in whole if not any(c.skip or c.xfail for c in pair[1].values())]
 
 
-def measure(
-    cells: Sequence[tuple[Cell, dict[str, Case]]], seed: int, tell: Callable[[str], object] = str
-) -> list[Cell]:
+def measure(cells: Sequence[tuple[Cell, dict[str, Case]]], seed: int) -> list[Cell]:
     """Run all cells, in an order that ``seed`` draws, one case at a time."""
     drawn = random.Random(seed)
     with Session(1) as session:
         for number, (cell, cases) in enumerate(drawn.sample(list(cells), len(cells))):
             for backend in drawn.sample(sorted(cases), len(cases)):
                 cell.runs[backend] = _run(session, cases[backend])
-            tell(f"{number + 1}/{len(cells)} {cell.name}")
+            echo(f"{number + 1}/{len(cells)} {cell.name}", err=True)
         for number, (cell, cases) in enumerate(drawn.sample(list(cells), len(cells))):
             cell.again = _run(session, list(cases.values())[-1])
-            tell(f"again {number + 1}/{len(cells)} {cell.name}")
+            echo(f"again {number + 1}/{len(cells)} {cell.name}", err=True)
     return [cell for cell, _ in cells]
 
 
@@ -198,7 +196,7 @@ def costs(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], li
 
 
 def run(
-    cases: Sequence[Case], backends: Sequence[str], count: int | None, seed: int, tell: Any
+    cases: Sequence[Case], backends: Sequence[str], count: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
     """Sentences, and what is wrong, of ``count`` cells (``None``: all) that ``seed`` draws.
 
@@ -210,7 +208,7 @@ def run(
         raise SelectionError(Problem(what, "choose other scenarios or fewer --backend"))
     if count is not None and count < len(cells):
         cells = random.Random(seed).sample(cells, count)
-    measured = measure(cells, seed, tell)
+    measured = measure(cells, seed)
     (said, wrong), (cost, dear) = summary(measured, backends), costs(measured, backends)
     return [*said, *cost], [*wrong, *dear]
 
@@ -240,7 +238,7 @@ def command(
             raise SelectionError(Problem(f"--backend: {reason}", "leave it out", name))
     selection = Selection(scenario or (), worlds=world or (), expression=expression, tier=tier)
     cells = selection.cases(installed())
-    said, wrong = run(cells, chosen, count, seed or 0, lambda text: echo(text, err=True))
+    said, wrong = run(cells, chosen, count, seed or 0)
     for line in [*said, *wrong]:
         echo(line)
     return verdicts.BROKEN if wrong else verdicts.HELD

@@ -32,7 +32,7 @@ from shardproof.bench.evidence import keep
 from shardproof.bench.lines import Interval, PairLine
 from shardproof.bench.session import Session
 from shardproof.bench.stats import SMALLEST_MARGIN
-from shardproof.bench.subjects import BLOCKS, Pair, Side
+from shardproof.bench.subjects import Pair, Side
 from shardproof.commands import options
 from shardproof.contract import Batch, Observe, StepResult
 from shardproof.errors import Problem, SelectionError
@@ -204,10 +204,6 @@ def run(
         float | None,
         typer.Option("--minutes", metavar="M", help="stop before the session that would pass it"),
     ] = None,
-    also: Annotated[
-        list[Path] | None,
-        typer.Option("--also", metavar="RUN", help="a run whose A/A blocks count, too"),
-    ] = None,
 ) -> int:
     """Compare a system with itself, and with itself made 10 % slower.
 
@@ -216,7 +212,6 @@ def run(
     """
     if minutes is not None and minutes <= 0:
         raise SelectionError(Problem("no time to measure", "more than 0 minutes", f"{minutes:g}"))
-    others = [line for path in also or () for line in stored.pairs(run_folder.read(path))]
     run_folder.require_run_or_new(results)
     with run_folder.RunFolder(results, ["shardproof", "study", "false-alarms"]) as folder:
         try:
@@ -225,8 +220,7 @@ def run(
             folder.close(verdicts.INTERRUPTED)
             print("stopped: the sessions that had ended are kept", file=sys.stderr)
             return verdicts.INTERRUPTED
-    lines = stored.pairs(run_folder.read(results))
-    counts = count([*lines, *(line for line in others if line.blocks == BLOCKS)])
+    counts = count(stored.pairs(run_folder.read(results)))
     print("\n".join(sentences(counts)))
     if counts.comparisons < alike or counts.slowed < slowed:
         return verdicts.NOT_DECIDED

@@ -7,7 +7,6 @@ Rounds and figures: suite/bench/model/measurement.py.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -31,7 +30,7 @@ from shardproof.bench.session import Session
 from shardproof.bench.subjects import Call, Rounds, Side, SideRun
 from shardproof.commands import options
 from shardproof.errors import Problem, SelectionError, nearest
-from shardproof.files import to_plain, write_whole
+from shardproof.files import write_whole
 from shardproof.table import Table
 
 #: What is trained: parameters of charnames_gpt by size, none of them a preset's.
@@ -207,9 +206,6 @@ def run(
     world: Annotated[int, typer.Option("--world", metavar="N", help="ranks")] = 2,
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="at least 2")] = 10,
     out: Annotated[Path | None, options.output("--out", "write the Markdown here, too")] = None,
-    records: Annotated[
-        Path | None, options.output("--records", "keep what the ranks measured (JSON)")
-    ] = None,
 ) -> int:
     """Predict steps of three models by the alpha-beta model, and measure them.
 
@@ -231,8 +227,6 @@ def run(
     except LaunchFailed as failed:
         print(f"the ranks broke: {failed.reason}", file=sys.stderr)
         return verdicts.BROKEN
-    if records is not None:
-        write_whole(records, json.dumps(to_plain(measured)))
     try:
         scores, machine = judge(runs, measured)
     except ValueError as error:  # a message of a probed size, or a call without a formula
