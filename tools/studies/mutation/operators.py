@@ -22,18 +22,11 @@ _CYCLES = (("replicate", "shard", "tensor", "pipe"), ("sum", "max"))
 _COPIES = {"clone", "contiguous", "detach"}
 #: Arguments that say with whom, how or when: without them the default does.
 _MANNERS = {"op", "root", "source", "destination", "dtype", "device", "non_blocking", "tag"}
-_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+_OPPOSED: Sequence[tuple[type[ast.cmpop], type[ast.cmpop]]] = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)),
+    *((ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+)
+_COMPARED = {one: other for pair in _OPPOSED for one, other in (pair, pair[::-1])}
 #: Changes the tree that it was made for.
 Apply = Callable[[], None]
 
@@ -154,11 +147,9 @@ def _is_annotation(node: ast.AST, field: str) -> bool:
 def _of_body(body: list[ast.stmt]) -> Iterator[Site]:
     for index, statement in enumerate(body):
         put = functools.partial(body.__setitem__, index)
-        if _is_text(statement):
-            continue
         if _acts(statement):
             source = ast.unparse(statement)
-            nothing = ast.fix_missing_locations(ast.copy_location(_nothing(statement), statement))
+            nothing = ast.copy_location(_nothing(statement), statement)
             yield "drop", statement, "pass", functools.partial(put, nothing)
             guarded = _once_skipped(statement)
             yield "skip once", statement, guarded, functools.partial(put, guarded)
@@ -178,18 +169,14 @@ def _nothing(statement: ast.stmt) -> ast.stmt:
     return ast.Expr(ast.Name("__class__", ast.Load())) if "super" in names else ast.Pass()
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
 def _acts(statement: ast.stmt) -> bool:
     """A call for its effect, or an assignment to what outlives the function."""
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Call)
-    if isinstance(statement, ast.AugAssign):
-        return True
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets)
+    match statement:
+        case ast.Expr(ast.Call()) | ast.AugAssign():
+            return True
+        case ast.Assign(targets):
+            return any(isinstance(each, ast.Attribute | ast.Subscript) for each in targets)
+    return False
 
 
 def _once_skipped(statement: ast.stmt) -> ast.If:
@@ -197,7 +184,7 @@ def _once_skipped(statement: ast.stmt) -> ast.If:
     place = ast.Constant(f"{statement.lineno}:{statement.col_offset}")
     asked = ast.Call(ast.Name(SECOND_TIME, ast.Load()), [place], [])
     guard = ast.If(ast.UnaryOp(ast.Not(), asked), [statement], [])
-    return ast.fix_missing_locations(ast.copy_location(guard, statement))
+    return ast.copy_location(guard, statement)
 
 
 def _swap(body: list[ast.stmt], index: int) -> None:
@@ -206,13 +193,10 @@ def _swap(body: list[ast.stmt], index: int) -> None:
 
 def _of_loop(loop: ast.For) -> Iterator[Site]:
     """Without its last turn, and without its first."""
-    for name, bounds in (("[:-1]", (None, -1)), ("[1:]", (1, None))):
-        lower, upper = (None if bound is None else ast.Constant(bound) for bound in bounds)
+    for some in (ast.Slice(None, ast.Constant(-1)), ast.Slice(ast.Constant(1))):
         every = ast.Call(ast.Name("list", ast.Load()), [loop.iter], [])
-        fewer = ast.Subscript(every, ast.Slice(lower, upper), ast.Load())
-        after = f"list({ast.unparse(loop.iter)}){name}"
-        apply = functools.partial(setattr, loop, "iter", ast.copy_location(fewer, loop.iter))
-        yield "turns", loop.iter, after, apply
+        fewer = ast.copy_location(ast.Subscript(every, some, ast.Load()), loop.iter)
+        yield "turns", loop.iter, fewer, functools.partial(setattr, loop, "iter", fewer)
 
 
 # -------------------------------------------------------------------------------- expressions
