@@ -156,21 +156,19 @@ def read(paths: Iterable[Path], seeds: int | None = None, backend: str = "") -> 
         with faults.at(path, node, "backend"):
             _require_backend(model.backend)
         model = model.model_copy(update={"backend": backend or model.backend})
-        count, methods = seeds or model.seeds, list[Method]()
-        names = [_name(model.dense)]
+        count = seeds or model.seeds
         with faults.at(path, node, "dense"):
             _require_taken(model.dense, model)
+        every = [Method(_name(model.dense), _runs(model, model.dense, base, count))]
         for index, item in enumerate(model.methods):
             with faults.at(path, node, "methods", index):
                 _require_taken(item, model)
-                name = _name(item)
-                if name in names:
+                if (name := _name(item)) in {method.name for method in every}:
                     what = "two methods of one name (the dense system is one)"
                     raise SelectionError(Problem(what, "give a label", name))
-                names.append(name)
                 runs = _runs(model, item, base, count)
-                methods.append(Method(name, runs, item.expect, item.reason))
-        dense = Method(_name(model.dense), _runs(model, model.dense, base, count))
+                every.append(Method(name, runs, item.expect, item.reason))
+        dense, *methods = every
         studies.append(Study(model.name, model.about.strip(), model.margin, dense, methods))
     faults.end()
     return studies
@@ -243,10 +241,8 @@ def files(names: Sequence[str]) -> list[Path]:
     known = {path.stem: path for path in sorted(SCENARIOS.glob("*.yaml"))}
     if not names:
         return [*known.values()]
-    paths = []
     for name in names:
         if Path(name).suffix not in (".yaml", ".yml") and name not in known:
             remedy = nearest(name, known, "convergence scenarios")
             raise SelectionError(Problem("unknown convergence scenario", remedy, name))
-        paths.append(known.get(name, Path(name)))
-    return paths
+    return [known.get(name, Path(name)) for name in names]

@@ -55,14 +55,11 @@ class _Kept(Stored):
 
 def trained(study: Study, trainer: Trainer) -> Ends:
     """Train everything that ``study`` asks for."""
-    keys = {f"{m.name}#{seed}": (m, seed) for m in study.every for seed in range(len(m.runs))}
-    ends: dict[str, dict[int, Trained]] = {method.name: {} for method in study.every}
+    seeds = range(len(study.dense.runs))
     # Seed by seed: what is stopped early has some of every method.
-    order = sorted(keys, key=lambda key: keys[key][1])
-    for key, end in trainer([(key, keys[key][0].runs[keys[key][1]]) for key in order]):
-        method, seed = keys[key]
-        ends[method.name][seed] = end
-    return {name: [by_seed[seed] for seed in sorted(by_seed)] for name, by_seed in ends.items()}
+    runs = [(f"{m.name}#{seed}", m.runs[seed]) for seed in seeds for m in study.every]
+    ends = dict(trainer(runs))
+    return {m.name: [ends[f"{m.name}#{seed}"] for seed in seeds] for m in study.every}
 
 
 def judged(study: Study, ends: Ends) -> dict[str, Judged]:
@@ -87,11 +84,8 @@ def in_leaders(jobs: int) -> Trainer:
                 for number, (key, run) in enumerate(runs)
             ]
             for count, end in enumerate(pool.run(train, items), 1):
-                problem = f"the training process {end.why_no_value}"
-                yield (
-                    end.key,
-                    Trained.from_dict(end.value) if end.value else Trained(problem=problem),
-                )
+                broke = Trained(problem=f"the training process {end.why_no_value}")
+                yield end.key, Trained.from_dict(end.value) if end.value else broke
                 if timed or count % 10 == 0 or count == len(runs):
                     print(f"  {count}/{len(runs)} trainings", file=sys.stderr, flush=True)
 
