@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Self, TypeVar
+from typing import Self, TypeVar
 
 import psutil
 import torch.distributed as dist
@@ -67,7 +67,6 @@ class Agents:
     def __init__(self, history: History, folder: Path) -> None:
         self.history, self.folder = history, folder
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        self._logs: list[IO[bytes]] = []
 
     def __enter__(self) -> Self:
         (self.folder / records.HALTS).mkdir(parents=True)
@@ -98,24 +97,21 @@ class Agents:
             for rank in generation.ranks.values():
                 if rank.is_alive:
                     process_control.kill(rank.began["pid"])
-        for log in self._logs:
-            log.close()
 
     def start(self, member: int) -> None:
         """Start the agent of ``member``."""
         module = ["-m", "tools.studies.elastic.worker", str(self.folder)]
         given = [*_OPTIONS, f"--rdzv-endpoint=127.0.0.1:{self._store.port}"]
-        log = (self.folder / f"agent{member}.log").open("wb")
-        self._logs.append(log)
-        self.running[member] = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *given, *module],
-            env=os.environ | _ENVIRONMENT | {MEMBER: str(member)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            preexec_fn=partial(process_control.die_with_parent, os.getpid()),
-        )
+        with (self.folder / f"agent{member}.log").open("wb") as log:
+            self.running[member] = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *given, *module],
+                env=os.environ | _ENVIRONMENT | {MEMBER: str(member)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=partial(process_control.die_with_parent, os.getpid()),
+            )
 
     def play(self) -> None:
         """Let everything happen that the history says.
