@@ -28,7 +28,7 @@ from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
 from shardproof.cluster.nodes import far as far_nodes
 from shardproof.cluster.nodes.far import FarNodes
-from shardproof.cluster.nodes.nodes import ClusterNodes
+from shardproof.cluster.nodes.ranks import ClusterNodes
 from shardproof.commands.run import with_room
 from shardproof.launch.nodes import ENVIRONMENT, Nodes
 from shardproof.launch.rank_process import RankLaunch
