@@ -117,9 +117,7 @@ def run(
         declared.
     """
     with removed_afterwards(engine, cluster.name) as leave:
-        with told_by_the_engine():
-            head = _head(engine, cluster)
-            nodes = _start_nodes(engine, cluster, head)
+        head, nodes = start(engine, cluster)
         with _lent(cluster.results), told_by_the_engine():
             cluster = _under_weather(engine, head, nodes, cluster, say)
             with _faults(engine, cluster, head, nodes):
@@ -130,6 +128,16 @@ def run(
         say(f"the head ended with code {code}: it was stopped from outside, or died\n")
         return BROKEN
     return code
+
+
+def start(engine: Any, cluster: Cluster) -> tuple[Any, list[Any]]:
+    """Start the containers of the head and of the nodes, which wait for a command.
+
+    :raises NoCluster: the engine cannot.
+    """
+    with told_by_the_engine():
+        head = _head(engine, cluster)
+        return head, _start_nodes(engine, cluster, head)
 
 
 @contextlib.contextmanager
