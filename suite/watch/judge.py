@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from shardproof.backends.errors import members_of, name_ranks
+from shardproof.backends.heartbeat import Noted
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.autopsy import Standing
-from shardproof.launch.frames import place_in_script
-from shardproof.launch.heartbeat import Noted
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.process_control import signal_name
 from shardproof.verdicts import Verdict
@@ -126,7 +125,7 @@ def _stacks(folder: Path, alive: Mapping[int, int]) -> dict[int, tuple[str, bool
         if paths[rank].stat().st_size == size:
             continue
         for stack in stacks.read(paths[rank])[0].values():
-            if place := place_in_script(stack.frames):
+            if place := calls.place_in_script(stack.frames):
                 found[rank] = place, stack.waits or stack.in_backward
     return found
 

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -32,11 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from shardproof.backends import heartbeat
 from shardproof.backends.errors import name_ranks
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import fast_json, write_whole
-from shardproof.launch import heartbeat, process_control, stacks
-from shardproof.launch.frames import place_in_script
+from shardproof.launch import process_control, stacks
 from shardproof.launch.outcome import of_exception
 from shardproof.watch import calls, groups, replica_sets
 from shardproof.watch.compare import Compared
@@ -225,7 +226,7 @@ class Watch:
     def _note_error(self, error: BaseException, trace: TracebackType | None) -> None:
         told, record = of_exception(self.record.rank, error, 0.0), self.record
         frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(trace)]
-        record.error_type, record.place = told.error_type, place_in_script(frames)
+        record.error_type, record.place = told.error_type, calls.place_in_script(frames)
         record.error = " ".join(told.message.split())[:400] or told.error_type
         record.consequence, record.is_comm_error = told.consequence, told.is_comm_error
         self._write()
@@ -429,13 +430,41 @@ def activate() -> Watch:
             process_control.die_with_parent(int(os.environ["SHARDPROOF_WATCH_PARENT"]))
             heartbeat.attach(Path(os.environ["SHARDPROOF_WATCH_BEATS"]), rank, thread=False)
             stacks.arm(answers)
-            stacks.give_way(answers)
+            give_way(answers)
         else:
             settings.folder.mkdir(parents=True, exist_ok=True)
-            stacks.answer(answers)
+            _answer(answers)
         _watch = Watch(settings, rank, world, restarts)
         _watch.install()
     return _watch
+
+
+def _answer(path: Path) -> None:
+    """Make this process, which others have started, write its stacks to ``path`` when asked to.
+
+    Nothing is done where it has a handler of its own for the signal, and it may set one.
+    """
+    if signal.getsignal(stacks.DUMP_SIGNAL) is not signal.SIG_DFL:
+        return
+    stacks.register(path)
+    give_way(path)
+
+
+def give_way(path: Path) -> None:
+    """Let what this process is about to run have the signal: who takes it is not asked any more.
+
+    Only handlers set by :func:`signal.signal` are seen.  ``path``: as given to :func:`stacks.arm`.
+    """
+    module: Any = signal
+    original, owner = module.signal, os.getpid()
+
+    @functools.wraps(original)
+    def set_handler(signum: int, handler: Any) -> Any:
+        if signum == stacks.DUMP_SIGNAL and os.getpid() == owner:
+            path.unlink(missing_ok=True)
+        return original(signum, handler)
+
+    module.signal = set_handler
 
 
 # Under the user's own launcher the ranks judge and report by themselves.  They tell one another

@@ -1,0 +1,34 @@
+"""Random clean histories of saves and loads: ``python -m tools.studies checkpoints N``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardproof.campaign.histories import first_cases
+from shardproof.commands import options
+from shardproof.commands.run import run_and_exit
+
+
+def run(
+    count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000)],
+    impl: options.Impl = None,
+    seed: options.Seed = None,
+    shard: options.ShardOption = None,
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: options.Results = None,
+) -> None:
+    """Judge N random clean histories of saves and loads; one that fails is a false alarm.
+
+    A reference strategy trains, saves once or several times in a format that is drawn, and is
+    loaded by the same ranks, on another mesh, as another strategy or in another precision. The
+    check `checkpoint` judges it: docs/checkpoints.md.
+
+    \b
+    python -m tools.studies checkpoints 300 --seed 16
+    python -m tools.studies checkpoints 50 --impl 'reference/zero*'
+    """
+    part, cases = options.shard_of(shard), first_cases(count, seed or 0, impl or ())
+    run_and_exit(cases, budget, jobs, results, shard=part)
