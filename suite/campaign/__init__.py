@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -41,13 +41,14 @@ from shardproof.campaign.varied import EXACT, RARE, Variations, of_ones_own, sca
 from shardproof.case import Case, Death, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.contract import Capabilities, OptimizerSpec, Options, Refused
+from shardproof.coverage import pairs
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry import preflight
 from shardproof.registry.declaration import Declaration
 from shardproof.scenarios.rules import OVERFLOW
+from shardproof.table import number as counted
 from shardproof.workloads import TRAITS
 
-_ID = re.compile(r"campaign-([0-9]{1,10})::([0-9]{1,6})::")
 MOST_TRAITS = 3
 #: How often a case of a scenario is varied, where that is asked for.
 VARIED = 0.5
@@ -83,20 +84,37 @@ def first_cases(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Cas
     if own := _own(patterns):
         systems = tuple(map(own_system, own))
         return [numbered_case(n, seed, systems, variations=variations) for n in range(count)]
-    known = names()
+    draw = functools.partial(numbered_case, seed=seed, variations=variations)
+    return matching(count, draw, patterns, names(), "in a campaign")
+
+
+def matching(
+    count: int,
+    draw: Callable[[int], Case],
+    patterns: Sequence[str],
+    systems: Sequence[str],
+    where: str,
+) -> list[Case]:
+    """The first ``count`` cases that ``draw`` gives for a number and whose system a glob matches.
+
+    :raises SelectionError: a pattern that matches none of ``systems``.
+    """
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            remedy = nearest(pattern, known, "implementations")
-            raise SelectionError(Problem("--impl matches nothing in a campaign", remedy, pattern))
-    drawn = (numbered_case(n, seed, variations=variations) for n in itertools.count())
-    wanted = (case for case in drawn if _is_of(case, patterns))
+        if not any(fnmatchcase(name, pattern) for name in systems):
+            remedy = nearest(pattern, systems, "implementations")
+            raise SelectionError(Problem(f"--impl matches nothing {where}", remedy, pattern))
+    wanted = (case for case in map(draw, itertools.count()) if _is_of(case, patterns))
     return list(itertools.islice(wanted, count))
 
 
-def varied_cases(patterns: Sequence[str]) -> list[Case]:
-    """The cases of scenarios that :func:`first_cases` varies."""
-    cases = variations_of(patterns).cases
-    return [case for case in cases if _own(patterns) or _is_of(case, patterns)]
+def coverage(count: int, seed: int, patterns: Sequence[str]) -> tuple[pairs.Coverage, str]:
+    """The pairs that :func:`first_cases` meet of those that scenarios meet; how many, in words."""
+    cases = [replace(case, tier="full") for case in first_cases(count, seed, patterns)]
+    varied = variations_of(patterns).cases
+    others = [case for case in varied if _own(patterns) or _is_of(case, patterns)]
+    table, wanted = pairs.table(cases, others), pairs.table(others).met
+    share = f"{len(table.met & wanted):,} of {len(wanted):,} pairs that a scenario meets"
+    return table, f"{counted(count, 'case')} drawn from seed {seed}: {share}"
 
 
 def planted(case: Case, fault: str) -> Case:
@@ -138,20 +156,30 @@ def by_id(name: str) -> Case | None:
 
     :raises SelectionError: this version of the suite draws another case under that number.
     """
-    drawn = _ID.match(name)
-    if drawn is None:
+
+    def draw(number: int, seed: int) -> Case:
+        system = name.split("::")[2]
+        fault = system if system.startswith(registry.MUTANTS) else ""
+        parent = registry.load_mutant(fault).parent if fault else system
+        systems = (own_system(parent),) if ":" in parent else SYSTEMS
+        case = numbered_case(number, seed, systems, variations=variations_of([parent]))
+        return planted(case, fault) if fault else case
+
+    return drawn_again(name, "campaign", draw)
+
+
+def drawn_again(name: str, kind: str, draw: Callable[[int, int], Case]) -> Case | None:
+    """The case with the id ``name``, whose number and seed ``draw`` takes; ``None``: it is not one
+    of this ``kind``.
+
+    :raises SelectionError: this version of the suite draws another case under that number.
+    """
+    found = re.match(f"{kind}-([0-9]{{1,10}})::([0-9]{{1,6}})::", name)
+    if found is None:
         return None
-    system = name.split("::")[2]
-    fault = system if system.startswith(registry.MUTANTS) else ""
-    if fault:
-        system = registry.load_mutant(fault).parent
-    variations = variations_of([system])
-    systems = (own_system(system),) if ":" in system else SYSTEMS
-    case = numbered_case(int(drawn[2]), int(drawn[1]), systems, variations=variations)
-    if fault:
-        case = planted(case, fault)
+    case = draw(int(found[2]), int(found[1]))
     if case.id != name:
-        remedy = "campaigns of another version of the suite cannot be repeated"
+        remedy = "random cases of another version of the suite cannot be repeated"
         raise SelectionError(Problem("no such case", remedy, name))
     return case
 

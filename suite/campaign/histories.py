@@ -10,11 +10,9 @@ on that number alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
-import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 from shardproof import campaign, registry, workloads
@@ -22,11 +20,9 @@ from shardproof.backends import USUAL, USUAL_PROCESSES
 from shardproof.campaign.systems import SYSTEMS, Setup, System
 from shardproof.case import Case, CheckpointPlan
 from shardproof.contract import Options
-from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry.declaration import Declaration
 
 SCENARIO = "histories"
-_ID = re.compile(SCENARIO + r"-([0-9]{1,10})::([0-9]{1,6})::")
 CHECKS = ("equivalence", "replicas", "traffic", "checkpoint")
 #: A system of the suite: what upstream checkpoints get wrong are findings, not false alarms.
 FAMILY = "reference/"
@@ -35,7 +31,7 @@ MOST_KEPT = 3
 MOST_TRIES = 30
 
 
-@cache
+@functools.cache
 def systems() -> tuple[System, ...]:
     """Those of a campaign that can save."""
     own = [system for system in SYSTEMS if system.name.startswith(FAMILY)]
@@ -48,18 +44,8 @@ def first_cases(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Cas
     :raises SelectionError: a pattern that matches none of the systems.
     """
     known = sorted({system.name for system in systems()})
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            remedy = nearest(pattern, known, "implementations")
-            raise SelectionError(Problem("--impl matches nothing that saves", remedy, pattern))
-    cases: list[Case] = []
-    number = 0
-    while len(cases) < count:
-        case = numbered_case(number, seed)
-        if any(fnmatchcase(case.implementation, glob) for glob in patterns or ("*",)):
-            cases.append(case)
-        number += 1
-    return cases
+    draw = functools.partial(numbered_case, seed=seed)
+    return campaign.matching(count, draw, patterns, known, "that saves")
 
 
 def by_id(name: str) -> Case | None:
@@ -67,14 +53,7 @@ def by_id(name: str) -> Case | None:
 
     :raises SelectionError: this version of the suite draws another case under that number.
     """
-    drawn = _ID.match(name)
-    if drawn is None:
-        return None
-    case = numbered_case(int(drawn[2]), int(drawn[1]))
-    if case.id != name:
-        remedy = "histories of another version of the suite cannot be repeated"
-        raise SelectionError(Problem("no such case", remedy, name))
-    return case
+    return campaign.drawn_again(name, SCENARIO, numbered_case)
 
 
 def numbered_case(number: int, seed: int) -> Case:

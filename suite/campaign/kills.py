@@ -6,15 +6,23 @@ cases that a campaign draws of its parent, in their order, until one is red that
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardproof import campaign, registry, verdicts
 from shardproof.case import Case
 from shardproof.cases.kills import failing
+from shardproof.cases.runner import Course, Session
 from shardproof.checks.results import CaseResult
+from shardproof.commands import options
+from shardproof.commands.console import echo, make_console, print_line
+from shardproof.commands.supervision import Interrupts, open_folder, supervised
+from shardproof.launch.process_control import cores
+from shardproof.runs import random_kills
 from shardproof.runs.random_kills import RandomKill, RandomKills
 
 #: Judges cases; those that time did not allow are missing from what it gives.
@@ -22,6 +30,45 @@ Judge = Callable[[Sequence[Case]], Mapping[str, CaseResult]]
 #: Faults that are planted beside each other.  One that a budget cuts counts for nothing: those of
 #: its faults that died in time would count, and those that take long would not.
 GROUP = 8
+
+
+def run(mutants: Sequence[Any], most: int, seed: int, asked: options.Session) -> int:
+    """Plant each of ``mutants`` in up to ``most`` random cases and print how many die, by N.
+
+    Returns the exit code.
+    """
+    console, budget = make_console(), asked.budget
+    end = None if budget is None else time.monotonic() + budget * 60
+
+    def body(interrupts: Interrupts) -> int:
+        def judge(cases: Sequence[Case]) -> dict[str, CaseResult]:
+            seconds = None if end is None else end - time.monotonic()
+            if seconds is not None and seconds <= 0:
+                return {}
+            results, late = session.run(cases, note, folder.keep, Course(seconds))
+            for case in late:
+                folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
+            return {result.id: result for result in results}
+
+        def note(result: CaseResult) -> None:
+            with interrupts.held():
+                folder.add(result, "mutant case")
+
+        folder.plan([])  # which cases there will be hangs on what dies before
+        with Session(asked.jobs or cores()) as session:
+            kills = plant(mutants, most, seed, judge, functools.partial(echo, err=True))
+        folder.write(random_kills.FILE, kills.text())
+        if kills.faults:
+            console.print(kills.table())
+        for name in kills.alarms:
+            print_line(console, f"false alarm: its parent fails in {name}")
+        print_line(console, kills.sentence())
+        if kills.alarms:
+            return verdicts.BROKEN
+        return verdicts.HELD if kills.faults else verdicts.NOT_DECIDED
+
+    with open_folder(asked.results) as folder:
+        return supervised(folder, console, body)
 
 
 def plant(

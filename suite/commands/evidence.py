@@ -122,13 +122,13 @@ def _merge(merged: Merge, folder: RunFolder) -> int:
             print_line(console, verdicts.summary(counts, len(run.left_out)))
         return verdicts.NOT_DECIDED if merged.gaps else verdicts.HELD
 
-    def interrupted() -> None:
-        print_line(console, f"stopped: remove {folder.path} and merge again")
+    def stopped() -> str:
+        return f"stopped: remove {folder.path} and merge again"
 
     def finish() -> None:
         folder.write("junit.xml", junit.document(read(folder.path)))
 
-    return supervised(folder, console, body, interrupted, finish)
+    return supervised(folder, console, body, stopped, finish)
 
 
 def bundle(

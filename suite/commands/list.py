@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shardproof import verdicts
+from shardproof import verdicts, wings
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
-from shardproof.table import number
 
 if TYPE_CHECKING:
     from shardproof.case import Case
@@ -198,9 +197,7 @@ def list_(
         return
     is_whole = not (any(filters.given().values()) or filters.impl or filters.seed is not None)
     if what in _OF_CASES:
-        from shardproof.scenarios.vocabulary import installed
-
-        cases = filters.selection().cases(installed())
+        cases = filters.cases()
         if triples:
             _list_triples(cases)
             return
@@ -248,14 +245,9 @@ def _print_coverage(coverage: Coverage, lacks: str, sentence: str) -> None:
 
 def _list_campaign(count: int, seed: int, patterns: Sequence[str]) -> None:
     """Print which pairs of the table ``count`` random cases meet, and how many: on stderr."""
-    from shardproof import campaign
-    from shardproof.coverage import pairs
-
-    cases = [replace(case, tier="full") for case in campaign.first_cases(count, seed, patterns)]
-    others = campaign.varied_cases(patterns)
-    coverage, wanted = pairs.table(cases, others), pairs.table(others).met
-    share = f"{len(coverage.met & wanted):,} of {len(wanted):,} pairs that a scenario meets"
-    sentence = f"{number(count, 'case')} drawn from seed {seed}: {share}"
+    coverage, sentence = wings.required(
+        "campaign", "--campaign", lambda wing: wing.random_coverage(count, seed, patterns)
+    )
     _print_coverage(coverage, "not drawn", sentence)
     if not sys.stdout.isatty():
         echo(sentence, err=True)

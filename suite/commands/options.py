@@ -18,6 +18,7 @@ from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import why_not_writable, write_whole
 
 if TYPE_CHECKING:
+    from shardproof.case import Case
     from shardproof.cases.runner import CaseHost
     from shardproof.runs.shard import Shard
     from shardproof.scenarios.selection import Selection
@@ -157,9 +158,7 @@ def case_hosts(where: str) -> CaseHosts:
 
     :raises SelectionError: it names none.
     """
-    if (found := wings.first(lambda wing: wing.case_hosts(where))) is None:
-        raise wings.absent("cluster", "--on")
-    return found
+    return wings.required("cluster", "--on", lambda wing: wing.case_hosts(where))
 
 
 def _place(where: str | None) -> str | None:
@@ -306,6 +305,15 @@ class Filters:
             seed=self.seed,
             like=self.like,
         )
+
+    def cases(self) -> list[Case]:
+        """The cases of scenarios that the filters mean.
+
+        :raises InputError: a faulty scenario file, an unknown name, or no match.
+        """
+        from shardproof.scenarios.vocabulary import installed
+
+        return self.selection().cases(installed())
 
 
 def refuse(given: Mapping[str, object], what: str, value: object = "") -> None:

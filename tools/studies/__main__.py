@@ -158,14 +158,13 @@ def backends(
 
 
 @studies.command(short_help="Random clean saves, loads and reshapes: does any fail?")
+@options.grouped()
 def checkpoints(
     count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000)],
     impl: options.Impl = None,
     seed: options.Seed = None,
-    shard: options.ShardOption = None,
-    budget: options.Budget = None,
-    jobs: options.Jobs = None,
-    results: options.Results = None,
+    *,
+    session: options.Session,
 ) -> None:
     """Judge N random clean histories of saves and loads; one that fails is a false alarm.
 
@@ -178,9 +177,9 @@ def checkpoints(
     python -m tools.studies checkpoints 50 --impl 'reference/zero*'
     """
     from shardproof.campaign.histories import first_cases
+    from shardproof.commands.execution import run_and_exit
 
-    part, cases = options.shard_of(shard), first_cases(count, seed or 0, impl or ())
-    run.run_and_exit(cases, budget, jobs, results, shard=part)
+    run_and_exit(first_cases(count, seed or 0, impl or ()), session)
 
 
 @studies.command(short_help="Random fault plans and clean cases while every core is busy.")
@@ -204,6 +203,7 @@ def autopsies(
     \b
     python -m tools.studies autopsies --plans 100 --clean 500 --seed 15
     """
+    from shardproof.commands.execution import run_and_exit
     from shardproof.errors import Problem, SelectionError
     from tools.studies import autopsies as study
 
@@ -211,7 +211,7 @@ def autopsies(
     if not cases:
         raise SelectionError(Problem("nothing to run", "give --plans or --clean", "0"))
     with study.busy_cores():
-        run.run_and_exit(cases, budget, jobs, results)
+        run_and_exit(cases, options.Session(budget=budget, jobs=jobs, results=results))
 
 
 @studies.command(short_help="Do lossy, local and stale methods reach a target as soon?")
@@ -264,7 +264,7 @@ def convergence(
     training misses the target, or ranks broke.
     """
     from shardproof.commands import supervision
-    from shardproof.commands.console import make_console, print_line
+    from shardproof.commands.console import make_console
     from shardproof.launch.nodes import Nodes
     from tools.studies.convergence import plan
     from tools.studies.convergence import study as of_studies
@@ -283,11 +283,11 @@ def convergence(
     def body(interrupts: supervision.Interrupts) -> int:
         return of_studies.run(*how, folder)
 
-    def interrupted() -> None:
-        print_line(console, "stopped: nothing was kept, for not all had been trained")
+    def stopped() -> str:
+        return "stopped: nothing was kept, for not all had been trained"
 
     with supervision.open_folder(results) as folder:
-        raise typer.Exit(supervision.supervised(folder, console, body, interrupted, lambda: None))
+        raise typer.Exit(supervision.supervised(folder, console, body, stopped))
 
 
 @studies.command(

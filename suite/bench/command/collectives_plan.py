@@ -135,7 +135,7 @@ class CollectivesPlan:
                 print_line(console, "every size, and a drawing: report.html")
                 return verdicts.HELD
 
-            def interrupted() -> None:
-                print_line(console, "stopped: nothing was kept, for no system had all its rounds")
+            def stopped() -> str:
+                return "stopped: nothing was kept, for no system had all its rounds"
 
-            return supervision.supervised(folder, console, body, interrupted, lambda: None)
+            return supervision.supervised(folder, console, body, stopped)

@@ -20,7 +20,7 @@ import typer
 
 from shardproof import VERSION, verdicts
 from shardproof.backends import USUAL
-from shardproof.commands import options, run
+from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
@@ -130,6 +130,7 @@ def _make_baseline(into: Path, jobs: int | None) -> int:
     :raises NothingHeld: no case passed.
     :raises typer.Exit: the run did not come to its end.
     """
+    from shardproof.commands.execution import run_and_exit
     from shardproof.compare import baseline
     from shardproof.runs.run_folder import read
     from shardproof.scenarios.selection import Selection
@@ -140,7 +141,7 @@ def _make_baseline(into: Path, jobs: int | None) -> int:
     with tempfile.TemporaryDirectory(prefix="shardproof-init-") as folder:
         results = Path(folder) / "run"
         try:
-            run.run_and_exit(cases, None, jobs, results, is_kept=False)
+            run_and_exit(cases, options.Session(jobs=jobs, results=results), is_kept=False)
         except typer.Exit as ended:
             code = ended.exit_code
             if code not in (verdicts.HELD, verdicts.BROKEN, verdicts.NOT_DECIDED):

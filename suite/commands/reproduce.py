@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,30 +15,23 @@ from shardproof.case import Case
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
-from shardproof.launch.nodes import MOST_NODES, MOST_RANKS
+from shardproof.launch.nodes import MOST_NODES, MOST_RANKS, Nodes
 from shardproof.launch.process_control import cores
 
 if TYPE_CHECKING:
-    from shardproof.compare.reproduced import Reproduced
-    from shardproof.launch.nodes import Nodes
     from shardproof.runs.run_folder import Run
 
 #: In the folder of what was run again: a line for each result of the first run.
 OUTCOMES = "reproduced.jsonl"
 
 
-def reproduce(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="run folder, id or bundle")],
-    expression: options.Expression = "",
-    budget: options.Budget = None,
-    jobs: options.Jobs = None,
-    results: Annotated[
-        Path | None,
-        typer.Option("--results", metavar="RUN", help="the new run folder", parser=options.named),
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where ranks of `reproduce` run, if not on this machine."""
+
     cluster: Annotated[
         bool, typer.Option("--cluster", help="with ranks in containers (docs/containers.md)")
-    ] = False,
+    ] = False
     nodes: Annotated[
         int | None,
         typer.Option(
@@ -48,7 +41,7 @@ def reproduce(
             max=MOST_NODES,
             help="of --cluster (default: as RUN, or 2)",
         ),
-    ] = None,
+    ] = None
     ranks_per_node: Annotated[
         int | None,
         typer.Option(
@@ -58,7 +51,21 @@ def reproduce(
             max=MOST_RANKS,
             help="of --cluster (default: as RUN, or 2)",
         ),
+    ] = None
+
+
+@options.grouped()
+def reproduce(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run folder, id or bundle")],
+    expression: options.Expression = "",
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: Annotated[
+        Path | None,
+        typer.Option("--results", metavar="RUN", help="the new run folder", parser=options.named),
     ] = None,
+    *,
+    where: Where,
 ) -> None:
     """Run the cases of a run again here, as it has them stored, and say of each what is the same.
 
@@ -81,122 +88,101 @@ def reproduce(
     shardproof reproduce results/RUN -k "bitwise and in_memory" --results results/again
     shardproof reproduce results/RUN --cluster --nodes 4 --ranks-per-node 1   in containers
     """
-    from shardproof.commands.supervision import RESULTS
     from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import damage_is_bad_input, require_unedited
     from shardproof.runs.run_folder import read
-    from shardproof.scenarios.select import compile_expression
 
-    if not cluster and (nodes or ranks_per_node):
-        what, given = "nodes are those of --cluster", "--nodes" if nodes else "--ranks-per-node"
-        raise SelectionError(Problem(what, "give --cluster, or leave it out", given))
+    if not where.cluster:
+        given = {"--nodes": where.nodes, "--ranks-per-node": where.ranks_per_node}
+        options.refuse(given, "nodes are those of --cluster")
     options.require_new("--results", results)
-    matches = compile_expression(expression)
-    with open_run(run, RESULTS) as path, damage_is_bad_input(path):
+    with open_run(run) as path, damage_is_bad_input(path):
         before = read(path, strict=True)
         require_unedited(path)
-        faults = {f"mutants/{kill.name}" for kill in before.kills}
-        cases_of_faults = {result.id for result in before.mutant_cases}
-        ids = frozenset(filter(matches, (before.ids | faults) - cases_of_faults))
-        if not ids:
-            remedy = "leave -k out, or name a run with results"
-            raise SelectionError(Problem("nothing to run again", remedy, expression or run))
-        if cluster:
-            bundle = Path(run)
-            source = (bundle if bundle.is_file() else path).resolve()
-            words = {"-k": expression, "--budget": budget, "-j": jobs}
-            there = _nodes(before, nodes, ranks_per_node)
-            code = _on_nodes(before, ids, source, words, there, results)
+        ids = _chosen(before, expression)
+        if where.cluster:
+            seen = Path(run) if Path(run).is_file() else path
+            words = ["reproduce", str(seen.resolve())]
+            for flag, value in {"-k": expression, "--budget": budget, "-j": jobs}.items():
+                words += [flag, str(value)] if value not in ("", None) else []
+            code = _on_nodes(before, ids, words, where, results)
         else:
-            code = _reproduce(before, ids, budget, jobs or cores(), results)
+            code = _here(before, ids, budget, jobs or cores(), results)
         raise typer.Exit(code)
 
 
-def _nodes(before: Run, count: int | None, ranks_per_node: int | None) -> tuple[int, int]:
-    """Nodes and ranks on each as asked for, else as ``before`` had them."""
-    had: Any = before.header.last.cluster or {}
-    was = (len(had["nodes"]), had["ranks_per_node"]) if "ranks_per_node" in had else (2, 2)
-    return count or was[0], ranks_per_node or was[1]
+def _chosen(before: Run, expression: str) -> frozenset[str]:
+    """Ids of the results, and names of the faults, of ``before`` that ``expression`` matches.
+
+    :raises SelectionError: it matches none.
+    """
+    from shardproof.scenarios.select import compile_expression
+
+    faults = {f"mutants/{kill.name}" for kill in before.kills}
+    cases_of_faults = {result.id for result in before.mutant_cases}
+    matches = compile_expression(expression)
+    if ids := frozenset(filter(matches, (before.ids | faults) - cases_of_faults)):
+        return ids
+    remedy = "leave -k out, or name a run with results"
+    raise SelectionError(Problem("nothing to run again", remedy, expression or before.name))
 
 
 def _on_nodes(
-    before: Run,
-    ids: frozenset[str],
-    run: Path,
-    words: Mapping[str, object],
-    nodes: tuple[int, int],
-    results: Path | None,
+    before: Run, ids: frozenset[str], words: Sequence[str], where: Where, results: Path | None
 ) -> int:
-    """The same command on nodes that see ``run``, a folder or bundle.
+    """The command with these ``words`` on as many nodes as asked for, else as ``before`` had.
 
     :raises SelectionError: there is no wing that has nodes.
     """
+    had: Any = before.header.last.cluster or {}
+    count, ranks = (len(had["nodes"]), had["ranks_per_node"]) if "ranks_per_node" in had else (2, 2)
     cases = [result.case for result in before.cases if result.id in ids]
     names = {name for case in cases for name in (case.implementation, case.workload.name)}
     own = [Path.cwd()] if any(":" in name for name in names) else []
-    typed = ["reproduce", str(run)]
-    for flag, value in words.items():
-        typed += [flag, str(value)] if value not in ("", None) else []
-    command = wings.OnNodes(typed, cases, [*own, run], *nodes, results)
-    if (code := wings.first(lambda wing: wing.run_on_nodes(command))) is None:
-        raise wings.absent("cluster", "--cluster")
-    return code
+    shape = where.nodes or count, where.ranks_per_node or ranks
+    command = wings.OnNodes(words, cases, [*own, Path(words[1])], *shape, results)
+    return wings.required("cluster", "--cluster", lambda wing: wing.run_on_nodes(command))
 
 
-def _reproduce(
+def _here(
     before: Run, ids: frozenset[str], budget: float | None, jobs: int, results: Path | None
 ) -> int:
-    from shardproof.commands.run import execute, wait_for
+    from shardproof.commands.execution import Execution
+    from shardproof.commands.run import wait_for
     from shardproof.commands.supervision import open_folder
     from shardproof.compare import reproduced
-    from shardproof.launch.nodes import Nodes
     from shardproof.runs.durations import Durations
     from shardproof.runs.run_folder import read
     from shardproof.scenarios.budget import fit_cases
 
-    beside = reproduced.beside(before)
+    beside, nodes = reproduced.beside(before), Nodes.here()
     cases = [one.case for one in before.cases if one.id in ids and one.id not in beside]
-    nodes = Nodes.here()
-    obstacles = _obstacles(cases) | _without_room(cases, nodes)
+    obstacles = _obstacles(cases, nodes)
     cases = [case for case in cases if case.id not in obstacles]
-    if not cases:
-        outcomes = reproduced.judge(before, None, obstacles, ids)
-        _tell(outcomes)
-        return reproduced.exit_code(outcomes)
-    wait_for(nodes)
-    durations = Durations.of_user()
-    with open_folder(results) as folder:
-        folder.reproduces(before.name)
+    if cases:
+        wait_for(nodes)
+        durations = Durations.of_user()
         schedule = fit_cases(cases, durations, jobs, budget)
-        code = execute(folder, schedule, jobs, budget, durations, nodes=nodes)
-        if code == verdicts.INTERRUPTED:
-            return code
-        outcomes = reproduced.judge(before, read(folder.path), obstacles, ids)
-        lines = (json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
-        folder.write(OUTCOMES, "".join(lines))
-    _tell(outcomes)
-    return reproduced.exit_code(outcomes)
-
-
-def _tell(outcomes: Sequence[Reproduced]) -> None:
-    from shardproof.compare import reproduced
-
+        with open_folder(results) as folder:
+            folder.reproduces(before.name)
+            code = Execution(folder, schedule, jobs, durations, budget, nodes=nodes).run()
+            if code == verdicts.INTERRUPTED:
+                return code
+            outcomes = reproduced.judge(before, read(folder.path), obstacles, ids)
+            lines = (json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
+            folder.write(OUTCOMES, "".join(lines))
+    else:
+        outcomes = reproduced.judge(before, None, obstacles, ids)
     for outcome in outcomes:
         echo(outcome.sentence())
     echo(reproduced.summary(outcomes))
+    return reproduced.exit_code(outcomes)
 
 
-def _without_room(cases: Sequence[Case], nodes: Nodes | None) -> dict[str, str]:
-    """By its id why a case is not run on ``nodes``; ``None``: on this machine there is room."""
-    return {
-        case.id: f"{case.world} ranks do not fit {nodes}"
-        for case in cases
-        if nodes is not None and not nodes.has_room(case.backend, case.world)
-    }
-
-
-def _obstacles(cases: Sequence[Case]) -> dict[str, str]:
-    """By its id why a case cannot be run by this version, or without a system of its own."""
+def _obstacles(cases: Sequence[Case], nodes: Nodes | None = None) -> dict[str, str]:
+    """By its id why a case cannot be run by this version, without a system of its own, or for lack
+    of room on ``nodes``.
+    """
     from shardproof import registry
     from shardproof.backends import BACKENDS
     from shardproof.cases import kinds
@@ -218,4 +204,6 @@ def _obstacles(cases: Sequence[Case]) -> dict[str, str]:
             told[case.id] = f"no longer supported: backend {case.backend}"
         elif ":" not in case.workload.name and case.workload.name not in known:
             told[case.id] = f"no longer supported: workload {case.workload.name}"
+        elif nodes is not None and not nodes.has_room(case.backend, case.world):
+            told[case.id] = f"{case.world} ranks do not fit {nodes}"
     return told

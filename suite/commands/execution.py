@@ -1,0 +1,249 @@
+"""Cases that were chosen, on their way into a run folder: what is run, and what is told of it.
+
+Next: ``cases/runner.py``, which keeps every core busy with the cases that it gets here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import typer
+
+from shardproof import report, verdicts
+from shardproof.case import Case
+from shardproof.cases.runner import CaseHost, Course, Judge, run_cases
+from shardproof.checks.results import CaseResult, LeftOut
+from shardproof.commands import options
+from shardproof.commands.console import Progress, echo, make_console, print_line
+from shardproof.commands.run import WHOLE, How, wait_for, with_room
+from shardproof.commands.supervision import Interrupts, open_folder, supervised
+from shardproof.errors import Problem, SelectionError
+from shardproof.launch.nodes import Nodes, without_node_faults
+from shardproof.launch.process_control import cores
+from shardproof.registry import preflight
+from shardproof.runs import code, junit
+from shardproof.runs.durations import Durations
+from shardproof.runs.run_folder import RunFolder, read
+from shardproof.runs.shard import Cut, Shard
+from shardproof.scenarios.budget import CaseSchedule, fit_cases
+from shardproof.table import number, some
+
+
+def run_and_exit(
+    cases: Sequence[Case],
+    session: options.Session,
+    how: How = WHOLE,
+    kept: Sequence[CaseResult] = (),
+    fit: bool = False,
+    is_kept: bool = True,
+    elsewhere: CaseHost | None = None,
+) -> None:
+    """Run what of ``cases`` fits into the budget of ``session``, and end with the exit code.
+
+    ``kept``, ``is_kept``: as of an :class:`Execution`.  ``fit``: of a user's own class only the
+    cells whose axes it declares.  ``elsewhere``: what judges them, if not this machine.
+
+    :raises typer.Exit: always, but for a dry run.
+    """
+    shard, cut = session.part, None
+    sources = {case.implementation: case.source for case in cases}
+    declared = preflight.check(sources, sources=sources)
+    nodes = Nodes.here()
+    cases = _on_nodes(_fitting(cases, declared) if fit else cases, nodes)
+    cases = whole = preflight.with_found_traits(cases)
+    if shard is not None:
+        cut = _cut(whole, shard)
+        cases = [case for case in whole if cut.parts[case.id] == shard.index]
+        what = f"part {shard.index} of {shard.of}"
+        echo(f"{what}: {len(cases):,} of {number(len(whole), 'case')}", err=True)
+    # A case beside one whose fault strikes nodes would meet that fault.
+    alone = any(case.fault and case.fault.strikes_nodes and not case.skip for case in cases)
+    jobs = elsewhere.places if elsewhere else 1 if alone else session.jobs or cores()
+    durations = Durations.of_user()
+    schedule = fit_cases(cases, durations, jobs, session.budget)
+    if how.dry_run:
+        _show_plan(schedule, "" if cases else f": {len(kept)} results are there")
+        return
+    wait_for(nodes)
+    with open_folder(session.results) as folder:
+        if cut is not None and shard is not None:
+            folder.cut(cut, shard, whole)
+        if elsewhere is not None:
+            folder.tell_cluster(elsewhere.facts)
+        digests = code.of(sources)
+        if digests and (stale := folder.tell_code(digests, kept)):
+            names = some(sorted({result.case.implementation for result in stale}), 3)
+            what = f"{number(len(stale), 'verdict')} kept of other code: {names} changed since"
+            echo(f"{what}; without --resume and --rerun-failed all is judged anew", err=True)
+        judge = elsewhere.judge if elsewhere else None
+        own = session.budget, kept, nodes, judge, how, is_kept
+        raise typer.Exit(Execution(folder, schedule, jobs, durations, *own).run())
+
+
+def _on_nodes(cases: Sequence[Case], nodes: Nodes | None) -> list[Case]:
+    """The cases for which ``nodes`` (``None``: this machine) have room, with faults of nodes."""
+    if nodes is None:
+        return without_node_faults(cases)
+    room = with_room(cases, nodes)
+    if less := len(cases) - len(room):
+        echo(f"{nodes}: {number(less, 'case')} of more ranks left aside", err=True)
+    return nodes.with_faults(room)
+
+
+def _fitting(cases: Sequence[Case], declared: Mapping[str, Sequence[str]]) -> list[Case]:
+    """The cells whose mesh a class of one's own has the axes for; told on the terminal.
+
+    :raises SelectionError: there is none.
+    """
+    chosen = list(cases)
+    for name, axes in declared.items():
+        own = [case for case in chosen if case.implementation == name]
+        odd = {case.id for case in own if axes and not set(case.mesh) <= set(axes)}
+        if len(odd) == len(own):
+            remedy = "choose cells of such a mesh by -k, or a scenario"
+            raise SelectionError(Problem(f"no cell has the axes {', '.join(axes)}", remedy, name))
+        if odd:
+            fitting = f"{len(own) - len(odd)} of {len(own)} cells"
+            echo(f"{name} declares the axes {', '.join(axes)}: {fitting} fit", err=True)
+        chosen = [case for case in chosen if case.id not in odd]
+    return chosen
+
+
+def _cut(cases: Sequence[Case], shard: Shard) -> Cut:
+    lines = (LeftOut(case.id, case, None, "").line() for case in cases)
+    return Cut.of(lines, {case.id: case.id for case in cases}, shard)
+
+
+def _show_plan(schedule: CaseSchedule, none: str) -> None:
+    """Print what would run; ``none``: why nothing would."""
+    for case in schedule.chosen:
+        echo(case.id)
+    summary = f"{number(len(schedule.chosen), 'case')}, about {schedule.seconds:.0f} s"
+    left_out = f", {len(schedule.left_out)} left out by the budget" if schedule.left_out else ""
+    echo(f"{summary if schedule.chosen else f'nothing to run{none}'}{left_out}", err=True)
+
+
+@dataclass
+class Execution:
+    """Cases of ``schedule``, run into ``folder``; ``budget`` is in minutes.
+
+    ``kept`` are results that the folder holds already: they count, too, as do those of cases that
+    the budget leaves out.  ``nodes``: where ranks that are processes run; ``judge``: who judges, if
+    not this machine's leaders.  No case is started any more once ``how.fail_fast`` have broken.
+    ``is_kept``: the folder of results stays once the command has ended.
+    """
+
+    folder: RunFolder
+    schedule: CaseSchedule
+    jobs: int
+    durations: Durations
+    budget: float | None = None
+    kept: Sequence[CaseResult] = ()
+    nodes: Nodes | None = None
+    judge: Judge | None = None
+    how: How = WHOLE
+    is_kept: bool = True
+
+    def __post_init__(self) -> None:
+        self.console = make_console()
+        self.new: list[CaseResult] = []
+        self.end = None if self.budget is None else time.monotonic() + self.budget * 60
+
+    def run(self) -> int:
+        """Run the cases and print what became of them; the exit code."""
+        how = self._body, self._stopped, self._finish, self.is_kept
+        return supervised(self.folder, self.console, *how)
+
+    def _body(self, interrupts: Interrupts) -> int:
+        folder, left_out = self.folder, self.schedule.left_out
+        folder.plan(self.schedule.chosen + left_out)
+        budget = "" if self.budget is None else f"budget of {self.budget:g} minutes"
+        no_room = budget and f"no room in a {budget}"
+        for case in left_out:
+            folder.leave_out(case, no_room)
+        late = self._run(interrupts, self.schedule)
+        # Earlier durations may be those of a busier machine: what now has room runs as well.
+        while self.end is not None and not late and not self._failed_fast():
+            minutes = (self.end - time.monotonic()) / 60
+            again = fit_cases(left_out, self.durations, self.jobs, minutes)
+            left_out = again.left_out
+            if not again.chosen:
+                break
+            late = self._run(interrupts, again)
+        why = f"the {budget} was used up"
+        if late and self._failed_fast():
+            why = f"--fail-fast {self.how.fail_fast}: so many cases had broken"
+            self._say(f"{why}; {len(late)} are left out (run --resume goes on)")
+        for case in late:
+            folder.leave_out(case, why)
+        reasons = {case.id: no_room for case in left_out} | {case.id: why for case in late}
+        # What a budget left out hides no failure of before.
+        stay = [one for one in read(folder.path).cases if one.id in reasons] if reasons else []
+        return self._told(stay, reasons, no_room or "--fail-fast")
+
+    def _run(self, interrupts: Interrupts, planned: CaseSchedule) -> list[Case]:
+        """Run what was ``planned``; the cases that the budget did not allow."""
+        seconds = None if self.end is None else max(0.0, self.end - time.monotonic())
+        how = planned.chosen, "judging", planned.expected, self.jobs
+        with Progress(self.console, *how) as progress:
+
+            def note(result: CaseResult) -> None:
+                with interrupts.held():  # a line on disk and a result that counts are one thing
+                    self.folder.add(result)
+                    self.new.append(result)
+                if verdicts.kind(result.verdict) != "skip":
+                    self.durations.note(result.id, result.seconds)
+                progress.step(result)
+
+            course = Course(seconds, self._failed_fast, progress.started)
+            keep = self.folder.keep
+            done = run_cases(planned.chosen, self.jobs, note, keep, course, self.nodes, self.judge)
+        return done[1]
+
+    def _failed_fast(self) -> bool:
+        broken = sum(verdicts.kind(result.verdict) in verdicts.RED for result in self.new)
+        return self.how.fail_fast is not None and broken >= self.how.fail_fast
+
+    def _told(self, stay: Sequence[CaseResult], left_out: Mapping[str, str], why: str) -> int:
+        """Print all results, ``stay`` of before and what was ``left_out`` (why, by id); the exit
+        code.
+        """
+        results = [*self.kept, *self.new, *stay]
+        counts, known = verdicts.count(results), {result.id for result in stay}
+        if results:
+            report.show(results, self.console.print)
+            report.show_broken(results, self.console.print)
+        lines = [*report.skips(results)]
+        if stay:
+            lines.append(f"not run again, earlier results stay ({len(stay)}): {why}")
+        lines += report.left_out({k: v for k, v in left_out.items() if k not in known})
+        lines.append(verdicts.summary(counts, len(left_out) - len(stay)))
+        medians = [f"{name} {value:.2f} s" for name, value in report.medians(results).items()]
+        if medians:
+            lines.append(f"median of a case: {', '.join(medians)}")
+        for line in lines:
+            self._say(line)
+        return verdicts.exit_code(counts)
+
+    def _say(self, text: str) -> None:
+        print_line(self.console, text)
+
+    def _stopped(self) -> str:
+        results = [*self.kept, *self.new]
+        done = {result.id for result in results}
+        for case in self.schedule.chosen:
+            if case.id not in done:
+                self.folder.leave_out(case, "stopped by Ctrl-C")
+        planned = len(self.schedule.left_out) + len(self.schedule.chosen)
+        report.show_broken(results, self.console.print)
+        told = verdicts.summary(verdicts.count(results), planned - len(self.new))
+        return f"stopped: {told} (run --resume goes on)"
+
+    def _finish(self) -> None:
+        self.durations.save()
+        document = junit.document(read(self.folder.path))
+        self.folder.write("junit.xml", document)
+        if self.how.junit is not None:
+            options.write(self.how.junit, document)
