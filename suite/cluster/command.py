@@ -95,7 +95,6 @@ def _chosen(
     :raises SelectionError: none fits, or ``fault`` cannot be made in them.
     """
     from shardproof.cluster import fault_plans
-    from shardproof.commands import run as in_head
 
     cut_by = "--shard" if given["shard"] else "--budget" if given["budget"] else ""
     if fault and cut_by:
@@ -109,7 +108,7 @@ def _chosen(
     if not given["campaign"]:
         names = "scenarios", "impl", "backend", "world", "expression", "tier", "seed", "like"
         filters = options.Filters(**{name: given[name] for name in names})
-        cases = in_head.with_room(filters.cases(), wanted.there)
+        cases = wanted.there.with_room(filters.cases())
         needs = needs.of_cases(cases, wanted.ranks_per_node, given["backend"] or ())
     return needs, fault_plans.for_head(cases, wanted.nodes, wanted.ranks_per_node, fault)
 

@@ -17,7 +17,6 @@ from shardproof.cases.runner import CaseHost, Course, Judge, run_cases
 from shardproof.checks.results import CaseResult, LeftOut
 from shardproof.commands import options
 from shardproof.commands.console import Progress, echo, make_console, print_line
-from shardproof.commands.run import WHOLE, How, wait_for, with_room
 from shardproof.commands.supervision import Interrupts, open_folder, supervised
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.nodes import Nodes, without_node_faults
@@ -34,7 +33,7 @@ from shardproof.table import number, some
 def run_and_exit(
     cases: Sequence[Case],
     session: options.Session,
-    how: How = WHOLE,
+    how: options.HowRun = options.WHOLE,
     kept: Sequence[CaseResult] = (),
     fit: bool = False,
     is_kept: bool = True,
@@ -66,7 +65,7 @@ def run_and_exit(
     if how.dry_run:
         _show_plan(schedule, "" if cases else f": {len(kept)} results are there")
         return
-    wait_for(nodes)
+    options.wait_for(nodes)
     with open_folder(session.results) as folder:
         if cut is not None and shard is not None:
             folder.cut(cut, shard, whole)
@@ -86,7 +85,7 @@ def _on_nodes(cases: Sequence[Case], nodes: Nodes | None) -> list[Case]:
     """The cases for which ``nodes`` (``None``: this machine) have room, with faults of nodes."""
     if nodes is None:
         return without_node_faults(cases)
-    room = with_room(cases, nodes)
+    room = nodes.with_room(cases)
     if less := len(cases) - len(room):
         echo(f"{nodes}: {number(less, 'case')} of more ranks left aside", err=True)
     return nodes.with_faults(room)
@@ -143,7 +142,7 @@ class Execution:
     kept: Sequence[CaseResult] = ()
     nodes: Nodes | None = None
     judge: Judge | None = None
-    how: How = WHOLE
+    how: options.HowRun = options.WHOLE
     is_kept: bool = True
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from shardproof.launch.process_control import cores
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class HowPlanted:
     """How faults are planted: in cases of their own, or in random ones."""
 
     tier: Annotated[
@@ -58,7 +58,7 @@ def mutants(
         typer.Option("--impl", metavar="P", help="glob on faults or their parents"),
     ] = None,
     *,
-    how: How,
+    how: HowPlanted,
     session: options.Session,
 ) -> None:
     """Plant every fault: its named check must fail while the parent passes the same case.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 import typer
 
-from shardproof import wings
+from shardproof import verdicts, wings
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import why_not_writable, write_whole
@@ -20,6 +20,7 @@ from shardproof.files import why_not_writable, write_whole
 if TYPE_CHECKING:
     from shardproof.case import Case
     from shardproof.cases.runner import CaseHost
+    from shardproof.launch.nodes import Nodes
     from shardproof.runs.shard import Shard
     from shardproof.scenarios.selection import Selection
     from shardproof.wings import CaseHosts
@@ -193,6 +194,21 @@ def joined(where: str | None, jobs: int | None) -> Iterator[CaseHost | None]:
         yield there
 
 
+def wait_for(nodes: Nodes | None) -> None:
+    """Return once the agents of all nodes are there.
+
+    :raises typer.Exit: one does not come; told.
+    """
+    from shardproof.launch.nodes import NodeGone
+
+    if nodes is not None:
+        try:
+            nodes.wait()
+        except NodeGone as error:
+            echo(f"precondition: {error}", err=True)
+            raise typer.Exit(verdicts.NOT_DECIDED) from None
+
+
 def shard_of(text: str | None) -> Shard | None:
     """The part that the option means.
 
@@ -266,6 +282,27 @@ class Session:
         :raises SelectionError: no part.
         """
         return shard_of(self.shard)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HowRun:
+    """Where and how far cases are run, and what is written beside the run folder."""
+
+    on: On = None
+    fail_fast: Annotated[
+        int | None,
+        typer.Option(
+            "--fail-fast", metavar="N", min=1, help="start no case any more once N have broken"
+        ),
+    ] = None
+    junit: Annotated[Path | None, output("--junit", "write JUnit XML there, too")] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print what would run, and run nothing")
+    ] = False
+
+
+#: All cases, on this machine.
+WHOLE = HowRun()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,7 +152,7 @@ def prove(
     name, options = adapters.subject(implementation, things, options or {})
     registry.check(name)
     same = tuple(_several(traits)), data, built, lowered, options, tuple(_several(checks))
-    call = Call(spec, *same, depth, steps, deadline)
+    call = ProveCall(spec, *same, depth, steps, deadline)
     matrix = call.matrix(name, clip) | (_variants() if workload == kinds.SAMPLES.name else {})
 
     def expanded(along: str, on: Sequence[str]) -> list[Case]:
@@ -184,7 +184,7 @@ def prove(
 
 
 @dataclass(frozen=True)
-class Call:
+class ProveCall:
     """What is the same in all cases of one call of :func:`prove`; fields are its arguments."""
 
     workload: WorkloadSpec | None
@@ -279,8 +279,8 @@ class Call:
             if value not in (usual[key].default, {}, None)
         ]
         text = ", ".join([repr(case.implementation), *given])
-        kinds = (WorkloadSpec, OptimizerSpec, GroupSpec, ScalerSpec)
-        needed = [kind for kind in kinds if f"{kind.__name__}(" in text]
+        specs = (WorkloadSpec, OptimizerSpec, GroupSpec, ScalerSpec)
+        needed = [kind for kind in specs if f"{kind.__name__}(" in text]
         more = [f"from {kind.__module__} import {kind.__name__}" for kind in needed]
         judged = f"print(*prove({text}).loc[0], sep=chr(10))"
         code = "; ".join(["from shardproof import prove", *more, judged])
@@ -401,7 +401,7 @@ def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> 
     return replace(workload, traits=tuple(dict.fromkeys((*workload.traits, *traits))))
 
 
-def _frame(results: Sequence[CaseResult], cases: Sequence[Case], call: Call) -> pd.DataFrame:
+def _frame(results: Sequence[CaseResult], cases: Sequence[Case], call: ProveCall) -> pd.DataFrame:
     import pandas as pd
 
     by_id = {result.id: result for result in results}

@@ -148,7 +148,6 @@ def _here(
     before: Run, ids: frozenset[str], budget: float | None, jobs: int, results: Path | None
 ) -> int:
     from shardproof.commands.execution import Execution
-    from shardproof.commands.run import wait_for
     from shardproof.commands.supervision import open_folder
     from shardproof.compare import reproduced
     from shardproof.runs.durations import Durations
@@ -160,7 +159,7 @@ def _here(
     obstacles = _obstacles(cases, nodes)
     cases = [case for case in cases if case.id not in obstacles]
     if cases:
-        wait_for(nodes)
+        options.wait_for(nodes)
         durations = Durations.of_user()
         schedule = fit_cases(cases, durations, jobs, budget)
         with open_folder(results) as folder:

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from shardproof import verdicts, wings
+from shardproof import wings
 from shardproof.case import Case
 from shardproof.commands import options
-from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
     from shardproof.checks.results import CaseResult
-    from shardproof.launch.nodes import Nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +50,6 @@ class Others:
         return self.resume or self.rerun_failed
 
 
-@dataclass(frozen=True, kw_only=True)
-class How:
-    """Where and how far cases are run, and what is written beside the run folder."""
-
-    on: options.On = None
-    fail_fast: Annotated[
-        int | None,
-        typer.Option(
-            "--fail-fast", metavar="N", min=1, help="start no case any more once N have broken"
-        ),
-    ] = None
-    junit: Annotated[Path | None, options.output("--junit", "write JUnit XML there, too")] = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print what would run, and run nothing")
-    ] = False
-
-
-#: All cases, on this machine.
-WHOLE = How()
 Depth = Annotated[
     Literal["family", "layout"] | None,
     typer.Option(
@@ -89,7 +68,7 @@ def run(
     session: options.Session,
     others: Others,
     depth: Depth = None,
-    how: How,
+    how: options.HowRun,
 ) -> None:
     """Run cases and judge them.
 
@@ -127,7 +106,7 @@ def run(
         found, cases, kept = _of_earlier(filters, others, session.results, typed)
         session = replace(session, results=found)
     else:
-        cases = _drawn(filters, others) or filters.cases()
+        cases = list(_drawn(filters, others)) or filters.cases()
     if not how.dry_run and how.on is None:
         _require_backends(cases, filters.backend or ())
     if depth:
@@ -190,35 +169,6 @@ def _drawn(filters: options.Filters, others: Others) -> Sequence[Case]:
     if (name := others.drawn) is not None:
         return [wings.required("campaign", "--case", lambda wing: wing.random_case(name))]
     return ()
-
-
-def with_room(cases: Sequence[Case], nodes: Nodes) -> list[Case]:
-    """Those whose ranks fit the nodes; those whose messages cannot be delayed there are skipped.
-
-    :raises SelectionError: none fits.
-    """
-    room = [case for case in cases if nodes.has_room(case.backend, case.world)]
-    room = [replace(case, skip=case.skip or nodes.not_far(case.backend)) for case in room]
-    if cases and not room:
-        least = min(case.world for case in cases)
-        what = f"no case fits {nodes}: they need {least} or more"
-        raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
-    return room
-
-
-def wait_for(nodes: Nodes | None) -> None:
-    """Return once the agents of all nodes are there.
-
-    :raises typer.Exit: one does not come; told.
-    """
-    from shardproof.launch.nodes import NodeGone
-
-    if nodes is not None:
-        try:
-            nodes.wait()
-        except NodeGone as error:
-            echo(f"precondition: {error}", err=True)
-            raise typer.Exit(verdicts.NOT_DECIDED) from None
 
 
 def _require_backends(cases: Sequence[Case], asked: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.cluster.shape import Shape, Words
-from shardproof.commands import main, options, run
+from shardproof.commands import main, options
 from shardproof.commands.console import echo
 from shardproof.launch.process_control import cores
 
@@ -274,7 +274,7 @@ def convergence(
     ]
     if (nodes := Nodes.here()) is not None:
         plan.require_room(chosen, nodes)
-        run.wait_for(nodes)
+        options.wait_for(nodes)
     how = chosen, jobs or cores(), out, records, again
     if results is None:
         raise typer.Exit(of_studies.run(*how))

@@ -14,9 +14,8 @@ from shardproof.bench.command.options import OfCollectives
 from shardproof.bench.leader_tasks import LaunchFailed, time_collectives
 from shardproof.bench.reported import Collectives
 from shardproof.bench.session import Session
-from shardproof.commands import supervision
+from shardproof.commands import options, supervision
 from shardproof.commands.console import echo, make_console, print_line
-from shardproof.commands.run import wait_for
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class CollectivesPlan:
             for name in ids:
                 echo(name)
             return verdicts.HELD
-        wait_for(Nodes.here())
+        options.wait_for(Nodes.here())
         console = make_console()
         with supervision.open_folder(self.given.results) as folder:
 
