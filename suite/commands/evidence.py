@@ -35,7 +35,6 @@ def verify(run: options.Run = None) -> None:
     shardproof verify results/20260102-030405
     shardproof verify 20260102-030405.tar.gz
     """
-    from shardproof.commands import supervision
     from shardproof.commands.verify import verify as verify_run
     from shardproof.commands.verify import verify_archive
     from shardproof.runs.bundle.unpacking import notes
@@ -45,7 +44,7 @@ def verify(run: options.Run = None) -> None:
         verified, listing = verify_archive(Path(run))
         about = notes(listing)
     else:
-        verified, about = verify_run(find_run(run, supervision.RESULTS)), ()
+        verified, about = verify_run(find_run(run)), ()
     for text in (*verified.problems, *about, verified.sentence()):
         echo(text)
     if verified.problems:
@@ -85,16 +84,15 @@ def merge(
     shardproof merge part1 part2 part3 part4 --into results/full
     shardproof merge part*.tar.gz                                 bundles of them
     """
-    from shardproof.commands import supervision
+    from shardproof.commands.supervision import open_folder
     from shardproof.runs import merge as parts
     from shardproof.runs.bundle.unpacking import open_run
 
     options.require_new("--into", into)
     with ExitStack() as stack:
-        opened = [(name, stack.enter_context(open_run(name, supervision.RESULTS))) for name in runs]
+        opened = [(name, stack.enter_context(open_run(name))) for name in runs]
         merged = parts.plan(parts.read_part(name, path) for name, path in opened)
-        with supervision.open_folder(into) as folder:
-            raise typer.Exit(_merge(merged, folder))
+        raise typer.Exit(_merge(merged, stack.enter_context(open_folder(into))))
 
 
 def _merge(merged: Merge, folder: RunFolder) -> int:
@@ -104,18 +102,16 @@ def _merge(merged: Merge, folder: RunFolder) -> int:
     from shardproof.runs import junit
     from shardproof.runs import merge as parts
     from shardproof.runs.run_folder import read
-    from shardproof.wings import wings
 
     console = make_console()
 
     def body(_: Interrupts) -> int:
         parts.copy(merged, folder)
-        for wing in wings():
+        for wing in wings.wings():
             wing.after_merge(folder)
         run = read(folder.path)
-        for text in (*(part.sentence() for part in merged.parts), *merged.differences):
-            print_line(console, text)
-        for text in merged.gaps:
+        parts_told = (part.sentence() for part in merged.parts)
+        for text in (*parts_told, *merged.differences, *merged.gaps):
             print_line(console, text)
         if judged := [*run.cases, *run.mutant_cases]:
             counts = verdicts.count(judged)
@@ -156,13 +152,12 @@ def bundle(
     shardproof bundle results/20260102-030405 --output evidence.tar.gz
     shardproof verify evidence.tar.gz
     """
-    from shardproof.commands import supervision
     from shardproof.runs.bundle.packing import pack
     from shardproof.runs.bundle.unpacking import notes
     from shardproof.runs.integrity import damage_is_bad_input
     from shardproof.runs.run_folder import find_run, read
 
-    folder = find_run(run, supervision.RESULTS)
+    folder = find_run(run)
     with damage_is_bad_input(folder):
         reports = _reports(folder)
     packed = pack(folder, output, reports, force)
@@ -171,12 +166,9 @@ def bundle(
         f"{packed.path}: {len(listing.members)} files of {listing.bytes / 1e6:.1f} MB "
         f"in {packed.bytes / 1e6:.1f} MB"
     )
-    for text in notes(listing):
+    left_out = [f"left out: {name}" for name in listing.left_out]
+    for text in filter(None, (*notes(listing), *left_out, read(folder).gap)):
         echo(text)
-    for name in listing.left_out:
-        echo(f"left out: {name}")
-    if gap := read(folder).gap:
-        echo(gap)
 
 
 def _reports(folder: Path) -> dict[str, str]:
@@ -214,13 +206,12 @@ def badges(
     shardproof badges results/20260102-030405 --output docs/badges
     shardproof badges 20260102-030405.tar.gz
     """
-    from shardproof.commands import supervision
     from shardproof.report import badges as drawing
     from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import require_unchanged
     from shardproof.runs.run_folder import read
 
-    with open_run(run, supervision.RESULTS) as folder:
+    with open_run(run) as folder:
         require_unchanged(folder)
         found = read(folder)
         if found.gap:
@@ -244,13 +235,13 @@ def doctor(
 
     Exit code 0: ready; 3: something has to be done first.
     """
-    from shardproof.commands import supervision
     from shardproof.commands.doctor import examine
+    from shardproof.commands.supervision import RESULTS
 
     if of_cluster and "cluster" not in wings.names():
         raise wings.absent("cluster", "--cluster")
     ready = True
-    for finding in examine(supervision.RESULTS, thorough=of_cluster):
+    for finding in examine(RESULTS, thorough=of_cluster):
         ready = ready and finding.state != "bad"
         echo(f"{finding.state:4}  {finding.what}: {finding.found}")
         if finding.remedy:

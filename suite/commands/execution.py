@@ -219,9 +219,6 @@ class Execution:
             lines.append(f"not run again, earlier results stay ({len(stay)}): {why}")
         lines += report.left_out({k: v for k, v in left_out.items() if k not in known})
         lines.append(verdicts.summary(counts, len(left_out) - len(stay)))
-        medians = [f"{name} {value:.2f} s" for name, value in report.medians(results).items()]
-        if medians:
-            lines.append(f"median of a case: {', '.join(medians)}")
         for line in lines:
             self._say(line)
         return verdicts.exit_code(counts)

@@ -134,6 +134,12 @@ Seed = Annotated[
         "--seed", metavar="S", min=0, max=2**31 - 1, help="another seed for every workload"
     ),
 ]
+Campaign = Annotated[
+    int | None,
+    typer.Option(
+        "--campaign", metavar="N", min=1, max=100_000, help="N random clean cases from --seed"
+    ),
+]
 Budget = Annotated[
     float | None,
     typer.Option(

@@ -33,7 +33,6 @@ def report(
     shardproof report 20260102-030405.tar.gz --format html > report.html
     shardproof report --into results/README.md
     """
-    from shardproof.commands.supervision import RESULTS
     from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import (
         damage_is_bad_input,
@@ -42,7 +41,7 @@ def report(
     )
     from shardproof.runs.run_folder import read
 
-    with open_run(run, RESULTS) as path, damage_is_bad_input(path):
+    with open_run(run) as path, damage_is_bad_input(path):
         (require_unedited if into is None else require_unchanged)(path)
         _report(read(path), form, into)
 

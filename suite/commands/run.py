@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 class Others:
     """Cases in place of those of scenarios: random ones, or what an earlier run had planned."""
 
-    campaign: Annotated[
-        int | None,
-        typer.Option(
-            "--campaign", metavar="N", min=1, max=100_000, help="N random clean cases from --seed"
-        ),
-    ] = None
+    campaign: options.Campaign = None
     drawn: Annotated[
         str | None, typer.Option("--case", metavar="ID", help="one random case, by its whole id")
     ] = None

@@ -19,7 +19,7 @@ from shardproof.backends import BACKENDS, Backend
 from shardproof.backends.gloo import Gloo, loopback
 from shardproof.backends.mpi import Mpi
 from shardproof.commands.doctor import nccl
-from shardproof.commands.doctor.finding import Finding
+from shardproof.commands.doctor.finding import Finding, look
 from shardproof.launch.process_control import cores
 
 #: Bytes of shared memory that the records of a few cases at once may take.
@@ -36,18 +36,13 @@ def examine(results: Path, thorough: bool = False) -> Iterator[Finding]:
     ``thorough``: wings look at all that they need.
     """
     yield Finding("python", "good", sys.version.split()[0])
-    yield _torch()
-    yield _cores()
-    yield _threads()
-    yield _memory()
-    yield _shared_memory()
-    yield _left_over()
+    for about in (_torch, _cores, _threads, _memory, _shared_memory, _left_over):
+        yield about()
     yield _results(results)
     yield _clock()
     yield _name()
     of_gloo, of_mpi = [_interface(), _gloo()], list(_mpi())
-    yield from (*of_gloo, *of_mpi)
-    yield from nccl.examine()
+    yield from (*of_gloo, *of_mpi, *nccl.examine())
     yield from _backends({Gloo: of_gloo, Mpi: of_mpi})
     for wing in wings.wings():
         yield from wing.findings(thorough)
@@ -89,10 +84,8 @@ def _torch() -> Finding:
 
 
 def _cores() -> Finding:
-    count = cores()
-    if count < 2:
-        return Finding("cores", "note", "1", "ranks take turns: runs take longer")
-    return Finding("cores", "good", str(count))
+    remedy = "ranks take turns: runs take longer" if cores() < 2 else ""
+    return look("cores", str(cores()), remedy, "note")
 
 
 def _threads() -> Finding:
@@ -106,10 +99,8 @@ def _memory() -> Finding:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    text = f"{free / 2**30:.1f} GiB available"
-    if free < MEMORY_BYTES:
-        return Finding("memory", "bad", text, "free 2 GiB, or run with -j 1")
-    return Finding("memory", "good", text)
+    remedy = "free 2 GiB, or run with -j 1" if free < MEMORY_BYTES else ""
+    return look("memory", f"{free / 2**30:.1f} GiB available", remedy)
 
 
 def _shared_memory() -> Finding:
@@ -117,15 +108,13 @@ def _shared_memory() -> Finding:
     if not os.access(folder, os.W_OK):
         text = f"none; work folders go to {tempfile.gettempdir()}"
         return Finding("/dev/shm", "note", text, "mount a tmpfs there for faster runs")
-    size = shutil.disk_usage(folder)
-    text = f"{size.free / 2**20:.0f} of {size.total / 2**20:.0f} MiB free"
+    size, remedy = shutil.disk_usage(folder), ""
     if size.total < SHARED_BYTES:
         remedy = "it is too small; in containers: --shm-size 1g (their default is 64 MiB)"
-        return Finding("/dev/shm", "bad", text, remedy)
-    if size.free < SHARED_BYTES:
+    elif size.free < SHARED_BYTES:
         remedy = "remove what fills it, or make it larger (in containers: --shm-size 1g)"
-        return Finding("/dev/shm", "bad", text, remedy)
-    return Finding("/dev/shm", "good", text)
+    text = f"{size.free / 2**20:.0f} of {size.total / 2**20:.0f} MiB free"
+    return look("/dev/shm", text, remedy)
 
 
 def _left_over() -> Finding:
@@ -149,9 +138,7 @@ def _results(results: Path) -> Finding:
         return Finding("results", "bad", f"{folder} cannot be written: {error.strerror}", remedy)
     free = shutil.disk_usage(folder).free
     text = f"{folder} is writable, {free / 2**30:.1f} GiB free"
-    if free < DISK_BYTES:
-        return Finding("results", "bad", text, "make room")
-    return Finding("results", "good", text)
+    return look("results", text, "make room" if free < DISK_BYTES else "")
 
 
 def _clock() -> Finding:
@@ -159,45 +146,57 @@ def _clock() -> Finding:
     before, began = time.time(), time.monotonic()
     time.sleep(0.05)
     drift = abs((time.time() - before) - (time.monotonic() - began))
+    text, remedy = f"resolution {step:g} s", ""
     if step > 1e-6:
-        text = f"resolution {step:g} s"
-        return Finding("clock", "note", text, "do not trust timings of this machine")
-    if drift > 0.01:
+        remedy = "do not trust timings of this machine"
+    elif drift > 0.01:
         text = f"the wall clock jumped {drift:.3f} s in 0.05 s"
-        return Finding("clock", "note", text, "wait until the clock is set")
-    return Finding("clock", "good", f"resolution {step:g} s, steady")
+        remedy = "wait until the clock is set"
+    return look("clock", text if remedy else f"{text}, steady", remedy, "note")
 
 
 def _name() -> Finding:
     """torch's launchers hand out this machine's name: it must have an address, and between
     machines one that others can reach.
     """
-    name = socket.gethostname()
+    name, remedy = socket.gethostname(), ""
     try:
         address = socket.gethostbyname(name)
     except OSError:
+        found = f"{name} has no address"
         remedy = f"add `127.0.0.1 {name}` to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
-        return Finding("host name", "note", f"{name} has no address", remedy)
-    if ipaddress.ip_address(address).is_loopback:
-        remedy = (
-            "nothing to do on one machine; for several correct /etc/hosts, or name the interface "
-            "that they share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        )
-        found = f"{name} is {address}, the loopback, which other machines cannot reach"
-        return Finding("host name", "note", found, remedy)
-    return Finding("host name", "good", f"{name} is {address}")
+    else:
+        found = f"{name} is {address}"
+        if ipaddress.ip_address(address).is_loopback:
+            found += ", the loopback, which other machines cannot reach"
+            remedy = (
+                "nothing to do on one machine; for several correct /etc/hosts, or name the "
+                "interface that they share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            )
+    return look("host name", found, remedy, "note")
 
 
 def _interface() -> Finding:
     """What gloo listens on: the loopback, unless the environment names another interface."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    found = os.environ.get("GLOO_SOCKET_IFNAME", "")
     there = [name for _, name in socket.if_nameindex()]
-    missing = [name for name in filter(None, chosen.split(",")) if name not in there]
+    missing = [name for name in filter(None, found.split(",")) if name not in there]
     if missing:
-        remedy = f"unset it, or name one of {', '.join(there)}"
-        text = f"GLOO_SOCKET_IFNAME={chosen}, but there is no {', '.join(missing)}"
-        return Finding("interface of gloo", "bad", text, remedy)
-    return Finding("interface of gloo", "good", chosen or loopback())
+        found = f"GLOO_SOCKET_IFNAME={found}, but there is no {', '.join(missing)}"
+    remedy = f"unset it, or name one of {', '.join(there)}" if missing else ""
+    return look("interface of gloo", found or loopback(), remedy)
+
+
+def _tried(command: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+    """What ``command`` says as it fails, in lines; empty: it succeeds."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=90, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return ["no answer within 90 s"]
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return said if done.returncode else []
 
 
 _PAIR = """
@@ -222,18 +221,10 @@ def _gloo() -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "pair.py"
         script.write_text(_PAIR, encoding="utf-8")
-        try:
-            command = [sys.executable, str(script)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-        except subprocess.TimeoutExpired:
-            text, code = "no answer within 90 s", 1
-        else:
-            code = done.returncode
-            text = (done.stderr.strip().splitlines() or [f"exit code {code}"])[-1]
-    if code:
-        remedy = "bring the loopback interface up (`ip link set lo up`) and allow 127.0.0.1"
-        return Finding("gloo over loopback", "bad", text, remedy)
-    return Finding("gloo over loopback", "good", "two processes talk")
+        said = _tried([sys.executable, str(script)])
+    remedy = "bring the loopback interface up (`ip link set lo up`) and allow 127.0.0.1"
+    found = said[-1] if said else "two processes talk"
+    return look("gloo over loopback", found, remedy if said else "")
 
 
 _MPI_PAIR = """
@@ -257,26 +248,16 @@ def _mpi() -> Iterator[Finding]:
         return
     command = [*found.command(2), sys.executable, "-m", "mpi4py", "-c", _MPI_PAIR]
     with tempfile.TemporaryDirectory() as folder:
-        settings = os.environ | found.environment(Path(folder))
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=90, check=False, env=settings
-            )
-        except subprocess.TimeoutExpired:
-            text, code = "no answer within 90 s", 1
-        else:
-            code = done.returncode
-            said = [line for line in done.stderr.splitlines() if "Error" in line]
-            text = (said or done.stderr.strip().splitlines() or [f"exit code {code}"])[0]
+        said = _tried(command, os.environ | found.environment(Path(folder)))
     where = f"{found.family} ({found.version}), {found.mpirun}"
-    if code:
+    if said:
+        errors = [line for line in said if "Error" in line]
         remedy = "have one MPI only: mpi4py must find the library whose mpirun is found"
-        yield Finding(Mpi.name, "bad", f"{where}: {text}", remedy)
+        yield Finding(Mpi.name, "bad", f"{where}: {(errors or said)[0]}", remedy)
         return
     yield Finding(Mpi.name, "good", f"{where}: two processes talk")
     ranks = max(8, 2 * cores())
-    if problem := mpirun.problem(ranks):
-        remedy = "allow more slots: no batch system's limits, no hostfile, or fewer --world"
-        yield Finding("mpi slots", "bad", problem, remedy)
-    else:
-        yield Finding("mpi slots", "good", f"{ranks} ranks start on {cores()} cores")
+    problem = mpirun.problem(ranks)
+    remedy = "allow more slots: no batch system's limits, no hostfile, or fewer --world"
+    fine = f"{ranks} ranks start on {cores()} cores"
+    yield look("mpi slots", problem or fine, remedy if problem else "")

@@ -14,3 +14,8 @@ class Finding:
     state: Literal["good", "note", "bad"]
     found: str
     remedy: str = ""
+
+
+def look(what: str, found: str, remedy: str = "", state: Literal["note", "bad"] = "bad") -> Finding:
+    """One look; good, if there is nothing to remedy."""
+    return Finding(what, state if remedy else "good", found, remedy)
