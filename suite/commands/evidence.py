@@ -59,9 +59,7 @@ def merge(
     ],
     into: Annotated[
         Path | None,
-        typer.Option(
-            "--into", metavar="RUN", help="write into this new run folder", parser=options.named
-        ),
+        typer.Option("--into", metavar="RUN", help="the new run folder", parser=options.named),
     ] = None,
 ) -> None:
     """Put the parts of a selection together, as a command with `--shard I/N` left them on as many

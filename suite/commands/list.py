@@ -11,6 +11,7 @@ import typer
 from shardproof import verdicts, wings
 from shardproof.commands import options
 from shardproof.commands.console import echo
+from shardproof.commands.options import option
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -123,9 +124,9 @@ def list_(
     *,
     filters: options.Filters,
     campaign: options.Campaign = None,
-    triples: Annotated[
-        bool, typer.Option("--triples", help="of coverage: triples of what touches communication")
-    ] = False,
+    triples: bool = option(
+        False, "--triples", help="of coverage: triples of what touches communication"
+    ),
 ) -> None:
     """List what there is. Piped, one full name a line; the filters of `run` apply to cases.
 

@@ -5,62 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
 from shardproof import wings
 from shardproof.commands import options
+from shardproof.commands.options import option
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.launch.process_control import cores
 
 
 @dataclass(frozen=True, kw_only=True)
 class HowPlanted:
-    """How faults are planted: in cases of their own, or in random ones."""
+    """Which faults are planted, and how: in cases of their own, or in random ones."""
 
-    tier: Annotated[
-        options.TierName,
-        typer.Option(
-            "--tier",
-            help="quick: what the budget leaves out is no failure; memory is weighed where a "
-            "kill may need it",
-        ),
-    ] = "full"
-    depth: Annotated[
-        Literal["family"] | None,
-        typer.Option(
-            "--depth", help="family: hold parents to no more than that, and count any failing check"
-        ),
-    ] = None
-    campaign: Annotated[
-        int | None,
-        typer.Option(
-            "--campaign",
-            metavar="N",
-            min=1,
-            max=1000,
-            help="plant each fault in up to N random clean cases of its parent instead",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed", metavar="S", min=0, help="with --campaign: other cases, another order [0]"
-        ),
-    ] = None
+    impl: list[str] | None = option(
+        None, "--impl", metavar="P", help="glob on faults or their parents"
+    )
+    tier: options.TierName = option(
+        "full", "--tier", help="quick: what the budget leaves out is no failure"
+    )
+    depth: Literal["family"] | None = option(
+        None, "--depth", help="hold parents to no more, and count any failing check"
+    )
+    campaign: int | None = option(
+        None, "--campaign", metavar="N", min=1, max=1000, help="in up to N random cases instead"
+    )
+    seed: int | None = option(
+        None, "--seed", metavar="S", min=0, help="with --campaign: other cases, another order [0]"
+    )
 
 
 @options.grouped()
-def mutants(
-    impl: Annotated[
-        list[str] | None,
-        typer.Option("--impl", metavar="P", help="glob on faults or their parents"),
-    ] = None,
-    *,
-    how: HowPlanted,
-    session: options.Session,
-) -> None:
+def mutants(*, how: HowPlanted, session: options.Session) -> None:
     """Plant every fault: its named check must fail while the parent passes the same case.
 
     Prints the kill matrix, fault x check. A survivor ends with exit code 1.
@@ -86,7 +64,7 @@ def mutants(
     if how.campaign is None and how.seed is not None:
         remedy = "leave it out: planted faults have cases of their own"
         raise SelectionError(Problem("--seed belongs to --campaign", remedy, str(how.seed)))
-    chosen = choose_mutants(impl or ["*"])
+    chosen = choose_mutants(how.impl or ["*"])
     if how.campaign is not None:
         given = {"--tier quick": is_quick, "--depth": how.depth, "--shard": part}
         options.refuse(given, "--campaign plants in cases as they are drawn", how.campaign)

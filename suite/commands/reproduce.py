@@ -14,6 +14,7 @@ from shardproof import verdicts, wings
 from shardproof.case import Case
 from shardproof.commands import options
 from shardproof.commands.console import echo
+from shardproof.commands.options import option
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch.nodes import MOST_NODES, MOST_RANKS, Nodes
 from shardproof.launch.process_control import cores
@@ -29,29 +30,13 @@ OUTCOMES = "reproduced.jsonl"
 class Where:
     """Where ranks of `reproduce` run, if not on this machine."""
 
-    cluster: Annotated[
-        bool, typer.Option("--cluster", help="with ranks in containers (docs/containers.md)")
-    ] = False
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nodes",
-            metavar="K",
-            min=1,
-            max=MOST_NODES,
-            help="of --cluster (default: as RUN, or 2)",
-        ),
-    ] = None
-    ranks_per_node: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks-per-node",
-            metavar="R",
-            min=1,
-            max=MOST_RANKS,
-            help="of --cluster (default: as RUN, or 2)",
-        ),
-    ] = None
+    cluster: bool = option(False, "--cluster", help="with ranks in containers (docs/containers.md)")
+    nodes: int | None = option(
+        None, "--nodes", metavar="K", min=1, max=MOST_NODES, help="of --cluster [as RUN, or 2]"
+    )
+    ranks_per_node: int | None = option(
+        None, "--ranks-per-node", metavar="R", min=1, max=MOST_RANKS, help="of it [as RUN, or 2]"
+    )
 
 
 @options.grouped()
@@ -60,10 +45,9 @@ def reproduce(
     expression: options.Expression = "",
     budget: options.Budget = None,
     jobs: options.Jobs = None,
-    results: Annotated[
-        Path | None,
-        typer.Option("--results", metavar="RUN", help="the new run folder", parser=options.named),
-    ] = None,
+    results: Path | None = option(
+        None, "--results", metavar="RUN", help="the new run folder", parser=options.named
+    ),
     *,
     where: Where,
 ) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
 from shardproof import wings
 from shardproof.case import Case
 from shardproof.commands import options
+from shardproof.commands.options import option
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -23,36 +24,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Others:
-    """Cases in place of those of scenarios: random ones, or what an earlier run had planned."""
+    """Other cases than scenarios give: random ones, of an earlier run, or at another depth."""
 
     campaign: options.Campaign = None
-    drawn: Annotated[
-        str | None, typer.Option("--case", metavar="ID", help="one random case, by its whole id")
-    ] = None
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="run what is left of the run of --results (default: the newest)"
-        ),
-    ] = False
-    rerun_failed: Annotated[
-        bool, typer.Option("--rerun-failed", help="run the failed cases of that run again")
-    ] = False
+    drawn: str | None = option(
+        None, "--case", metavar="ID", help="one random case, by its whole id"
+    )
+    resume: bool = option(
+        False, "--resume", help="run what is left of the run of --results (default: the newest)"
+    )
+    rerun_failed: bool = option(
+        False, "--rerun-failed", help="run the failed cases of that run again"
+    )
+    depth: Literal["family", "layout"] | None = option(
+        None, "--depth", help="hold systems to their family, or to its layout byte for byte"
+    )
 
     @property
     def again(self) -> bool:
         """Whether an earlier run has the cases."""
         return self.resume or self.rerun_failed
-
-
-Depth = Annotated[
-    Literal["family", "layout"] | None,
-    typer.Option(
-        "--depth",
-        help="hold systems to what their strategy's family does, or to the layout of that "
-        "name to the byte (default: as each declares)",
-    ),
-]
 
 
 @options.grouped()
@@ -62,7 +53,6 @@ def run(
     filters: options.Filters,
     session: options.Session,
     others: Others,
-    depth: Depth = None,
     how: options.HowRun,
 ) -> None:
     """Run cases and judge them.
@@ -94,7 +84,7 @@ def run(
     Exit codes: 0 all held, 1 a fail, unexpected pass, hang or crash, 2 bad input, 3 undecided (only
     replicas compared, over budget, an error of the judge), or nothing was judged.
     """
-    _require_fitting(filters, others, {"--depth": depth, "--shard": session.shard})
+    _require_fitting(filters, others, {"--depth": others.depth, "--shard": session.shard})
     kept: list[CaseResult] = []
     if others.again:
         typed = "--tier" in options.given(context)
@@ -104,8 +94,8 @@ def run(
         cases = list(_drawn(filters, others)) or filters.cases()
     if not how.dry_run and how.on is None:
         _require_backends(cases, filters.backend or ())
-    if depth:
-        cases = [replace(case, depth=depth) for case in cases]
+    if others.depth:
+        cases = [replace(case, depth=others.depth) for case in cases]
     fit = not (filters.scenarios or others.again or filters.like)
     with options.joined(None if how.dry_run else how.on, session.jobs) as elsewhere:
         from shardproof.commands.execution import run_and_exit
