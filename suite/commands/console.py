@@ -113,10 +113,6 @@ class ProgressBar:
             transient=True,
         )
 
-    def view(self) -> Iterator[Any]:
-        """What a terminal shows now; nothing elsewhere."""
-        return iter(() if self._bar is None else self._bar.get_renderables())
-
     def below(self) -> Iterator[Any]:
         """Lines below the bar."""
         return iter(())
@@ -179,14 +175,12 @@ class Progress(ProgressBar):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        if self._bar is None:
-            self._ticking.start()
+        self._ticking.start()
         return self
 
     def __exit__(self, *reason: object) -> None:
         self._over.set()
-        if self._bar is None:
-            self._ticking.join()
+        self._ticking.join()
         super().__exit__(*reason)
 
     def _tick(self) -> None:
@@ -219,10 +213,8 @@ class Progress(ProgressBar):
 
     def _now(self) -> str:
         now, running = time.monotonic(), [*self._running.items()]
-        if not running:
-            return ""
         named = [f"{name} ({now - began:.0f} s)" for name, began in running]
-        return f"running: {some(named, _RUNNING)}"
+        return f"running: {some(named, _RUNNING)}" if named else ""
 
     def _left(self) -> str:
         """About how long it will take: what the cases so far took for each expected second."""
@@ -238,8 +230,7 @@ class Progress(ProgressBar):
         """``case`` runs from now on."""
         with self._lock:
             self._running[case.id] = time.monotonic()
-            if self._bar is not None:
-                self._show()
+            self._show()
 
     def step(self, result: CaseResult) -> None:
         """Count one result, and name it if it is the first that breaks for its cause."""
@@ -290,9 +281,8 @@ class FaultProgress(Progress):
         return number(self.counts[word], word) if word in nouns else super()._told(word)
 
     def _word(self, result: CaseResult) -> str:
-        kind = verdicts.kind(result.verdict)
-        planted = result.case.implementation.startswith("mutants/")
         caught, passed, neither = self.words
-        if planted:
-            return caught if kind in verdicts.RED else neither
-        return passed if kind in verdicts.GREEN else neither
+        planted = result.case.implementation.startswith("mutants/")
+        wanted = verdicts.RED if planted else verdicts.GREEN
+        good = caught if planted else passed
+        return good if verdicts.kind(result.verdict) in wanted else neither

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -14,8 +15,6 @@ from shardproof.registry.checkpoints import blocks
 from shardproof.table import Table
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from shardproof.registry.checkpoints import Checkpoint
 
 #: Of the training; who saved it in which files is no difference.
@@ -36,27 +35,27 @@ def of_metadata(one: Checkpoint, two: Checkpoint) -> list[str]:
 
 def of_tensors(one: Checkpoint, two: Checkpoint) -> Table:
     """A row for each name that differs in bits, dtype or shape, or that only one has."""
-    rows: list[tuple[str, ...]] = []
-    for kind, name in sorted(one.copies.keys() | two.copies.keys()):
-        copies = [c.copies.get((kind, name)) for c in (one, two)]
-        if not copies[0] or not copies[1]:
-            rows.append(
-                (kind, shorten(name), f"only in {'OTHER' if copies[1] else 'PATH'}", "", "", "")
-            )
-            continue
-        numbers = [sorted(found) for found in copies if found]
-        if len(numbers[0]) != len(numbers[1]):
-            what = f"{len(numbers[0])} copies and {len(numbers[1])}"
-            rows.append((kind, shorten(name), what, "", "", ""))
-        for a, b in zip(*numbers, strict=False):  # as many as both have
-            first, second = copies[0][a][0], copies[1][b][0]
-            if (first.dtype, first.place.shape) != (second.dtype, second.place.shape):
-                what = " and ".join(f"{e.dtype} {list(e.place.shape)}" for e in (first, second))
-                rows.append((kind, shorten(name), what, "", "", ""))
-            elif row := _elements(one, two, kind, name, a, b):
-                rows.append((kind, shorten(name), *row))
+    names = sorted(one.copies.keys() | two.copies.keys())
+    rows = [(kind, shorten(n), *row) for kind, n in names for row in _of_name(one, two, kind, n)]
     headings = ("kind", "name", "first difference", "norm", "other norm", "norm of difference")
     return Table("Differences", headings, rows, align="lllrrr")
+
+
+def _of_name(one: Checkpoint, two: Checkpoint, kind: str, name: str) -> Iterator[tuple[str, ...]]:
+    """What rows say of the copies of a name behind it."""
+    empty = "", "", ""
+    first, second = (checkpoint.copies.get((kind, name)) for checkpoint in (one, two))
+    if not first or not second:
+        yield f"only in {'OTHER' if second else 'PATH'}", *empty
+        return
+    if len(first) != len(second):
+        yield f"{len(first)} copies and {len(second)}", *empty
+    for a, b in zip(sorted(first), sorted(second), strict=False):  # as many as both have
+        entries = first[a][0], second[b][0]
+        if len({(entry.dtype, entry.place.shape) for entry in entries}) > 1:
+            yield " and ".join(f"{e.dtype} {list(e.place.shape)}" for e in entries), *empty
+        elif row := _elements(one, two, kind, name, a, b):
+            yield row
 
 
 def _elements(
@@ -76,9 +75,5 @@ def _elements(
             first = f"element {place}: {left[at].item()!r} and {right[at].item()!r}"
         wide: list[Any] = [tensor.double() for tensor in (left, right)]
         for number, tensor in enumerate((*wide, wide[0] - wide[1])):
-            sums[number] += _square(tensor)
+            sums[number] += float(tensor.square().sum())
     return None if first is None else (first, *(f"{math.sqrt(total):.6g}" for total in sums))
-
-
-def _square(tensor: Tensor) -> float:
-    return float(tensor.square().sum())

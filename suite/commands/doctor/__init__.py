@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -36,11 +35,9 @@ def examine(results: Path, thorough: bool = False) -> Iterator[Finding]:
     ``thorough``: wings look at all that they need.
     """
     yield Finding("python", "good", sys.version.split()[0])
-    for about in (_torch, _cores, _threads, _memory, _shared_memory, _left_over):
-        yield about()
+    for look_at in (_torch, _cores, _memory, _shared_memory, _left_over, _name):
+        yield look_at()
     yield _results(results)
-    yield _clock()
-    yield _name()
     of_gloo, of_mpi = [_interface(), _gloo()], list(_mpi())
     yield from (*of_gloo, *of_mpi, *nccl.examine())
     yield from _backends({Gloo: of_gloo, Mpi: of_mpi})
@@ -88,13 +85,6 @@ def _cores() -> Finding:
     return look("cores", str(cores()), remedy, "note")
 
 
-def _threads() -> Finding:
-    given = {k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ}
-    text = ", ".join(f"{k}={v}" for k, v in given.items()) or "not set"
-    # Ranks are forked from a process that computes with one thread, whatever is set here.
-    return Finding("threads of math libraries", "good", f"{text}; ranks use 1 each")
-
-
 def _memory() -> Finding:
     import psutil
 
@@ -139,20 +129,6 @@ def _results(results: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     text = f"{folder} is writable, {free / 2**30:.1f} GiB free"
     return look("results", text, "make room" if free < DISK_BYTES else "")
-
-
-def _clock() -> Finding:
-    step = time.get_clock_info("perf_counter").resolution
-    before, began = time.time(), time.monotonic()
-    time.sleep(0.05)
-    drift = abs((time.time() - before) - (time.monotonic() - began))
-    text, remedy = f"resolution {step:g} s", ""
-    if step > 1e-6:
-        remedy = "do not trust timings of this machine"
-    elif drift > 0.01:
-        text = f"the wall clock jumped {drift:.3f} s in 0.05 s"
-        remedy = "wait until the clock is set"
-    return look("clock", text if remedy else f"{text}, steady", remedy, "note")
 
 
 def _name() -> Finding:

@@ -79,10 +79,10 @@ def _variables() -> Finding:
     unknown = [name for name in given if name not in known]
     if not unknown:
         return Finding("NCCL variables", "good", ", ".join(given) or "none set")
-    nearest = {name: difflib.get_close_matches(name, known, 1, _NEAR) for name in unknown}
-    meant = [f"{name}: did you mean {near[0]}?" for name, near in nearest.items() if near]
-    others = [name for name, near in nearest.items() if not near]
-    if others:
-        meant.append(f"{', '.join(others)}: unset, unless a plugin of NCCL reads it")
+    meant = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1, _NEAR)
+        other = "unset, unless a plugin of NCCL reads it"
+        meant.append(f"{name}: {f'did you mean {near[0]}?' if near else other}")
     found = f"neither NCCL nor torch knows {', '.join(unknown)}"
     return Finding("NCCL variables", "note", found, "; ".join(meant))
