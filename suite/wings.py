@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from shardproof.errors import Problem, SelectionError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from shardproof.case import Case
     from shardproof.cases.runner import CaseHost
-    from shardproof.commands.doctor.finding import Finding
     from shardproof.commands.options import Session
     from shardproof.coverage.pairs import Coverage
     from shardproof.launch.nodes import Nodes
@@ -54,6 +53,18 @@ class OnNodes:
     nodes: int
     ranks_per_node: int
     results: Path | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A look of ``shardproof doctor``: ``good``, ``note`` (it works, but) or ``bad`` (do what
+    ``remedy`` says first).
+    """
+
+    what: str
+    state: Literal["good", "note", "bad"]
+    found: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from shardproof.commands import (
     list,
     mutants,
     options,
-    report,
     reproduce,
     run,
     scenario_files,
@@ -80,7 +79,7 @@ app.command(short_help="Write test, policy, baseline and workflow for your own."
 app.command(short_help="Check scenario files.")(scenario_files.check_scenario)
 app.command()(scenario_files.schema)
 app.command(short_help="Plant every fault and see its check catch it.")(mutants.mutants)
-app.command()(report.report)
+app.command()(evidence.report)
 app.command(short_help="Judge a run again from its records.")(evidence.verify)
 app.command(short_help="Put parts of a cut selection together into one run.")(evidence.merge)
 app.command(short_help="Pack a run into one archive that verify accepts anywhere.")(evidence.bundle)

@@ -57,7 +57,7 @@ def mutants(*, how: HowPlanted, session: options.Session) -> None:
     shardproof mutants --shard 2/4 --results part2 a quarter of the faults: see `shardproof merge`
     shardproof mutants --campaign 20 --budget 30   how many die in random cases, by their number
     """
-    from shardproof.commands.planting import Planting
+    from shardproof.commands.execution import Planting
     from shardproof.commands.supervision import open_folder
 
     part, is_quick = session.part, how.tier == "quick"

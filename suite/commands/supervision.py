@@ -34,9 +34,12 @@ RESULTS = Path("results")
 
 
 def open_folder(
-    path: Path | None, command: Sequence[str] = (), may_hold_more: bool = False
+    path: Path | None,
+    root: Path = RESULTS,
+    command: Sequence[str] = (),
+    may_hold_more: bool = False,
 ) -> RunFolder:
-    """The run folder at ``path``, or a new one under ``results``.
+    """The run folder at ``path``, or a new one under ``root``.
 
     ``command``: that of this process, if not what was typed.  ``may_hold_more``: beside a run,
     what ranks left.
@@ -46,12 +49,12 @@ def open_folder(
     command = command or ["shardproof", *sys.argv[1:]]
     try:
         if path is None:
-            return RunFolder.create(RESULTS, command)
+            return RunFolder.create(root, command)
         if not may_hold_more:
             require_run_or_new(path)
         return RunFolder(path, command)
     except OSError as error:
-        where = str(error.filename or path or RESULTS)
+        where = str(error.filename or path or root)
         what = f"results cannot be written: {error.strerror}"
         raise SelectionError(Problem(what, "choose another --results folder", file=where)) from None
     except RecordError as error:

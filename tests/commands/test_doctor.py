@@ -15,9 +15,9 @@ from shardproof.backends import BACKENDS
 from shardproof.backends.gloo import Gloo
 from shardproof.commands import doctor
 from shardproof.commands.doctor import nccl
-from shardproof.commands.doctor.finding import Finding
 from shardproof.runs import machine
 from shardproof.runs.header import Gpu
+from shardproof.wings import Finding
 
 H100 = Gpu(name="NVIDIA H100", memory="81559 MiB", driver="580.65.06")
 

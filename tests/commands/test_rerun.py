@@ -13,7 +13,7 @@ from shardproof import registry
 from shardproof.case import Case
 from shardproof.cases.kills import mutant_cases, pair
 from shardproof.cases.verdict import decide_case
-from shardproof.commands.planting import Planting
+from shardproof.commands.execution import Planting
 from shardproof.evidence.account import Account
 from shardproof.scenarios.selection import Selection
 from shardproof.scenarios.vocabulary import installed

@@ -30,7 +30,7 @@ from shardproof.cases.kills import (
 from shardproof.cases.runner import Course
 from shardproof.checks import GENERAL, OF_UNTRAINED, Outcome, Worst
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.commands.planting import Planting
+from shardproof.commands.execution import Planting
 from shardproof.commands.verify import verify
 from shardproof.runs.run_folder import RunFolder, read
 

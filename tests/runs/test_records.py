@@ -15,8 +15,7 @@ from test_report import kill
 
 from shardproof.case import Case
 from shardproof.cases.kills import pair
-from shardproof.commands.execution import Execution
-from shardproof.commands.planting import Planting
+from shardproof.commands.execution import Execution, Planting
 from shardproof.commands.verify import verify
 from shardproof.evidence.account import Account
 from shardproof.evidence.assembled import StoredFigures

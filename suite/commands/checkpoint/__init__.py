@@ -97,13 +97,13 @@ def diff(
     \b
     shardproof checkpoint diff checkpoints/step-00000012-save-0002-3fa94c11-7be2 checkpoints
     """
-    from shardproof.commands.checkpoint import differences
+    from shardproof.commands.checkpoint import contents
     from shardproof.commands.console import make_console
     from shardproof.registry.checkpoints import opened
 
     with opened(path) as one, opened(other) as two:
-        said = differences.of_metadata(one, two)
-        table = differences.of_tensors(one, two)
+        said = contents.of_metadata(one, two)
+        table = contents.of_tensors(one, two)
     for line in said:
         echo(line)
     if table.rows:

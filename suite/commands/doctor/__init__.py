@@ -12,14 +12,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from shardproof import wings
 from shardproof.backends import BACKENDS, Backend
 from shardproof.backends.gloo import Gloo, loopback
 from shardproof.backends.mpi import Mpi
 from shardproof.commands.doctor import nccl
-from shardproof.commands.doctor.finding import Finding, look
 from shardproof.launch.process_control import cores
+from shardproof.wings import Finding
 
 #: Bytes of shared memory that the records of a few cases at once may take.
 SHARED_BYTES = 256 << 20
@@ -66,6 +67,11 @@ def _reach(backend: Backend) -> str:
     import torch
 
     return f"can run here, at up to {torch.cuda.device_count()} ranks: one a GPU"
+
+
+def look(what: str, found: str, remedy: str, state: Literal["note", "bad"] = "bad") -> Finding:
+    """One look; good, if there is nothing to remedy."""
+    return Finding(what, state if remedy else "good", found, remedy)
 
 
 def _torch() -> Finding:

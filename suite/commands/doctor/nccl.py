@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from shardproof.backends.gloo_cuda import GlooCuda
-from shardproof.commands.doctor.finding import Finding
+from shardproof.wings import Finding
 
 #: Where a name is nearer than this to a known one, it is that one misspelt.
 _NEAR = 0.8
