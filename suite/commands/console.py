@@ -42,12 +42,12 @@ def make_console() -> Console:
 
     class Heard(Console):
         def on_broken_pipe(self) -> None:  # rich would end the process with exit code 1
-            _mute(sys.stdout)
+            mute(sys.stdout)
 
     return Heard(width=None if sys.stdout.isatty() else 240, highlight=False)
 
 
-def _mute(stream: IO[str]) -> None:
+def mute(stream: IO[str]) -> None:
     """What is written to ``stream`` from now on, and what it still holds, is lost."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
@@ -64,7 +64,7 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
     try:
         typer.echo(printable(text), err=err, nl=nl)
     except BrokenPipeError:
-        _mute(sys.stderr if err else sys.stdout)
+        mute(sys.stderr if err else sys.stdout)
 
 
 class ProgressBar:
