@@ -15,8 +15,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardproof import campaign, registry, workloads
+from shardproof import registry, workloads
 from shardproof.backends import USUAL, USUAL_PROCESSES
+from shardproof.campaign import draws
 from shardproof.campaign.systems import SYSTEMS, Setup, System
 from shardproof.case import Case, CheckpointPlan
 from shardproof.contract import Options
@@ -34,8 +35,13 @@ MOST_TRIES = 30
 @functools.cache
 def systems() -> tuple[System, ...]:
     """Those of a campaign that can save."""
-    own = [system for system in SYSTEMS if system.name.startswith(FAMILY)]
-    return tuple(system for system in own if _formats(system, _some_options(system)))
+    able = []
+    for system in SYSTEMS:
+        some = {name: choices[0] for name, choices in system.options.items()}  # none is refused
+        loaded = registry.load(system.name)
+        if system.name.startswith(FAMILY) and loaded.capabilities(some).checkpoints:
+            able.append(system)
+    return tuple(able)
 
 
 def first_cases(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Case]:
@@ -45,7 +51,7 @@ def first_cases(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Cas
     """
     known = sorted({system.name for system in systems()})
     draw = functools.partial(numbered_case, seed=seed)
-    return campaign.matching(count, draw, patterns, known, "that saves")
+    return draws.matching(count, draw, patterns, known, "that saves")
 
 
 def by_id(name: str) -> Case | None:
@@ -53,13 +59,13 @@ def by_id(name: str) -> Case | None:
 
     :raises SelectionError: this version of the suite draws another case under that number.
     """
-    return campaign.drawn_again(name, SCENARIO, numbered_case)
+    return draws.drawn_again(name, SCENARIO, numbered_case)
 
 
 def numbered_case(number: int, seed: int) -> Case:
     """A trained case of the campaign, and what is saved and loaded of it."""
     source = random.Random(f"{seed} history {number}")
-    base = campaign.numbered_case(number, source.randrange(2**31), systems())
+    base = draws.numbered_case(number, source.randrange(2**31), systems())
     formats = registry.load(base.implementation).capabilities(base.options).checkpoints
     chosen = {"format": source.choice(sorted(formats)), "keep": source.randint(1, MOST_KEPT)}
     base = dataclasses.replace(
@@ -111,9 +117,8 @@ def _into(source: random.Random, case: Case) -> tuple[Mapping[str, Any], str]:
         name = "x".join(f"{axis}{size}" for axis, size in mesh.items())
         if named:
             return {"mesh": mesh}, f"on-{name}"
-        own = system.name.removeprefix(FAMILY)
         into = {"implementation": system.name, "options": drawn, "mesh": mesh}
-        return into, f"as-{own}-{name}"
+        return into, f"as-{system.name.removeprefix(FAMILY)}-{name}"
     return {}, "same"
 
 
@@ -129,9 +134,8 @@ def _fits(system: System, setup: Setup, case: Case) -> bool:
         return False
     if not system.only(setup) or not system.takes(setup, case.precision):
         return False
-    if case.precision and not system.mixed:
-        return False
-    if case.optimizer.clip_norm is not None and not system.clips:
+    clips = case.optimizer.clip_norm is not None
+    if (case.precision and not system.mixed) or (clips and not system.clips):
         return False
     every = setup.options.get("recompute_every", 0)
     if every and every > len(workloads.make(spec, case.dtype, case.lane).units):
@@ -140,7 +144,7 @@ def _fits(system: System, setup: Setup, case: Case) -> bool:
     declared = Declaration.of(registry.load(system.name), options)
     if case.dtype not in declared.dtypes or declared.denied(case.backend):
         return False
-    return campaign.can_train(system, setup, spec, declared.declines) and _can_share(setup, case)
+    return draws.can_train(system, setup, spec, declared.declines) and _can_share(setup, case)
 
 
 def _can_share(setup: Setup, case: Case) -> bool:
@@ -151,7 +155,7 @@ def _can_share(setup: Setup, case: Case) -> bool:
     ranks = setup.parts("widths")
     if ranks == 1:
         return True
-    if case.workload.name == campaign.DYADIC:
+    if case.workload.name == draws.DYADIC:
         return knobs.get("width") == 60
     heads, kv = knobs.get("heads", 0), knobs.get("kv_heads", 0)
     return bool(heads and kv) and heads % ranks == 0 and (kv % ranks == 0 or ranks % kv == 0)
@@ -162,22 +166,10 @@ def _policy(source: random.Random, case: Case) -> Mapping[str, str] | None:
     system = next(s for s in systems() if s.name == case.implementation)
     if case.lane != "working_precision" or not system.mixed:
         return None
-    policies = [p for built, p in campaign.POLICIES if built == case.dtype]
-    if case.workload.name == campaign.NORMED:  # buffers of another dtype are refused
+    policies = [p for built, p in draws.POLICIES if built == case.dtype]
+    if case.workload.name == draws.NORMED:  # buffers of another dtype are refused
         kept = case.precision.get("parameters")
-        policies = [
-            {**p, **({"buffers": p["parameters"]} if "parameters" in p else {})}
-            for p in policies
-            if p.get("parameters") == kept
-        ]
+        buffers = {"buffers": kept} if kept else {}
+        policies = [{**p, **buffers} for p in policies if p.get("parameters") == kept]
     policies = [policy for policy in policies if policy != case.precision]
     return source.choice(policies) if policies else None
-
-
-def _formats(system: System, options: Options) -> Sequence[str]:
-    return registry.load(system.name).capabilities(options).checkpoints
-
-
-def _some_options(system: System) -> Options:
-    """Options of which none is refused."""
-    return {name: choices[0] for name, choices in system.options.items()}

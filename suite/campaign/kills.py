@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardproof import campaign, registry, verdicts
+from shardproof import registry, verdicts
+from shardproof.campaign import draws
 from shardproof.case import Case
 from shardproof.cases.kills import failing
 from shardproof.cases.runner import Course, Session
@@ -79,7 +80,7 @@ def plant(
     tell: Callable[[str], None] = lambda text: None,
 ) -> RandomKills:
     """Plant ``mutants``, in an order of ``seed``, each in at most ``most`` cases of its parent."""
-    drawn = [mutant for mutant in mutants if mutant.parent in campaign.names()]
+    drawn = [mutant for mutant in mutants if mutant.parent in draws.names()]
     others = tuple(mutant.name for mutant in mutants if mutant not in drawn)
     random.Random(f"{seed} faults").shuffle(drawn)
     clean = Clean(judge, cases_of({mutant.parent for mutant in drawn}, most, seed))
@@ -101,7 +102,7 @@ def cases_of(systems: set[str], most: int, seed: int) -> dict[str, list[Case]]:
     for number in itertools.count():
         if all(len(own) == most for own in cases.values()):
             return cases
-        case = campaign.numbered_case(number, seed, variations=campaign.shipped())
+        case = draws.numbered_case(number, seed, variations=draws.shipped())
         own = cases.get(case.implementation)
         if own is not None and len(own) < most:
             own.append(case)
@@ -123,22 +124,18 @@ class Clean:
         most = max(len(self._cases[mutant.parent]) for mutant in mutants)
         for index in range(most):
             live = [mutant for mutant in mutants if mutant.name not in found]
-            own = {
-                m.name: campaign.planted(
-                    self._cases[m.parent][index], f"{registry.MUTANTS}{m.name}"
-                )
-                for m in live
-            }
             parents = [self._cases[mutant.parent][index] for mutant in live]
+            names = [f"{registry.MUTANTS}{mutant.name}" for mutant in live]
+            own = list(map(draws.planted, parents, names))
             new = {case.id: case for case in parents if case.id not in self._passes}
-            asked = [*new.values(), *own.values()]
+            asked = [*new.values(), *own]
             results = self._judge(asked) if asked else {}
             if any(case.id not in results for case in asked):
                 return None
             for name in new:
                 self._note(results[name])
-            for mutant, parent in zip(live, parents, strict=True):
-                result = results[own[mutant.name].id]
+            for mutant, case, parent in zip(live, own, parents, strict=True):
+                result = results[case.id]
                 if self._passes[parent.id] and (checks := failing(result)):
                     told = parent.id, result.verdict, checks
                     found[mutant.name] = RandomKill(mutant.name, mutant.parent, index + 1, *told)

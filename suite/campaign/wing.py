@@ -19,19 +19,18 @@ class Campaign(Wing):
 
     def random_cases(self, count: int, seed: int, implementations: Sequence[str]) -> Sequence[Case]:
         """The first ``count`` cases of ``seed``."""
-        from shardproof import campaign
+        from shardproof.campaign import draws
 
-        return campaign.first_cases(count, seed, implementations)
+        return draws.first_cases(count, seed, implementations)
 
     def random_case(self, name: str) -> Case:
         """The case of a campaign, or the history of saves, with the id ``name``.
 
         :raises SelectionError: this is no such id.
         """
-        from shardproof import campaign
-        from shardproof.campaign import histories
+        from shardproof.campaign import draws, histories
 
-        if (case := campaign.by_id(name) or histories.by_id(name)) is None:
+        if (case := draws.by_id(name) or histories.by_id(name)) is None:
             remedy = "give the whole id that a campaign printed; -k ID selects a case of a scenario"
             raise SelectionError(Problem("--case: not the id of a random case", remedy, name))
         return case
@@ -40,9 +39,9 @@ class Campaign(Wing):
         self, count: int, seed: int, implementations: Sequence[str]
     ) -> tuple[Coverage, str]:
         """Pairs that the first ``count`` cases of ``seed`` meet."""
-        from shardproof import campaign
+        from shardproof.campaign import draws
 
-        return campaign.coverage(count, seed, implementations)
+        return draws.coverage(count, seed, implementations)
 
     def plant_in_random_cases(
         self, faults: Sequence[Any], most: int, seed: int, session: Session

@@ -14,14 +14,7 @@ import typer
 
 from shardproof import report, verdicts
 from shardproof.case import Case
-from shardproof.cases.kills import (
-    PlantedPair,
-    judge_kill,
-    kinds,
-    mutant_cases,
-    pair,
-    run_mutants,
-)
+from shardproof.cases import kills
 from shardproof.cases.runner import CaseHost, Course, Judge, run_cases
 from shardproof.checks.results import CaseResult, Kill, LeftOut
 from shardproof.commands import options
@@ -277,7 +270,7 @@ class Planting:
 
     def __post_init__(self) -> None:
         self.console = make_console()
-        self.pairs = [pair(one, self.all_must_run, self.depth) for one in self.mutants]
+        self.pairs = [kills.pair(one, self.all_must_run, self.depth) for one in self.mutants]
         if self.shard is not None:
             self.pairs = _part(self.pairs, self.shard, self.folder)
 
@@ -286,7 +279,7 @@ class Planting:
         return supervised(self.folder, self.console, self._body)
 
     def _body(self, interrupts: Interrupts) -> int:
-        folder, cases = self.folder, mutant_cases(self.pairs)
+        folder, cases = self.folder, kills.mutant_cases(self.pairs)
         folder.plan(cases, [item.mutant.name for item in self.pairs])
         what = f"planting {number(len(self.pairs), 'fault')}"
         with FaultProgress(self.console, cases, what, {}, self.jobs) as progress:
@@ -298,15 +291,15 @@ class Planting:
 
             seconds = None if self.budget is None else self.budget * 60
             course = Course(seconds, on_start=progress.started)
-            kills = run_mutants(self.pairs, self.jobs, note, folder.keep, course)
-        for kill in kills:
+            done = kills.run_mutants(self.pairs, self.jobs, note, folder.keep, course)
+        for kill in done:
             folder.add(kill, "kill")
-        late = {kill.name for kill in kills if kill.left_out}
+        late = {kill.name for kill in done if kill.left_out}
         before = [kill for kill in read(folder.path).kills if kill.name in late]
-        judged = [kill for kill in (*kills, *before) if not kill.left_out]
+        judged = [kill for kill in (*done, *before) if not kill.left_out]
         if judged:
             report.show_kills(judged, self.console.print)
-        return self._told(judged, len(kills) - len(judged))
+        return self._told(judged, len(done) - len(judged))
 
     def _told(self, judged: Sequence[Kill], left_out: int) -> int:
         """Print the sums of the matrix; the exit code."""
@@ -314,7 +307,8 @@ class Planting:
         counts = f"{len(judged) - survivors} killed, {survivors} survive"
         lines = [f"{number(len(judged), 'fault judged')} ({counts}), {left_out} left out"]
         names = {kill.name for kill in judged}
-        wanted = {(kind, item.mutant.name) for item in self.pairs for kind in kinds(item.mutant)}
+        mutants = [item.mutant for item in self.pairs]
+        wanted = {(kind, one.name) for one in mutants for kind in kills.kinds(one)}
         seen = {kind for kind, name in wanted if name in names}
         of = len({kind for kind, _ in wanted})
         lines.append(f"{len(seen)} of {of} pairs of check and class of fault")
@@ -334,11 +328,13 @@ class Planting:
         return verdicts.NOT_DECIDED if open_end else verdicts.HELD
 
 
-def _part(whole: Sequence[PlantedPair], shard: Shard, folder: RunFolder) -> list[PlantedPair]:
+def _part(
+    whole: Sequence[kills.PlantedPair], shard: Shard, folder: RunFolder
+) -> list[kills.PlantedPair]:
     """The pairs of one part of a cut selection."""
-    lines = [{"kind": "kill", **judge_kill(item, None, None).to_dict()} for item in whole]
+    lines = [{"kind": "kill", **kills.judge_kill(item, None, None).to_dict()} for item in whole]
     cut = Cut.of(lines, {item.mutant.name: item.parent.id for item in whole}, shard)
-    folder.cut(cut, shard, mutant_cases(whole))
+    folder.cut(cut, shard, kills.mutant_cases(whole))
     pairs = [item for item in whole if cut.parts[item.mutant.name] == shard.index]
     what = f"part {shard.index} of {shard.of}"
     echo(f"{what}: {len(pairs):,} of {number(len(whole), 'fault')}")

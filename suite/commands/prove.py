@@ -203,7 +203,7 @@ class ProveCall:
         ``clip`` is off.
         """
         own = None if isinstance(self.optimizer, str) else self.optimizer.clip_norm
-        dtypes = {**({"built": self.dtype} if self.dtype else {}), **self.precision}
+        dtypes = {**({} if self.dtype is None else {"built": self.dtype}), **self.precision}
         given = {"options": self.options, "label": "given"} if self.options else {}
         return {
             "implementation": {"name": name, **given},

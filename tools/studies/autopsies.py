@@ -17,8 +17,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardproof import campaign
 from shardproof.backends import BACKENDS
+from shardproof.campaign import draws
 from shardproof.case import Case, Fault, FaultKind, FaultPhase, WorkloadSpec
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.launch import process_control
@@ -130,7 +130,7 @@ def _planned(draw: random.Random, seed: int, number: int, backends: Sequence[str
 
 def clean(count: int, seed: int) -> list[Case]:
     """The first ``count`` random clean cases of ``seed``: none may be ``hang``."""
-    return campaign.first_cases(count, seed)
+    return draws.first_cases(count, seed)
 
 
 @contextlib.contextmanager
