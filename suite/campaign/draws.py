@@ -24,19 +24,8 @@ from shardproof import registry, workloads
 from shardproof.axes import cutting
 from shardproof.backends import BACKENDS as KNOWN_BACKENDS
 from shardproof.backends import USUAL
-from shardproof.campaign.systems import (
-    DYADIC,
-    LARGEST_GRID,
-    LARGEST_WORLD,
-    LAYERED,
-    MOST_PROCESSES,
-    NO_BITWISE,
-    NORMED,
-    SYSTEMS,
-    Policy,
-    Setup,
-    System,
-)
+from shardproof.campaign import systems as known
+from shardproof.campaign.systems import Policy, Setup, System
 from shardproof.campaign.varied import EXACT, RARE, Variations, of_ones_own, scaled, shipped
 from shardproof.case import Case, Death, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
@@ -148,7 +137,7 @@ def _own(patterns: Sequence[str]) -> list[str]:
 
 def names() -> list[str]:
     """The systems whose cases a campaign draws."""
-    return sorted({system.name for system in SYSTEMS} | {*shipped().systems})
+    return sorted({system.name for system in known.SYSTEMS} | {*shipped().systems})
 
 
 def by_id(name: str) -> Case | None:
@@ -161,7 +150,7 @@ def by_id(name: str) -> Case | None:
         system = name.split("::")[2]
         fault = system if system.startswith(registry.MUTANTS) else ""
         parent = registry.load_mutant(fault).parent if fault else system
-        systems = (own_system(parent),) if ":" in parent else SYSTEMS
+        systems = (own_system(parent),) if ":" in parent else known.SYSTEMS
         case = numbered_case(number, seed, systems, variations=variations_of([parent]))
         return planted(case, fault) if fault else case
 
@@ -187,7 +176,7 @@ def drawn_again(name: str, kind: str, draw: Callable[[int, int], Case]) -> Case 
 def numbered_case(
     number: int,
     seed: int,
-    systems: Sequence[System] = SYSTEMS,
+    systems: Sequence[System] = known.SYSTEMS,
     most_traits: int = MOST_TRAITS,
     variations: Variations | None = None,
 ) -> Case:
@@ -239,21 +228,22 @@ def own_system(name: str) -> System:
         declared = Declaration.of(registry.load(name), {})
     except Refused as error:
         raise SelectionError(Problem(f"--impl: {error}", "give options defaults", name)) from error
-    most, several = declared.max_world or LARGEST_WORLD, len(declared.axes) > 1
-    sizes = range(1, 3 if several or cutting("widths") in declared.axes else LARGEST_WORLD + 1)
+    largest, several = known.LARGEST_WORLD, len(declared.axes) > 1
+    most = declared.max_world or largest
+    sizes = range(1, 3 if several or cutting("widths") in declared.axes else largest + 1)
     meshes = [
         dict(zip(declared.axes, shape, strict=True))
         for shape in itertools.product(sizes, repeat=len(declared.axes))
-        if math.prod(shape) <= min(most, LARGEST_GRID)
+        if math.prod(shape) <= min(most, known.LARGEST_GRID)
     ]
     exact = {"float32", "float64"} & {*declared.dtypes}
-    chosen = LAYERED if cutting("widths") in declared.axes else System.workloads
+    chosen = known.LAYERED if cutting("widths") in declared.axes else System.workloads
     return System(
         name,
         meshes,
         stages=lambda setup: setup.parts("layers") if cutting("layers") in setup.mesh else 0,
-        workloads=tuple(workload for workload in chosen if exact or workload != DYADIC),
-        lanes=NO_BITWISE if "float64" in declared.dtypes else ("working_precision",),
+        workloads=tuple(workload for workload in chosen if exact or workload != known.DYADIC),
+        lanes=known.NO_BITWISE if "float64" in declared.dtypes else ("working_precision",),
     )
 
 
@@ -263,10 +253,10 @@ def _drawn(source: random.Random, systems: Sequence[System], most_traits: int) -
     setup = _setup(source, system)
     declared = Declaration.of(registry.load(system.name), setup.options)
     backend = source.choice([name for name in BACKENDS if not declared.denied(name)])
-    if math.prod(setup.mesh.values()) > MOST_PROCESSES:
+    if math.prod(setup.mesh.values()) > known.MOST_PROCESSES:
         backend = USUAL
     lane, dtype, policy = _lane(source, setup.workload, system, declared)
-    if setup.workload == NORMED and "parameters" in policy:
+    if setup.workload == known.NORMED and "parameters" in policy:
         policy = {**policy, "buffers": policy["parameters"]}
     if not system.takes(setup, policy):
         dtype, policy = POLICIES[0]
@@ -336,7 +326,7 @@ def _lane(
     source: random.Random, workload: str, system: System, declared: Capabilities
 ) -> tuple[Lane, str, Policy]:
     """A lane that ``workload`` has a form for, a dtype and a policy with which it is judged."""
-    if workload == DYADIC:
+    if workload == known.DYADIC:
         dtypes = [dtype for dtype in ("float32", "float64") if dtype in declared.dtypes]
         return "dyadic", source.choice(dtypes), {}
     lane = source.choice(system.lanes)

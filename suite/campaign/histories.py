@@ -18,7 +18,7 @@ from typing import Any
 from shardproof import registry, workloads
 from shardproof.backends import USUAL, USUAL_PROCESSES
 from shardproof.campaign import draws
-from shardproof.campaign.systems import SYSTEMS, Setup, System
+from shardproof.campaign.systems import DYADIC, NORMED, SYSTEMS, Setup, System
 from shardproof.case import Case, CheckpointPlan
 from shardproof.contract import Options
 from shardproof.registry.declaration import Declaration
@@ -155,7 +155,7 @@ def _can_share(setup: Setup, case: Case) -> bool:
     ranks = setup.parts("widths")
     if ranks == 1:
         return True
-    if case.workload.name == draws.DYADIC:
+    if case.workload.name == DYADIC:
         return knobs.get("width") == 60
     heads, kv = knobs.get("heads", 0), knobs.get("kv_heads", 0)
     return bool(heads and kv) and heads % ranks == 0 and (kv % ranks == 0 or ranks % kv == 0)
@@ -167,7 +167,7 @@ def _policy(source: random.Random, case: Case) -> Mapping[str, str] | None:
     if case.lane != "working_precision" or not system.mixed:
         return None
     policies = [p for built, p in draws.POLICIES if built == case.dtype]
-    if case.workload.name == draws.NORMED:  # buffers of another dtype are refused
+    if case.workload.name == NORMED:  # buffers of another dtype are refused
         kept = case.precision.get("parameters")
         buffers = {"buffers": kept} if kept else {}
         policies = [{**p, **buffers} for p in policies if p.get("parameters") == kept]

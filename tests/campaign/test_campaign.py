@@ -76,7 +76,7 @@ def test_equal_bits_are_asked_for_only_where_they_are_promised(drawn: list[Case]
 
 
 def test_batch_norms_get_buffers_of_their_dtype(drawn: list[Case]) -> None:
-    found = [case for case in drawn if case.workload.name == draws.NORMED and case.precision]
+    found = [case for case in drawn if case.workload.name == systems.NORMED and case.precision]
     assert any("buffers" in case.precision for case in found)
     for case in found:
         assert case.implementation != "pytorch/fsdp1", case.id
@@ -138,7 +138,7 @@ def test_pairs_that_random_cases_meet_are_listed(first: list[Case]) -> None:
 
 
 def test_every_system_and_every_value_of_an_option_is_drawn(drawn: list[Case]) -> None:
-    for system in draws.SYSTEMS:
+    for system in systems.SYSTEMS:
         own = [case for case in drawn if case.implementation == system.name]
         assert own, system.name
     seen = {json.dumps(pair) for case in drawn for pair in case.options.items()}
@@ -147,7 +147,7 @@ def test_every_system_and_every_value_of_an_option_is_drawn(drawn: list[Case]) -
 
 
 def _values() -> Iterator[str]:
-    for system in draws.SYSTEMS:
+    for system in systems.SYSTEMS:
         for name, choices in system.options.items():
             yield from (json.dumps((name, value)) for value in choices)
 
@@ -182,10 +182,10 @@ def test_a_batch_too_small_for_equal_numbers_of_micro_batches_is_declared_away(
 
 
 def test_worlds_are_as_large_as_a_backend_takes(drawn: list[Case]) -> None:
-    ranks = {math.prod(mesh.values()) for system in draws.SYSTEMS for mesh in system.meshes}
+    ranks = {math.prod(mesh.values()) for system in systems.SYSTEMS for mesh in system.meshes}
     assert max(ranks) == systems.LARGEST_GRID
-    assert draws.MOST_PROCESSES in ranks
-    many = [case for case in drawn if case.world > draws.MOST_PROCESSES]
+    assert systems.MOST_PROCESSES in ranks
+    many = [case for case in drawn if case.world > systems.MOST_PROCESSES]
     assert many
     assert {case.backend for case in many} == {"in_memory"}
 
@@ -215,8 +215,8 @@ def test_layers_are_split_where_ranks_can_share_them(drawn: list[Case]) -> None:
     assert found
     for case in found:
         ranks, sizes = case.mesh["tensor"], case.workload.params
-        assert case.workload.name != draws.NORMED, case.id
-        if case.workload.name == draws.DYADIC:
+        assert case.workload.name != systems.NORMED, case.id
+        if case.workload.name == systems.DYADIC:
             assert sizes["width"] % ranks == 0, case.id
             continue
         assert sizes["heads"] % ranks == 0, case.id

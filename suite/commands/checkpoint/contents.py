@@ -1,8 +1,7 @@
-"""What is in a checkpoint, in sentences, tables, JSON and a digest; and how two differ."""
+"""What is in a checkpoint, in sentences, tables and a digest; and how two differ."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -67,17 +66,6 @@ def tensors(checkpoint: Checkpoint) -> Table:
         rows.append((kind, shorten(name), parts[0].dtype, shape, where, shorten(owners)))
     headings = ("kind", "name", "dtype", "shape", "place", "ranks")
     return Table("Tensors", headings, rows)
-
-
-def as_json(checkpoint: Checkpoint) -> str:
-    """Manifest and layout."""
-    manifest = dataclasses.asdict(checkpoint.manifest)
-    layout = [
-        dataclasses.asdict(entry) | {"place": entry.place._asdict()}
-        for file in checkpoint.files.values()
-        for entry in file.entries
-    ]
-    return json.dumps(manifest | {"folder": str(checkpoint.folder), "tensors": layout}, indent=1)
 
 
 def digest(checkpoint: Checkpoint) -> str:

@@ -128,10 +128,8 @@ def _make_baseline(into: Path, jobs: int | None) -> int:
     from shardproof.commands.execution import run_and_exit
     from shardproof.compare import baseline
     from shardproof.runs.run_folder import read
-    from shardproof.scenarios.selection import Selection
-    from shardproof.scenarios.vocabulary import installed
 
-    cases = Selection([str(into / PLACES["strategy.yaml"])]).cases(installed())
+    cases = options.Filters(scenarios=[str(into / PLACES["strategy.yaml"])]).cases()
     code = verdicts.HELD
     with tempfile.TemporaryDirectory(prefix="shardproof-init-") as folder:
         results = Path(folder) / "run"
