@@ -185,11 +185,9 @@ class Wing:
         """Start nodes, run ``command`` on them and end them; its exit code."""
         return None
 
-    def random_cases(
-        self, count: int, seed: int, implementations: Sequence[str]
-    ) -> Sequence[Case] | None:
-        """The first ``count`` random clean cases of ``seed``, of the ``implementations`` that these
-        globs match (empty: of all).
+    def random_cases(self, count: int, seed: int, impl: Sequence[str]) -> Sequence[Case] | None:
+        """The first ``count`` random clean cases of ``seed`` whose implementation a glob matches
+        (empty: of all).
 
         :raises SelectionError: a glob matches none.
         """
@@ -202,18 +200,14 @@ class Wing:
         """
         return None
 
-    def random_coverage(
-        self, count: int, seed: int, implementations: Sequence[str]
-    ) -> tuple[Coverage, str] | None:
+    def coverage(self, count: int, seed: int, impl: Sequence[str]) -> tuple[Coverage, str] | None:
         """Pairs of trigger and feature that :meth:`random_cases` meet, and how many in a sentence.
 
         :raises SelectionError: a glob matches none.
         """
         return None
 
-    def plant_in_random_cases(
-        self, faults: Sequence[Any], most: int, seed: int, session: Session
-    ) -> int | None:
+    def plant(self, faults: Sequence[Any], most: int, seed: int, asked: Session) -> int | None:
         """Plant each of ``faults`` in up to ``most`` random cases of its parent, and print how many
         die; the exit code.
         """

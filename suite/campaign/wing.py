@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class Campaign(Wing):
     """Random clean cases, and planted faults in them."""
 
-    def random_cases(self, count: int, seed: int, implementations: Sequence[str]) -> Sequence[Case]:
+    def random_cases(self, count: int, seed: int, impl: Sequence[str]) -> Sequence[Case]:
         """The first ``count`` cases of ``seed``."""
         from shardproof.campaign import draws
 
-        return draws.first_cases(count, seed, implementations)
+        return draws.first_cases(count, seed, impl)
 
     def random_case(self, name: str) -> Case:
         """The case of a campaign, or the history of saves, with the id ``name``.
@@ -35,21 +35,17 @@ class Campaign(Wing):
             raise SelectionError(Problem("--case: not the id of a random case", remedy, name))
         return case
 
-    def random_coverage(
-        self, count: int, seed: int, implementations: Sequence[str]
-    ) -> tuple[Coverage, str]:
+    def coverage(self, count: int, seed: int, impl: Sequence[str]) -> tuple[Coverage, str]:
         """Pairs that the first ``count`` cases of ``seed`` meet."""
         from shardproof.campaign import draws
 
-        return draws.coverage(count, seed, implementations)
+        return draws.coverage(count, seed, impl)
 
-    def plant_in_random_cases(
-        self, faults: Sequence[Any], most: int, seed: int, session: Session
-    ) -> int:
+    def plant(self, faults: Sequence[Any], most: int, seed: int, asked: Session) -> int:
         """Plant ``faults`` until each is killed, in at most so many cases."""
         from shardproof.campaign import kills
 
-        return kills.run(faults, most, seed, session)
+        return kills.run(faults, most, seed, asked)
 
 
 WING = Campaign()

@@ -155,7 +155,7 @@ def list_(
         problem = "--campaign belongs to `list coverage` and draws its own cases"
         options.refuse(given, problem, campaign)
         asked = campaign, filters.seed or 0, filters.impl or ()
-        drawn = wings.required("campaign", "--campaign", lambda wing: wing.random_coverage(*asked))
+        drawn = wings.required("campaign", "--campaign", lambda wing: wing.coverage(*asked))
         _show_pairs(*drawn, "not drawn")
         if not sys.stdout.isatty():
             echo(drawn[1], err=True)

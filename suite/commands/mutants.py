@@ -69,8 +69,7 @@ def mutants(*, how: HowPlanted, session: options.Session) -> None:
         given = {"--tier quick": is_quick, "--depth": how.depth, "--shard": part}
         options.refuse(given, "--campaign plants in cases as they are drawn", how.campaign)
         asked = chosen, how.campaign, how.seed or 0, session
-        code = wings.required("campaign", "--campaign", lambda w: w.plant_in_random_cases(*asked))
-        raise typer.Exit(code)
+        raise typer.Exit(wings.required("campaign", "--campaign", lambda wing: wing.plant(*asked)))
     planned = session.jobs or cores(), session.budget, not is_quick, how.depth or "", part
     with open_folder(session.results) as folder:
         raise typer.Exit(Planting(folder, chosen, *planned).run())

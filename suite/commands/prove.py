@@ -133,6 +133,7 @@ def prove(
     from shardproof import registry
     from shardproof.cases import kinds
     from shardproof.cases.kinds.kind import UntrainedKind
+    from shardproof.cases.kinds.samples import workload as samplers
     from shardproof.cases.runner import Session
 
     only_in_programs()
@@ -153,7 +154,10 @@ def prove(
     registry.check(name)
     same = tuple(_several(traits)), data, built, lowered, options, tuple(_several(checks))
     call = ProveCall(spec, *same, depth, steps, deadline)
-    matrix = call.matrix(name, clip) | (_variants() if workload == kinds.SAMPLES.name else {})
+    matrix = call.matrix(name, clip)
+    if workload == kinds.SAMPLES.name:
+        usual = samplers.USUAL.items()
+        matrix["workload"] = [{"label": label, "params": knobs} for label, knobs in usual]
 
     def expanded(along: str, on: Sequence[str]) -> list[Case]:
         shapes = _several(meshes) or [{along: world} for world in _several(worlds)]
@@ -273,8 +277,11 @@ class ProveCall:
             **vars(self),
             **({} if kinds.of(case.workload).trains else {"workload": case.workload}),
         }
+        work = arguments["workload"]
+        if work is not None and work == WorkloadSpec(work.name):
+            arguments["workload"] = work.name  # as people write it
         given = [
-            f"{key}={_written(value)}"
+            f"{key}={value!r}"
             for key, value in arguments.items()
             if value not in (usual[key].default, {}, None)
         ]
@@ -287,13 +294,6 @@ class ProveCall:
         # Between double quotes a shell leaves text alone in which nothing of this stands.
         is_plain = not {*code} & {*'"$`\\!'}
         return f'python -c "{code}"' if is_plain else f"python -c {shlex.quote(code)}"
-
-
-def _written(value: Any) -> str:
-    """``value`` as Python reads it; of a workload by its name alone, that."""
-    if isinstance(value, WorkloadSpec) and value == WorkloadSpec(value.name):
-        return repr(value.name)
-    return repr(value)
 
 
 def _dtypes(
@@ -318,9 +318,8 @@ def _trained_by(
 
     :raises SelectionError: ``settings`` without such an optimizer, or one that cannot be judged.
     """
-    if isinstance(optimizer, OptimizerSpec) or (
-        isinstance(optimizer, str) and ":" not in optimizer
-    ):
+    path = isinstance(optimizer, str) and ":" in optimizer
+    if isinstance(optimizer, OptimizerSpec | str) and not path:
         if settings is not None:
             remedy = "give it beside a function of your own; optimizer='adamw' says all by itself"
             raise SelectionError(Problem("settings= belongs to optimizer=", remedy))
@@ -378,20 +377,9 @@ def _cases_of(scenario: Mapping[str, Any]) -> list[Case]:
         text = json.dumps(scenario, default=_refuse)
         return [replace(case, source="") for case in expand(load_text(text, "prove"), installed())]
     except ScenarioError as error:
-        raise SelectionError(
-            [
-                replace(problem, file="prove", line=None, what=problem.what.replace("matrix.", ""))
-                for problem in error.problems
-            ]
-        ) from None
-
-
-def _variants() -> dict[str, Any]:
-    """What a sampler is asked, where its workload is given by its name alone."""
-    from shardproof.cases.kinds.samples.workload import USUAL as SAMPLERS
-
-    usual = SAMPLERS.items()
-    return {"workload": [{"label": label, "params": knobs} for label, knobs in usual]}
+        told = [(problem, problem.what.replace("matrix.", "")) for problem in error.problems]
+        own = [replace(problem, file="prove", line=None, what=what) for problem, what in told]
+        raise SelectionError(own) from None
 
 
 def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> WorkloadSpec:
@@ -404,13 +392,11 @@ def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> 
 def _frame(results: Sequence[CaseResult], cases: Sequence[Case], call: ProveCall) -> pd.DataFrame:
     import pandas as pd
 
+    of_case = ("implementation", "backend", "world", "lane", "dtype")
+    of_result = ("verdict", "reason", "bound", "bytes_sent", "bytes_expected", "seconds")
     by_id = {result.id: result for result in results}
     rows = []
-    for case in cases:
-        if (result := by_id.get(case.id)) is None:
-            continue
-        of_case = ("implementation", "backend", "world", "lane", "dtype")
-        of_result = ("verdict", "reason", "bound", "bytes_sent", "bytes_expected", "seconds")
+    for case, result in ((case, by_id[case.id]) for case in cases if case.id in by_id):
         row = {
             "case": case.id,
             "workload": case.workload.name,
