@@ -82,9 +82,19 @@ def run_and_exit(
             names = some(sorted({result.case.implementation for result in stale}), 3)
             what = f"{number(len(stale), 'verdict')} kept of other code: {names} changed since"
             echo(f"{what}; without --resume and --rerun-failed all is judged anew", err=True)
-        judge = elsewhere.judge if elsewhere else None
-        own = session.budget, kept, nodes, judge, how, is_kept
-        raise typer.Exit(Execution(folder, schedule, jobs, durations, *own).run())
+        execution = Execution(
+            folder,
+            schedule,
+            jobs,
+            durations,
+            budget=session.budget,
+            kept=kept,
+            nodes=nodes,
+            judge=elsewhere.judge if elsewhere else None,
+            how=how,
+            is_kept=is_kept,
+        )
+        raise typer.Exit(execution.run())
 
 
 def _on_nodes(cases: Sequence[Case], nodes: Nodes | None) -> list[Case]:
@@ -158,8 +168,8 @@ class Execution:
 
     def run(self) -> int:
         """Run the cases and print what became of them; the exit code."""
-        how = self._body, self._stopped, self._finish, self.is_kept
-        return supervised(self.folder, self.console, *how)
+        folder, is_kept = self.folder, self.is_kept
+        return supervised(folder, self.console, self._body, self._stopped, self._finish, is_kept)
 
     def _body(self, interrupts: Interrupts) -> int:
         folder, left_out = self.folder, self.schedule.left_out
@@ -191,8 +201,8 @@ class Execution:
     def _run(self, interrupts: Interrupts, planned: CaseSchedule) -> list[Case]:
         """Run what was ``planned``; the cases that the budget did not allow."""
         seconds = None if self.end is None else max(0.0, self.end - time.monotonic())
-        how = planned.chosen, "judging", planned.expected, self.jobs
-        with Progress(self.console, *how) as progress:
+        cases, jobs = planned.chosen, self.jobs
+        with Progress(self.console, cases, "judging", planned.expected, jobs) as progress:
 
             def note(result: CaseResult) -> None:
                 with interrupts.held():  # a line on disk and a result that counts are one thing
@@ -203,9 +213,9 @@ class Execution:
                 progress.step(result)
 
             course = Course(seconds, self._failed_fast, progress.started)
-            keep = self.folder.keep
-            done = run_cases(planned.chosen, self.jobs, note, keep, course, self.nodes, self.judge)
-        return done[1]
+            keep, nodes = self.folder.keep, self.nodes
+            _, late = run_cases(cases, jobs, note, keep, course, nodes, self.judge)
+        return late
 
     def _failed_fast(self) -> bool:
         broken = sum(verdicts.kind(result.verdict) in verdicts.RED for result in self.new)

@@ -154,11 +154,13 @@ def list_(
         given = {f"list {what}": what != "coverage", **filters.given(), "--triples": triples}
         problem = "--campaign belongs to `list coverage` and draws its own cases"
         options.refuse(given, problem, campaign)
-        asked = campaign, filters.seed or 0, filters.impl or ()
-        drawn = wings.required("campaign", "--campaign", lambda wing: wing.coverage(*asked))
-        _show_pairs(*drawn, "not drawn")
+        count, seed, impl = campaign, filters.seed or 0, filters.impl or ()
+        coverage, sentence = wings.required(
+            "campaign", "--campaign", lambda wing: wing.coverage(count, seed, impl)
+        )
+        _show_pairs(coverage, sentence, "not drawn")
         if not sys.stdout.isatty():
-            echo(drawn[1], err=True)
+            echo(sentence, err=True)
         return
     is_whole = not (any(filters.given().values()) or filters.impl or filters.seed is not None)
     if what == "coverage":

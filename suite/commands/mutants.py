@@ -68,11 +68,15 @@ def mutants(*, how: HowPlanted, session: options.Session) -> None:
     if how.campaign is not None:
         given = {"--tier quick": is_quick, "--depth": how.depth, "--shard": part}
         options.refuse(given, "--campaign plants in cases as they are drawn", how.campaign)
-        asked = chosen, how.campaign, how.seed or 0, session
-        raise typer.Exit(wings.required("campaign", "--campaign", lambda wing: wing.plant(*asked)))
-    planned = session.jobs or cores(), session.budget, not is_quick, how.depth or "", part
+        most, seed = how.campaign, how.seed or 0
+        raise typer.Exit(
+            wings.required(
+                "campaign", "--campaign", lambda wing: wing.plant(chosen, most, seed, session)
+            )
+        )
+    jobs, budget, depth = session.jobs or cores(), session.budget, how.depth or ""
     with open_folder(session.results) as folder:
-        raise typer.Exit(Planting(folder, chosen, *planned).run())
+        raise typer.Exit(Planting(folder, chosen, jobs, budget, not is_quick, depth, part).run())
 
 
 def choose_mutants(patterns: Sequence[str]) -> list[Any]:

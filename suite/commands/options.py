@@ -273,7 +273,7 @@ class HowRun:
     """Where and how far cases are run, and what is written beside the run folder."""
 
     on: str | None = option(
-        None, "--on", metavar="RAY", callback=_place, help="judge on: ray, ray://HOST[:PORT]"
+        None, "--on", metavar="RAY", callback=_place, help="judge on a Ray cluster: ray, ray://HOST"
     )
     fail_fast: int | None = option(
         None, "--fail-fast", metavar="N", min=1, help="start no case any more once N have broken"

@@ -152,8 +152,8 @@ def prove(
     data = _trained_by(optimizer, settings, implementation, things)
     name, options = adapters.subject(implementation, things, options or {})
     registry.check(name)
-    same = tuple(_several(traits)), data, built, lowered, options, tuple(_several(checks))
-    call = ProveCall(spec, *same, depth, steps, deadline)
+    traits, checks = tuple(_several(traits)), tuple(_several(checks))
+    call = ProveCall(spec, traits, data, built, lowered, options, checks, depth, steps, deadline)
     matrix = call.matrix(name, clip)
     if workload == kinds.SAMPLES.name:
         usual = samplers.USUAL.items()
@@ -269,7 +269,7 @@ class ProveCall:
         from shardproof.cases import kinds
 
         usual = inspect.signature(prove).parameters
-        arguments = {
+        arguments: dict[str, Any] = {
             "meshes": [dict(case.mesh)],
             "backends": None if case.backend == USUAL else (case.backend,),
             "lanes": (case.lane,),

@@ -123,8 +123,8 @@ def _on_nodes(
     cases = [result.case for result in before.cases if result.id in ids]
     names = {name for case in cases for name in (case.implementation, case.workload.name)}
     own = [Path.cwd()] if any(":" in name for name in names) else []
-    shape = where.nodes or count, where.ranks_per_node or ranks
-    command = wings.OnNodes(words, cases, [*own, Path(words[1])], *shape, results)
+    count, ranks = where.nodes or count, where.ranks_per_node or ranks
+    command = wings.OnNodes(words, cases, [*own, Path(words[1])], count, ranks, results)
     return wings.required("cluster", "--cluster", lambda wing: wing.run_on_nodes(command))
 
 

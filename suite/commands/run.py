@@ -149,8 +149,10 @@ def _of_earlier(
 def _drawn(filters: options.Filters, others: Others) -> Sequence[Case]:
     """The random cases that were asked for; empty: none were."""
     if others.campaign is not None:
-        asked = others.campaign, filters.seed or 0, filters.impl or ()
-        return wings.required("campaign", "--campaign", lambda wing: wing.random_cases(*asked))
+        count, seed, impl = others.campaign, filters.seed or 0, filters.impl or ()
+        return wings.required(
+            "campaign", "--campaign", lambda wing: wing.random_cases(count, seed, impl)
+        )
     if (name := others.drawn) is not None:
         return [wings.required("campaign", "--case", lambda wing: wing.random_case(name))]
     return ()

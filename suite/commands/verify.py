@@ -97,8 +97,8 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
         try:
             verified = verify(bundle.folder)
         except (OtherFormat, LeadsOut) as error:
-            places = [p.file.replace(str(bundle.folder), str(archive)) for p in error.problems]
-            own = [replace(p, file=f) for p, f in zip(error.problems, places, strict=True)]
+            there, here = str(bundle.folder), str(archive)
+            own = [replace(p, file=p.file.replace(there, here)) for p in error.problems]
             raise type(error)(own) from None
         except SelectionError:
             problem = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
