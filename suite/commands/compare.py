@@ -49,11 +49,10 @@ class Shown:
             given["--only-changed"] = self.only_changed
             options.refuse(given, "--save writes a baseline and compares nothing", self.save)
             if not self.force and self.save.exists():
-                what, remedy = (
-                    "--save: is there already",
-                    "give --force to replace it, or another name",
+                remedy = "--force replaces it, or give another name"
+                raise SelectionError(
+                    Problem("is there already", remedy, file=f"--save {self.save}")
                 )
-                raise SelectionError(Problem(what, remedy, file=str(self.save)))
         elif self.force:
             raise SelectionError(Problem("--force belongs to --save", "name --save FILE"))
         elif self.into is not None and self.form not in ("table", "markdown"):

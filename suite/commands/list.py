@@ -203,11 +203,11 @@ def _list_coverage(cases: Sequence[Case], is_whole: bool, of_three: bool) -> Non
 
 
 def _show_pairs(coverage: Coverage, sentence: str, lacks: str) -> None:
-    why = {
-        one: coverage.why_empty(one) or lacks for one in coverage.pairs if one not in coverage.met
-    }
-    rows = ((*one, *_counts(coverage, one), why.get(one, "")) for one in coverage.pairs)
-    _show_table(coverage.by_feature(lacks), sentence, rows)
+    def row(pair: tuple[str, str]) -> tuple[object, ...]:
+        counts = _counts(coverage, pair)
+        return *pair, *counts, "" if any(counts) else coverage.why_empty(pair) or lacks
+
+    _show_table(coverage.by_feature(lacks), sentence, map(row, coverage.pairs))
 
 
 def _counts(found: Coverage | Triples, of: Any) -> tuple[int, int]:

@@ -182,19 +182,17 @@ def _tried(command: Sequence[str], environment: Mapping[str, str] | None = None)
 
 
 _PAIR = """
-import datetime, sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+import datetime, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 def rank(number, path):
-    store = dist.FileStore(path, 2)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=20)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    group = dist.ProcessGroupGloo(store, number, 2, options)
+    group = dist.ProcessGroupGloo(dist.FileStore(path, 2), number, 2, options)
     value = torch.ones(1)
     group.allreduce([value]).wait()
     assert value.item() == 2
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank, (folder + "/store",), 2)
+    mp.spawn(rank, (sys.argv[1],), 2)
 """
 
 
@@ -203,7 +201,7 @@ def _gloo() -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "pair.py"
         script.write_text(_PAIR, encoding="utf-8")
-        said = _tried([sys.executable, str(script)])
+        said = _tried([sys.executable, str(script), f"{folder}/store"])
     remedy = "bring the loopback interface up (`ip link set lo up`) and allow 127.0.0.1"
     found = said[-1] if said else "two processes talk"
     return look("gloo over loopback", found, remedy if said else "")
