@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -74,7 +75,7 @@ app = typer.Typer(
 )
 
 #: Name -> a command, and how the list of commands describes it; empty: by its first sentence.
-_COMMANDS = {
+_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "run": (run.run, ""),
     "list": (list.list_, ""),
     "init": (init.init, "Write test, policy, baseline and workflow for your own."),

@@ -103,7 +103,8 @@ class CaseItem(pytest.Item):
         self.user_properties.append(("verdict", result.verdict))
         kind = verdicts.kind(result.verdict)
         if kind in ("skip", "xfail"):
-            {"skip": pytest.skip, "xfail": pytest.xfail}[kind](result.reason)
+            outcome = pytest.skip if kind == "skip" else pytest.xfail
+            outcome(result.reason)
         if kind not in verdicts.GREEN:
             raise NotHeld(f"{result.verdict}: {result.reason}\nrerun: {result.rerun}")
 
