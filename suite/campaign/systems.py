@@ -57,12 +57,8 @@ class Setup:
     @property
     def coordinates(self) -> int:
         """Those that have data: all but ranks that serve."""
-        return axes.size(self.mesh, axes.sharing(self.mesh)) - self.servers
-
-    @property
-    def servers(self) -> int:
-        """Number of ranks that serve parameters."""
-        return int(self.options.get("servers", 0))
+        serving = int(self.options.get("servers", 0))
+        return axes.size(self.mesh, axes.sharing(self.mesh)) - serving
 
     def windows(self, spec: WorkloadSpec) -> list[list[int]]:
         """Samples of every micro-batch of every window of every data coordinate."""

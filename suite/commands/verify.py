@@ -26,7 +26,6 @@ from shardproof.runs.bundle.form import Listing
 from shardproof.runs.bundle.unpacking import unpacked
 from shardproof.runs.header import OtherFormat
 from shardproof.runs.integrity import changed
-from shardproof.runs.records import LeadsOut, RecordError
 from shardproof.runs.run_folder import Run, read
 from shardproof.verdicts import INTERRUPTED
 from shardproof.wings import LineKind, wings_of
@@ -96,7 +95,7 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
     with unpacked(archive) as bundle:
         try:
             verified = verify(bundle.folder)
-        except (OtherFormat, LeadsOut) as error:
+        except (OtherFormat, records.LeadsOut) as error:
             there, here = str(bundle.folder), str(archive)
             own = [replace(p, file=p.file.replace(there, here)) for p in error.problems]
             raise type(error)(own) from None
@@ -149,7 +148,7 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
             return
         judged = decide_case(account)
         again, line = (json.loads(json.dumps(standard(r.to_dict()))) for r in (judged, result))
-    except (RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
+    except (records.RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
         yield f"{path / name}: the record of {result.id} cannot be judged: {error!r}"
         return
     if judged.id != result.id or account.case.to_dict() != result.case.to_dict():
