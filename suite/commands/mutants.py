@@ -74,9 +74,10 @@ def mutants(*, how: HowPlanted, session: options.Session) -> None:
                 "campaign", "--campaign", lambda wing: wing.plant(chosen, most, seed, session)
             )
         )
-    jobs, budget, depth = session.jobs or cores(), session.budget, how.depth or ""
+    jobs, budget, whole = session.jobs or cores(), session.budget, not is_quick
     with open_folder(session.results) as folder:
-        raise typer.Exit(Planting(folder, chosen, jobs, budget, not is_quick, depth, part).run())
+        planting = Planting(folder, chosen, jobs, budget, whole, how.depth or "", part)
+        raise typer.Exit(planting.run())
 
 
 def choose_mutants(patterns: Sequence[str]) -> list[Any]:

@@ -192,12 +192,12 @@ class ProveCall:
     """What is the same in all cases of one call of :func:`prove`; fields are its arguments."""
 
     workload: WorkloadSpec | None
-    traits: tuple[str, ...]
+    traits: Sequence[str]
     optimizer: str | OptimizerSpec
     dtype: str | None
     precision: Mapping[str, str]
     options: Options
-    checks: tuple[str, ...]
+    checks: Sequence[str]
     depth: str
     steps: int
     deadline: float
