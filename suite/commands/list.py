@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardproof import verdicts, wings
+from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.commands.options import option
@@ -155,12 +155,10 @@ def list_(
         problem = "--campaign belongs to `list coverage` and draws its own cases"
         options.refuse(given, problem, campaign)
         count, seed, impl = campaign, filters.seed or 0, filters.impl or ()
-        coverage, sentence = wings.required(
-            "campaign", "--campaign", lambda wing: wing.coverage(count, seed, impl)
-        )
-        _show_pairs(coverage, sentence, "not drawn")
+        drawn = options.of_campaign(lambda wing: wing.coverage(count, seed, impl))
+        _show_pairs(*drawn, "not drawn")
         if not sys.stdout.isatty():
-            echo(sentence, err=True)
+            echo(drawn[1], err=True)
         return
     is_whole = not (any(filters.given().values()) or filters.impl or filters.seed is not None)
     if what == "coverage":

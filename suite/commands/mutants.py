@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import typer
 
-from shardproof import wings
 from shardproof.commands import options
 from shardproof.commands.options import option
 from shardproof.errors import Problem, SelectionError, nearest
@@ -69,11 +68,8 @@ def mutants(*, how: HowPlanted, session: options.Session) -> None:
         given = {"--tier quick": is_quick, "--depth": how.depth, "--shard": part}
         options.refuse(given, "--campaign plants in cases as they are drawn", how.campaign)
         most, seed = how.campaign, how.seed or 0
-        raise typer.Exit(
-            wings.required(
-                "campaign", "--campaign", lambda wing: wing.plant(chosen, most, seed, session)
-            )
-        )
+        code = options.of_campaign(lambda wing: wing.plant(chosen, most, seed, session))
+        raise typer.Exit(code)
     jobs, budget, whole = session.jobs or cores(), session.budget, not is_quick
     with open_folder(session.results) as folder:
         planting = Planting(folder, chosen, jobs, budget, whole, how.depth or "", part)

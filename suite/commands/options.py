@@ -151,6 +151,14 @@ ShardOption = Annotated[
 ]
 
 
+def of_campaign(ask: Callable[[wings.Wing], R | None]) -> R:
+    """What the wing that draws random cases answers.
+
+    :raises SelectionError: this tree does not have that wing.
+    """
+    return wings.required("campaign", "--campaign", ask)
+
+
 def case_hosts(where: str) -> CaseHosts:
     """What can judge cases at the place that ``--on`` names.
 

@@ -150,9 +150,7 @@ def _drawn(filters: options.Filters, others: Others) -> Sequence[Case]:
     """The random cases that were asked for; empty: none were."""
     if others.campaign is not None:
         count, seed, impl = others.campaign, filters.seed or 0, filters.impl or ()
-        return wings.required(
-            "campaign", "--campaign", lambda wing: wing.random_cases(count, seed, impl)
-        )
+        return options.of_campaign(lambda wing: wing.random_cases(count, seed, impl))
     if (name := others.drawn) is not None:
         return [wings.required("campaign", "--case", lambda wing: wing.random_case(name))]
     return ()
