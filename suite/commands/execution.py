@@ -14,8 +14,7 @@ import typer
 
 from shardproof import report, verdicts
 from shardproof.case import Case
-from shardproof.cases import kills
-from shardproof.cases.runner import CaseHost, Course, Judge, run_cases
+from shardproof.cases import kills, runner
 from shardproof.checks.results import CaseResult, Kill, LeftOut
 from shardproof.commands import options
 from shardproof.commands.console import FaultProgress, Progress, echo, make_console, print_line
@@ -43,7 +42,7 @@ def run_and_exit(
     kept: Sequence[CaseResult] = (),
     fit: bool = False,
     is_kept: bool = True,
-    elsewhere: CaseHost | None = None,
+    elsewhere: runner.CaseHost | None = None,
 ) -> None:
     """Run what of ``cases`` fits into the budget of ``session``, and end with the exit code.
 
@@ -157,7 +156,7 @@ class Execution:
     budget: float | None = None
     kept: Sequence[CaseResult] = ()
     nodes: Nodes | None = None
-    judge: Judge | None = None
+    judge: runner.Judge | None = None
     how: options.HowRun = options.WHOLE
     is_kept: bool = True
 
@@ -212,9 +211,9 @@ class Execution:
                     self.durations.note(result.id, result.seconds)
                 progress.step(result)
 
-            course = Course(seconds, self._failed_fast, progress.started)
+            course = runner.Course(seconds, self._failed_fast, progress.started)
             keep, nodes = self.folder.keep, self.nodes
-            _, late = run_cases(cases, jobs, note, keep, course, nodes, self.judge)
+            _, late = runner.run_cases(cases, jobs, note, keep, course, nodes, self.judge)
         return late
 
     def _failed_fast(self) -> bool:
@@ -300,7 +299,7 @@ class Planting:
                 progress.step(result)
 
             seconds = None if self.budget is None else self.budget * 60
-            course = Course(seconds, on_start=progress.started)
+            course = runner.Course(seconds, on_start=progress.started)
             done = kills.run_mutants(self.pairs, self.jobs, note, folder.keep, course)
         for kill in done:
             folder.add(kill, "kill")
