@@ -20,7 +20,6 @@ from shardproof.backends import USUAL, USUAL_PROCESSES
 from shardproof.campaign import draws
 from shardproof.campaign.systems import DYADIC, NORMED, SYSTEMS, Setup, System
 from shardproof.case import Case, CheckpointPlan
-from shardproof.contract import Options
 from shardproof.registry.declaration import Declaration
 
 SCENARIO = "histories"
@@ -110,7 +109,9 @@ def _into(source: random.Random, case: Case) -> tuple[Mapping[str, Any], str]:
         drawn = {name: source.choice(choices) for name, choices in system.options.items()}
         kept = {k: v for k, v in case.options.items() if k not in ("checkpoint", "precision")}
         setup = Setup(kept if named else drawn, mesh, case.workload.name)
-        if named and (mesh == case.mesh or not _is_of(system, kept)):
+        # Several systems may have one name, and other choices.
+        is_own = all(kept.get(name) in choices for name, choices in system.options.items())
+        if named and (mesh == case.mesh or not is_own):
             continue
         if not _fits(system, setup, case):
             continue
@@ -120,11 +121,6 @@ def _into(source: random.Random, case: Case) -> tuple[Mapping[str, Any], str]:
         into = {"implementation": system.name, "options": drawn, "mesh": mesh}
         return into, f"as-{system.name.removeprefix(FAMILY)}-{name}"
     return {}, "same"
-
-
-def _is_of(system: System, options: Options) -> bool:
-    """Whether ``options`` are drawn from those of ``system``, one of several of its name."""
-    return all(options.get(name) in choices for name, choices in system.options.items())
 
 
 def _fits(system: System, setup: Setup, case: Case) -> bool:

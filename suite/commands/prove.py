@@ -448,17 +448,16 @@ def _is_ones_own(optimizer: Any, implementation: Any) -> None:
     name = by_name.get(kind.__name__, "optimizer='sgd' or 'adamw'")
     takes = "groups, **settings.arguments" if kind.__name__ in by_name else "groups, ..."
     spec = "an OptimizerSpec of shardproof.contract"
+    what = "optimizer=: a function of your own is judged, that makes the optimizer"
+    mine = (
+        f"write def mine(groups, settings): return {kind.__name__}({takes}) and give optimizer=mine"
+    )
+    remedy = f"{mine}; what an implementation is trained with: {name}"
     if implementation is not None:
         what = "optimizer=: what an implementation is trained with is given by its name"
         remedy = f"{name}, or {spec}; an optimizer of your own is judged without an implementation"
     elif not of_torch:
         return
-    else:
-        what = "optimizer=: a function of your own is judged, that makes the optimizer"
-        remedy = (
-            f"write def mine(groups, settings): return {kind.__name__}({takes}) and give "
-            f"optimizer=mine; what an implementation is trained with: {name}"
-        )
     shown = kind.__qualname__ if isinstance(optimizer, type) else repr(optimizer)
     raise SelectionError(Problem(what, remedy, " ".join(shown.split())))
 

@@ -48,11 +48,9 @@ def open_folder(
     """
     command = command or ["shardproof", *sys.argv[1:]]
     try:
-        if path is None:
-            return RunFolder.create(root, command)
-        if not may_hold_more:
+        if path is not None and not may_hold_more:
             require_run_or_new(path)
-        return RunFolder(path, command)
+        return RunFolder.create(root, command) if path is None else RunFolder(path, command)
     except OSError as error:
         where = str(error.filename or path or root)
         what = f"results cannot be written: {error.strerror}"
