@@ -133,11 +133,8 @@ class ProgressBar:
             self._spoke = now
             of = "" if self.total is None else f"/{self.total}"
             more = "; ".join(filter(None, (counts, self._now())))
-            print_line(
-                self.console,
-                f"  {done}{of}{unit} in {now - self._began:.0f} s{left and f', {left}'}"
-                f"{more and f': {more}'}",
-            )
+            text = f"  {done}{of}{unit} in {now - self._began:.0f} s{left and f', {left}'}"
+            print_line(self.console, text + (more and f": {more}"))
 
     def _now(self) -> str:
         """What is under way, for a line."""

@@ -236,10 +236,8 @@ def bundle(
         reports = _reports(folder)
     packed = pack(folder, output, reports, force)
     listing = packed.listing
-    echo(
-        f"{packed.path}: {len(listing.members)} files of {listing.bytes / 1e6:.1f} MB "
-        f"in {packed.bytes / 1e6:.1f} MB"
-    )
+    held = f"{len(listing.members)} files of {listing.bytes / 1e6:.1f} MB"
+    echo(f"{packed.path}: {held} in {packed.bytes / 1e6:.1f} MB")
     left_out = [f"left out: {name}" for name in listing.left_out]
     for text in filter(None, (*notes(listing), *left_out, read(folder).gap)):
         echo(text)

@@ -81,17 +81,9 @@ def run_and_exit(
             names = some(sorted({result.case.implementation for result in stale}), 3)
             what = f"{number(len(stale), 'verdict')} kept of other code: {names} changed since"
             echo(f"{what}; without --resume and --rerun-failed all is judged anew", err=True)
+        budget, judge = session.budget, elsewhere.judge if elsewhere else None
         execution = Execution(
-            folder,
-            schedule,
-            jobs,
-            durations,
-            budget=session.budget,
-            kept=kept,
-            nodes=nodes,
-            judge=elsewhere.judge if elsewhere else None,
-            how=how,
-            is_kept=is_kept,
+            folder, schedule, jobs, durations, budget, kept, nodes, judge, how, is_kept
         )
         raise typer.Exit(execution.run())
 

@@ -22,18 +22,9 @@ if TYPE_CHECKING:
 
 Entries = Iterable[tuple[str, str]]
 
-What = Literal[
-    "impls",
-    "strategies",
-    "backends",
-    "scenarios",
-    "cases",
-    "coverage",
-    "mutants",
-    "checks",
-    "traits",
-]
-#: What the filters of `run` apply to.
+#: What has names of its own, and what the filters of `run` apply to.
+Named = Literal["impls", "strategies", "backends", "scenarios", "mutants", "checks", "traits"]
+What = Literal[Named, "cases", "coverage"]
 _OF_CASES = ("cases", "coverage")
 
 

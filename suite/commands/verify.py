@@ -77,14 +77,9 @@ def verify(path: Path) -> Verified:
         where = f"{path / 'cases.jsonl'}"
         problems.append(f"{where}: not what this suite writes: {type(error).__name__} {error}")
     judged = [kill for kill in run.kills if not kill.left_out]
-    return Verified(
-        len(results),
-        len(judged),
-        len(run.left_out) + len(run.kills) - len(judged),
-        problems,
-        {kind: len(lines) for kind, lines in run.known(judged_only=False).items()},
-        run.unread,
-    )
+    left_out = len(run.left_out) + len(run.kills) - len(judged)
+    others = {kind: len(lines) for kind, lines in run.known(judged_only=False).items()}
+    return Verified(len(results), len(judged), left_out, problems, others, run.unread)
 
 
 def verify_archive(archive: Path) -> tuple[Verified, Listing]:
