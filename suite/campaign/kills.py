@@ -6,7 +6,6 @@ cases that a campaign draws of its parent, in their order, until one is red that
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import time
@@ -57,7 +56,7 @@ def run(mutants: Sequence[Any], most: int, seed: int, asked: options.Session) ->
 
         folder.plan([])  # which cases there will be hangs on what dies before
         with Session(asked.jobs or cores()) as session:
-            kills = plant(mutants, most, seed, judge, functools.partial(echo, err=True))
+            kills = plant(mutants, most, seed, judge)
         folder.write(random_kills.FILE, kills.text())
         if kills.faults:
             console.print(kills.table())
@@ -72,14 +71,11 @@ def run(mutants: Sequence[Any], most: int, seed: int, asked: options.Session) ->
         return supervised(folder, console, body)
 
 
-def plant(
-    mutants: Sequence[Any],
-    most: int,
-    seed: int,
-    judge: Judge,
-    tell: Callable[[str], None] = lambda text: None,
-) -> RandomKills:
-    """Plant ``mutants``, in an order of ``seed``, each in at most ``most`` cases of its parent."""
+def plant(mutants: Sequence[Any], most: int, seed: int, judge: Judge) -> RandomKills:
+    """Plant ``mutants``, in an order of ``seed``, each in at most ``most`` cases of its parent.
+
+    Progress is told on standard error.
+    """
     drawn = [mutant for mutant in mutants if mutant.parent in draws.names()]
     others = tuple(mutant.name for mutant in mutants if mutant not in drawn)
     random.Random(f"{seed} faults").shuffle(drawn)
@@ -91,7 +87,7 @@ def plant(
             break
         found += group
         killed = sum(one.killed for one in found)
-        tell(f"  {len(found)} of {len(drawn)} faults, {killed} killed")
+        echo(f"  {len(found)} of {len(drawn)} faults, {killed} killed", err=True)
     left_out = tuple(mutant.name for mutant in drawn[len(found) :])
     return RandomKills(seed, most, tuple(found), left_out, others, tuple(clean.alarms))
 
@@ -99,14 +95,13 @@ def plant(
 def cases_of(systems: set[str], most: int, seed: int) -> dict[str, list[Case]]:
     """The first ``most`` cases of each system, drawn at once."""
     cases: dict[str, list[Case]] = {name: [] for name in systems}
-    for number in itertools.count():
-        if all(len(own) == most for own in cases.values()):
-            return cases
-        case = draws.numbered_case(number, seed, variations=draws.shipped())
+    numbers = itertools.count()
+    while any(len(own) < most for own in cases.values()):
+        case = draws.numbered_case(next(numbers), seed, variations=draws.shipped())
         own = cases.get(case.implementation)
         if own is not None and len(own) < most:
             own.append(case)
-    raise AssertionError
+    return cases
 
 
 class Clean:

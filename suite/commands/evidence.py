@@ -38,16 +38,12 @@ def report(
     shardproof report 20260102-030405.tar.gz --format html > report.html
     shardproof report --into results/README.md
     """
+    from shardproof.runs import integrity
     from shardproof.runs.bundle.unpacking import open_run
-    from shardproof.runs.integrity import (
-        damage_is_bad_input,
-        require_unchanged,
-        require_unedited,
-    )
     from shardproof.runs.run_folder import read
 
-    with open_run(run) as path, damage_is_bad_input(path):
-        (require_unedited if into is None else require_unchanged)(path)
+    with open_run(run) as path, integrity.damage_is_bad_input(path):
+        (integrity.require_unedited if into is None else integrity.require_unchanged)(path)
         _report(read(path), form, into)
 
 
