@@ -11,7 +11,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
-from shardproof.commands.console import echo
+from shardproof.commands.console import echo, make_console
 from shardproof.commands.options import option, output_option
 from shardproof.errors import Problem, SelectionError
 
@@ -109,7 +109,6 @@ def _save(snapshots: list[Snapshot], path: Path) -> int:
 
 
 def _compare(snapshots: list[Snapshot], shown: Shown) -> int:
-    from shardproof.commands.console import make_console
     from shardproof.compare import formats, hardware, tables
     from shardproof.compare.compare import compare as compared
 

@@ -12,7 +12,7 @@ import typer
 
 from shardproof import verdicts, wings
 from shardproof.commands import options
-from shardproof.commands.console import echo
+from shardproof.commands.console import echo, make_console, print_line
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ def _report(run: Run, form: Format, into: Path | None) -> None:
 def _show(run: Run) -> None:
     """Print the tables of ``run``."""
     from shardproof import report as reports
-    from shardproof.commands.console import make_console, print_line
     from shardproof.report.sections import of_wings
 
     console, others = make_console(), of_wings(run)
@@ -167,7 +166,6 @@ def merge(
 
 def _merge(merged: Merge, folder: RunFolder) -> int:
     """Write the run, its reports, and what is to be told of it; the exit code."""
-    from shardproof.commands.console import make_console, print_line
     from shardproof.commands.supervision import Interrupts, supervised
     from shardproof.runs import junit
     from shardproof.runs import merge as parts

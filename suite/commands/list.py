@@ -10,7 +10,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
-from shardproof.commands.console import echo
+from shardproof.commands.console import echo, make_console, print_line
 from shardproof.commands.options import option
 from shardproof.errors import Problem, SelectionError
 
@@ -206,7 +206,6 @@ def _counts(found: Coverage | Triples, of: Any) -> tuple[int, int]:
 
 def _show_table(table: Table, sentence: str, rows: Iterable[tuple[object, ...]]) -> None:
     """Print table and sentence; piped, the ``rows``, with tabs between."""
-    from shardproof.commands.console import make_console, print_line
 
     if sys.stdout.isatty():
         console = make_console()

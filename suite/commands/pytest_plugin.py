@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shardproof.errors import InputError, SelectionError
+
 if TYPE_CHECKING:
     from shardproof.case import Case
     from shardproof.cases.runner import Session
@@ -42,7 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     names = [name for name in config.getoption("--impl") if ":" in name]
     if names and not hasattr(config, "workerinput"):
-        from shardproof.errors import InputError
         from shardproof.registry import preflight
 
         try:
@@ -71,7 +72,6 @@ class ScenarioFile(pytest.File):
     def collect(self) -> Iterator[CaseItem]:
         """Its cases, as the options select them."""
         from shardproof.commands.options import Filters
-        from shardproof.errors import InputError, SelectionError
         from shardproof.registry import preflight
 
         impl, backend, tier = map(self.config.getoption, ("--impl", "--backend", "--tier"))
