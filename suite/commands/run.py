@@ -169,10 +169,10 @@ def _require_backends(cases: Sequence[Case], asked: Sequence[str]) -> None:
         worlds = {case.world for case in cases if case.backend == name}
         if not worlds or BACKENDS[name].skips_if_missing:
             continue
-        if reason := BACKENDS[name].available(max(worlds)):
-            remedy = "`shardproof doctor` tells what it finds; or leave --backend out"
-            raise SelectionError(Problem(reason, remedy, f"--backend {name}"))
-        is_here = BACKENDS[name].mpirun and Nodes.here() is None
-        if is_here and (reason := mpirun.problem(max(worlds))):
+        reason = BACKENDS[name].available(max(worlds))
+        remedy = "`shardproof doctor` tells what it finds; or leave --backend out"
+        if not reason and BACKENDS[name].mpirun and Nodes.here() is None:
+            reason = mpirun.problem(max(worlds))
             remedy = f"allow it {max(worlds)} ranks on this machine, or choose --world below"
+        if reason:
             raise SelectionError(Problem(reason, remedy, f"--backend {name}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import ipaddress
 import os
@@ -14,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from shardproof import wings
 from shardproof.backends import BACKENDS, Backend
 from shardproof.backends.gloo import Gloo, loopback
+from shardproof.backends.gloo_cuda import GlooCuda
 from shardproof.backends.mpi import Mpi
-from shardproof.commands.doctor import nccl
 from shardproof.launch.process_control import cores
 from shardproof.wings import Finding
 
@@ -28,6 +31,10 @@ SHARED_BYTES = 256 << 20
 MEMORY_BYTES = 2 << 30
 #: Bytes that the records of a full run take, with room to spare.
 DISK_BYTES = 256 << 20
+
+
+#: Where a name is nearer than this to a known one, it is that one misspelt.
+_NEAR = 0.8
 
 
 def examine(results: Path, thorough: bool = False) -> Iterator[Finding]:
@@ -40,7 +47,7 @@ def examine(results: Path, thorough: bool = False) -> Iterator[Finding]:
         yield look_at()
     yield _results(results)
     of_gloo, of_mpi = [_interface(), _gloo()], list(_mpi())
-    yield from (*of_gloo, *of_mpi, *nccl.examine())
+    yield from (*of_gloo, *of_mpi, _gpus(), _nccl(), _variables())
     yield from _backends({Gloo: of_gloo, Mpi: of_mpi})
     for wing in wings.wings():
         yield from wing.findings(thorough)
@@ -241,3 +248,63 @@ def _mpi() -> Iterator[Finding]:
     remedy = "allow more slots: no batch system's limits, no hostfile, or fewer --world"
     fine = f"{ranks} ranks start on {cores()} cores"
     yield look("mpi slots", problem or fine, remedy if problem else "")
+
+
+def known_variables() -> set[str]:
+    """Names of the variables that NCCL or torch reads."""
+    listed = yaml.safe_load(Path(__file__).with_name("nccl.yaml").read_text())
+    return {f"{prefix}{name}" for prefix, names in listed.items() for name in names.split()}
+
+
+def _gpus() -> Finding:
+    """The GPUs that torch can use, or why it can use none: no fault, cases there are skipped."""
+    import torch
+
+    from shardproof.runs.machine import gpus
+
+    reason, listed = GlooCuda().available(), gpus()
+    if reason is None:
+        return Finding("GPUs", "good", ", ".join(gpu.name for gpu in listed) or "usable by torch")
+    if not listed:
+        return Finding("GPUs", "note", reason, "cases on nccl and gloo_cuda are skipped here")
+    built = torch.version.cuda
+    if built is None:
+        found = f"{len(listed)} in this machine, but this torch is built without CUDA"
+        return Finding("GPUs", "bad", found, "install a build of torch with CUDA")
+    found = f"{len(listed)} in this machine, but torch (CUDA {built}) can use none"
+    hidden = " or unset CUDA_VISIBLE_DEVICES," if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+    remedy = f"take a driver for CUDA {built} (nvidia-smi names what it supports),{hidden}"
+    return Finding("GPUs", "bad", found, f"{remedy} or a torch for an older CUDA")
+
+
+def _nccl() -> Finding:
+    """Driver and NCCL; two releases of one NCCL in one job do not meet, so both are told."""
+    import torch
+
+    from shardproof.runs.machine import gpus
+
+    drivers = sorted({gpu.driver for gpu in gpus()})
+    driver = f"driver {', '.join(drivers)}" if drivers else "no driver"
+    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+        remedy = "for cases on nccl install a build of torch with CUDA"
+        return Finding("NCCL", "note", f"{driver}; this torch is built without NCCL", remedy)
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    text = f"{driver}; NCCL {version}, CUDA {torch.version.cuda}"
+    remedy = "" if drivers else "install the driver: cases on nccl are skipped here"
+    return look("NCCL", text, remedy, "note")
+
+
+def _variables() -> Finding:
+    """Names that are set and nobody reads: a misspelt one is silently without effect."""
+    known = known_variables()
+    given = sorted(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_")))
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return Finding("NCCL variables", "good", ", ".join(given) or "none set")
+    meant = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1, _NEAR)
+        other = "unset, unless a plugin of NCCL reads it"
+        meant.append(f"{name}: {f'did you mean {near[0]}?' if near else other}")
+    found = f"neither NCCL nor torch knows {', '.join(unknown)}"
+    return Finding("NCCL variables", "note", found, "; ".join(meant))
