@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args
 
 import numpy
 import torch
@@ -26,14 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Op = Literal["sum", "avg", "min", "max", "product"]
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
+_OPS = {op: getattr(dist.ReduceOp, op.upper()) for op in get_args(Op)}
 
 #: Tags of messages that belong together: as many as may be under way in a group, and one more.
 TAGS = 1 << 12
@@ -110,8 +103,7 @@ class Agreement:
         """The integers that all ranks agree on."""
         if self._work is not None:
             self._work.wait()
-        agreed: list[int] = self._tensor.tolist()
-        return agreed
+        return self._tensor.tolist()
 
 
 class Comm:
@@ -199,29 +191,9 @@ class Comm:
         ]
         return dist.batch_isend_irecv(ops) if ops else []
 
-    @overload
     def agree(
-        self, integers: Sequence[int], op: Op | Literal["first"], *, dtype: torch.dtype = ...
-    ) -> list[int]: ...
-
-    @overload
-    def agree(
-        self,
-        integers: Sequence[int],
-        op: Op | Literal["first"],
-        *,
-        dtype: torch.dtype = ...,
-        async_op: Literal[True],
-    ) -> Agreement: ...
-
-    def agree(
-        self,
-        integers: Sequence[int],
-        op: Op | Literal["first"],
-        *,
-        dtype: torch.dtype = torch.int32,
-        async_op: bool = False,
-    ) -> list[int] | Agreement:
+        self, integers: Sequence[int], op: Op | Literal["first"], dtype: torch.dtype = torch.int32
+    ) -> list[int]:
         """Combine ``integers`` over all ranks, element by element; equal on every rank.
 
         This is the control plane: all that ranks decide together by numbers (who used what, how
@@ -229,13 +201,20 @@ class Comm:
         tensor.  ``op`` of ``"first"`` takes the integers of group rank 0.  They travel as one
         message of ``dtype``, whose range they must not exceed: control traffic.
         """
+        return self.begin_agreement(integers, op, dtype, async_op=False).wait()
+
+    def begin_agreement(
+        self,
+        integers: Sequence[int],
+        op: Op | Literal["first"],
+        dtype: torch.dtype = torch.int32,
+        async_op: bool = True,
+    ) -> Agreement:
+        """As :meth:`agree`, which waits for it: the integers on their way."""
         tensor = torch.tensor(integers, dtype=dtype, device=self.device)
         if op == "first":
-            work = self.broadcast(tensor, async_op=async_op)
-        else:
-            work = self.all_reduce(tensor, op, async_op=async_op)
-        agreement = Agreement(tensor, work)
-        return agreement if async_op else agreement.wait()
+            return Agreement(tensor, self.broadcast(tensor, async_op=async_op))
+        return Agreement(tensor, self.all_reduce(tensor, op, async_op=async_op))
 
     def new_tag(self) -> int:
         """A tag for messages that belong together: the same on all ranks that ask as often."""

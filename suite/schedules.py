@@ -287,13 +287,14 @@ def problems(schedule: Schedule) -> list[str]:
     for them, sends after what they send; between two ranks the n-th receive gets the n-th message;
     and it ends.
     """
-    return (
-        _shape(schedule)
-        or _census(schedule)
-        or _local_order(schedule)
-        or _channels(schedule)
-        or _end(schedule)
-    )
+    for find in (_shape, _census, _local_order, _channels):
+        if found := find(schedule):
+            return found
+    try:
+        simulate(schedule)
+    except Deadlock as error:
+        return [str(error)]
+    return []
 
 
 def _shape(schedule: Schedule) -> list[str]:
@@ -311,17 +312,13 @@ def _census(schedule: Schedule) -> list[str]:
     faults: dict[bool, list[str]] = {False: [], True: []}  # by whether it is about a message
     needed = _needed(schedule)
     for rank, order in enumerate(schedule.orders):
-        have, want = set(order), needed[rank]
-        if len(have) < len(order):
-            for action, times in sorted(Counter(order).items()):
-                if times > 1:
-                    fault = f"rank {rank} does {action} {times} times"
-                    faults[action.op in MESSAGES].append(fault)
-        if have != want:
-            for action in sorted(want - have):
-                faults[action.op in MESSAGES].append(f"rank {rank} never does {action}")
-            for action in sorted(have - want):
-                faults[action.op in MESSAGES].append(_foreign(schedule, rank, action))
+        have, want = Counter(order), needed[rank]
+        twice = sorted(action for action, times in have.items() if times > 1)
+        told = [(action, f"rank {rank} does {action} {have[action]} times") for action in twice]
+        told += [(a, f"rank {rank} never does {a}") for a in sorted(want - have.keys())]
+        told += [(a, _foreign(schedule, rank, a)) for a in sorted(have.keys() - want)]
+        for action, fault in told:
+            faults[action.op in MESSAGES].append(fault)
     return _first(faults[False] or faults[True])  # messages follow from what is computed
 
 
@@ -335,16 +332,10 @@ def _needed(schedule: Schedule) -> list[set[Action]]:
     """What each rank must do: BW of what it does at once anywhere in a stage, else B and W."""
     place = schedule.place
     needed: list[set[Action]] = [set() for _ in schedule.orders]
-    at_once: set[tuple[int, int]] = set()
-    apart: set[tuple[int, int]] = set()
-    for order in schedule.orders:
-        for op, stage, micro in order:
-            if op == "BW":
-                at_once.add((stage, micro))
-            elif op in ("B", "W"):
-                apart.add((stage, micro))
+    every = [action for order in schedule.orders for action in order]
+    at_once = {(stage, micro) for op, stage, micro in every if op == "BW"}
+    apart = {(stage, micro) for op, stage, micro in every if op in ("B", "W")} - at_once
     fused = {stage for stage, _ in at_once}
-    apart -= at_once
     micros = range(schedule.micro_batches)
     for stage, rank in enumerate(place):
         mine = needed[rank]
@@ -432,11 +423,3 @@ def _channels(schedule: Schedule) -> list[str]:
                 )
                 break
     return faults
-
-
-def _end(schedule: Schedule) -> list[str]:
-    try:
-        simulate(schedule)
-    except Deadlock as error:
-        return [str(error)]
-    return []

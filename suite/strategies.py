@@ -1,7 +1,9 @@
 """Every strategy in one place: what its name implies, and where its cost is computed.
 
-A strategy is the name that an implementation claims (``strategy = "zero2"``).  Each has one record
-here.  Checks, cost models and reports ask the record; none of them compares names.
+A strategy is the name that an implementation claims (``strategy = "zero2"``).  Each has one record:
+those of the textbook here, those of upstream systems beside their adapters
+(``impls/<family>/strategies.py``).  Checks, cost models and reports ask the record; none of them
+compares names.
 
 A package that is not ours adds a strategy by an entry point of the group ``shardproof.strategies``
 (docs/strategy-from-outside.md).  Its record is loaded when its name is asked for, not before: an
@@ -10,9 +12,11 @@ entry point that is broken ends the cases that use it, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from shardproof import axes
@@ -54,91 +58,69 @@ class Strategy:
         """Whether it has a record; :func:`of` gives an empty one for every other name."""
         return bool(self.cost_model)
 
+    def by_system(
+        self, name: str, cost_model: str, more: Iterable[str] = (), less: Iterable[str] = ()
+    ) -> Strategy:
+        """The record of an upstream system that carries out this strategy.
 
-def _own(
+        Its claim implies the features ``more`` in addition, and none of ``less``.
+        """
+        profile = self.profile.union(more).difference(less)
+        family, along, unsharded = self.family, self.axes, self.unsharded
+        return Strategy(name, cost_model, family, profile, along, unsharded=unsharded)
+
+
+def _record(
     name: str, costs: str, family: str, profile: frozenset[str], along: tuple[str, ...], **more: Any
 ) -> Strategy:
-    return Strategy(name, f"shardproof.costs.{costs}", family, profile, along, **more)
+    """A strategy of the textbook; where bounds are known, its reference keeps within them."""
+    bounds, path = bool(family), f"shardproof.costs.{costs}"
+    return Strategy(name, path, family, profile, along, bounds_temporaries=bounds, **more)
 
 
-def _reference(
-    name: str, costs: str, family: str, profile: frozenset[str], along: tuple[str, ...], **more: Any
-) -> Strategy:
-    """A strategy whose reference keeps temporaries within their bound."""
-    return _own(name, costs, family, profile, along, bounds_temporaries=True, **more)
-
-
-_ACCUMULATES = frozenset({"clipping", "accumulation"})
-_BROADCASTS = _ACCUMULATES | {"initial_broadcast"}
+_BROADCASTS = frozenset({"clipping", "accumulation", "initial_broadcast"})
 _ZERO = _BROADCASTS | {"frozen_parameters"}
 _DDP = _ZERO | {"accumulation_without_communication", "buffer_broadcast", "overlap"}
-_FSDP = _ZERO | {"wrapped_units"}
 _SERVERS = frozenset({"initial_broadcast", "roles", "events"})
-_STAGES, _SPLIT = _ACCUMULATES | {"stages"}, _ZERO | {"tensor"}
+_SPLIT = _ZERO | {"tensor"}
 #: What the stages of ZeRO shard: stage n the first n of them.
 SHARDED = ("sharded_optimizer", "sharded_gradients", "sharded_parameters")
-_STAGE = [frozenset(SHARDED[:stage]) for stage in range(4)]
-#: Of DeepSpeed, which reduces when it likes, and has no units of its own to order.
-_REDUCED = [_BROADCASTS | stage for stage in _STAGE]
+_ZERO1, _ZERO2, _ZERO3 = (_ZERO.union(SHARDED[:stage]) for stage in (1, 2, 3))
 _COPIES, _SHARDS = (axes.cutting("samples"),), (axes.cutting("state"),)
-_DATA = (*_COPIES, *_SHARDS)
 _PIPE, _TENSOR = (axes.cutting("layers"),), (axes.cutting("widths"),)
+_DATA = (*_COPIES, *_SHARDS)
 _GRID = (*_PIPE, *_DATA, *_TENSOR)
-_NO_SHARD = {"sharding_strategy": "NO_SHARD"}
 
 #: The strategy that others are compared with: whole copies, and the sum of their gradients.
 REPLICATION = "ddp"
 #: Name, cost model, family, profile, axes.
 _RECORDS = (
-    _own("single", "ddp:Single", "", _ACCUMULATES, (), serves_data_axes=True),
+    _record(
+        "single", "ddp:Single", "", _BROADCASTS - {"initial_broadcast"}, (), serves_data_axes=True
+    ),
     # Copies of the whole model that sum their gradients in every step.
-    _reference("naive_ddp", "ddp:NaiveDDP", "ddp", _BROADCASTS, _COPIES),
-    _reference(
-        REPLICATION, "ddp:DDP", "ddp", _DDP, _COPIES, serves_data_axes=True, in_buckets=True
-    ),
-    _own("elastic_ddp", "ddp:Elastic", "", _BROADCASTS | {"elastic"}, _COPIES),
+    _record("naive_ddp", "ddp:NaiveDDP", "ddp", _BROADCASTS, _COPIES),
+    _record(REPLICATION, "ddp:DDP", "ddp", _DDP, _COPIES, serves_data_axes=True, in_buckets=True),
+    _record("elastic_ddp", "ddp:Elastic", "", _BROADCASTS | {"elastic"}, _COPIES),
     # Copies that train apart, and meet now and then or at a server.
-    _own("local_sgd", "local:LocalSGD", "", _ZERO, _COPIES),
-    _own("diloco", "local:DiLoCo", "", _ZERO, _COPIES),
-    _own("post_local_sgd", "local:PostLocalSGD", "", _ZERO, _COPIES),
-    _own("parameter_server", "local:ParameterServer", "", _SERVERS, _COPIES),
+    _record("local_sgd", "local:LocalSGD", "", _ZERO, _COPIES),
+    _record("diloco", "local:DiLoCo", "", _ZERO, _COPIES),
+    _record("parameter_server", "local:ParameterServer", "", _SERVERS, _COPIES),
     # Shards of the optimizer state, of the gradients, of the parameters.
-    _reference("zero1", "zero:Zero1", "zero1", _ZERO | _STAGE[1], _SHARDS, serves_data_axes=True),
-    _reference("zero2", "zero:Zero2", "zero2", _ZERO | _STAGE[2], _SHARDS, serves_data_axes=True),
-    _reference(
-        "zero3",
-        "zero:Zero3",
-        "zero3",
-        _ZERO | _STAGE[3] | {"overlap"},
-        _SHARDS,
-        serves_data_axes=True,
-    ),
-    _reference(
+    _record("zero1", "zero:Zero1", "zero1", _ZERO1, _SHARDS, serves_data_axes=True),
+    _record("zero2", "zero:Zero2", "zero2", _ZERO2, _SHARDS, serves_data_axes=True),
+    _record("zero3", "zero:Zero3", "zero3", _ZERO3 | {"overlap"}, _SHARDS, serves_data_axes=True),
+    _record(
         "fsdp",
         "fsdp:FSDP",
         "zero3",
-        _FSDP | {"overlap"},
+        _ZERO | {"wrapped_units", "overlap"},
         _DATA,
         serves_data_axes=True,
-        unsharded=_NO_SHARD,
+        unsharded={"sharding_strategy": "NO_SHARD"},
     ),
-    # Calls of PyTorch's FSDP are made one after the other, on streams: in program order nothing
-    # overlaps.
-    _own("fsdp1", "upstream.torch_sharded:FSDP1", "zero3", _FSDP, _DATA, unsharded=_NO_SHARD),
-    _own("fsdp2", "upstream.torch_sharded:FSDP2", "zero3", _FSDP, _DATA, unsharded=_NO_SHARD),
-    _own(
-        "zero_redundancy_optimizer",
-        "upstream.torch_sharded:ZeroRedundancyOptimizer",
-        "zero1",
-        _DDP | _STAGE[1],
-        _SHARDS,
-    ),
-    _own("deepspeed_zero0", "upstream.deepspeed:DeepSpeedZero0", "ddp", _REDUCED[0], _COPIES),
-    _own("deepspeed_zero1", "upstream.deepspeed:DeepSpeedZero1", "zero1", _REDUCED[1], _SHARDS),
-    _own("deepspeed_zero2", "upstream.deepspeed:DeepSpeedZero2", "zero2", _REDUCED[2], _SHARDS),
-    _own("deepspeed_zero3", "upstream.deepspeed:DeepSpeedZero3", "zero3", _REDUCED[3], _SHARDS),
-    # Stages: those of upstream systems have nothing in common that could be broadcast.
-    _reference(
+    # Stages, split layers, and all of these at once.
+    _record(
         "pipeline",
         "pipeline:Pipeline",
         "pipeline",
@@ -146,32 +128,14 @@ _RECORDS = (
         _PIPE,
         own_stages=True,
     ),
-    _own("torch_pipelining", "upstream.pipelines:TorchPipelining", "pipeline", _STAGES, _PIPE),
-    _own("deepspeed_pipeline", "upstream.pipelines:DeepSpeedPipeline", "pipeline", _STAGES, _PIPE),
-    # Split layers.
-    _reference("tensor", "tensor:TensorParallel", "tensor", _SPLIT, _TENSOR),
-    _own(
-        "torch_tensor_parallel",
-        "upstream.torch_tensor:TorchTensorParallel",
-        "tensor",
-        _SPLIT,
-        _TENSOR,
-    ),
-    # All of these at once.
-    _reference("hybrid", "hybrid:Hybrid", "hybrid", _SPLIT | {"stages"}, _GRID, own_stages=True),
-    _own(
-        "torch_hybrid",
-        "upstream.torch_hybrid:TorchHybrid",
-        "hybrid",
-        _SPLIT | {"stages"} | _STAGE[3],
-        _GRID,
-    ),
+    _record("tensor", "tensor:TensorParallel", "tensor", _SPLIT, _TENSOR),
+    _record("hybrid", "hybrid:Hybrid", "hybrid", _SPLIT | {"stages"}, _GRID, own_stages=True),
 )
-#: The suite's own strategies, by name.
-STRATEGIES: Mapping[str, Strategy] = {record.name: record for record in _RECORDS}
+#: The strategies of the textbook, by name.
+TEXTBOOK: Mapping[str, Strategy] = {record.name: record for record in _RECORDS}
 
 #: Every feature that means something to a check.
-FEATURES = frozenset().union(*(record.profile for record in _RECORDS)) | {"fp32_reduction"}
+FEATURES = frozenset({"fp32_reduction"}).union(*(record.profile for record in _RECORDS))
 
 #: Traits that a profile's feature stands for: they cannot be declined by who claims the strategy.
 TRAIT_FEATURES: Mapping[str, str] = {
@@ -185,20 +149,33 @@ class BrokenStrategy(InputError):
     """An entry point of the group ``shardproof.strategies`` that gives no usable record."""
 
 
+@cache
+def in_tree() -> Mapping[str, Strategy]:
+    """Those of the textbook, and of the upstream systems whose adapters lie in ``impls/``.
+
+    A folder of adapters may have a module ``strategies`` with their records, ``STRATEGIES``.
+    """
+    found = dict(TEXTBOOK)
+    for file in sorted(Path(__file__).with_name("impls").glob("*/strategies.py")):
+        module = import_module(f"shardproof.impls.{file.parent.name}.{file.stem}")
+        found |= {record.name: record for record in module.STRATEGIES}
+    return found
+
+
 def of(name: str) -> Strategy:
     """The record of ``name``: the suite's, else an installed package's, else an empty one.
 
     :raises BrokenStrategy: the package that registers ``name`` cannot be imported, or registers
         something else.
     """
-    if name in STRATEGIES:
-        return STRATEGIES[name]
+    if name in in_tree():
+        return in_tree()[name]
     return registered(name) if name in entry_points(GROUP) else Strategy(name)
 
 
 def names() -> list[str]:
     """Every name, those that installed packages register last; loads none of their records."""
-    return list(dict.fromkeys((*STRATEGIES, *registered_names())))
+    return list(dict.fromkeys((*in_tree(), *registered_names())))
 
 
 def registered_names() -> list[str]:
@@ -213,7 +190,7 @@ def registered(name: str) -> Strategy:
     :raises BrokenStrategy: it cannot be imported or used, or the name is taken.
     """
     points = entry_points(GROUP)[name]
-    if name in STRATEGIES:
+    if name in in_tree():
         raise broken(name, "has the name of one of the suite's strategies")
     if len(points) > 1:
         raise broken(name, "is registered twice")

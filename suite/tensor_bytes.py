@@ -79,14 +79,7 @@ def load(path: Path) -> Any:
         return _Reader(data, start).decode(tree)
     except DamagedFile as error:
         raise DamagedFile(f"{path}: {error}") from None
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RuntimeError,
-        RecursionError,
-    ) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise DamagedFile(f"{path}: damaged index: {error}") from error
 
 

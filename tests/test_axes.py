@@ -21,7 +21,7 @@ COST_FILES = {"costs/pipeline.py": "pipe", "costs/tensor.py": "tensor"}
 OTHER_WORDS = {
     "tensor": (
         # a strategy or a feature
-        *("strategies.py", "costs/families.py", "costs/upstream/torch_tensor.py"),
+        *("strategies.py", "costs/families.py"),
         # a form of calls, of hidden states and of pieces
         *("cases/kinds/calls", "backends", "workloads/gpt.py", "registry/answers.py"),
         # rows of records

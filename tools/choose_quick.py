@@ -16,11 +16,12 @@ number of ranks with each system.  What is not chosen is of the full tier alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -70,16 +71,16 @@ def name_of(case: Case) -> str:
 
 def met(case: Case) -> frozenset[cover.Item]:
     """The pairs of ``case``, and what else the tier may not lose with it."""
-    relation = case.expect.get("relation")
     words = {f"lane {case.lane}", *(f"check {name}" for name in case.checks)}
-    if relation is not None:
+    if (relation := case.expect.get("relation")) is not None:
         words.add(f"relation {relation if isinstance(relation, str) else 'same_as'}")
-    asked = features.of(case)
-    others = {(word, feature) for word in words for feature in asked}
-    others.add((f"world {case.world}", case.implementation))
-    counted = pairs.of(case) if pairs.counts(case) else frozenset()
-    own = set() if is_covering(case) else {("scenario", case.scenario)}
-    return frozenset({*counted, *others, *own})
+    found = {
+        *itertools.product(words, features.of(case)),
+        (f"world {case.world}", case.implementation),
+    }
+    found |= pairs.of(case) if pairs.counts(case) else set()
+    found |= set() if is_covering(case) else {("scenario", case.scenario)}
+    return frozenset(found)
 
 
 def stands(case: Case, measured: Collection[str], homes: Collection[str], texts: str) -> bool:
@@ -100,10 +101,10 @@ def choose(
     candidates = [
         cover.Candidate(case.scenario, case, met(case), costs[name_of(case)]) for case in pool
     ]
-    have = set[cover.Item]().union(*map(met, standing))
-    must = set[cover.Item]().union(*(one.items for one in candidates if one.case.tier == "quick"))
-    new = set[cover.Item]().union(*(pairs.of(case) for case in pool))
     best = [one for one in candidates if one.case.tier == "quick"]  # if nothing better fits
+    have = set[cover.Item]().union(*map(met, standing))
+    must = set[cover.Item]().union(*(one.items for one in best))
+    new = set[cover.Item]().union(*(pairs.of(case) for case in pool))
     gain = len(new & (have | must)), -sum(one.cost for one in best)
     if -gain[1] > room:  # it costs too much: pairs may go, the least that is possible
         gain, must = (0, 0.0), must - new
@@ -162,12 +163,6 @@ def _line(rule: Mapping[str, Sequence[Any]]) -> str:
     return f"  - {made}"
 
 
-def cells_by_name(file: ScenarioFile) -> dict[str, Cell]:
-    """Name of a case -> its cell; one of two sizes has one name."""
-    names = dict.fromkeys(map(name_of, expand(file, installed())))
-    return dict(zip(names, cells(file, installed()), strict=True))
-
-
 def measure(cases: Sequence[Case]) -> None:
     """Write down the CPU seconds of each that passes, of all processes; of others it tells."""
     costs = {}
@@ -188,11 +183,6 @@ def told(what: str, cases: Sequence[Case], saved: Sequence[Case], seconds: float
     return f"{what}: {len(cases)} cases, {seconds:.0f} CPU seconds, {len(found):,} pairs"
 
 
-def _texts() -> Iterator[str]:
-    for glob in TEXTS:
-        yield from (path.read_text() for path in sorted(ROOT.glob(glob)))
-
-
 def main() -> None:
     """Choose the quick tier and write its rules."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
@@ -208,7 +198,7 @@ def main() -> None:
     measured = json.loads(CPU.read_text())
     costs = {name_of(case): cover.estimate(case) for case in quick} | measured
     homes = {home for of in json.loads(shrink.SEEN.read_text()).values() for home in of}
-    texts = "\n".join(_texts())
+    texts = "\n".join(path.read_text() for glob in TEXTS for path in sorted(ROOT.glob(glob)))
     # Where no rule is needed the whole file is of the tier.
     whole = {file.name for file in files if file.scenario.tier == "quick"}
     fixed = [c for c in quick if c.scenario in whole or stands(c, measured, homes, texts)]
@@ -227,9 +217,10 @@ def main() -> None:
     names = {*map(name_of, chosen)}
     for file in (file for file in files if file.name not in whole):
         path = ROOT / file.file
-        found = cells_by_name(file)
-        stay = [cell for name, cell in found.items() if name in names]
-        path.write_text(rules(file, path.read_text(), stay))
+        # Name of a case -> its cell; one of two sizes has one name.
+        own = dict.fromkeys(map(name_of, expand(file, installed())))
+        found = zip(own, cells(file, installed()), strict=True)
+        path.write_text(rules(file, path.read_text(), [c for name, c in found if name in names]))
         sizes = Counter(map(name_of, expand(file, installed())))
         if not any(count == 2 and name in names for name, count in sizes.items()):
             shrink.write_size(path, {})  # it would change no case

@@ -25,8 +25,9 @@ import itertools
 import json
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -86,9 +87,11 @@ def drawn(count: int) -> Iterator[tuple[str, Case]]:
     source = random.Random(SEED)
     for number in range(count):
         case = numbered_case(number, SEED, most_traits=MOST_TRAITS)
-        if case.membership or case.deaths:
-            continue
-        if case.lane in EXACT and case.dtype != DTYPES[case.lane]:
+        if (
+            case.membership
+            or case.deaths
+            or (case.lane in EXACT and case.dtype != DTYPES[case.lane])
+        ):
             continue
         spec = case.workload
         if spec.name == GPT and "width" not in spec.params:
@@ -105,9 +108,9 @@ def varied(cases: Sequence[Case], count: int) -> Iterator[tuple[str, Case]]:
     able = [case for case in cases if can_vary(case) and case.lane not in EXACT]
     # What is wrong with systems of others is found by hand, and told under xfail.
     able = [case for case in able if case.implementation.startswith("reference/")]
-    by_scenario: dict[str, list[Case]] = {}
+    by_scenario = defaultdict[str, list[Case]](list)
     for case in able:
-        by_scenario.setdefault(_group(case), []).append(case)
+        by_scenario[_group(case)].append(case)
     for _ in range(count):
         # Small scenarios as often as large ones: they have what others have not.
         case = source.choice(by_scenario[source.choice(list(by_scenario))])
@@ -187,17 +190,6 @@ def _cell(case: Case, number: int) -> dict[str, Any]:
     implementation: dict[str, Any] = {"name": case.implementation}
     if options:
         implementation |= {"label": label, "options": options}
-    spec = case.workload
-    workload = {
-        "label": label,
-        "name": spec.name,
-        "traits": list(spec.traits),
-        "seed": spec.seed,
-        "global_batch": spec.global_batch,
-        "micro_batches": spec.micro_batches,
-        "windows": spec.windows,
-        "params": dict(spec.params),
-    }
     cell: dict[str, Any] = {
         "implementation": implementation,
         "backend": case.backend,
@@ -205,7 +197,7 @@ def _cell(case: Case, number: int) -> dict[str, Any]:
         "optimizer": _optimizer(case.optimizer),
         "clip": case.optimizer.clip_norm,
         "lane": case.lane,
-        "workload": workload,
+        "workload": {"label": label, **asdict(case.workload)},
     }
     if case.precision or case.dtype != DTYPES[case.lane]:
         cell["precision"] = {"label": label, "built": case.dtype, **case.precision}
@@ -213,18 +205,10 @@ def _cell(case: Case, number: int) -> dict[str, Any]:
 
 
 def _optimizer(spec: OptimizerSpec) -> dict[str, Any]:
-    given: dict[str, Any] = {"name": spec.name, "lr": spec.lr}
-    plain = OptimizerSpec(name=spec.name)
-    for name in ("momentum", "eps", "weight_decay", "warmup_steps"):
-        if getattr(spec, name) != getattr(plain, name):
-            given[name] = getattr(spec, name)
-    if tuple(spec.betas) != (0.9, 0.95):
-        given["betas"] = list(spec.betas)
-    if spec.scaler is not None:
-        scaler = spec.scaler
-        names = ("initial", "growth", "backoff", "interval")
-        given["scaler"] = {name: getattr(scaler, name) for name in names}
-    return given
+    """What it has unlike another of its name; clipping is an axis of its own."""
+    plain = asdict(OptimizerSpec(name=spec.name, groups=spec.groups, clip_norm=spec.clip_norm))
+    own = {name: v for name, v in asdict(spec).items() if _flow(v) != _flow(plain[name])}
+    return {"name": spec.name, "lr": spec.lr, **own}
 
 
 def _plans(case: Case) -> list[str]:
@@ -236,8 +220,7 @@ def _plans(case: Case) -> list[str]:
         given: dict[str, Any] = {"label": "p", "save_at": plan.save_at}
         given |= {"saves": plan.saves} if plan.saves != 1 else {}
         given |= {"again_at": plan.again_at} if plan.again_at else {}
-        if plan.into:
-            into = dict(plan.into)
+        if into := dict(plan.into or {}):
             if "precision" in into:
                 into["precision"] = {"label": "p", **into["precision"]}
             given["into"] = into
@@ -249,9 +232,8 @@ def _plans(case: Case) -> list[str]:
     return lines
 
 
-def _flow(value: Any) -> str:
-    """Plain data as YAML on one line: JSON is."""
-    return json.dumps(value)
+#: Plain data as YAML on one line: JSON is.
+_flow = json.dumps
 
 
 def failing(session: Session, chosen: Sequence[Candidate]) -> set[Candidate]:
@@ -295,11 +277,11 @@ def write(
     folder: Path, what: str, chosen: Sequence[tuple[Candidate, set[Item]]], more: str = ""
 ) -> None:
     """Put them into files of ``folder`` in place of those there, or, as ``more``, beside them."""
-    groups: dict[str, list[tuple[Candidate, set[Item]]]] = {}
+    groups = defaultdict[str, list[tuple[Candidate, set[Item]]]](list)
     for one in chosen:
         plain = one[0].group.replace("[", "-").replace("]", "")
         plain = plain.replace("covering-", "again-")  # those of pairs, varied for triples
-        groups.setdefault("-".join(filter(None, (folder.name, more, plain))), []).append(one)
+        groups["-".join(filter(None, (folder.name, more, plain)))].append(one)
     folder.mkdir(exist_ok=True)
     for old in folder.glob(f"{folder.name}-{more}-*.yaml" if more else "*.yaml"):
         old.unlink()

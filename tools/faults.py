@@ -70,17 +70,15 @@ def choose(faults: Mapping[str, Any], changed: Iterable[str] | None, salt: str) 
 
 
 def _one_of_each_kind(faults: Mapping[str, Any], taken: set[str], salt: str) -> list[str]:
-    seen = {kind for name in taken for kind in kinds(faults[name])}
-    chosen = []
-
     def place(name: str) -> str:
         return hashlib.sha256(f"{salt} {name}".encode()).hexdigest()
 
-    for name in sorted(faults, key=place):
+    seen, chosen = {kind for name in taken for kind in kinds(faults[name])}, []
+    for name in sorted(faults.keys() - taken, key=place):
         if new := {*kinds(faults[name])} - seen:
             seen |= new
             chosen.append(name)
-    return [name for name in chosen if name not in taken]
+    return chosen
 
 
 def _check_of(path: str) -> str:

@@ -1,7 +1,7 @@
 """Measures of the source: lines of code, long functions, comments, docstrings.
 
     python -m tools.measures          the table, and what is over its limit
-    python -m tools.measures --all    every long function and every long list of parameters, too
+    python -m tools.measures --all    also names long functions, and what has no docstring
 
 A line of code is a line that is neither blank, nor a comment, nor part of a docstring.  The core is
 ``suite/`` without its wings.  ``tests/test_measures.py`` holds the limits.
@@ -35,6 +35,8 @@ class Source:
     comments: int
     long: list[str] = field(default_factory=list)
     many: list[str] = field(default_factory=list)
+    #: Public classes and functions -> whether they have a docstring.
+    public: dict[str, bool] = field(default_factory=dict)
 
     @property
     def room(self) -> str:
@@ -66,7 +68,24 @@ def of_file(path: Path) -> Source:
                 long.append(f"{name}:{node.lineno} {node.name}: {lines} lines")
             if parameters >= MANY:
                 many.append(f"{name}:{node.lineno} {node.name}: {parameters} parameters")
-    return Source(path, code, comments, long, many)
+    public = {
+        f"{name}:{node.lineno} {node.name}": ast.get_docstring(node) is not None
+        for node in _public(tree)
+    }
+    return Source(path, code, comments, long, many, public)
+
+
+def _public(parent: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """Public classes and functions, without nested functions and setters of properties."""
+    for node in parent.body:
+        if not isinstance(node, (ast.ClassDef, ast.FunctionDef)) or node.name.startswith("_"):
+            continue
+        if not any(
+            isinstance(d, ast.Attribute) and d.attr == "setter" for d in node.decorator_list
+        ):
+            yield node
+        if isinstance(node, ast.ClassDef):
+            yield from _public(node)
 
 
 def _docstring(node: ast.AST) -> Iterator[int]:
@@ -103,10 +122,16 @@ def commented(rooms: tuple[str, ...] = COMMENTED) -> float:
     return comments / (comments + lines(chosen))
 
 
+def documented() -> float:
+    """The share of public classes and functions of the suite that have a docstring."""
+    public = [has_text for one in sources(SUITE) for has_text in one.public.values()]
+    return sum(public) / len(public)
+
+
 def main() -> None:
     """Print the measures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="name the functions that are too large")
+    parser.add_argument("--all", action="store_true", help="name every function that is counted")
     options = parser.parse_args()
     every = sources(SUITE)
     for name in sorted({one.room for one in every}):
@@ -119,6 +144,10 @@ def main() -> None:
     for title, found in (
         (f"functions over {LONG} lines in suite/", [text for one in every for text in one.long]),
         (f"functions with {MANY} parameters and more", [t for one in every for t in one.many]),
+        (
+            f"public docstrings of suite/: {documented():.1%}; without",
+            [name for one in every for name, has_text in one.public.items() if not has_text],
+        ),
     ):
         print(f"{title}: {len(found)}")
         if options.all:

@@ -172,9 +172,8 @@ def search(
         few = cases[:: 1 + len(cases) // 4]
         if cases == whole:
             continue
-        if other := _differing(ends(session, few), truth) or _differing(
-            ends(session, cases), truth
-        ):
+        tried = (_differing(ends(session, some), truth) for some in (few, cases))
+        if other := next(filter(None, tried), None):
             print(f"{file.name}: not {size}: ends otherwise: {', '.join(other)}", flush=True)
         elif lost := survivors(session, cases, seen):
             print(f"{file.name}: not {size}: survive: {', '.join(sorted(lost))}", flush=True)
@@ -199,12 +198,9 @@ def write_size(path: Path, size: dict[str, Any]) -> None:
 def page(files: Sequence[ScenarioFile], seen: dict[str, dict[str, list[str]]]) -> str:
     """``quick.md``: every quick case, what it alone holds, and the faults seen in it."""
     parts = [HEAD]
-    quick = {
-        file.name: [c for c in expand(file, installed()) if c.tier == "quick"] for file in files
-    }
-    count = Counter(pair for cases in quick.values() for case in cases for pair in _pairs(case))
-    for file in files:
-        cases = quick[file.name]
+    quick = [[c for c in expand(file, installed()) if c.tier == "quick"] for file in files]
+    count = Counter(pair for cases in quick for case in cases for pair in _pairs(case))
+    for file, cases in zip(files, quick, strict=True):
         if not cases:
             continue
         rows = []

@@ -208,7 +208,7 @@ class DDP(Replicated):
         """Send what backward did not fill, wait for all, and drop what no rank used."""
         self.launch_rest()  # [5]
         # Before the waits: afterwards every parameter has a gradient, used or not.
-        votes = self.comm.agree(self.usage_votes(), "sum", async_op=True)
+        votes = self.comm.begin_agreement(self.usage_votes(), "sum")
         for bucket in self.buckets:  # [6]
             self.wait_and_publish(bucket)
         self.count(votes.wait())

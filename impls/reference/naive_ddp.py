@@ -60,7 +60,7 @@ class NaiveDDP(Replicated):
         """Sum gradient by gradient; zero where this rank has none, none where no rank has one."""
         # A sum of zeros does not tell whether anybody used the parameter: users are counted beside.
         votes = [p.grad is not None for p in self.parameters]
-        used = self.comm.agree(votes, "sum", async_op=True)
+        used = self.comm.begin_agreement(votes, "sum")
         for name, parameter, count in zip(self.names, self.parameters, used.wait(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             # A transposed parameter has a transposed gradient, and collectives take contiguous

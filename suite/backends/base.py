@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardproof.backends import heartbeat
 from shardproof.backends.backend import Backend
 from shardproof.backends.errors import CollectiveMismatch, differing_calls, name_ranks
 from shardproof.backends.request import Request, chunks, listed, reduction, root_of, rows
@@ -33,84 +33,24 @@ from shardproof.comm import BACKGROUND
 from shardproof.ledgers import memory, program_order, traffic
 from shardproof.ledgers.program_order import inside_backward
 
-
-@dataclass(frozen=True)
-class Peer:
-    """What a rank is seen to do; ``ended``: how, "" if it goes on; ``event`` changes with it."""
-
-    rank: int
-    ended: str
-    waits: bool
-    event: object
-    call: str
-
-
-class Listener(Protocol):
-    """Who is told what the ranks of this process call: the heartbeat."""
-
-    def group(self, name: str) -> int:
-        """What stands for the group ``name``, which the calling rank makes calls to now."""
-
-    def note(self, text: str, group: int, number: int, digest: int, step: int) -> int:
-        """The calling rank issues ``text``; the number of that call.
-
-        ``number`` in the group is 0 for a message between two ranks; ``digest`` stands for what
-        all members must agree on.
-        """
-
-    def wait(self, begins: bool, call: int) -> object:
-        """The calling rank begins or ends to be blocked in its call of that number (0: none)."""
-
-    def inject(self) -> None:
-        """A fault plan is carried out on the calling rank now."""
-
-    def differing(
-        self, ranks: Sequence[int], group: int, number: int, digest: int
-    ) -> Mapping[int, str]:
-        """What others of ``ranks`` call in place of the calling rank's call; empty: the same."""
-
-    def peers(self) -> Sequence[Peer]:
-        """What all ranks do, as far as can be seen from here."""
-
-
-_listener: Listener | None = None
-
-
-def listen(listener: Listener | None) -> None:
-    """Tell ``listener`` about every call made in this process, and every wait."""
-    global _listener
-    _listener = listener
-
-
-def tell_fault() -> None:
-    """A fault plan is carried out on the calling rank now."""
-    if _listener is not None:
-        _listener.inject()
-
-
-def tell(text: str) -> None:
-    """Note a call that goes through no process group."""
-    if _listener is not None:
-        log = program_order.current()
-        _listener.note(text, 0, 0, 0, log.number if log else -1)
-
-
-def peers() -> Sequence[Peer]:
-    """What all ranks do; empty where nobody knows."""
-    return [] if _listener is None else _listener.peers()
+#: Called like the heartbeat when the calling rank begins or ends to be blocked (``shardproof
+#: watch`` puts its own here); ``bool`` does nothing.
+on_wait: Callable[[bool], object] = bool
 
 
 @contextmanager
 def blocked(call: int = 0) -> Iterator[None]:
-    """The calling rank waits for others inside: whatever it burns there is no work."""
-    if _listener is None:
-        yield
-        return
-    _listener.wait(True, call)
+    """The calling rank waits for others inside: whatever it burns there is no work.
+
+    ``call``: the number under which the heartbeat knows what it waits in (0: it is not known).
+    """
+    heartbeat.wait(True, call)
+    on_wait(True)
     try:
         yield
     finally:
-        _listener.wait(False, call)
+        heartbeat.wait(False, call)
+        on_wait(False)
 
 
 class Handle(dist.Work):
@@ -119,14 +59,12 @@ class Handle(dist.Work):
     def __init__(self, request: Request) -> None:
         super().__init__()
         self.request = request
-        self._ledger: traffic.TrafficLedger | None = None
-        self._calls: list[traffic.Call] = []
-        #: The number under which the listener knows this call.
+        #: The ledger that has this call, and its rows there.
+        self.ledger: traffic.TrafficLedger | None = None
+        self.rows: list[traffic.Call] = []
+        #: The number under which the heartbeat knows this call.
         self.noted = 0
         self.in_background = False
-
-    def attach(self, ledger: traffic.TrafficLedger, calls: list[traffic.Call]) -> None:
-        self._ledger, self._calls = ledger, calls
 
     @abstractmethod
     def _settle(self, timeout: float | None) -> None:
@@ -142,8 +80,8 @@ class Handle(dist.Work):
 
     def note_wait(self) -> None:
         """The program waits for this call now."""
-        if self._ledger is not None:
-            self._ledger.waited(self._calls)
+        if self.ledger is not None:
+            self.ledger.waited(self.rows)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is visible; ``timeout`` of zero or ``None`` means the group's."""
@@ -177,9 +115,6 @@ class Handle(dist.Work):
         self.wait()
         return [tensor for item in self.request.outputs for tensor in item]
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
     def exception(self) -> Any:
         return None
 
@@ -209,9 +144,11 @@ class GroupBase(dist.ProcessGroup):
     #: them: one that does not see it by itself.
     compares = False
 
-    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout: timedelta, members: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._members = rank, size, members
         self._timeout = timeout
         self._name = self._description = ""
         self.transform: Callable[[Request], Request] | None = None
@@ -262,9 +199,9 @@ class GroupBase(dist.ProcessGroup):
     _set_timeout = set_timeout
 
     @property
-    @abstractmethod
     def global_ranks(self) -> tuple[int, ...]:
         """Global ranks of the members, in group order."""
+        return self._members
 
     @property
     def axis(self) -> str:
@@ -292,47 +229,43 @@ class GroupBase(dist.ProcessGroup):
     def _issue_as_it_is(self, request: Request) -> Handle:
         if self.transform is not None:
             request = self.transform(request)
-        noted = self._note(request) if _listener is not None else 0
-        ledger = traffic.current()
-        calls = None
-        memory.communicated(t for item in (*request.inputs, *request.outputs) for t in item)
+        noted = self._note(request)
+        ledger, calls = traffic.current(), list[traffic.Call]()
+        tensors = [t for item in (*request.inputs, *request.outputs) for t in item]
+        memory.communicated(tensors)
         if ledger is not None:
             loads = request.loads(self._size, self._rank)
-            ranks = self.global_ranks
-            peer = request.peer
+            ranks, peer = self.global_ranks, request.peer
             if peer is not None:  # one beyond the group is refused, or not, by the backend
                 peer = ranks[peer] if 0 <= peer < len(ranks) else None
-            strided = request.is_strided()
+            strided = not all(tensor.is_contiguous() for tensor in tensors)
             calls = ledger.record(request.operation, ranks, self.axis, loads, peer, strided)
             if request.operation in ("send", "recv"):
                 ((tensor,),) = request.inputs or request.outputs
                 if memory.at_release(tensor, partial(ledger.released, calls)):
                     ledger.released(calls, traffic.NEVER)
         handle = self._start(request)
-        handle.noted = noted
-        if ledger is not None and calls is not None:
-            handle.attach(ledger, calls)
+        handle.noted, handle.ledger, handle.rows = noted, ledger, calls
         return handle
 
     def _note(self, request: Request) -> int:
-        """Tell the listener; its number of the call.
+        """Write it to the heartbeat; its number there.
 
         :raises CollectiveMismatch: another rank's call of this number differs from ``request``.
         """
-        assert _listener is not None
+        if (writer := heartbeat.current()) is None:
+            return 0
         ranks = self.global_ranks
-        group = self._group_number
-        if not group:
-            group = self._group_number = _listener.group(f"{self._name}/{ranks}")
+        group = self._group_number = self._group_number or writer.group(f"{self._name}/{ranks}")
         number = digest = 0
         if request.operation not in ("send", "recv"):
             number = self._collectives = self._collectives + 1
             digest = zlib.crc32(request.agreed().encode())
         log, text = program_order.current(), request.text()
         step = log.number if log else -1
-        noted = _listener.note(f"{text} on {name_ranks(ranks)}", group, number, digest, step)
+        noted = writer.note(f"{text} on {name_ranks(ranks)}", group, number, digest, step)
         if self.compares and number:
-            others = _listener.differing(ranks, group, number, digest)
+            others = writer.differing(ranks, group, number, digest)
             if others:
                 calls = {rank: told.rpartition(" on ")[0] for rank, told in others.items()}
                 calls[ranks[self._rank]] = text
@@ -457,6 +390,10 @@ class GroupBase(dist.ProcessGroup):
 
     def barrier(self, *args: Any, **options: Any) -> Handle:
         return self._call("barrier", "barrier", (*args, *options.values()))
+
+    def monitored_barrier(self, *args: Any, **options: Any) -> None:
+        """A barrier; a backend of ours names who is missing anyway."""
+        self.barrier().wait()
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Handle:
         items, given = _singly(tensors), (tensors, destination, tag)

@@ -6,11 +6,11 @@ on who comes first.  Each kind makes a race show every time instead of one time 
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,41 +18,9 @@ from shardproof.backends import arithmetic
 from shardproof.backends.request import Request
 from shardproof.case import Fault
 
-
-@dataclass(frozen=True)
-class FarNodes:
-    """Every message between nodes of ``ranks_per_node`` consecutive ranks takes ``seconds`` more.
-
-    A stand-in for a kernel that cannot delay (``netem``): what a call returns comes later, by its
-    messages between nodes that wait for one another.  What it returns is the same.
-    """
-
-    seconds: float
-    ranks_per_node: int
-
-    def late(self, request: Request, members: Sequence[int], rank: int) -> float:
-        """Seconds that ``request`` of rank number ``rank`` of ``members`` takes more."""
-        nodes = [member // self.ranks_per_node for member in members]
-        count = len(set(nodes))
-        if request.operation == "recv":  # a message is under way to who waits for it
-            peer = request.peer
-            far = count > 1 if peer is None else nodes[peer] != nodes[rank]
-            return self.seconds * far
-        return self.seconds * _crossings(request.operation, len(members), count)
-
-
-def _crossings(operation: str, ranks: int, nodes: int) -> int:
-    """Messages between nodes, one after the other, of a call by gloo's algorithms
-    (``bench/model/alpha_beta.py``).
-    """
-    if nodes == 1 or operation == "send":
-        return 0
-    around = {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 1, "reduce": 1}
-    if operation in around:  # a ring of all ranks crosses as often as there are nodes
-        return math.ceil(around[operation] * (ranks - 1) * nodes / ranks)
-    if operation in ("broadcast", "barrier"):  # a binomial tree
-        return math.ceil(math.log2(nodes))
-    return 1  # everybody's messages at once
+#: The handle of a call that comes late, by its request, the group's members, the number of the own
+#: rank among them and torch's work; ``None``: it does not.
+Far = Callable[[Request, Sequence[int], int, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -63,7 +31,7 @@ class Disturbances:
     receive buffers hold NaN until then; also in place on ``in_memory``, where inputs are kept
     aside.  ``skew_s``: each rank sleeps up to this long before some of its calls, drawn from
     ``seed`` and rank.  ``fault``: what is done to one rank on purpose (``faults.py``).
-    ``far``: nodes are far from each other (native backends).
+    ``far``: delays what crosses nodes that are far from each other (native backends).
     """
 
     delay: bool = False
@@ -71,7 +39,7 @@ class Disturbances:
     skew_s: float = 0.0
     seed: int = 0
     fault: Fault | None = None
-    far: FarNodes | None = None
+    far: Far | None = None
 
     def skew(self, rank: int) -> Callable[[Request], Request] | None:
         """The ``transform`` of global ``rank`` that sleeps; ``None`` without skew."""

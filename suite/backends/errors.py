@@ -26,6 +26,19 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
 
 
+def all_do(verb: str, ranks: Sequence[int]) -> str:
+    """``rank 3 waits`` or ``ranks 0-3,7 wait``, for the verb ``wait``."""
+    return f"{name_ranks(ranks)} {verb}{'' if len(ranks) > 1 else 's'}"
+
+
+def who_does(verb: str, what: Mapping[int, str]) -> list[str]:
+    """``ranks 0-3 wait in A``, ``rank 4 waits in B``: ranks that do the same are named together."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in sorted(what.items()):
+        alike.setdefault(text, []).append(rank)
+    return [f"{all_do(verb, ranks)} {text}" for text, ranks in alike.items()]
+
+
 def members_of(group: str) -> list[int]:
     """The ranks that ``ranks 0-2,5``, ``rank 3`` or ``0-2,5`` names; what is in brackets behind
     it is left out.
@@ -41,13 +54,7 @@ def members_of(group: str) -> list[int]:
 
 def differing_calls(number: int, group: Sequence[int], calls: Mapping[int, str]) -> str:
     """That ``calls``, by global rank, do not match, and who has not come to that call yet."""
-    alike: dict[str, list[int]] = {}
-    for rank, text in sorted(calls.items()):
-        alike.setdefault(text, []).append(rank)
-    lines = [
-        f"{name_ranks(ranks)} {'call' if len(ranks) > 1 else 'calls'} {text}"
-        for text, ranks in alike.items()
-    ]
+    lines = who_does("call", calls)
     if missing := [rank for rank in group if rank not in calls]:
         have = "have" if len(missing) > 1 else "has"
         lines.append(f"{name_ranks(missing)} {have} not come yet")

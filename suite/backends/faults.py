@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from shardproof import comm
-from shardproof.backends import base
+from shardproof.backends import base, heartbeat
 from shardproof.backends.backend import Backend
-from shardproof.backends.base import Handle, tell_fault
+from shardproof.backends.base import Handle
 from shardproof.backends.futures import OwnHandle
 from shardproof.backends.request import Request
 from shardproof.case import OF_CLUSTERS, OF_NODES, Fault
@@ -111,7 +111,7 @@ class Injection:
 
     def _happens(self) -> None:
         self._happened = True
-        tell_fault()
+        heartbeat.inject()
 
     def _strike(self) -> None:
         self._happens()
@@ -213,7 +213,7 @@ class _Dying:
     def __init__(self, calls: int) -> None:
         self.left = calls
 
-    def call(self, request: Request, group: object, issue: Callable[[Request], Handle]) -> Handle:
+    def call(self, request: Request, group: object, issue: Issue) -> Handle:
         """Issue ``request``, unless the rank dies of it."""
         if not self.left:
             _backend().depart()

@@ -10,8 +10,6 @@ installed.  Results, order, threads and failures are the backend's own.
 
 from __future__ import annotations
 
-import threading
-import time
 from datetime import timedelta
 from functools import cache
 from typing import Any, ClassVar
@@ -27,7 +25,7 @@ from shardproof.backends.disturbances import Disturbances, poison
 from shardproof.backends.request import OLD_NAMES, Request
 
 
-class _Handle(Handle):
+class NativeHandle(Handle):
     """``work`` is torch's; NCCL gives none of a call that the caller's own stream makes."""
 
     def __init__(self, request: Request, work: Any) -> None:
@@ -63,37 +61,10 @@ class _Handle(Handle):
     source_rank = _source_rank
 
 
-class _Late(_Handle):
-    """What ``work`` returns comes ``seconds`` after it is there, whoever waits for it and when."""
-
-    def __init__(self, request: Request, work: Any, seconds: float) -> None:
-        super().__init__(request, work)
-        self._there = torch.futures.Future[list[Tensor]]()
-        threading.Thread(target=self._under_way, args=(seconds,), daemon=True).start()
-
-    def _under_way(self, seconds: float) -> None:
-        try:
-            self._work.wait()
-            time.sleep(seconds)
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            self._there.set_exception(error)  # type: ignore[arg-type]  # torch's own hint is wrong
-        else:
-            self._there.set_result([tensor for item in self.request.outputs for tensor in item])
-
-    def _settle(self, timeout: float | None) -> None:
-        self._there.wait()
-
-    def _future(self) -> Any:
-        return self._there
-
-    def is_completed(self) -> bool:
-        return bool(self._there.done())
-
-
-class _Together(_Handle):
+class _Together(NativeHandle):
     """The one work of calls that began together; each of them is waited for by it."""
 
-    def __init__(self, handles: list[_Handle], work: Any) -> None:
+    def __init__(self, handles: list[NativeHandle], work: Any) -> None:
         super().__init__(Request("coalesced"), work)
         self._handles = handles
         for handle in handles:
@@ -134,7 +105,7 @@ class Logged(GroupBase):
         if self.disturbances is not None:
             self.transform = self.disturbances.skew(self._rank)
         #: Calls that begin together when torch says so; ``None``: each begins by itself.
-        self._gathered: list[_Handle] | None = None
+        self._gathered: list[NativeHandle] | None = None
 
     @classmethod
     def join_default(cls, joining: Joining) -> None:
@@ -188,8 +159,7 @@ class Logged(GroupBase):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        types: list[torch.device] = self.native._device_types
-        return types
+        return self.native._device_types
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -205,8 +175,8 @@ class Logged(GroupBase):
             method = getattr(self.native, OLD_NAMES[request.method])
         work = method(*request.args)
         far = self.disturbances.far if self.disturbances is not None else None
-        late = far.late(request, self.global_ranks, self._rank) if far is not None else 0.0
-        handle = _Late(request, work, late) if late else _Handle(request, work)
+        late = far(request, self.global_ranks, self._rank, work) if far is not None else None
+        handle = late or NativeHandle(request, work)
         if self._gathered is not None:
             self._gathered.append(handle)
         return handle
@@ -317,5 +287,4 @@ def _batch(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
         for one in p2p_op_list:
             peer = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
             one.op(one.tensor, group=group, tag=one.tag, **peer)
-    works: list[dist.Work] = together.works
-    return works
+    return together.works

@@ -14,20 +14,10 @@ from torch import Tensor
 from shardproof.ledgers import traffic
 
 _ReduceOp = dist.ReduceOp
-_REDUCE_NAMES: dict[Any, str] = {
-    _ReduceOp.SUM: "sum",
-    _ReduceOp.AVG: "avg",
-    _ReduceOp.MIN: "min",
-    _ReduceOp.MAX: "max",
-    _ReduceOp.PRODUCT: "product",
-    _ReduceOp.BAND: "band",
-    _ReduceOp.BOR: "bor",
-    _ReduceOp.BXOR: "bxor",
-}
-
-
 #: Reduce operations that integers alone have.
 _BITS = ("band", "bor", "bxor")
+_REDUCE = ("sum", "avg", "min", "max", "product", *_BITS)
+_REDUCE_NAMES: dict[Any, str] = {getattr(_ReduceOp, name.upper()): name for name in _REDUCE}
 #: Operations to which each rank gives sizes of its own.
 _UNEQUAL = frozenset({"all_to_all", "gather", "scatter"})
 
@@ -69,11 +59,6 @@ class Request:
         if len(items) > 3:
             words.append(f"... {len(items)} tensors")
         return f"{self.operation}({', '.join(words)})"
-
-    def is_strided(self) -> bool:
-        """Whether a tensor of it is not contiguous."""
-        sides = (*self.inputs, *self.outputs)
-        return not all(tensor.is_contiguous() for item in sides for tensor in item)
 
     def signature(self) -> tuple[object, ...]:
         """What must agree between all ranks of a collective."""
@@ -200,7 +185,11 @@ def check(request: Request, size: int, rank: int) -> None:
         raise ValueError(f"{request.text()}: {peer} is no rank of a group of {size}")
     if peer == rank:
         raise ValueError(f"{request.text()}: rank {rank} of the group sends to itself")
-    _check_reduce(request)
+    for dtype in {t.dtype for item in request.inputs for t in item if request.reduce}:
+        numbers = dtype.is_floating_point or dtype.is_complex
+        unordered = dtype.is_complex and request.reduce in ("min", "max")
+        if unordered or (numbers and request.reduce in _BITS):
+            raise ValueError(f"{request.text()}: {_name(dtype)} has no {request.reduce}")
     gives, takes = request.inputs, request.outputs
     if operation in ("all_gather", "gather") and (operation == "all_gather" or rank == root):
         _check_parts(request, takes, [item[0] for item in gives], size, rank)
@@ -213,15 +202,6 @@ def check(request: Request, size: int, rank: int) -> None:
         _check_parts(request, gives, [takes[0][rank]], size, rank)
 
 
-def _check_reduce(request: Request) -> None:
-    for dtype in {t.dtype for item in request.inputs for t in item if request.reduce}:
-        numbers = dtype.is_floating_point or dtype.is_complex
-        unordered = dtype.is_complex and request.reduce in ("min", "max")
-        if unordered or (numbers and request.reduce in _BITS):
-            name = str(dtype).removeprefix("torch.")
-            raise ValueError(f"{request.text()}: {name} has no {request.reduce}")
-
-
 def _check_parts(
     request: Request, lists: Sequence[Sequence[Tensor]], own: Sequence[Tensor], size: int, rank: int
 ) -> None:
@@ -230,7 +210,7 @@ def _check_parts(
         counts = ", ".join(str(len(parts)) for parts in lists) or "none"
         raise ValueError(f"{request.text()}: {counts} tensors for a group of {size}")
     for parts, one in zip(lists, own, strict=True):
-        dtypes = {str(t.dtype).removeprefix("torch.") for t in (*parts, one)}
+        dtypes = {_name(t.dtype) for t in (*parts, one)}
         if len(dtypes) > 1:
             raise ValueError(f"{request.text()}: {' and '.join(sorted(dtypes))} in one call")
         if parts[rank].numel() != one.numel():

@@ -5,15 +5,14 @@ Never a user's module, which may start threads or fail, and none that needs more
 
 import importlib
 
-from shardproof import registry
+from shardproof import registry, strategies
 from shardproof.checks import CHECKS
 from shardproof.costs import cost_model_class
 from shardproof.files import learn_forms
-from shardproof.strategies import STRATEGIES
 
 # With the parts that systems import when options ask for them: no rank pays for these, either.
 for module in (*CHECKS.values(), *registry.modules("reference"), *registry.modules("pytorch")):
     importlib.import_module(module)
-for strategy in STRATEGIES:
+for strategy in strategies.in_tree():
     cost_model_class(strategy)
 learn_forms()

@@ -67,7 +67,7 @@ def _profile(evidence: Figures) -> str:
         return ""
     claimed = strategies.of(evidence.declaration.strategy)
     if not claimed.is_known:
-        known = ", ".join(sorted(strategies.STRATEGIES))
+        known = ", ".join(sorted(strategies.in_tree()))
         return f"unknown strategy {claimed.name!r}; known: {known}"
     missing = sorted(claimed.profile - set(evidence.declaration.features))
     return f"claims {claimed.name!r} but lacks: {', '.join(missing)}" if missing else ""
@@ -100,7 +100,7 @@ def _names(evidence: Figures) -> str:
 def no_family(evidence: Figures) -> str:
     """Why nothing is held to the strategy that is claimed."""
     strategy = evidence.declaration.strategy
-    known = ", ".join(sorted(name for name, own in strategies.STRATEGIES.items() if own.family))
+    known = ", ".join(sorted(name for name, own in strategies.in_tree().items() if own.family))
     return f"{strategy!r} is the name of no family of strategies; known: {known}"
 
 

@@ -334,10 +334,10 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
     promised = None if unjudged else cost_model.total()
     mesh = cost_model.facts.axes
     shards = axes.size(mesh, axes.sharded(mesh))
-    limit = accounting.ratio(type(cost_model), None) if shards > 1 else Fraction(1)
+    limit = accounting.ratio(cost_model, None) if shards > 1 else Fraction(1)
     # Stages and split layers are no equal shares of the model.
     whole_layers = axes.size(mesh, axes.dividing(mesh)) == 1
-    theory = accounting.ratio(type(cost_model), shards) if whole_layers else None
+    theory = accounting.ratio(cost_model, shards) if whole_layers else None
     return MemoryFigures(
         strategy=cost_model.strategy,
         source=cost_model.source,

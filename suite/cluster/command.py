@@ -75,10 +75,8 @@ def run(
         if fault:
             what = "a run that goes on has its cases already"
             raise SelectionError(Problem(what, "leave one of the two out", "--fault with --resume"))
-        needs, wanted = (
-            head.needs_of((), given["backend"], wanted),
-            replace(wanted, all_packages=True),
-        )
+        needs = head.needs_of((), given["backend"], wanted)
+        wanted = replace(wanted, all_packages=True)
         faults: dict[str, Any] | None = {}  # it may have such cases
     else:
         needs, faults = _chosen(given, wanted, fault)
@@ -98,11 +96,8 @@ def _chosen(
 
     cut_by = "--shard" if given["shard"] else "--budget" if given["budget"] else ""
     if fault and cut_by:
-        what, flags = (
-            f"{cut_by} may leave out the case that is to be struck",
-            f"--fault with {cut_by}",
-        )
-        raise SelectionError(Problem(what, "choose cases by -k instead", flags))
+        what = f"{cut_by} may leave out the case that is to be struck"
+        raise SelectionError(Problem(what, "choose cases by -k instead", f"--fault with {cut_by}"))
     needs = head.needs_of(given["scenarios"], given["backend"], wanted)
     cases: list[Case] = []
     if not given["campaign"]:

@@ -28,6 +28,13 @@ _QDISCS = {
 Ask = Callable[..., tuple[int, str]]
 
 
+def _has(what: str, found: str | None, lacking: str, remedy: str) -> Finding:
+    """What was ``found``; nothing: what it is ``lacking``, which is no fault."""
+    if found:
+        return Finding(what, "good", found)
+    return Finding(what, "note", lacking, remedy)
+
+
 def examine() -> Iterator[Finding]:
     """All findings; nothing is changed."""
     try:
@@ -45,10 +52,8 @@ def examine() -> Iterator[Finding]:
 
 def engine_alone() -> Iterator[Finding]:
     """Whether a container engine answers."""
-    if missing := engine.engine_missing():
-        yield Finding("container engine", "note", missing, "needed by `shardproof cluster` only")
-    else:
-        yield Finding("container engine", "good", "answers")
+    missing, remedy = engine.engine_missing(), "needed by `shardproof cluster` only"
+    yield _has("container engine", None if missing else "answers", missing or "", remedy)
 
 
 def ask(*command: str) -> tuple[int, str]:
@@ -71,18 +76,13 @@ def of_engine(info: Mapping[str, Any], version: Mapping[str, Any]) -> Iterator[F
     cgroup = f"version {info.get('CgroupVersion')}, {info.get('CgroupDriver')}"
     limits = {"--memory": "MemoryLimit", "--cpus": "CpuCfsQuota"}
     lacking = [option for option, key in limits.items() if not info.get(key)]
-    if lacking:
-        remedy = "boot with these controllers, or leave the options out"
-        found = f"{cgroup}, without what {' and '.join(lacking)} need"
-        yield Finding("cgroup", "note", found, remedy)
-    else:
-        yield Finding("cgroup", "good", f"{cgroup}, limits of memory and of CPU time")
+    whole = None if lacking else f"{cgroup}, limits of memory and of CPU time"
+    remedy = "boot with these controllers, or leave the options out"
+    yield _has("cgroup", whole, f"{cgroup}, without what {' and '.join(lacking)} need", remedy)
     yield _space(Path(str(info.get("DockerRootDir", ""))))
-    if "nvidia" in info.get("Runtimes", {}):
-        yield Finding("GPUs in containers", "good", "runtime nvidia")
-    else:
-        remedy = "install the NVIDIA container toolkit, if nodes are to have GPUs"
-        yield Finding("GPUs in containers", "note", "no runtime nvidia", remedy)
+    runtime = "runtime nvidia" if "nvidia" in info.get("Runtimes", {}) else None
+    remedy = "install the NVIDIA container toolkit, if nodes are to have GPUs"
+    yield _has("GPUs in containers", runtime, "no runtime nvidia", remedy)
 
 
 def _space(folder: Path) -> Finding:
@@ -98,12 +98,9 @@ def _space(folder: Path) -> Finding:
 def _images(client: Any) -> Iterator[Finding]:
     for target in (*image_inputs.LEAN, *image_inputs.EVERYTHING):
         name = engine.image_name(target)
-        found = client.images.list(name)
-        if found:
-            text = f"{found[0].attrs['Size'] / 1e9:.2f} GB"
-            yield Finding(f"image {name}", "good", text)
-        else:
-            yield Finding(f"image {name}", "note", "not built", "`shardproof cluster build`")
+        sizes = [f"{one.attrs['Size'] / 1e9:.2f} GB" for one in client.images.list(name)]
+        remedy = "`shardproof cluster build`"
+        yield _has(f"image {name}", next(iter(sizes), None), "not built", remedy)
 
 
 def weather(ask: Ask, is_root: bool) -> Iterator[Finding]:
@@ -118,12 +115,9 @@ def weather(ask: Ask, is_root: bool) -> Iterator[Finding]:
         code, said = ask(
             "unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", name, *words
         )
-        if code == 0:
-            yield Finding(f"tc {name}", "good", "the kernel has it")
-        else:
-            remedy = f"load the kernel's module sch_{name}, if it has one"
-            reason = said.splitlines()[-1] if said else f"exit code {code}"
-            yield Finding(f"tc {name}", "note", reason, remedy)
+        reason = said.splitlines()[-1] if said else f"exit code {code}"
+        remedy = f"load the kernel's module sch_{name}, if it has one"
+        yield _has(f"tc {name}", None if code else "the kernel has it", reason, remedy)
 
 
 def slurm(ask: Ask) -> Finding:
@@ -131,15 +125,14 @@ def slurm(ask: Ask) -> Finding:
     code, said = ask("sinfo", "--noheader", "--format", "%D nodes %T")
     if code == 127:
         return Finding("Slurm", "note", "not installed", "needed by deploy/slurm only")
-    if code or not said:
-        remedy = "start slurmctld and slurmd, or run this on a login node; for deploy/slurm only"
-        return Finding("Slurm", "note", "no controller answers", remedy)
-    return Finding("Slurm", "good", ", ".join(said.splitlines()))
+    nodes = None if code else ", ".join(said.splitlines())
+    remedy = "start slurmctld and slurmd, or run this on a login node; for deploy/slurm only"
+    return _has("Slurm", nodes, "no controller answers", remedy)
 
 
 def _ray() -> Finding:
-    try:
-        return Finding("Ray", "good", importlib.metadata.version("ray"))
-    except importlib.metadata.PackageNotFoundError:
-        remedy = "pip install 'shardproof[ray]', for `run --on ray`"
-        return Finding("Ray", "note", "not installed", remedy)
+    found = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found = importlib.metadata.version("ray")
+    remedy = "pip install 'shardproof[ray]', for `run --on ray`"
+    return _has("Ray", found, "not installed", remedy)

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, TypeAdapter, ValidationError, with_config
 
 from shardproof.backends import BACKENDS
-from shardproof.case import OF_CLUSTERS, OF_NODES, Case, Fault, FaultPhase
+from shardproof.case import OF_CLUSTERS, OF_NODES, Case, Fault
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.launch.nodes import without_node_faults
 
 #: Kinds of ``--fault``: those of a rank that need no expectation, of nodes, of the whole cluster.
 KINDS = ("kill", *OF_NODES, *OF_CLUSTERS)
 #: Phases that every trained case has in every step.
-_PHASES = [phase for phase in get_args(FaultPhase) if phase in ("forward", "backward", "update")]
-_MOST_SECONDS = 3600
+Phase = Literal["forward", "backward", "update"]
+_PHASES = get_args(Phase)
 
 
+@with_config(extra="forbid")
 @dataclass(frozen=True)
 class Plan:
     """What is done where the first rank of ``node`` comes to ``phase`` of ``step`` of a case.
@@ -30,11 +33,11 @@ class Plan:
     """
 
     kind: str
-    node: int = 0
-    case: int = 1
-    step: int = 1
-    phase: str = "forward"
-    seconds: float = 0.0
+    node: Annotated[int, Field(ge=0)] = 0
+    case: Annotated[int, Field(ge=1)] = 1
+    step: Annotated[int, Field(ge=0)] = 1
+    phase: Phase = "forward"
+    seconds: Annotated[float, Field(gt=0, le=3600)] = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -45,20 +48,14 @@ class Plan:
         kind, *words = text.split(",")
         if kind not in KINDS:
             raise _problem("no kind of fault", nearest(kind, KINDS, "kinds"), text)
-        given: dict[str, Any] = {}
-        for word in words:
-            name, _, value = word.partition("=")
-            try:
-                if name == "phase" and value in _PHASES:
-                    given[name] = value
-                elif name == "seconds" and 0 < float(value) <= _MOST_SECONDS:
-                    given[name] = float(value)
-                else:
-                    given[name] = _number(name, value)
-            except ValueError:
-                remedy = f"write KIND,node=N,case=N,step=N,phase={'|'.join(_PHASES)},seconds=S"
-                raise _problem(f"{word!r} says nothing of a fault", remedy, text) from None
-        return cls(kind, **given)
+        given = {word: word.partition("=")[::2] for word in words}
+        try:
+            return TypeAdapter(cls).validate_python({"kind": kind, **dict(given.values())})
+        except ValidationError as error:
+            wrong = error.errors()[0]["loc"][0]
+            word = next(word for word, (name, _) in given.items() if name == wrong)
+            remedy = f"write KIND,node=N,case=N,step=N,phase={'|'.join(_PHASES)},seconds=S"
+            raise _problem(f"{word!r} says nothing of a fault", remedy, text) from None
 
     def applied(
         self, cases: Sequence[Case], nodes: int, ranks_per_node: int, text: str = ""
@@ -120,12 +117,6 @@ def with_planned(cases: Sequence[Case], facts: Mapping[str, Any]) -> list[Case]:
 
 def _on_nodes(case: Case) -> bool:
     return not BACKENDS[case.backend].threads
-
-
-def _number(name: str, value: str) -> int:
-    if name not in ("node", "case", "step") or int(value) < (name == "case"):
-        raise ValueError(name)
-    return int(value)
 
 
 def _problem(what: str, remedy: str, text: str) -> SelectionError:

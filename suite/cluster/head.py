@@ -29,15 +29,13 @@ _NOT_THERE = {
     "on": "leave it out: leaders run in the head",
     "junit": "leave it out: junit.xml is in the run folder",
     "dry_run": "give it without `cluster`",
-    "out": "leave it out: the page is in the run folder",
-    "records": "leave it out: they are in the run folder",
     "again": "give it without `cluster`: nothing is trained",
 }
 #: Names on the command line of parameters that have another one.
 _FLAGS = {"again": "from"}
 
 
-def meant(command: Callable[..., None], words: Sequence[str]) -> Any:
+def meant(command: Callable[..., object], words: Sequence[str]) -> Any:
     """The context of ``command`` with these words, which is to run in the head.
 
     :raises SelectionError: an option that means nothing there.
@@ -81,16 +79,17 @@ def run(
     :raises typer.Exit: containers cannot be had here, or are not as declared; told.
     :raises SelectionError: the run folder cannot be written, or something is not to be ``seen``.
     """
-    from shardproof.cluster.containers import cluster, engine, gpus
+    from shardproof.cluster.containers import cluster, engine
     from shardproof.cluster.containers.guardian import guarded
     from shardproof.cluster.containers.image_inputs import EVERYTHING
+    from shardproof.cluster.containers.needs import require_gpus
 
     seen, limits, slowed = readable(seen), wanted.limits(), wanted.slowed()
     if wanted.all_packages:
         needs = replace(needs, targets=EVERYTHING)
     with engine_here() as client:
         if needs.gpus.per_node:
-            gpus.require(client, engine.torch_of_images())
+            require_gpus(client, engine.torch_of_images())
         images = engine.build(client, targets=needs.targets)
         with run_folder(wanted.results) as folder:
             made = cluster.Cluster(
@@ -176,10 +175,9 @@ def _told_unwritable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"results cannot be written: {error.strerror}"
-        raise SelectionError(
-            Problem(what, "choose another --results folder", file=str(error.filename or folder))
-        ) from None
+        what, where = f"results cannot be written: {error.strerror}", error.filename or folder
+        remedy = "choose another --results folder"
+        raise SelectionError(Problem(what, remedy, file=str(where))) from None
 
 
 def own_folders(scenarios: Sequence[str], impl: Sequence[str]) -> list[Path]:

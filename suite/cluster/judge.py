@@ -23,7 +23,7 @@ import torch
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
-from shardproof.cluster.launchers import foreign_records, roll_call
+from shardproof.cluster.launchers import foreign_records, meeting
 from shardproof.cluster.launchers.foreign_records import read_plan
 from shardproof.commands.console import make_console
 from shardproof.commands.supervision import Interrupts, open_folder, supervised
@@ -60,7 +60,7 @@ def judge(
 
         def body(interrupts: Interrupts) -> int:
             for node in plan.nodes if len(plan.nodes) > 1 else ():
-                print(f"{node.name}: ranks {roll_call.spans(node.ranks)}", flush=True)
+                print(f"{node.name}: ranks {meeting.spans(node.ranks)}", flush=True)
             counted, left = _judge_all(records, run, interrupts, waiting, prune)
             counts = verdicts.count(counted)
             code = verdicts.exit_code(counts)
@@ -84,7 +84,8 @@ def _judge_all(
     """Results, and how many cases no rank came to; those that are done leave ``waiting``."""
     counted, left = [], 0
     with tempfile.TemporaryDirectory() as cache:
-        for case, judged in foreign_records.results_of(records, Path(cache)):
+        every = foreign_records.results_of(records, Path(cache))
+        for number, (case, judged) in enumerate(every):
             with interrupts.held():
                 del waiting[case.id]
                 if judged is None:
@@ -98,22 +99,16 @@ def _judge_all(
                 run.add(result)
                 print(_line(result), flush=True)
                 if prune and verdicts.kind(result.verdict) in verdicts.GREEN:
-                    _drop_tensors(records, case)
+                    for path in foreign_records.case_folder(records, number).glob("*.rec"):
+                        path.unlink()
     return counted, left
-
-
-def _drop_tensors(records: Path, case: Case) -> None:
-    for number, planned in enumerate(read_plan(records).cases):
-        if planned.id == case.id:
-            for path in foreign_records.case_folder(records, number).glob("*.rec"):
-                path.unlink()
 
 
 def _line(result: CaseResult) -> str:
     error, bound = result.worst_error, result.bound
-    figures = (
-        f"  error {error:.1e} of {bound:.1e}" if error is not None and bound is not None else ""
-    )
+    figures = ""
+    if error is not None and bound is not None:
+        figures = f"  error {error:.1e} of {bound:.1e}"
     reason = f"  {result.reason}" if result.reason else ""
     return f"{result.verdict:<10} {result.id}{figures}  {result.seconds:.2f} s{reason}"
 

@@ -141,7 +141,7 @@ class Shape:
     @property
     def there(self) -> Nodes:
         """Its nodes."""
-        from shardproof.cluster.nodes.nodes import ClusterNodes
+        from shardproof.cluster.nodes.ranks import ClusterNodes
 
         return ClusterNodes(self.nodes, self.ranks_per_node)
 
@@ -161,10 +161,10 @@ class Shape:
         if self.slow is None:
             return {}
         node, caps = self.slow
+        what, remedy = f"there is no node {node}", f"nodes are 0 to {self.nodes - 1}"
         if self.nodes == 1:
             what = "one node is not slower than others"
-            raise SelectionError(Problem(what, "choose --nodes 2, or leave it out", "--slow-node"))
-        if node >= self.nodes:
-            what, remedy = f"there is no node {node}", f"nodes are 0 to {self.nodes - 1}"
-            raise SelectionError(Problem(what, remedy, "--slow-node"))
-        return {node: caps}
+            remedy = "choose --nodes 2, or leave it out"
+        elif node < self.nodes:
+            return {node: caps}
+        raise SelectionError(Problem(what, remedy, "--slow-node"))

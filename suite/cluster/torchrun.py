@@ -25,7 +25,6 @@ import faulthandler
 import gc
 import os
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -40,15 +39,14 @@ import torch
 import torch.distributed as dist
 
 from shardproof import tensor_bytes, workloads
-from shardproof.backends import BACKENDS, USUAL_PROCESSES, base, joined
+from shardproof.backends import BACKENDS, USUAL_PROCESSES, Joining, heartbeat, joined
 from shardproof.backends.disturbances import disturbances_of
 from shardproof.backends.mpi import group
 from shardproof.case import Case
 from shardproof.cases.rank_program import run_rank
-from shardproof.cluster.launchers import foreign_records, meeting, roll_call
+from shardproof.cluster.launchers import foreign_records, meeting
 from shardproof.cluster.launchers.place import MEETING_SECONDS, Place, interface_to
 from shardproof.errors import InputError
-from shardproof.launch import heartbeat
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.fork_server import REPRODUCIBLE
 from shardproof.launch.fork_server_main import import_lazy_modules
@@ -77,11 +75,11 @@ def work(place: Place, cases: Sequence[Case], records: Path) -> int:
     if given is None and (name := interface_to(place.address)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     store = place.store()
-    roll_call.answer(store, place, MEETING_SECONDS, given)
+    meeting.answer(store, place, MEETING_SECONDS, given)
     import_lazy_modules()  # or the first case pays for it
     meeting.agree(store, place, [case.id for case in cases])
     if place.rank == 0:
-        hosts = roll_call.hosts(store, place.world)
+        hosts = meeting.hosts(store, place.world)
         foreign_records.write_plan(records, cases, place.world, hosts)
         store.set("plan", foreign_records.plan_digest(records))
     meeting.meet(store, place, "start", MEETING_SECONDS)
@@ -117,7 +115,6 @@ class _Guard:
         beats = Path(self._beats.name) / "heartbeat"
         heartbeat.create(beats, 1)
         heartbeat.attach(beats, 0, thread=False)
-        base.listen(heartbeat)
         # A connection of its own: the rank's is busy while the rank waits in the store.
         self._store = self._place.store(serves=False)
         self._watchdog = Watchdog(beats, 1, BACKENDS[self._case.backend])
@@ -160,8 +157,7 @@ def _one(store: dist.Store, place: Place, case: Case, number: int, folder: Path)
     before = _sockets()
     try:
         workload = workloads.for_case(case)
-        joined.join(
-            case.backend,
+        joining = Joining(
             place.rank,
             place.world,
             dist.PrefixStore(f"case{number}", store),
@@ -169,6 +165,7 @@ def _one(store: dist.Store, place: Place, case: Case, number: int, folder: Path)
             case.ledgers,
             disturbances=disturbances_of(case.workload.traits),
         )
+        joined.join(case.backend, joining)
         record = run_rank(case, workload, place.rank)
         tensor_bytes.dump(folder / f"rank{place.rank}.rec", record.to_dict())
         outcome = RankOutcome(place.rank, "ok", ended=time.monotonic() - began)
@@ -187,12 +184,8 @@ def _one(store: dist.Store, place: Place, case: Case, number: int, folder: Path)
 
 
 def _sockets() -> set[int]:
-    sockets = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
-                sockets.add(int(entry.name))
-    return sockets
+    """The descriptors of this process that are sockets."""
+    return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.is_socket()}
 
 
 def _wake_peers(before: set[int]) -> None:
@@ -234,13 +227,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _judge(records: Path, options: argparse.Namespace) -> int:
     """Judge in another process: this one's threads may wait for peers."""
-    command = [sys.executable, *JUDGE, str(records)]
+    command = [sys.executable, *JUDGE, str(records), *(["--prune"] if options.prune else [])]
     if options.results is not None:
         command += ["--results", str(options.results)]
-    return subprocess.run([*command, *["--prune"][: options.prune]], check=False).returncode
+    return subprocess.run(command, check=False).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases that the command line names as one rank; the exit code."""
     options = _parser().parse_args(arguments)
     for name, value in REPRODUCIBLE.items():  # MKL asks at its first product
         os.environ.setdefault(name, value)

@@ -34,7 +34,7 @@ class Cluster(Wing):
 
     def nodes(self, facts: Mapping[str, Any]) -> Nodes:
         """The nodes of the cluster that this machine is the head of."""
-        from shardproof.cluster.nodes.nodes import ClusterNodes
+        from shardproof.cluster.nodes.ranks import ClusterNodes
 
         return ClusterNodes.of(facts)
 

@@ -20,9 +20,10 @@ optimizer state; Psi, where a paper is cited, is the number of elements):
     hybrid        hybrid.py     Hybrid           the sum over its axes
 
 The record of a strategy (``shardproof.strategies``) names its class, which is imported when it is
-first asked for.  ``upstream/`` has the systems of PyTorch and DeepSpeed.  Helpers: ``model`` (what
-a cost model answers), ``layout`` (buckets, units), ``stages`` and ``schedules`` (pipelines),
-``offload``, ``accounting`` (A32, A16, ...), ``expression`` (formulas in scenario files).
+first asked for.  Those of upstream systems lie beside their adapters (``impls/pytorch/costs/``,
+``impls/deepspeed/costs.py``).  Helpers: ``model`` (what a cost model answers), ``layout`` (buckets,
+units), ``stages`` and ``schedules`` (pipelines), ``offload``, ``accounting`` (A32, A16, ...),
+``expression`` (formulas in scenario files).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from shardproof.costs.model import CostModel
 from shardproof.costs.model import Flow as Flow
 from shardproof.costs.model import NoCostModel as NoCostModel
 from shardproof.costs.model_facts import ModelFacts
-from shardproof.costs.offload import offloaded
+from shardproof.costs.offload import asked
 from shardproof.costs.tensor import cannot_share_layers
 
 
@@ -84,7 +85,7 @@ def cost_model_of(strategy: str, facts: ModelFacts | None) -> CostModel | None:
     """The cost model of ``strategy`` for ``facts``; ``None`` where there is none."""
     if facts is None or not strategies.of(strategy).is_known:
         return None
-    return offloaded(cost_model_class(strategy), facts)(facts)
+    return asked(cost_model_class(strategy), facts)
 
 
 def memory_ratio(cost_model: CostModel) -> Fraction:

@@ -33,7 +33,7 @@ class Accounting:
         """Bytes of all three classes together, per parameter."""
         return self.parameters + self.gradients + self.optimizer
 
-    def ratio(self, cost_model: type[CostModel], ranks: int | None) -> Fraction | None:
+    def ratio(self, cost_model: CostModel | type[CostModel], ranks: int | None) -> Fraction | None:
         """How many times less a rank holds than under full replication, without padding.
 
         ``ranks=None``: in the limit of many (``None`` where it grows without bound).
@@ -78,7 +78,4 @@ def accounting_of(facts: ModelFacts) -> Accounting:
     master = ITEMSIZE[built] if compute != built else 0
     parts = (ITEMSIZE[compute], ITEMSIZE[reduce], master + slots(facts) * ITEMSIZE[built])
     spelt = Accounting("{}+{}+{}".format(*parts), *parts, built=ITEMSIZE[built])
-    for known in KNOWN.values():
-        if replace(spelt, id=known.id) == known:
-            return known
-    return spelt
+    return next((one for one in KNOWN.values() if replace(spelt, id=one.id) == one), spelt)

@@ -20,6 +20,7 @@ padded to whole shards.  Indices and bits are integers, and count like all else.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -37,14 +38,15 @@ BY_OTHER_CALLS = (
 )
 _FED_BACK = ("topk", "powersgd", "onebit")
 _INDEX = 4
+#: Operation and payload in bytes of a call, and whether it is integers.
+_Call = tuple[Operation, int, bool]
 #: torch's own, in DDP.
 _HOOKS = ("fp16_hook", "bf16_hook", "powersgd_hook", "batched_hook")
 
 
 def chosen(facts: ModelFacts) -> Mapping[str, Any]:
     """The option; empty: nothing is compressed."""
-    given: Mapping[str, Any] = facts.option("compress", {})
-    return given
+    return facts.option("compress", {})
 
 
 def flows(
@@ -61,11 +63,11 @@ def flows(
         return collectives.flow(facts, axis, operation, payloads, times)
     size = facts.size(axis)
     times *= facts.world // size
-    calls: dict[tuple[int, Operation, bool], list[int]] = {}
+    calls = defaultdict[tuple[int, Operation, bool], list[int]](list)
     for flat in flats:
-        for number, call in enumerate(_calls(facts, flat, size, operation == "reduce_scatter")):
-            kind, payload, integers = call
-            calls.setdefault((number, kind, integers), []).append(payload)
+        made = _calls(facts, flat, size, operation == "reduce_scatter")
+        for number, (kind, payload, integers) in enumerate(made):
+            calls[number, kind, integers].append(payload)
     return [
         one
         for (_, kind, integers), sizes in calls.items()
@@ -73,10 +75,8 @@ def flows(
     ]
 
 
-def _calls(
-    facts: ModelFacts, flat: Flat, ranks: int, scattered: bool
-) -> list[tuple[Operation, int, bool]]:
-    """Operation, payload in bytes and whether it is integers, of the calls that reduce ``flat``."""
+def _calls(facts: ModelFacts, flat: Flat, ranks: int, scattered: bool) -> list[_Call]:
+    """The calls that reduce ``flat``."""
     option, built = chosen(facts), facts.reduction(flat.dtype)
     method, wide = option["method"], ITEMSIZE[built]
     item = ITEMSIZE[option.get("dtype") or built]
@@ -87,25 +87,24 @@ def _calls(
         kind: Operation = "all_to_all" if is_narrow else "reduce_scatter"
         return [(kind, flat.padded * item, False)]
     if method in ("cast", "randomk"):
-        values = sum(map(option_count(option), members)) if method == "randomk" else flat.numel
+        values = _chosen_elements(option, members) if method == "randomk" else flat.numel
         kind = "all_to_all" if is_narrow else "all_reduce"
         return [(kind, values * item, False)] * (2 if is_narrow else 1)
     if method == "topk":
         # Every rank chooses other elements, so nothing can be summed on the way: all are gathered.
-        values = ranks * sum(map(option_count(option), members))
+        values = ranks * _chosen_elements(option, members)
         return [("all_gather", values * item, False), ("all_gather", values * _INDEX, True)]
     if method in _HOOKS:
         return [("all_reduce", payload, False) for payload in _by_hook(facts, flat)]
     if method == "powersgd":
-        first, second = _factors(option, members)
-        both = (first, second) if second else (first,)
-        return [("all_reduce", elements * wide, False) for elements in both]
+        # Tensors that are not worth it go with the left factors; then there may be no right ones.
+        shapes = [(t, *_matrix(option, t)) for t in members]
+        lefts = sum(n1 * r or t.numel for t, n1, _, r in shapes)
+        rights = sum(n2 * r for _, _, n2, r in shapes)
+        return [("all_reduce", n * wide, False) for n in ([lefts, rights] if rights else [lefts])]
     # Bits travel as whole bytes per tensor, and each rank adds a magnitude per tensor.
     bits, magnitudes = sum(-(-t.numel // 8) for t in members), ranks * len(members) * wide
-    up: list[tuple[Operation, int, bool]] = [
-        ("all_gather", magnitudes, False),
-        ("all_to_all", bits, True),
-    ]
+    up: list[_Call] = [("all_gather", magnitudes, False), ("all_to_all", bits, True)]
     return [*up, *up] if method == "onebit" else [*up, up[1]]
 
 
@@ -139,11 +138,11 @@ def drawn_on_host(facts: ModelFacts, step: int) -> int:
     return sum(_by_hook(facts, flat)[-1] for flat in layouts(facts.trainable, 1))
 
 
-def option_count(option: Mapping[str, Any]) -> Any:
-    """Elements that are sent of a tensor: its share, rounded up."""
+def _chosen_elements(option: Mapping[str, Any], tensors: Iterable[TensorFacts]) -> int:
+    """Elements that are sent of ``tensors``: the share of each, rounded up."""
     # By the digits of the option: the float 0.1 is a little more than 1/10, and ceil would add 1.
     density = Fraction(str(option["density"]))
-    return lambda tensor: math.ceil(density * tensor.numel)
+    return sum(math.ceil(density * tensor.numel) for tensor in tensors)
 
 
 def _matrix(option: Mapping[str, Any], tensor: TensorFacts, worth: int = 1) -> tuple[int, int, int]:
@@ -155,15 +154,6 @@ def _matrix(option: Mapping[str, Any], tensor: TensorFacts, worth: int = 1) -> t
     return (n1, n2, r) if worth * r * (n1 + n2) < n1 * n2 else (0, 0, 0)
 
 
-def _factors(option: Mapping[str, Any], tensors: Iterable[TensorFacts]) -> tuple[int, int]:
-    """Elements of both all-reduces of PowerSGD."""
-    first = second = 0
-    for tensor in tensors:
-        n1, n2, r = _matrix(option, tensor)
-        first, second = first + (n1 * r or tensor.numel), second + n2 * r
-    return first, second
-
-
 def state_bytes(
     facts: ModelFacts, tensors: Iterable[TensorFacts], rank: int, ranks: int, step: int
 ) -> int:
@@ -173,9 +163,8 @@ def state_bytes(
         return 0
     method, given = option["method"], option.get("feedback")
     fed_back = method in _FED_BACK if given is None else given
-    tensors = list(tensors)
+    tensors, total = list(tensors), 0
     drawn = {t.name for t in used_by(tensors, step)}
-    total = 0
     for tensor in tensors:
         item = ITEMSIZE[facts.reduction(tensor.dtype)]
         n1, n2, r = _matrix(option, tensor) if method == "powersgd" else (0, 0, 0)

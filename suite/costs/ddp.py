@@ -123,7 +123,9 @@ class DDP(Single):
         """
         facts = self.facts
         is_idle = facts.rotating or not all(facts.micro_batches)
-        return 1, 1 + is_idle + sum(t.may_turn_late for t in facts.trainable)
+        # A backward may lack the gradient of these though an earlier one had it.
+        late = sum(t.last_use is not None or t.is_conditional for t in facts.trainable)
+        return 1, 1 + is_idle + late
 
     def gpu_traffic(self, rank: int, step: int, updated: int) -> dict[str, int]:
         """With the factors that a hook of torch draws on the host."""

@@ -13,7 +13,6 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -30,25 +29,39 @@ Number = int | Fraction
 Facts = Mapping[str, Number]
 Term = Callable[[Facts], Fraction]
 
-#: The symbols of an expression.  Bytes are those of one copy of the model, tied tensors once.
-FACTS: dict[str, str] = {
-    "world": "number of ranks",
-    **{axis: f"ranks along the {axis} axis (1 if absent)" for axis in axes.names()},
-    "data_coordinates": f"shares of the global batch: {' * '.join(axes.sharing(axes.names()))}",
-    "steps": "optimizer steps",
-    "micro_batches": "micro-batches per data coordinate and window",
-    "windows": "schedule calls in one optimizer step",
-    "global_batch": "samples in one optimizer step",
-    "itemsize": "bytes of one element of the case's dtype",
-    "parameter_bytes": "all parameters, frozen ones included",
-    "trainable_bytes": "parameters that are trained",
-    "trainable_elements": "elements of the parameters that are trained",
-    "trainable_tensors": "tensors that are trained",
-    "frozen_bytes": "parameters that are not trained",
-    "float_buffer_bytes": "floating-point buffers",
-    "float_buffers": "number of floating-point buffers",
-    "clipped": "1 if gradients are clipped, else 0",
-    "rounds": "micro-batches of the data coordinate that has most in one optimizer step",
+
+def _ranks_along(axis: str) -> Callable[[Case, ModelFacts], Number]:
+    return lambda case, facts: case.mesh.get(axis, 1)
+
+
+#: The symbols of an expression, and what they are of a case.  Bytes are those of one copy of the
+#: model, tied tensors once.
+FACTS: dict[str, Callable[[Case, ModelFacts], Number]] = {
+    "world": lambda case, facts: case.world,
+    # Ranks along each axis: 1 if it is absent.
+    **{name: _ranks_along(name) for name in axes.names()},
+    # Shares of the global batch.
+    "data_coordinates": lambda case, facts: case.data_coordinates,
+    "steps": lambda case, facts: case.steps,
+    # Micro-batches of each data coordinate in a window, which is one call of a schedule.
+    "micro_batches": lambda case, facts: case.workload.micro_batches,
+    "windows": lambda case, facts: case.workload.windows,
+    # Samples in one optimizer step.
+    "global_batch": lambda case, facts: case.workload.global_batch,
+    # Bytes of one element of the case's dtype.
+    "itemsize": lambda case, facts: ITEMSIZE[case.dtype],
+    # Of all parameters, of those that are trained, and of those that are not.
+    "parameter_bytes": lambda case, facts: sum(t.nbytes for t in facts.parameters),
+    "trainable_bytes": lambda case, facts: sum(t.nbytes for t in facts.trainable),
+    "trainable_elements": lambda case, facts: sum(t.numel for t in facts.trainable),
+    "trainable_tensors": lambda case, facts: len(facts.trainable),
+    "frozen_bytes": lambda case, facts: sum(t.nbytes for t in facts.parameters if not t.trainable),
+    "float_buffer_bytes": lambda case, facts: facts.float_buffer_bytes,
+    "float_buffers": lambda case, facts: sum(b.dtype in ITEMSIZE for b in facts.buffers),
+    # 1 if gradients are clipped, else 0.
+    "clipped": lambda case, facts: int(facts.clipped),
+    # Micro-batches of the data coordinate that has most in one optimizer step.
+    "rounds": lambda case, facts: facts.rounds,
 }
 
 
@@ -86,16 +99,6 @@ class FormulaError(ValueError):
         super().__init__(f"column {column} of {shorten(text)!r}: {what}")
 
 
-@dataclass(frozen=True)
-class Formula:
-    """A named cost: what ``value`` counts, in which unit, and where it is published."""
-
-    name: str
-    value: Term
-    unit: str
-    source: str
-
-
 def model_facts_in(facts: Facts) -> ModelFacts:
     """The model facts that ``facts`` were taken from.
 
@@ -106,28 +109,22 @@ def model_facts_in(facts: Facts) -> ModelFacts:
     return facts.model_facts
 
 
-Question = Callable[[CostModel], Number]
-
-
-def _asked(cost_model: type[CostModel], ask: Question) -> Term:
-    return lambda facts: Fraction(ask(cost_model(model_facts_in(facts))))
-
-
-_PER_STEP = "floating-point bytes sent in one optimizer step, summed over ranks"
-_PER_RANK = "bytes on the rank that holds most, once all state exists"
-#: What can be asked of every strategy: suffix -> (unit, question).
-_QUESTIONS: dict[str, tuple[str, Question]] = {
-    "payload_bytes": (_PER_STEP, lambda cost_model: cost_model.payload()),
-    "parameter_bytes": (_PER_RANK, lambda cost_model: cost_model.held("parameters")),
-    "master_bytes": (_PER_RANK, lambda cost_model: cost_model.held("masters")),
-    "gradient_bytes": (_PER_RANK, lambda cost_model: cost_model.held("gradients")),
-    "optimizer_bytes": (_PER_RANK, lambda cost_model: cost_model.held("optimizer_state")),
-    "state_bytes": (f"{_PER_RANK}: parameters, masters, gradients, optimizer", CostModel.total),
-    "memory_ratio": ("times less than whole copies, same options", memory_ratio),
+#: What can be asked of every strategy.  Bytes are those sent in one optimizer step, summed over
+#: ranks (payload), or held by the rank that holds most, once all state exists.
+_QUESTIONS: dict[str, Callable[[CostModel], Number]] = {
+    "payload_bytes": lambda cost_model: cost_model.payload(),
+    "parameter_bytes": lambda cost_model: cost_model.held("parameters"),
+    "master_bytes": lambda cost_model: cost_model.held("masters"),
+    "gradient_bytes": lambda cost_model: cost_model.held("gradients"),
+    "optimizer_bytes": lambda cost_model: cost_model.held("optimizer_state"),
+    # Of parameters, masters, gradients and optimizer together.
+    "state_bytes": lambda cost_model: cost_model.total(),
+    # Times less than whole copies, same options.
+    "memory_ratio": memory_ratio,
 }
 
 
-def formula(name: str) -> Formula | None:
+def formula(name: str) -> Term | None:
     """The formula ``strategy.question``; ``None``: no such strategy, or no such question.
 
     :raises BrokenStrategy: the package that registers the strategy gives no usable cost model.
@@ -135,9 +132,8 @@ def formula(name: str) -> Formula | None:
     strategy, _, suffix = name.rpartition(".")
     if suffix not in _QUESTIONS or not strategies.of(strategy).is_known:
         return None
-    unit, ask = _QUESTIONS[suffix]
-    cost_model = cost_model_class(strategy)
-    return Formula(name, _asked(cost_model, ask), unit, cost_model.source)
+    ask, cost_model = _QUESTIONS[suffix], cost_model_class(strategy)
+    return lambda facts: Fraction(ask(cost_model(model_facts_in(facts))))
 
 
 def formulas() -> list[str]:
@@ -208,7 +204,7 @@ def _term(node: ast.expr, text: str) -> Term:
             except strategies.BrokenStrategy as error:
                 raise refused(str(error)) from error
             if named is not None:
-                return named.value
+                return named
             if shown in FACTS:
                 return lambda facts: Fraction(facts[shown])
             known = [*formulas(), *FACTS, *_FUNCTIONS]
@@ -222,25 +218,4 @@ def facts_of(case: Case, workload: Workload | None = None) -> CaseFacts:
 
     workload = workload or workloads.for_case(case)
     model_facts = model_facts_of(case, workload, workload.skeleton)
-    trainable_bytes = sum(t.nbytes for t in model_facts.trainable)
-    frozen_bytes = sum(t.nbytes for t in model_facts.parameters if not t.trainable)
-    numbers: dict[str, Number] = {
-        "world": case.world,
-        **{axis: case.mesh.get(axis, 1) for axis in axes.names()},
-        "data_coordinates": case.data_coordinates,
-        "steps": case.steps,
-        "micro_batches": case.workload.micro_batches,
-        "windows": case.workload.windows,
-        "global_batch": case.workload.global_batch,
-        "itemsize": ITEMSIZE[case.dtype],
-        "parameter_bytes": trainable_bytes + frozen_bytes,
-        "trainable_bytes": trainable_bytes,
-        "trainable_elements": sum(t.numel for t in model_facts.trainable),
-        "trainable_tensors": len(model_facts.trainable),
-        "frozen_bytes": frozen_bytes,
-        "float_buffer_bytes": model_facts.float_buffer_bytes,
-        "float_buffers": sum(b.dtype in ITEMSIZE for b in model_facts.buffers),
-        "clipped": int(model_facts.clipped),
-        "rounds": model_facts.rounds,
-    }
-    return CaseFacts(numbers, model_facts)
+    return CaseFacts({name: of(case, model_facts) for name, of in FACTS.items()}, model_facts)

@@ -21,6 +21,7 @@ A member may send ``Capabilities.overhead`` times what a plain one sends.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -28,7 +29,7 @@ from fractions import Fraction
 from shardproof import strategies
 from shardproof.axes import Cut, cutting, parts, sharded, size, summing
 from shardproof.costs.model import Bound, NoCostModel
-from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, shape_key, used, used_by
 from shardproof.costs.pipeline import Pipeline
 from shardproof.costs.tensor import TensorParallel
 
@@ -90,37 +91,29 @@ class Family:
 
     def problem(self, facts: ModelFacts, shown: Mapping[int, Shown], balance: float) -> str:
         """What is wrong with the elements that each rank holds; ``""``: nothing."""
-        axis = self.along(facts)
-        size = facts.size(axis)
-        if size == 1:
+        if facts.size(self.along(facts)) == 1:
             return ""
         for kind in (*self.cut, *self.whole):
             if not any(kind in own.elements for own in shown.values()):
                 continue  # its point is none that every step reaches
-            tensors = _TENSORS[kind](facts.parameters, facts.step)
+            numels = [t.numel for t in _TENSORS[kind](facts.parameters, facts.step)]
             counts = {r: sum(own.elements.get(kind, {}).values()) for r, own in shown.items()}
-            total, largest = _elements(tensors), max((t.numel for t in tensors), default=0)
             if kind == "optimizer" and not any(counts.values()):
                 continue  # SGD without momentum has no state
-            found = (
-                _not_whole(kind, counts, total)
-                if kind in self.whole
-                else self._not_cut(kind, axis, size, counts, total, largest, balance)
-            )
+            if kind in self.cut:
+                found = self._not_cut(kind, facts, counts, numels, balance)
+            else:
+                found = _not_whole(kind, counts, sum(numels))
             if found:
                 return found
         return ""
 
     def _not_cut(
-        self,
-        kind: str,
-        axis: str,
-        size: int,
-        counts: Mapping[int, int],
-        total: int,
-        largest: int,
-        balance: float,
+        self, kind: str, facts: ModelFacts, counts: Mapping[int, int], of: list[int], balance: float
     ) -> str:
+        """Why the ranks, which hold ``counts`` elements of tensors of sizes ``of``, share none."""
+        axis = self.along(facts)
+        size, total, largest = facts.size(axis), sum(of), max(of, default=0)
         if total and min(counts.values()) >= total:
             return (
                 f"nothing is sharded on any rank: each holds all {total:,} elements of the {kind}, "
@@ -144,10 +137,6 @@ def _not_whole(kind: str, counts: Mapping[int, int], total: int) -> str:
         if count != total:
             return f"rank {rank} holds {count:,} of {total:,} elements of the {kind}, asked is all"
     return ""
-
-
-def _elements(tensors: Iterable[TensorFacts]) -> int:
-    return sum(tensor.numel for tensor in tensors)
 
 
 # -------------------------------------------------------------------------------------- bytes sent
@@ -211,15 +200,14 @@ def _pipeline(facts: ModelFacts) -> tuple[Fraction, Fraction]:
     hidden, item = facts.hidden, ITEMSIZE[facts.compute(facts.parameters[0].dtype)]
     boundaries = facts.parts("layers") - 1
     least = most = 0
-    for windows in facts.inputs[facts.step] if facts.inputs else ():
-        for shape in (shape for window in windows for shape in window):
-            sizes = sorted(hidden["x".join(map(str, shape))])
-            least += 2 * item * sum(sizes[:boundaries])
-            most += 2 * item * sum(sizes)
-    tied = Pipeline(facts).tied_messages() if boundaries else ()
-    return Fraction(least), Fraction(
-        most + sum(message.bytes for message in tied) + 2 * _whole_bytes(facts) * bool(boundaries)
-    )
+    for shape in facts.shapes:
+        sizes = sorted(hidden[shape_key(shape)])
+        least += 2 * item * sum(sizes[:boundaries])
+        most += 2 * item * sum(sizes)
+    if boundaries:
+        most += sum(message.bytes for message in Pipeline(facts).tied_messages())
+        most += 2 * _whole_bytes(facts)
+    return Fraction(least), Fraction(most)
 
 
 def _tensor(facts: ModelFacts) -> tuple[Fraction, Fraction]:
@@ -252,16 +240,16 @@ class HybridFamily(Family):
         layers, widths, data = cutting("layers"), cutting("widths"), self.data(facts)
         tensors = facts.size(widths)
         numels = {tensor.name: tensor.numel for tensor in facts.parameters}
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups = defaultdict[tuple[int, int], list[int]](list)
+        stages = defaultdict[int, set[str]](set)
         for rank in shown:
-            groups.setdefault((facts.place(rank, layers), facts.place(rank, widths)), []).append(
-                rank
-            )
-        stages: dict[int, set[str]] = {}
-        local: dict[tuple[int, int], dict[str, int]] = {}
-        for (pipe, tensor), ranks in groups.items():
-            own = local[pipe, tensor] = _together(numels, [shown[rank] for rank in ranks])
-            stages.setdefault(pipe, set()).update(own)
+            groups[facts.place(rank, layers), facts.place(rank, widths)].append(rank)
+        local = {
+            place: _together(numels, [shown[rank] for rank in ranks])
+            for place, ranks in groups.items()
+        }
+        for (pipe, _), own in local.items():
+            stages[pipe].update(own)
         whole = next((p for p, names in stages.items() if names == set(numels)), None)
         if facts.size(layers) > 1 and len(numels) > 1 and whole is not None:
             return (
@@ -277,14 +265,11 @@ class HybridFamily(Family):
         axes = facts.data_axes
         if data is None or not axes:
             return ""
-        for place, ranks in groups.items():
-            own = local[place]
-            mine = tuple(
-                replace(t, shape=(own[t.name],)) for t in facts.parameters if t.name in own
-            )
+        for place, own in local.items():
+            held = [t for t in facts.parameters if t.name in own]
+            mine = tuple(replace(t, shape=(own[t.name],)) for t in held)
             some = replace(facts, axes=axes, parameters=mine)
-            found = data.problem(some, {rank: shown[rank] for rank in ranks}, balance)
-            if found:
+            if found := data.problem(some, {rank: shown[rank] for rank in groups[place]}, balance):
                 return found
         return ""
 
@@ -293,9 +278,8 @@ class HybridFamily(Family):
         declared = [stage for stage in strategies.SHARDED if stage in self.features]
         if (named := _data_option(facts)) is not None or not declared:
             return named
-        return replace(
-            (_ZERO1, _ZERO2, _ZERO3)[strategies.SHARDED.index(declared[-1])], name=self.name
-        )
+        family = (_ZERO1, _ZERO2, _ZERO3)[strategies.SHARDED.index(declared[-1])]
+        return replace(family, name=self.name)
 
 
 def _together(numels: Mapping[str, int], ranks: Iterable[Shown]) -> dict[str, int]:

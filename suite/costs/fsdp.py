@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardproof.costs import collectives, compression
-from shardproof.costs.collectives import Payload
 from shardproof.costs.layout import Unit
-from shardproof.costs.model import Bound, Flow, Prefetch, norm_flow
+from shardproof.costs.model import Bound, Flow, Prefetch
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.costs.zero import Zero3
 
@@ -65,25 +64,22 @@ class FSDP(Zero3):
         """Gathers of a unit that was freed, or cut: before backward and each further forward."""
         return self.facts.called(unit.name) * self.facts.rounds if unit.name else 0
 
-    def flows(self) -> list[Flow]:
-        """Calls and bytes of one step: gathers of units, then reductions of gradients."""
-        facts, flows = self.facts, list[Flow]()
-        self.refuse_uncalled()
-        for unit in self.units:
-            if not facts.called(unit.name):
-                continue
-            gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
-            flows += collectives.flow(facts, facts.sharded, "all_gather", gathered, self.forwards)
-            flows += self.again(gathered, self.gathers_again(unit))
-        once = min(facts.rounds, 1)
-        times = once if self.is_silent else facts.rounds
-        flows += compression.flows(facts, facts.sharded, "reduce_scatter", self.reduced, times)
-        flows += self.crossing(once)
-        return [*flows, *norm_flow(facts, facts.sharded)]
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces over the shards."""
+        return min(self.facts.rounds, 1) if self.is_silent else self.facts.rounds
 
-    def crossing(self, times: int) -> list[Flow]:
+    def gathers(self, unit: Unit) -> list[Flow]:
+        """Those before forward, and those over the ranks on which a unit lies between its uses."""
+        along, gathered, again = self.facts.sharded, self.gathered(unit), self.gathers_again(unit)
+        return [
+            *collectives.flow(self.facts, along, "all_gather", gathered, self.forwards),
+            *collectives.flow(self.facts, along, "all_gather", gathered, again, self.rests),
+        ]
+
+    def crossing(self) -> list[Flow]:
         """The sums of shards over the replicas; compressed where a shard is whole."""
-        facts, shards = self.facts, self.facts.shards
+        facts, shards, times = self.facts, self.facts.shards, min(self.facts.rounds, 1)
         if shards == 1:
             return compression.flows(facts, facts.replicated, "all_reduce", self.reduced, times)
         reduced = [flat.payload(facts.reduction(flat.dtype)) for flat in self.reduced]
@@ -91,12 +87,6 @@ class FSDP(Zero3):
         #   4 5 6 7      a column, of the quarter that is left
         payloads = [(elements // shards, item) for elements, item in reduced]
         return collectives.flow(facts, facts.replicated, "all_reduce", payloads, times)
-
-    def again(self, payloads: list[Payload], times: int) -> list[Flow]:
-        """The gathers of one unit over the ranks that it is sharded over between its uses."""
-        return collectives.flow(
-            self.facts, self.facts.sharded, "all_gather", payloads, times, self.rests
-        )
 
     def scratch(self) -> int:
         """Of sums over the shards as ZeRO-3; those over replicas are all in flight at once."""
@@ -114,24 +104,13 @@ class FSDP(Zero3):
         too, and so is the one before it, which goes there when the next is reduced.
         """
         inner = [unit for unit in self.units if unit.name in self.facts.units]
-        gathers = 0
-        if self.facts.shards > 1 and not (self.is_silent and self.rests == 1):
-            count = sum(len(unit.flats) for unit in inner)
-            follows = self.facts.option("prefetch_forward", 1) and not self.uncalled
-            gathers += count if follows else 0
-            if self.facts.option("prefetch_backward", 1) and self.rests > 1:
-                # What is kept whole (rests over 1 rank) has nothing to gather in backward.
-                gathers += count - self.first_of_backward
-        scatters, crosses = (
-            self.facts.size(axis) > 1 for axis in (self.facts.sharded, self.facts.replicated)
-        )
+        scatters, crosses = self.facts.shards > 1, self.facts.replicas > 1
         of_zero3 = super().prefetch()
         late = of_zero3.late_when_computing
         kept = {"backward": (0, 0)} if of_zero3.depth and self.rests == 1 else {}
         before = max((len(unit.trained) for unit in inner), default=0) if scatters else 0
         return replace(
             of_zero3,
-            gathers=gathers,
             late_when_computing=late if scatters else 0,
             late_when_idle=of_zero3.late_when_idle if scatters else 0,
             last_when_computing=late + before if crosses and self.held_up else 0,
@@ -153,11 +132,6 @@ class FSDP(Zero3):
             return bounds | {"parameters": Bound(level - not_always, level)}
         chunk = whole // self.rests if self.rests < self.facts.shards else 0
         return bounds | {"parameters": replace(bound, high=bound.high + chunk)}
-
-    @property
-    def adds_up(self) -> bool:
-        """Without communication whole gradients of all units wait for the last round."""
-        return self.is_silent and self.facts.rounds > 1
 
     def in_flight(self, rank: int, step: int) -> int:
         """Bytes of gathered units that ``rank`` holds at most at once, with kept chunks."""

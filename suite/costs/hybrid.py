@@ -7,7 +7,7 @@ tensor that is tied over stages as another; its cost model gets the facts of tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from shardproof.costs.ddp import Single
 from shardproof.costs.fsdp import FSDP
 from shardproof.costs.model import Bound, CostModel, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
-from shardproof.costs.offload import offloaded
+from shardproof.costs.offload import asked
 from shardproof.costs.pipeline import Message, Pipeline, exchanged
 from shardproof.costs.stages import Stages, stages_of
 from shardproof.costs.tensor import TensorParallel
@@ -55,9 +55,8 @@ class Hybrid(CostModel):
         super().__init__(facts)
         sent = tuple(replace(t, dtype=facts.compute(t.dtype)) for t in facts.parameters)
         options = {"sum_each_backward": True, **facts.options}
-        self.layers = TensorParallel(
-            replace(facts, options=options, parameters=sent, clipped=False)
-        )
+        layers = replace(facts, options=options, parameters=sent, clipped=False)
+        self.layers = TensorParallel(layers)
         # Without data axes no strategy is asked: what is unused has no gradient, as in one process.
         self.has_data = bool(facts.data_axes)
         self.data = str(facts.option("data", "ddp")) if self.has_data else Single.strategy
@@ -77,27 +76,23 @@ class Hybrid(CostModel):
         if not self.is_cut:
             return [self.model(self.facts.parameters, self.facts.buffers, tensor)]
         held = [t for t in self.facts.parameters if pipe in self.stages.ranks(t)]
-        tied = [t for t in held if self.is_tied(t)]
+        tied = [t for t in held if self.has_tied([t])]
         models = []
         for stage in self.stages.of(pipe):
             own = [t for t in held if t not in tied and self.stages.homes(t) == [stage]]
             buffers = [b for b in self.facts.buffers if self.stages.homes(b) == [stage]]
             models.append(self.model(own, buffers, tensor))
-        return models + [self.model([t], [], tensor, tied=True) for t in tied]
+        return models + [self.model([t], [], tensor) for t in tied]
 
-    def is_tied(self, tensor: TensorFacts) -> bool:
-        """Whether ``tensor`` has a home on more than one stage."""
-        return len(self.stages.homes(tensor)) > 1
+    def has_tied(self, tensors: Iterable[TensorFacts]) -> bool:
+        """Whether one of ``tensors`` has a home on more than one stage."""
+        return self.is_cut and any(len(self.stages.homes(tensor)) > 1 for tensor in tensors)
 
     def model(
-        self,
-        parameters: Sequence[TensorFacts],
-        buffers: Sequence[TensorFacts],
-        tensor: int,
-        tied: bool = False,
+        self, parameters: Sequence[TensorFacts], buffers: Sequence[TensorFacts], tensor: int
     ) -> CostModel:
         """The strategy of the data axes on these tensors, as rank ``tensor`` has them."""
-        facts = self.facts
+        facts, tied = self.facts, self.has_tied(parameters)
         local = tuple(self.local_part(t, tensor) for t in parameters)
         names = {t.name for t in local}
         groups = (tuple(n for n in group if n in names) for group in facts.groups)
@@ -129,7 +124,7 @@ class Hybrid(CostModel):
             inputs=(),
             hidden={},
         )
-        return offloaded(strategy, inner)(inner)
+        return asked(strategy, inner)
 
     def local_part(self, tensor: TensorFacts, rank: int) -> TensorFacts:
         """``tensor`` as rank ``rank`` of the tensor axis has it."""
@@ -213,9 +208,9 @@ class Hybrid(CostModel):
             bound = model.peaks(number, phase, step).get("parameters")
             if bound is None:
                 return {}
-            is_tied = self.is_cut and any(map(self.is_tied, model.facts.parameters))
             rests = model.resident(number, step, step)["parameters"]
-            low, high = low + (rests if is_tied else bound.low), high + bound.high
+            low += rests if self.has_tied(model.facts.parameters) else bound.low
+            high += bound.high
         return {"parameters": Bound(low, high)} if models else {}
 
     def by_layout(self, rank: int) -> Mapping[str, Mapping[str, int]]:

@@ -143,7 +143,8 @@ def units(facts: ModelFacts, shards: int) -> list[Unit]:
     chosen = unit_names(facts)
     members: dict[str, list[TensorFacts]] = {name: [] for name in ("", *chosen)}
     for tensor in facts.parameters:
-        homes = {_innermost(owner, chosen) for owner in tensor.owners}
+        around = ([n for n in chosen if within(owner, n)] for owner in tensor.owners)
+        homes = {max(names, key=len, default="") for names in around}
         # A tied parameter with owners in two units must be whole whenever either computes.
         members[homes.pop() if len(homes) == 1 else ""].append(tensor)
     return [Unit(name, layouts(held, shards)) for name, held in members.items() if held]
@@ -176,10 +177,6 @@ def _of_size(facts: ModelFacts, names: Sequence[str], least: int) -> list[str]:
             for tensor in inside:
                 del free[tensor.name]
     return [name for name in names if name in chosen]
-
-
-def _innermost(owner: str, names: Sequence[str]) -> str:
-    return max((name for name in names if within(owner, name)), key=len, default="")
 
 
 def within(owner: str, name: str) -> bool:

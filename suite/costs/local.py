@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
-from itertools import groupby
 
 from shardproof.costs.ddp import Single
+from shardproof.costs.layout import layouts
 from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow, state_bytes
 from shardproof.costs.model_facts import ITEMSIZE, TensorFacts
 
@@ -30,9 +30,7 @@ class LocalSGD(Single):
         facts = self.facts
         if (facts.step + self.ahead) % int(facts.option("every", self.every)):
             return []
-        tensors = sorted(facts.trainable, key=lambda tensor: tensor.dtype)
-        groups = groupby(tensors, key=lambda tensor: tensor.dtype)
-        payloads = [sum(t.nbytes for t in g) for _, g in groups]
+        payloads = [flat.padded_bytes() for flat in layouts(facts.trainable, 1)]
         return flow(facts, facts.group(), "all_reduce", payloads)
 
     def control_limit(self) -> int:
@@ -42,13 +40,10 @@ class LocalSGD(Single):
     def why_not_measured(self) -> str:
         """Which ranks have gradients of a parameter that goes unused no formula says."""
         idle = [t.name for t in self.facts.trainable if not t.in_every_backward]
-        return (
-            f"{idle[0]!r} goes unused: which ranks hold its state is not promised" if idle else ""
-        )
+        why = "goes unused: which ranks hold its state is not promised"
+        return f"{idle[0]!r} {why}" if idle else ""
 
-    def why_state_is_not_promised(self) -> str:
-        """The same."""
-        return self.why_not_measured()
+    why_state_is_not_promised = why_not_measured
 
     def trains(self, rank: int, step: int) -> bool:
         """Whether ``rank`` has data in ``step``: without it there is nothing to update by."""
@@ -77,8 +72,8 @@ class LocalSGD(Single):
         held, last = {t.name: t.numel for t in self.held_by(rank)}, self.facts.steps - 1
         own = Local.of(self.facts, held, held if self.has_trained(rank, last) else {})
         gradients = own.gradients if self.trains(rank, last) else {}
-        state = _sizes(self.facts.trainable) if self.outer() else own.optimizer
-        return Local(own.parameters, gradients, state)
+        kept = {t.name: t.numel for t in self.facts.trainable}
+        return Local(own.parameters, gradients, kept if self.outer() else own.optimizer)
 
 
 class DiLoCo(LocalSGD):
@@ -93,14 +88,6 @@ class DiLoCo(LocalSGD):
     def outer(self) -> int:
         """The start, and momentum unless it is 0."""
         return 2 if self.facts.option("outer_momentum", 0.9) else 1
-
-
-class PostLocalSGD(LocalSGD):
-    """PyTorch's: it meets after the first step already."""
-
-    strategy = "post_local_sgd"
-    source = "torch PeriodicModelAverager: step % period == 0. " + LocalSGD.source
-    ahead = 0
 
 
 class ParameterServer(Single):
@@ -211,9 +198,7 @@ class ParameterServer(Single):
             return str(error)
         return ""
 
-    def why_state_is_not_promised(self) -> str:
-        """The same."""
-        return self.why_not_measured()
+    why_state_is_not_promised = why_not_measured
 
     def owned_by(self, rank: int) -> list[TensorFacts]:
         """What a server owns; the first one has also what nobody trains."""
@@ -222,22 +207,16 @@ class ParameterServer(Single):
 
     def resident(self, rank: int, step: int, updated: int) -> Bytes:
         """A server has what it owns and state for it, a worker all parameters and its gradients."""
-        trained = self.facts.trainable
-        if rank >= self.servers:
-            computes = self.lives(rank - self.servers, 0)
-            return {
-                "parameters": sum(t.nbytes for t in self.facts.parameters),
-                "masters": 0,
-                "gradients": sum(t.nbytes for t in trained) if computes else 0,
-                "optimizer_state": 0,
-            }
-        held = self.owned_by(rank)
-        state = [(t, t.numel) for t in held if t.trainable]
+        is_server = rank < self.servers
+        held = self.owned_by(rank) if is_server else self.facts.parameters
+        trained = [(t, t.numel) for t in held if t.trainable]
+        computes = not is_server and self.lives(rank - self.servers, 0)
+        states = self.states(updated) if is_server else 0
         return {
             "parameters": sum(t.nbytes for t in held),
             "masters": 0,
-            "gradients": 0,
-            "optimizer_state": state_bytes(self.facts, state, updated) * self.states(updated),
+            "gradients": sum(t.nbytes for t, _ in trained) if computes else 0,
+            "optimizer_state": state_bytes(self.facts, trained, updated) * states if states else 0,
         }
 
     def unclassified_limit(self, rank: int, step: int) -> int | None:
@@ -248,7 +227,3 @@ class ParameterServer(Single):
         """Servers show what they own, and keep no gradient; workers show nothing."""
         own = Local.of(self.facts, {t.name: t.numel for t in self.owned_by(rank)})
         return Local(own.parameters, {}, own.optimizer)
-
-
-def _sizes(tensors: Sequence[TensorFacts]) -> dict[str, int]:
-    return {tensor.name: tensor.numel for tensor in tensors}

@@ -65,10 +65,6 @@ class Flow:
             return 0, sys.maxsize
         return self.calls if isinstance(self.calls, tuple) else (self.calls, self.calls)
 
-    def at_least(self, calls: int) -> Flow:
-        """The same bytes in so many calls or more, up to those of now; ranks share them anyhow."""
-        return replace(self, calls=(calls, self.range[1]), by_rank=None)
-
     def in_any_calls(self) -> Flow:
         """The same bytes in a number of calls that is not promised."""
         return replace(self, calls=None, by_rank=None)
@@ -297,10 +293,8 @@ def grouped_flow(
         return []
     # Over all ranks: an all-reduce is a reduce-scatter and an all-gather of (N - 1) payloads each.
     factor = 2 * (ranks - 1) if operation == "all_reduce" else ranks - 1
-    total = Fraction(factor * sum(sizes) * times)
-    return [
-        Flow(axis, operation, total, len(sizes) * times * ranks, integers=integers, ranks=ranks)
-    ]
+    total, calls = Fraction(factor * sum(sizes) * times), len(sizes) * times * ranks
+    return [Flow(axis, operation, total, calls, integers=integers, ranks=ranks)]
 
 
 def norm_flow(facts: ModelFacts, axis: str) -> list[Flow]:
@@ -308,18 +302,11 @@ def norm_flow(facts: ModelFacts, axis: str) -> list[Flow]:
     return flow(facts, axis, "all_reduce", [8] if facts.clipped else [])
 
 
-def state_bytes(
-    facts: ModelFacts, parts: Iterable[tuple[TensorFacts, int]], step: int, dtype: str | None = None
-) -> int:
+def state_bytes(facts: ModelFacts, parts: Iterable[tuple[TensorFacts, int]], step: int) -> int:
     """Bytes of an element-wise optimizer's state over ``(tensor, elements)`` after ``step``.
 
-    Slots in ``dtype`` (``None``: as built) and one step counter per part, for those that had a
-    gradient by then.
+    Slots as built and one step counter per part, for those that had a gradient by then.
     """
     ready = {t.name for t in model_facts.used_by(facts.parameters, step)}
-    return sum(
-        model_facts.slots(facts) * count * ITEMSIZE[dtype or tensor.dtype]
-        + model_facts.counter_bytes(facts)
-        for tensor, count in parts
-        if tensor.name in ready
-    )
+    slots, counter = model_facts.slots(facts), model_facts.counter_bytes(facts)
+    return sum(slots * n * ITEMSIZE[t.dtype] + counter for t, n in parts if t.name in ready)

@@ -13,17 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardproof.axes import (
-    Cut,
-    cutting,
-    exchanging,
-    joined,
-    parts,
-    replicated,
-    sharded,
-    sharing,
-    summing,
-)
+from shardproof import axes
+from shardproof.axes import Cut
 from shardproof.contract import Options
 from shardproof.files import Stored
 
@@ -79,11 +70,6 @@ class TensorFacts:
     def in_every_backward(self) -> bool:
         """Whether every micro-batch gives it a gradient."""
         return self.always_used and not self.is_conditional
-
-    @property
-    def may_turn_late(self) -> bool:
-        """Whether a backward may lack its gradient though an earlier one had it."""
-        return self.last_use is not None or self.is_conditional
 
     @property
     def nbytes(self) -> int:
@@ -144,11 +130,11 @@ class ModelFacts(Stored):
 
     def parts(self, what: Cut) -> int:
         """Ranks over which the mesh cuts ``what`` (1: it does not)."""
-        return parts(self.axes, what)
+        return axes.parts(self.axes, what)
 
     def group(self, tensor: TensorFacts | None = None) -> str:
         """The axes over which the gradient of ``tensor`` is summed (``None``: a dense one)."""
-        return joined(self.axes, summing(self.axes, self.role(tensor) if tensor else ""))
+        return axes.joined(self.axes, axes.summing(self.axes, self.role(tensor) if tensor else ""))
 
     def role(self, tensor: TensorFacts) -> str:
         """What ``tensor``, or the layer that it is named after, is for; empty: nothing told."""
@@ -157,12 +143,12 @@ class ModelFacts(Stored):
     @property
     def sharded(self) -> str:
         """The axes along which ranks hold different shards; empty: nothing is sharded."""
-        return joined(self.axes, sharded(self.axes))
+        return axes.joined(self.axes, axes.sharded(self.axes))
 
     @property
     def replicated(self) -> str:
         """The axes along which gradients are summed and ranks hold copies."""
-        return joined(self.axes, replicated(self.axes))
+        return axes.joined(self.axes, axes.replicated(self.axes))
 
     @property
     def shards(self) -> int:
@@ -177,11 +163,11 @@ class ModelFacts(Stored):
     @property
     def data_axes(self) -> dict[str, int]:
         """The part of the mesh along which gradients are summed."""
-        return {name: self.axes[name] for name in summing(self.axes)}
+        return {name: self.axes[name] for name in axes.summing(self.axes)}
 
     def without(self, what: Cut) -> ModelFacts:
         """The same on the part of the mesh that does not cut ``what``."""
-        left = {name: size for name, size in self.axes.items() if name != cutting(what)}
+        left = {name: size for name, size in self.axes.items() if name != axes.cutting(what)}
         return replace(self, axes=left)
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -193,7 +179,10 @@ class ModelFacts(Stored):
 
     def place(self, rank: int, axis: str) -> int:
         """Place of global ``rank`` along ``axis`` or several joined by ``+`` (0 if absent)."""
-        return self._number(rank, axis.split("+"))
+        at, number = self.coordinate(rank), 0
+        for name in axis.split("+"):
+            number = number * self.axes.get(name, 1) + at.get(name, 0)
+        return number
 
     def shard_of(self, rank: int) -> int:
         """Number of the shard that global ``rank`` holds."""
@@ -201,14 +190,14 @@ class ModelFacts(Stored):
 
     def data_coordinate(self, rank: int) -> int:
         """Which share of the batch global ``rank`` gets."""
-        along = sharing(self.axes)
-        return self._number(rank, [name for name in self.axes if name in along])
+        along = axes.sharing(self.axes)
+        return self.place(rank, "+".join(name for name in self.axes if name in along))
 
-    def _number(self, rank: int, along: Iterable[str]) -> int:
-        at, number = self.coordinate(rank), 0
-        for name in along:
-            number = number * self.axes.get(name, 1) + at.get(name, 0)
-        return number
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the inputs of every micro-batch of the step, over all data coordinates."""
+        shares = self.inputs[self.step] if self.inputs else ()
+        return [shape for windows in shares for window in windows for shape in window]
 
     def called(self, name: str) -> int:
         """How often one forward calls the module ``name``."""
@@ -249,8 +238,7 @@ class ModelFacts(Stored):
 
     def precision(self, name: str) -> str | None:
         """The dtype that ``precision.<name>`` names; ``None``: as built."""
-        chosen = self.options.get("precision") or {}
-        value = chosen.get(name)
+        value = (self.options.get("precision") or {}).get(name)
         return None if value is None else str(value)
 
     def compute(self, dtype: str) -> str:
@@ -268,10 +256,11 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
     owners: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(tensor), []).append(name.rpartition(".")[0])
-    piped = cutting("layers") in case.mesh
+    piped = axes.cutting("layers") in case.mesh
     homes = _homes(workload, model) if piped else {}
-    inputs = _inputs(case, workload) if exchanging(case.mesh) else ()
+    inputs = _inputs(case, workload) if axes.exchanging(case.mesh) else ()
     form = workload.family.cross_entropy(workload.params)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     return ModelFacts(
         axes=dict(case.mesh),
         options=dict(case.options),
@@ -297,12 +286,7 @@ def model_facts_of(case: Case, workload: Workload, model: nn.Module) -> ModelFac
         units=tuple(workload.units),
         micro_batches=tuple(case.workload.micro_batch_counts(case.data_coordinates)),
         rotating="rotating_shares" in case.workload.traits,
-        groups=tuple(
-            tuple(names)
-            for _, names in case.optimizer.assign(
-                name for name, p in model.named_parameters() if p.requires_grad
-            )
-        ),
+        groups=tuple(tuple(names) for _, names in case.optimizer.assign(trained)),
         optimizer=case.optimizer.name,
         momentum=case.optimizer.momentum,
         clipped=case.optimizer.clip_norm is not None,
@@ -382,25 +366,21 @@ def _hidden(
     model, sizes = workload.model(), dict[str, int]()
     for name in workload.units if wanted else ():
         model.get_submodule(name).register_forward_hook(partial(note, name))
-    for step in range(len(inputs)):
+    steps = (workload.batch(step, case.data_coordinates) for step in range(len(inputs)))
+    for micro in (micro for step in steps for batch in step for micro in batch.micro_batches):
         if wanted <= set(hidden):
             break
-        for batch in workload.batch(step, case.data_coordinates):
-            for micro in batch.micro_batches:
-                key = shape_key(micro.inputs.shape)
-                if key not in hidden:
-                    with torch.no_grad():
-                        model(micro.inputs)
-                    hidden[key] = tuple(sizes[name] for name in workload.units[:-1])
+        if (key := shape_key(micro.inputs.shape)) not in hidden:
+            with torch.no_grad():
+                model(micro.inputs)
+            hidden[key] = tuple(sizes[name] for name in workload.units[:-1])
     return hidden
 
 
 def slots(facts: ModelFacts) -> int:
     """State tensors of the optimizer that have their parameter's shape."""
-    if facts.optimizer == "adamw":
-        # First and second moment.
-        return 2
-    return int(facts.momentum != 0)
+    # First and second moment of AdamW; the momentum of SGD.
+    return 2 if facts.optimizer == "adamw" else int(facts.momentum != 0)
 
 
 def counter_bytes(facts: ModelFacts) -> int:

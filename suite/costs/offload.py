@@ -8,8 +8,7 @@ their gradients rest there too; a shard comes up whenever its unit is gathered.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from shardproof.costs.model import Bound, Bytes, CostModel
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used, used_by
@@ -18,18 +17,11 @@ from shardproof.costs.zero import Zero1, Zero3, votes
 OPTION = "offload"
 
 
-def offloaded(kind: type[CostModel], facts: ModelFacts) -> type[CostModel]:
-    """``kind`` with the offload that ``facts`` asks for; ``kind`` itself without."""
-    if facts.option(OPTION, "none") == "none" or not issubclass(kind, (Zero1, Zero3)):
-        return kind
-    fields = {
-        "whole": kind,
-        "strategy": kind.strategy,
-        "source": f"{kind.source}; {Offloaded.source}",
-        "divided": kind.divided,
-        "rests_as_built": kind.rests_as_built,
-    }
-    return type(f"Offloaded{kind.__name__}", (Offloaded,), fields)
+def asked(kind: type[CostModel], facts: ModelFacts) -> CostModel:
+    """The cost model ``kind`` of ``facts``, with the offload that they ask for."""
+    inner = kind(facts)
+    is_offloaded = facts.option(OPTION, "none") != "none"
+    return Offloaded(inner) if is_offloaded and isinstance(inner, Zero1 | Zero3) else inner
 
 
 def _of_inner(name: str) -> Callable[..., Any]:
@@ -39,16 +31,17 @@ def _of_inner(name: str) -> Callable[..., Any]:
 class Offloaded(CostModel):
     """A strategy of which a part rests in host memory; the network sees no difference."""
 
-    whole: ClassVar[type[Zero1 | Zero3]]
     source = (
         "ZeRO-Offload (arXiv 2101.06840) section 4.1: 2 Psi of gradients down and 2 Psi of "
         "parameters up in 16 bits, each rank its share; no optimizer state on the device"
     )
 
-    @cached_property
-    def inner(self) -> Zero1 | Zero3:
-        """The cost model of the strategy as it would be without offload."""
-        return self.whole(self.facts)
+    def __init__(self, inner: Zero1 | Zero3) -> None:
+        super().__init__(inner.facts)
+        #: The cost model of the strategy as it would be without offload.
+        self.inner = inner
+        told = {"strategy": inner.strategy, "source": f"{inner.source}; {self.source}"}
+        vars(self).update(told, divided=inner.divided, rests_as_built=inner.rests_as_built)
 
     @property
     def shards_rest_there(self) -> bool:
@@ -82,7 +75,16 @@ class Offloaded(CostModel):
         if self.shards_rest_there:
             assert isinstance(self.inner, Zero3)
             # There is no formula for a unit that only some micro-batches call, as for its traffic.
-            return {} if self.inner.uncalled else self._moved_shards(self.inner)
+            if self.inner.uncalled:
+                return {}
+            #   host -> device    a shard, as often as its unit is gathered
+            #   device -> host    the reduced shard of its gradient, once
+            lifted = sum(
+                self.inner.gathers_per_step(unit) * flat.shard_bytes(self.facts.compute(flat.dtype))
+                for unit in self.inner.units
+                for flat in unit.flats
+            )
+            return {"down": sum(flat.shard_bytes() for flat in self.inner.reduced), "up": lifted}
         if updated != step:
             return {"down": 0, "up": 0}
         ready = {t.name for t in used(self.facts.parameters, step)}
@@ -113,14 +115,3 @@ class Offloaded(CostModel):
     def trained(self, rank: int) -> list[tuple[TensorFacts, int]]:
         """``(tensor, elements)`` that ``rank`` updates."""
         return [(t, n) for t, n in self.inner.parts(rank) if t.trainable]
-
-    def _moved_shards(self, inner: Zero3) -> dict[str, int]:
-        #   host -> device    a shard, as often as its unit is gathered
-        #   device -> host    the reduced shard of its gradient, once
-        lifted = sum(
-            inner.gathers_per_step(unit) * flat.shard_bytes(self.facts.compute(flat.dtype))
-            for unit in inner.units
-            for flat in unit.flats
-        )
-        reduced = sum(flat.shard_bytes() for flat in inner.reduced)
-        return {"down": reduced, "up": lifted}

@@ -75,11 +75,8 @@ def answers(cost_model: type[CostModel], facts: ModelFacts, skipped: Sequence[bo
             for step, updated in sorted(moments)
         },
         local={
-            str(rank): {
-                kind: dict(getattr(held, kind)) for kind in ("parameters", "gradients", "optimizer")
-            }
+            str(rank): {kind: dict(held) for kind, held in vars(whole.local(rank)).items()}
             for rank in ranks
-            for held in (whole.local(rank),)
         },
     )
 

@@ -63,11 +63,10 @@ class Pipeline(Single):
             if place[stage] != place[stage + 1]
         ]
         copies = facts.parts("widths")  # each rank of the tensor axis sends its own
-        for windows in facts.inputs[facts.step] if facts.inputs else ():
-            for shape in (shape for window in windows for shape in window):
-                hidden = facts.hidden[shape_key(shape)]
-                for boundary, ends in boundaries:
-                    yield from (Message(hidden[boundary] * item, ends),) * 2 * copies
+        for shape in facts.shapes:
+            hidden = facts.hidden[shape_key(shape)]
+            for boundary, ends in boundaries:
+                yield from (Message(hidden[boundary] * item, ends),) * 2 * copies
 
     def tied_messages(self) -> Iterator[Message]:
         """The gradients that the ranks of a tied tensor send each other."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from shardproof.costs import model
 from shardproof.costs.layout import chunk
@@ -32,6 +32,9 @@ class TensorParallel(CostModel):
         "gradients that are terms of a sum (of what stands on every rank while sequences are "
         "split, of KV heads that several ranks have) once a step"
     )
+
+    #: Whether gradients have the padding of their parameters.
+    pads_gradients = False
 
     def __init__(self, facts: ModelFacts) -> None:
         super().__init__(facts)
@@ -87,13 +90,7 @@ class TensorParallel(CostModel):
     def shapes(self) -> list[tuple[int, int]]:
         """Samples and positions of every micro-batch of the step, over all data coordinates."""
         key = any(name.endswith(".dropout_counter") for name in self.facts.modules)
-        shares = self.facts.inputs[self.facts.step] if self.facts.inputs else ()
-        return [
-            (shape[0], shape[1] - key)  # behind the positions
-            for share in shares
-            for window in share
-            for shape in window
-        ]
+        return [(shape[0], shape[1] - key) for shape in self.facts.shapes]  # behind the positions
 
     @property
     def table(self) -> TensorFacts:
@@ -227,11 +224,6 @@ class TensorParallel(CostModel):
         """Elements that the part of ``tensor`` on ``rank`` takes, padding included."""
         return self.elements(tensor, rank)
 
-    @property
-    def pads_gradients(self) -> bool:
-        """Whether gradients have the padding of their parameters."""
-        return False
-
     def local(self, rank: int) -> Local:
         """Elements by name that ``rank`` holds."""
         return Local.of(self.facts, {t.name: n for t, n in self.parts(rank)})
@@ -241,29 +233,24 @@ def cannot_share_layers(facts: ModelFacts) -> str:
     """Why the ranks of the tensor axis cannot share heads or hidden sizes (empty: they can)."""
     ranks = facts.size("tensor")
 
-    def reason(layer: str, what: str, fits: Callable[[int], bool], most: int) -> str:
-        valid = ", ".join(str(n) for n in range(1, most + 1) if fits(n))
+    def reason(layer: str, what: str, valid: Iterable[int]) -> str:
         return (
             f"mesh axis 'tensor' = {ranks}: {layer!r} has {what}, which so many ranks cannot "
-            f"share; valid: {valid}"
+            f"share; valid: {', '.join(map(str, valid))}"
         )
 
     for name, (heads, kv) in facts.heads.items():
-        shares = partial(_shares_heads, heads, kv)
-        if not shares(ranks):
-            return reason(f"{name}.qkv", f"{heads} heads and {kv} KV heads", shares, heads)
+        valid = [n for n in _divisors(heads) if kv % n == 0 or n % kv == 0]
+        if ranks not in valid:
+            return reason(f"{name}.qkv", f"{heads} heads and {kv} KV heads", valid)
     for tensor in facts.parameters:
         layer, _, leaf = tensor.name.rpartition(".")
         if leaf == "weight" and (role := facts.role(tensor)) in _DIVIDED:
             dim, what = _DIVIDED[role]
             if (size := tensor.shape[dim]) % ranks:
-                return reason(layer, f"{size} {what} features", partial(_divides, size), size)
+                return reason(layer, f"{size} {what} features", _divisors(size))
     return ""
 
 
-def _shares_heads(heads: int, kv: int, ranks: int) -> bool:
-    return heads % ranks == 0 and (kv % ranks == 0 or ranks % kv == 0)
-
-
-def _divides(size: int, ranks: int) -> bool:
-    return size % ranks == 0
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

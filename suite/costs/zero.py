@@ -234,17 +234,30 @@ class Zero3(CostModel):
 
     def flows(self) -> list[Flow]:
         """(N-1) (m G + 2 m P) bytes: each round gathers a unit twice and reduces it once."""
-        facts, flows = self.facts, list[Flow]()
-        self.refuse_uncalled()
-        for unit in self.units:
-            gathered = [flat.payload(facts.compute(flat.dtype)) for flat in unit.flats]
-            times = self.gathers_per_step(unit)
-            flows += collectives.flow(facts, facts.sharded, "all_gather", gathered, times)
+        facts, reduced = self.facts, self.reduced
+        for name in self.uncalled:
+            text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
+            raise model.NoCostModel(text)
+        called = (unit for unit in self.units if facts.called(unit.name))
         return [
-            *flows,
-            *compression.flows(facts, facts.sharded, "reduce_scatter", self.reduced, facts.rounds),
+            *(one for unit in called for one in self.gathers(unit)),
+            *compression.flows(facts, facts.sharded, "reduce_scatter", reduced, self.reductions),
+            *self.crossing(),
             *model.norm_flow(facts, facts.sharded),
         ]
+
+    def gathers(self, unit: Unit) -> list[Flow]:
+        """The gathers of a unit in a step."""
+        gathered, times = self.gathered(unit), self.gathers_per_step(unit)
+        return collectives.flow(self.facts, self.facts.sharded, "all_gather", gathered, times)
+
+    def gathered(self, unit: Unit) -> list[tuple[int, int]]:
+        """Elements, and bytes of one, that a gather of ``unit`` makes, layout by layout."""
+        return [flat.payload(self.facts.compute(flat.dtype)) for flat in unit.flats]
+
+    def crossing(self) -> list[Flow]:
+        """The sums of shards over replicas, of which there are none."""
+        return []
 
     @cached_property
     def uncalled(self) -> set[str]:
@@ -259,12 +272,6 @@ class Zero3(CostModel):
             and self.facts.called(unit.name)
             and all(t.trainable and not t.in_every_backward for t in unit.members)
         }
-
-    def refuse_uncalled(self) -> None:
-        """:raises NoCostModel: some micro-batch leaves a unit out."""
-        for name in self.uncalled:
-            text = f"not every micro-batch calls the unit {name!r}: no traffic is promised"
-            raise model.NoCostModel(text)
 
     def gathers_per_step(self, unit: Unit) -> int:
         """How often a step gathers ``unit`` from shards, which may come up from the host."""
@@ -317,33 +324,37 @@ class Zero3(CostModel):
         the whole backward is reduced late if that may end without one of its gradients.
         """
         inner = [unit for unit in self.units if unit.name in self.facts.units]
+        count = sum(len(unit.flats) for unit in inner)
         #     unit         1  2  3  4  5         forward, one unit ahead
         #     computes           x
         #     gathered           x  x            4 comes while 3 computes; 1 and 2 have been freed
-        ways = 1 if self.uncalled else 2  # forward follows the order of the forward before
         gathers = 0
-        if self.facts.shards > 1:
-            gathers = ways * sum(len(u.flats) for u in inner) - self.first_of_backward
+        if self.facts.shards > 1 and not (self.is_silent and self.rests == 1):
+            if self._prefetched("forward") and not self.uncalled:
+                gathers += count  # it follows the order of the forward before
+            if self._prefetched("backward") and self.rests > 1:
+                # What is kept whole (rests over 1 rank) has nothing to gather in backward.  Where
+                # the model itself owns nothing, no unit computes before the one that begins it.
+                owns_nothing = all(unit.name for unit in self.units)
+                gathers += count - (len(inner[-1].flats) if inner and owns_nothing else 0)
         late = sum(len(unit.trained) for unit in self.held_up)
         watched = all(not unit.name or unit.name in self.facts.units for unit in self.units)
-        depth = {phase: self.depth(self._prefetched(phase)) for phase in ("forward", "backward")}
-        if not self.has_one_order:
-            depth = {}
+        depth = {}
+        # What comes next is known where every forward calls the same units once.
+        once = all(self.facts.called(unit.name) <= 1 for unit in self.units if unit.name)
+        if once and not self.uncalled and self.facts.shards > 1:
+            depth = {way: self.depth(self._prefetched(way)) for way in ("forward", "backward")}
         return Prefetch(gathers, late, len(self.trained), watched=watched, depth=depth)
 
     @property
-    def first_of_backward(self) -> int:
-        """Gathers of the unit whose backward begins, where the model itself owns nothing: then no
-        unit computes before it.
-        """
-        inner = [unit for unit in self.units if unit.name in self.facts.units]
-        return len(inner[-1].flats) if inner and all(unit.name for unit in self.units) else 0
+    def rests(self) -> int:
+        """Over how many ranks parameters are sharded between forward and backward (1: whole)."""
+        return self.facts.shards
 
     @property
-    def has_one_order(self) -> bool:
-        """Whether every forward calls the same units once, so that what comes next is known."""
-        once = all(self.facts.called(unit.name) <= 1 for unit in self.units if unit.name)
-        return once and not self.uncalled and self.facts.shards > 1
+    def is_silent(self) -> bool:
+        """Whether gradients of all but the last round stay on their rank."""
+        return False
 
     def depth(self, prefetched: int) -> tuple[int, int]:
         """Least and most gathers under way when a unit begins that is one of the ``prefetched``
@@ -405,7 +416,9 @@ class Zero3(CostModel):
             unit.name: sum(f.padded_bytes(facts.reduction(f.dtype)) for f in unit.trained)
             for unit in self.units
         }
-        whole = reduced.values() if self.adds_up else _with_root(reduced, 1)
+        # Without communication whole gradients of all units wait for the last round.
+        adds_up = self.is_silent and facts.rounds > 1
+        whole = reduced.values() if adds_up else _with_root(reduced, 1)
         shards = facts.shards
         arriving = sum(_with_root(reduced, 1)) // shards
         # Sums in another dtype than the shard's wait in buffers of their own until they crossed.
@@ -436,11 +449,6 @@ class Zero3(CostModel):
         chosen = collectives.over_send_recv(self.facts, *kinds)
         compressed = compression.BY_OTHER_CALLS if compression.chosen(self.facts) else ""
         return collectives.ROUNDS_ARE_ALIKE if chosen else compressed
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether whole gradients add up over several rounds."""
-        return False
 
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of each called unit once it is gathered, padding included."""

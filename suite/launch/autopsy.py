@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardproof.backends.errors import differing_calls, members_of, name_ranks, spans
-from shardproof.launch.heartbeat import ORDERED, Noted
+from shardproof.backends.errors import all_do, differing_calls, members_of, name_ranks, spans
+from shardproof.backends.heartbeat import ORDERED, Noted
 
 #: ``dead peer``: it is gone or stopped; ``rendezvous``: it never came to the making of a group;
 #: ``desync``: it lives, and makes other calls or none; ``lost node``: its node is paused, or cut
@@ -118,8 +118,7 @@ def of_node(standings: Sequence[Standing], ranks: Collection[int], node: str) ->
     if wait:
         first = min(wait)
         same = [rank for rank in wait if _key(wait[rank]) == _key(wait[first])]
-        told = f"; {name_ranks(same)} {'wait' if len(same) > 1 else 'waits'} in "
-        told += f"{_named(wait[first])}{_at(there[first])}"
+        told = f"; {all_do('wait', same)} in {_named(wait[first])}{_at(there[first])}"
     return Autopsy("lost node", f"lost node: {node}{told}", min(ranks))
 
 
@@ -154,16 +153,22 @@ def find(standings: Sequence[Standing]) -> Autopsy | None:
         alone = next((min(those) for those in (most, of_groups) if len(those) == 1), None)
     if alone is not None:
         return Autopsy("desync", f"desync: {_told(alone, ranks, waits, lacks)}", alone)
-    return Autopsy("desync", f"desync: {_ring(ranks, waits, lacks)}", None)
+    ring = [
+        f"rank {rank} waits in {_named(waits[rank])} for {name_ranks(sorted(missing))}"
+        f"{_at(ranks[rank])}"
+        for rank, missing in sorted(lacks.items())
+    ]
+    tail = "each waits for another, and none of them came"
+    return Autopsy("desync", f"desync: {'; '.join(ring)}; {tail}", None)
 
 
 def _stopped(ranks: Mapping[int, Standing]) -> Autopsy | None:
     """A rank that is stopped while no other has come to a call that needs it."""
-    for rank, one in ranks.items():
-        if one.how == "stopped":
-            sentence = f"dead peer: rank {rank} goes no further: {_instead(one, None)}"
-            return Autopsy("dead peer", sentence, rank)
-    return None
+    rank = next((rank for rank, one in ranks.items() if one.how == "stopped"), None)
+    if rank is None:
+        return None
+    sentence = f"dead peer: rank {rank} goes no further: {_instead(ranks[rank], None)}"
+    return Autopsy("dead peer", sentence, rank)
 
 
 def _how(one: Standing) -> How:
@@ -175,8 +180,7 @@ def _rendezvous(ranks: Mapping[int, Standing], joining: Sequence[int]) -> Autops
     if not absent:
         return None
     culprit = min(absent, key=lambda r: (_GRAVEST.index(_how(ranks[r])), r))
-    wait = "wait" if len(joining) > 1 else "waits"
-    head = f"{name_ranks(joining)} {wait} for a group to be made{_at(ranks[joining[0]])}"
+    head = f"{all_do('wait', joining)} for a group to be made{_at(ranks[joining[0]])}"
     tail = f"{name_ranks(absent)} never came: {_instead(ranks[culprit], None)}"
     return Autopsy("rendezvous", f"rendezvous: {head}; {tail}", culprit)
 
@@ -258,13 +262,11 @@ def _told(
     first = waits[direct[0]]
     same = [rank for rank in direct if _key(waits[rank]) == _key(first)]
     others = [rank for rank in lacks if rank not in (*same, culprit)]
-    head = f"{name_ranks(same)} {'wait' if len(same) > 1 else 'waits'} in {_named(first)}"
-    head += f"{_at(ranks[same[0]])}; rank {culprit} never came: "
+    head = f"{all_do('wait', same)} in {_named(first)}{_at(ranks[same[0]])}"
     blocked = culprit in lacks or ranks[culprit].awaited is not None
-    told = head + _instead(ranks[culprit], waits.get(culprit) if blocked else None)
-    if others:
-        told += f"; {name_ranks(others)} {'wait' if len(others) > 1 else 'waits'} in turn"
-    return told
+    made = _instead(ranks[culprit], waits.get(culprit) if blocked else None)
+    in_turn = f"; {all_do('wait', others)} in turn" if others else ""
+    return f"{head}; rank {culprit} never came: {made}{in_turn}"
 
 
 def _key(call: Noted) -> tuple[str, int]:
@@ -284,19 +286,6 @@ def _instead(one: Standing, waits: Noted | None) -> str:
         "computes": "it computes",
     }.get(one.how, "it stands")
     return f"{how}{_at(one)}, {last}"
-
-
-def _ring(
-    ranks: Mapping[int, Standing],
-    waits: Mapping[int, Noted],
-    lacks: Mapping[int, Collection[int]],
-) -> str:
-    each = [
-        f"rank {rank} waits in {_named(waits[rank])} for {name_ranks(sorted(missing))}"
-        f"{_at(ranks[rank])}"
-        for rank, missing in sorted(lacks.items())
-    ]
-    return f"{'; '.join(each)}; each waits for another, and none of them came"
 
 
 def _split(call: Noted) -> tuple[str, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from shardproof.backends import heartbeat
 from shardproof.backends.errors import CollectiveMismatch, name_ranks
-from shardproof.launch import autopsy, heartbeat, process_control, stacks
+from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.autopsy import Standing
 from shardproof.launch.outcome import RankOutcome, mark_consequences, root_cause
 from shardproof.launch.rank_process import RankLaunch
@@ -70,11 +72,6 @@ class RankProcess:
         """Whether its node is: it does nothing, nor does it end."""
         return self.lost is not None and self.lost.how == "paused"
 
-    @property
-    def overdue(self) -> bool:
-        """Whether it was ended because it did not end."""
-        return self.reason in OVERDUE
-
 
 def diagnose(
     launch: RankLaunch, processes: Sequence[RankProcess], idle_looks: int = 0
@@ -94,7 +91,10 @@ def diagnose(
         outcomes += [one.outcome(last) for last in own]
     settled = mark_consequences(sorted(outcomes, key=lambda outcome: outcome.rank))
     root = root_cause(settled)
-    if root is None or not _waited(root):
+    # Only where ranks waited for one another, and none of them failed by itself.
+    if root is None or not (
+        root.status in ("hung", "early") or (root.status == "raised" and root.is_comm_error)
+    ):
         return settled
     standings = [dead[o.rank][0].standing(dead[o.rank][1], o) for o in settled]
     # What a backend says of calls that do not match it may have said before all had come.
@@ -110,26 +110,20 @@ def diagnose(
     return [told if outcome is root else outcome for outcome in settled]
 
 
-def _waited(root: RankOutcome) -> bool:
-    """Whether ranks waited for one another, and none of them failed by itself."""
-    return root.status in ("hung", "early") or (root.status == "raised" and root.is_comm_error)
-
-
+@dataclass
 class _Dead:
-    def __init__(
-        self,
-        launch: RankLaunch,
-        process: RankProcess,
-        heartbeats: Sequence[heartbeat.Heartbeat],
-        idle_looks: int,
-    ) -> None:
-        self.launch, self.idle_looks = launch, idle_looks
-        self.process = process
-        self.heartbeats = heartbeats
-        self._stacks, self._crashed = stacks.read(launch.stacks(process.ranks[0]))
+    """A process that has ended, with the last heartbeats of its ranks."""
+
+    launch: RankLaunch
+    process: RankProcess
+    heartbeats: Sequence[heartbeat.Heartbeat]
+    idle_looks: int
+
+    def __post_init__(self) -> None:
+        self._stacks, crashed = stacks.read(self.launch.stacks(self.process.ranks[0]))
         #: Ranks known to have brought the end about, on purpose or by a crash in their thread.
-        self._guilty = process.guilty | {
-            last.rank for last in heartbeats if last.exit_notice or last.thread == self._crashed
+        self._guilty = self.process.guilty | {
+            last.rank for last in self.heartbeats if last.exit_notice or last.thread == crashed
         }
 
     def outcome(self, last: heartbeat.Heartbeat) -> RankOutcome:
@@ -157,7 +151,12 @@ class _Dead:
             how = "ended"
         elif outcome.status == "hung" and self.process.stopped and not outcome.consequence:
             how = "stopped"
-        elif outcome.is_comm_error or last.waiting or self._in_backward(outcome, stack):
+        elif (
+            outcome.is_comm_error
+            or last.waiting
+            # Inside a backward DDP waits in C++.
+            or (outcome.status == "hung" and stack is not None and stack.in_backward)
+        ):
             joins = last.waiting and not last.waited and (not stack or not stack.waits)
             how = "joins" if joins or (stack is not None and stack.joins) else "waits"
         elif outcome.status == "over budget":
@@ -166,10 +165,6 @@ class _Dead:
             how = "gone"
         words = outcome.sentence().removeprefix(f"rank {last.rank} ")
         return Standing(last.rank, how, words, last.noted, last.awaited, place, last.order)
-
-    def _in_backward(self, outcome: RankOutcome, stack: stacks.Stack | None) -> bool:
-        """Whether it hung inside a backward, where DDP waits in C++."""
-        return outcome.status == "hung" and stack is not None and stack.in_backward
 
     def _as_reported(self, rank: int) -> RankOutcome | None:
         process = self.process
@@ -196,31 +191,25 @@ class _Dead:
             consequence=innocent,
             ended=process.ended,
         )
-        if process.overdue and not (innocent and process.reason == "budget"):
+        if process.reason in OVERDUE and not (innocent and process.reason == "budget"):
             # On a busy machine a process may be killed before it has told its stack, or all of it.
             waits = stack.waits if stack is not None and stack.tells else last.waiting
             if process.reason == "budget" or (process.reason == "last resort" and not waits):
                 outcome = replace(outcome, status="over budget")
             return replace(outcome, message=self._hang(last, stack), is_comm_error=waits)
         shared = " with the process that another rank ended" if innocent else ""
+        killed = partial(replace, outcome, status="killed", signal=process.signal)
         if process.reason:
-            message = f"killed{shared}" if innocent else process.reason
-            return replace(outcome, status="killed", message=message, signal=process.signal)
+            return killed(message=f"killed{shared}" if innocent else process.reason)
         notice = f" by {last.exit_notice}" if last.exit_notice else ""
-        if process.lost is not None and process.lost.how in ("ended", "full"):
-            what = "and all its processes with it"
-            if process.lost.how == "full":
-                what = "so the kernel ended this process"
-            message = f"{process.lost}, {what}"
-            return replace(outcome, status="killed", message=message, signal=process.signal)
+        if process.lost is not None and process.lost.how == "full":
+            return killed(message=f"{process.lost}, so the kernel ended this process")
+        if process.lost is not None and process.lost.how == "ended":
+            return killed(message=f"{process.lost}, and all its processes with it")
         if process.signal is not None:
             name = process_control.signal_name(process.signal)
-            message = f"{name}{notice}{shared}"
-            if not innocent and not notice:
-                message += self._circumstances(last, stack)
-            return replace(
-                outcome, status="killed", error_type=name, message=message, signal=process.signal
-            )
+            where = "" if innocent or notice else self._circumstances(last, stack)
+            return killed(error_type=name, message=f"{name}{notice}{shared}{where}")
         return replace(
             outcome,
             status="exited",

@@ -6,10 +6,10 @@ these leave it as it was.  Forking is safe only while the parent has a single th
 has run with two, the child hangs.  So this is a process of its own that imports, forks and
 collects, and never computes; that it has one thread is checked before it says that it is ready.
 
-The two talk in pickled messages over a socket that keeps them apart (``SOCK_SEQPACKET``).  Only a
-leader, never the fork server, unpickles the job of a :class:`Fork`: that imports the task's module.
+The two talk in pickled messages.  Only a leader, never the fork server, unpickles the job of a
+:class:`Fork`: that imports the task's module.
 
-It ends, and with it everything that it started, when the parent closes the socket or dies.
+It ends, and with it everything that it started, when the parent closes the line or dies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +24,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,9 +42,6 @@ START_SECONDS = 180.0
 END_SECONDS = 5.0
 
 _TAIL = 4000
-_LONGEST_MESSAGE = 1 << 20
-#: Bytes of a job that are sent; Linux takes about 200 kB at once, and a longer job lies in a file.
-_LONGEST_JOB = 1 << 16
 
 P = TypeVar("P")
 
@@ -60,21 +57,16 @@ Task = Callable[[P], object]
 
 @dataclass(frozen=True)
 class Fork:
-    """Run ``job``, a pickled task and its payload or their file; ``value``: the file of its result.
+    """Run ``job``, a pickled task and its payload; ``value``: the file of its result.
 
     ``group``: the leader that does so may have done other tasks of this group and may do more of
     them; ``None``: it is a new one, and ends with this task.
     """
 
     ticket: int
-    job: bytes | Path
+    job: bytes
     value: Path | None
     group: str | None = None
-
-
-@dataclass(frozen=True)
-class Idle:
-    """From a leader: its task is done, it has neither children nor threads, and takes another."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,10 @@ class Preload:
 
 @dataclass(frozen=True)
 class Ready:
-    """Everything is imported, and there is one thread."""
+    """Everything is imported, and there is one thread.
+
+    From a leader: its task is done, it has neither children nor threads, and takes another.
+    """
 
 
 @dataclass(frozen=True)
@@ -117,35 +112,19 @@ class LeaderExit:
     output: str
 
 
-def send(connection: socket.socket, message: object) -> None:
-    """Write one message.
-
-    :raises OSError: the other side is gone.
-    """
-    connection.send(pickle.dumps(message))
-
-
-def receive(connection: socket.socket, timeout_s: float) -> list[Any]:
+def receive(connection: Connection, timeout_s: float) -> list[Any]:
     """The messages that have arrived; waits up to ``timeout_s`` seconds for the first.
 
     :raises EOFError: there are none, and the other side is gone.
     """
     messages: list[Any] = []
-    poller = select.poll()
-    poller.register(connection, select.POLLIN)
-    poller.poll(timeout_s * 1000)
-    while True:
-        try:
-            data = connection.recv(_LONGEST_MESSAGE, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return messages
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            if not messages:
-                raise EOFError
-            return messages
-        messages.append(pickle.loads(data))
+    try:
+        while connection.poll(0.0 if messages else timeout_s):
+            messages.append(connection.recv())
+    except (EOFError, OSError):  # perhaps in the middle of a message
+        if not messages:
+            raise EOFError from None
+    return messages
 
 
 class ForkServer:
@@ -161,10 +140,9 @@ class ForkServer:
         self._waiting: deque[LeaderExit] = deque()
 
     def __enter__(self) -> ForkServer:
-        self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._line, theirs = Pipe()
         self._log = tempfile.TemporaryFile()
         self._ready = False
-        self._pid = 0
         self._began = time.monotonic()
         self._waiting.clear()
         inherited = {k: v for k, v in os.environ.items() if k not in FOREIGN}
@@ -197,7 +175,7 @@ class ForkServer:
 
     def fileno(self) -> int:
         """Becomes readable when :meth:`poll` has something to tell."""
-        return self._socket.fileno()
+        return self._line.fileno()
 
     def wait_ready(self) -> None:
         """Block until it has imported everything.  Not needed before :meth:`submit`."""
@@ -225,12 +203,7 @@ class ForkServer:
             what = f"a leader cannot import {module}.{name}"
             raise ValueError(f"{what}: a task is a module's function")
         self._tickets += 1
-        job = pickle.dumps((task, payload))
-        file = None
-        if len(job) > _LONGEST_JOB and value is not None:
-            file = value.with_suffix(".job")
-            file.write_bytes(job)
-        self._send(Fork(self._tickets, file or job, value, group))
+        self._send(Fork(self._tickets, pickle.dumps((task, payload)), value, group))
         return self._tickets
 
     def kill(self, ticket: int) -> None:
@@ -254,7 +227,7 @@ class ForkServer:
         if process is None:
             return
         try:
-            self._socket.close()
+            self._line.close()
             process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             pass  # killed below, which its leaders notice
@@ -266,13 +239,13 @@ class ForkServer:
 
     def _send(self, message: Fork | Kill | Preload) -> None:
         try:
-            send(self._socket, message)
+            self._line.send(message)
         except OSError as error:
             raise ForkServerError(f"the fork server is gone: {self._last_output()}") from error
 
     def _receive(self, timeout_s: float) -> None:
         try:
-            messages = receive(self._socket, timeout_s)
+            messages = receive(self._line, timeout_s)
         except EOFError:
             if not self._waiting:
                 raise ForkServerError(f"the fork server is gone: {self._last_output()}") from None

@@ -15,13 +15,13 @@ import pickle
 import resource
 import selectors
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from shardproof.backends import cuda
@@ -57,12 +57,12 @@ class _Leader:
     pid: int
     began: float
     output: int
-    line: socket.socket  #: further tasks go out, and it says when one is done
+    line: Connection  #: further tasks go out, and it says when one is done
     group: str | None
 
 
 class _Server:
-    def __init__(self, connection: socket.socket, parent: int) -> None:
+    def __init__(self, connection: Connection, parent: int) -> None:
         self._connection = connection
         self._parent = parent
         self._leaders: dict[int, _Leader] = {}  # by pid
@@ -149,7 +149,7 @@ class _Server:
         for leader in self._leaders.values():
             if leader.ticket is None and leader.group == order.group:
                 with contextlib.suppress(OSError):  # it has just died
-                    fork_server.send(leader.line, order)
+                    leader.line.send(order)
                     leader.ticket, leader.began = order.ticket, time.monotonic()
                     return True
         return False
@@ -162,14 +162,13 @@ class _Server:
             self._selector.unregister(leader.line)
             return
         if done and leader.ticket is not None:
-            seconds = time.monotonic() - leader.began
             ticket, leader.ticket = leader.ticket, None
-            how = 0, None, seconds, _output(leader)
+            how = 0, None, time.monotonic() - leader.began, _output(leader)
             self._send(fork_server.LeaderExit(ticket, leader.pid, *how))
 
     def _fork(self, order: fork_server.Fork) -> None:
         output = os.memfd_create("leader")
-        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        ours, theirs = Pipe()
         began, parent = time.monotonic(), os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -182,7 +181,7 @@ class _Server:
         self._selector.register(ours, selectors.EVENT_READ, leader)
 
     def _lead(
-        self, order: fork_server.Fork, output: int, line: socket.socket, parent: int
+        self, order: fork_server.Fork, output: int, line: Connection, parent: int
     ) -> NoReturn:
         code = TASK_RAISED
         try:
@@ -226,21 +225,17 @@ class _Server:
                 self._selector.unregister(leader.line)
             leader.line.close()
             process_control.end_adopted(self._leaders.keys())
-            signaled = os.WIFSIGNALED(status)
-            code = None if signaled else os.WEXITSTATUS(status)
-            signum = os.WTERMSIG(status) if signaled else None
-            output = _output(leader)
+            code = os.waitstatus_to_exitcode(status)  # less than 0: a signal
+            exited, signum = (code if code >= 0 else None), (-code if code < 0 else None)
+            how = exited, signum, seconds, _output(leader)
             os.close(leader.output)
             if leader.ticket is not None:
-                how = code, signum, seconds, output
                 self._send(fork_server.LeaderExit(leader.ticket, leader.pid, *how))
         process_control.end_adopted(self._leaders.keys())
 
-    def _send(
-        self, message: fork_server.Ready | fork_server.Failed | fork_server.LeaderExit
-    ) -> None:
+    def _send(self, message: object) -> None:
         try:
-            fork_server.send(self._connection, message)
+            self._connection.send(message)
         except OSError:
             self._ending = True  # the parent is gone
 
@@ -279,7 +274,7 @@ def _settle_memory() -> None:
     gc.freeze()
 
 
-def _do_tasks(order: fork_server.Fork, line: socket.socket) -> None:
+def _do_tasks(order: fork_server.Fork, line: Connection) -> None:
     """The life of a leader: one task, or several while it may be kept."""
     cuda.hide()
     largest = process_control.resident_bytes(os.getpid()) + MOST_GROWTH
@@ -291,7 +286,7 @@ def _do_tasks(order: fork_server.Fork, line: socket.socket) -> None:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        fork_server.send(line, fork_server.Idle())
+        line.send(fork_server.Ready())
         try:
             while not (orders := fork_server.receive(line, 60.0)):
                 pass  # the fork server's death ends this process
@@ -301,11 +296,7 @@ def _do_tasks(order: fork_server.Fork, line: socket.socket) -> None:
 
 
 def _do_task(order: fork_server.Fork) -> None:
-    job = order.job
-    if isinstance(job, Path):
-        file, job = job, job.read_bytes()
-        file.unlink()
-    task, payload = pickle.loads(job)  # imports the task's module
+    task, payload = pickle.loads(order.job)  # imports the task's module
     value = task(payload)
     if order.value is not None and value is not None:
         write_whole(order.value, fast_json(value))
@@ -335,7 +326,7 @@ def main(arguments: Sequence[str]) -> None:
     """Serve on the socket whose descriptor is given, for the parent whose pid is given."""
     descriptor, parent = map(int, arguments)
     # Not SIGKILL: it comes when the parent's *thread* that started us ends, which may be harmless.
-    server = _Server(socket.socket(fileno=descriptor), parent)
+    server = _Server(Connection(descriptor), parent)
     process_control.die_with_parent(parent, signal.SIGHUP)
     server.run()
 

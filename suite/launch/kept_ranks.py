@@ -2,29 +2,47 @@
 
 Forked for the first case that may use them: one for all ranks where ranks are threads, one a rank
 otherwise; those of MPI with an ``mpirun`` for each world size.  They end with their leader, after a
-case that does not hold, and when something is left in them (``rank_service.py``).  What a fork
+case that does not hold, and when something is left in them.  What a fork
 costs again and again, above all pages that are copied when they are touched, is paid once.
+
+Such a process is one rank, or holds all ranks of a program as threads, and runs programs one after
+the other, each as if first.  Whatever a program changed in it is put back, as far as it is known
+here; a process in which something stays (a group, a thread, an unfinished call, memory) says so,
+and is not used again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import pickle
+import random
 import shutil
-import socket
+import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NoReturn
 
-from shardproof.launch import process_control
+import numpy
+import torch
+import torch.distributed as dist
+
+from shardproof.launch import process_control, rank_process, stacks
 from shardproof.launch.diagnosis import RankProcess
 from shardproof.launch.mpi.mpirun import Mpirun, MpirunError
 from shardproof.launch.rank_process import RankLaunch
-from shardproof.launch.rank_service import Done, serve
 from shardproof.launch.ranks import NotLent, ProcessHost
+
+#: Bytes by which a process may grow: of its memory limit a case must have most left.
+MOST_GROWTH = 512 << 20
 
 
 @dataclass
@@ -32,7 +50,7 @@ class _Service:
     """A process that waits for orders; ``handle`` becomes readable when it ends."""
 
     pid: int
-    orders: socket.socket
+    orders: Connection
     handle: int | None
     #: Whether it lives, and nothing is left in it.
     fit: bool = True
@@ -40,13 +58,11 @@ class _Service:
 
     def status(self) -> int | None:
         """The wait status that it would have ended with after its order; ``None``: not yet."""
-        try:
-            if message := self.orders.recv(4096):
-                done = Done.read(message)
-                self.fit = done.clean and done.code == 0
-                return done.code << 8
-        except BlockingIOError:
-            pass
+        with contextlib.suppress(EOFError, OSError):  # it ends
+            if self.orders.poll():
+                code, clean = self.orders.recv()
+                self.fit = clean and code == 0
+                return int(code) << 8
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if not pid:
             return None
@@ -95,7 +111,7 @@ class _Group:
 
     def _fork(self, rank: int) -> None:
         parent = os.getpid()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = Pipe()
         pid = os.fork()
         if pid == 0:
             ours.close()
@@ -103,7 +119,6 @@ class _Group:
                 self._mpirun.become(rank)
             serve(rank, theirs, parent, self.place.with_name(f"{self.place.name}-{rank}.log"))
         theirs.close()
-        ours.setblocking(False)
         process_control.STAYING.add(pid)
         self.services.append(_Service(pid, ours, process_control.handle_of(pid)))
 
@@ -146,14 +161,13 @@ class Kept(ProcessHost):
             self._groups[key] = _Group(place, key[1])
         group = self._groups[key]
         self._used.append(group)
-        order = launch.workdir / "launch"
-        order.write_bytes(pickle.dumps(launch))
+        order = pickle.dumps(launch)
         count = 1 if backend.threads else world
         try:
             group.grow(count)
             self._lent = {service.pid: service for service in group.services[:count]}
             for service in self._lent.values():
-                service.orders.send(os.fsencode(order))
+                service.orders.send_bytes(order)
         except (OSError, MpirunError) as error:
             group.end()
             self._lent = {}
@@ -192,3 +206,90 @@ class Kept(ProcessHost):
 def of_this_process(folder: Path) -> Kept:
     """The kept ranks of this leader."""
     return Kept(folder)
+
+
+def serve(rank: int, orders: Connection, parent: int, log: Path) -> NoReturn:
+    """Body of the process: run each launch that ``orders`` brings, pickled.
+
+    ``rank``: which one it is; where they are threads, it runs all that a launch has.  The answer is
+    the exit code that a process of its own would have had, and whether nothing of the program is
+    left in this one.
+    """
+    code = 1
+    try:
+        rank_process.prepare_process(parent, log, log.with_suffix(".stacks"))
+        before = _State.now()
+        while True:
+            ended, clean = _one(rank, orders.recv_bytes(), log)
+            if left := before.restore():
+                print(f"not used again: {left}", file=sys.stderr)
+            orders.send((ended, clean and not left))
+    except EOFError:
+        code = 0
+    except BaseException:  # noqa: BLE001 - last stop before the process's end
+        traceback.print_exc()
+    finally:
+        rank_process.exit_process(code)
+
+
+def _one(rank: int, order: bytes, log: Path) -> tuple[int, bool]:
+    launch: RankLaunch = pickle.loads(order)
+    threads = launch.backend.threads
+    rank_process.print_to(launch.shared_output if threads else launch.output(rank))
+    armed = stacks.arm(launch.stacks(rank))
+    try:
+        return rank_process.run_threads(launch) if threads else rank_process.run_rank(launch, rank)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        del launch
+        gc.collect()
+        rank_process.print_to(log)
+        stacks.arm(log.with_suffix(".stacks"))
+        os.close(armed)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What programs change in a process without meaning to keep it."""
+
+    environment: dict[str, str]
+    folder: str
+    path: list[str]
+    draws: tuple[Any, Any, Any]
+    dtype: torch.dtype
+    threads: int
+    resident: int
+
+    @classmethod
+    def now(cls) -> _State:
+        draws = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+        resident = process_control.resident_bytes(os.getpid())
+        return cls(
+            dict(os.environ), str(Path.cwd()), list(sys.path), draws, dtype, threads, resident
+        )
+
+    def restore(self) -> str:
+        """Put it back; what is left nevertheless, in words."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        torch.set_rng_state(self.draws[0])
+        random.setstate(self.draws[1])
+        numpy.random.set_state(self.draws[2])
+        torch.set_default_dtype(self.dtype)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        process_control.end_adopted(())  # processes that it started
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                return f"the process group {dist.get_backend()}"
+        others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        if others:
+            return f"threads {', '.join(others)}"
+        grown = process_control.resident_bytes(os.getpid()) - self.resident
+        return f"{grown >> 20} MiB" if grown > MOST_GROWTH else ""

@@ -160,19 +160,3 @@ def cap_in_words(name: str, value: float) -> str:
     if name == "delay_seconds":
         return f"{1e3 * value:.4g} ms a message"
     return f"{value / 1e6:.4g} mbit/s"
-
-
-def caps_in_words(told: Mapping[str, Any]) -> str:
-    """What ``run.json`` tells of caps, to stand behind the nodes; empty: there are none."""
-    texts = []
-    for name, asked in told.get("declared", {}).items():
-        has = [
-            cap_in_words(name, one)
-            for one in told.get("measured", {}).get(name, ())
-            if one is not None
-        ]
-        measured = f", measured {' and '.join(has)}" if has else ""
-        texts.append(f"declared {cap_in_words(name, asked)}{measured}")
-    for node, own in told.get("slow_nodes", {}).items():
-        texts.append(f"{node} has {', '.join(cap_in_words(*item) for item in own.items())}")
-    return "".join(f"; {text}" for text in texts)

@@ -114,35 +114,28 @@ def of_exception(rank: int, error: BaseException, ended: float) -> RankOutcome:
     # An error of Python's library is its caller's; what crashes there is named by the stack.
     inner = frames.innermost([frame for frame in stack if not frames.is_library(frame[0])])
     place = "" if inner is None else "{}:{} in {}".format(*inner)
-    if isinstance(error, SystemExit):
-        code = error.code
-        number = code if isinstance(code, int) else 0 if code is None else 1
-        return RankOutcome(
-            rank,
-            "exited",
-            error_type="SystemExit",
-            message=f"sys.exit({code!r})",
-            traceback=_trimmed(error),
-            exit_code=number,
-            ended=ended,
-            method=frames.method(stack),
-            place=place,
-        )
-    comm = _communication_error(error)
-    blamed = comm.rank if isinstance(comm, RankFailed) else None
-    return RankOutcome(
+    outcome = RankOutcome(
         rank,
         "raised",
-        error_type=_type_name(error, comm),
+        error_type=type(error).__name__,
         message=said(error),
         traceback=bounded(_trimmed(error)),
-        is_comm_error=comm is not None,
-        consequence=comm is not None and not _is_fault_of_calls(comm),
         ended=ended,
-        blames=blamed,
         method=frames.method(stack),
         place=place,
     )
+    if isinstance(error, SystemExit):
+        code = error.code
+        number = code if isinstance(code, int) else 0 if code is None else 1
+        message = f"sys.exit({code!r})"
+        return replace(outcome, status="exited", message=message, exit_code=number)
+    if (comm := _communication_error(error)) is None:
+        return outcome
+    if not isinstance(comm, CommError) and _LATE.search(said(comm)):
+        outcome = replace(outcome, error_type="PeerTimeout")
+    blamed = comm.rank if isinstance(comm, RankFailed) else None
+    is_consequence = not _is_fault_of_calls(comm)
+    return replace(outcome, is_comm_error=True, consequence=is_consequence, blames=blamed)
 
 
 def mark_consequences(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
@@ -156,17 +149,17 @@ def mark_consequences(outcomes: Sequence[RankOutcome]) -> list[RankOutcome]:
     settled = list(outcomes)
     failing = [o for o in settled if o.status != "ok"]
     difference = _differing_calls(settled)
-    if difference and (aborted := [o for o in failing if _is_abort_of_gloo(o)]):
+    # With a line of its own gloo itself ends the process of a rank.
+    aborted = [o for o in failing if o.status == "killed" and _MISMATCH.search(o.message)]
+    if difference and aborted:
         first = min(aborted, key=lambda o: (o.ended, o.rank))
         message = f"{difference}; gloo then ended rank {first.rank}: {first.message}"
         kind = CollectiveMismatch.__name__
         settled[settled.index(first)] = replace(first, message=message, error_type=kind)
         return settled
-    if any(not o.consequence and not (o.status == "hung" and o.is_comm_error) for o in failing):
-        settled = [
-            replace(o, consequence=True) if o.status == "hung" and o.is_comm_error else o
-            for o in settled
-        ]
+    waiting = [o for o in failing if o.status == "hung" and o.is_comm_error]
+    if any(not o.consequence and o not in waiting for o in failing):
+        settled = [replace(o, consequence=True) if o in waiting else o for o in settled]
     elif failing:
         # Hung ranks end in the order in which we end them: that says nothing.
         first = min(failing, key=lambda o: (0.0 if o.status == "hung" else o.ended, o.rank))
@@ -196,20 +189,15 @@ def root_cause(outcomes: Sequence[RankOutcome]) -> RankOutcome | None:
     if not failing:
         return None
 
-    own = [
-        o
-        for o in failing
-        if not o.consequence and not o.is_comm_error and o.status not in ("hung", "early")
-    ]
+    causes = [o for o in failing if not o.consequence]
+    own = [o for o in causes if not o.is_comm_error and o.status not in ("hung", "early")]
     if own:
         first = min(own, key=lambda o: (o.ended, o.rank))
         alike = [o for o in own if (o.status, o.error_type) == (first.status, first.error_type)]
         return min(alike, key=lambda o: o.rank)
-    faults = [o for o in failing if o.is_comm_error and not o.consequence and o.status == "raised"]
-    if faults:
+    if faults := [o for o in causes if o.is_comm_error and o.status == "raised"]:
         return min(faults, key=lambda o: (o.ended, o.rank))
-    hung = [o for o in failing if o.status == "hung" and not o.consequence]
-    if hung:
+    if hung := [o for o in causes if o.status == "hung"]:
         return min(hung, key=lambda o: (o.calls, o.rank))
     early = [o for o in failing if o.status == "early"]
     return min(early or failing, key=lambda o: (o.ended, o.rank))
@@ -227,17 +215,6 @@ def _differing_calls(outcomes: Sequence[RankOutcome]) -> str:
                 calls = f"rank {one.rank} calls {call}; rank {other.rank} calls {call2}"
                 return f"the calls on {group} do not match: {calls}"
     return ""
-
-
-def _is_abort_of_gloo(outcome: RankOutcome) -> bool:
-    """Whether gloo itself ended the rank's process, with a line of its own."""
-    return outcome.status == "killed" and _MISMATCH.search(outcome.message) is not None
-
-
-def _type_name(error: BaseException, comm: BaseException | None) -> str:
-    if comm is not None and not isinstance(comm, CommError) and _LATE.search(said(comm)):
-        return "PeerTimeout"
-    return type(error).__name__
 
 
 def _while(other: RankOutcome) -> str:
@@ -270,18 +247,12 @@ def _is_fault_of_calls(error: BaseException) -> bool:
 def _trimmed(error: BaseException) -> str:
     """The traceback from the implementation's first frame on, 16 frames at most, with causes."""
     whole = traceback.TracebackException.from_exception(error, compact=True)
-    for part in _chain(whole):
-        part.stack = _trim(part.stack)
-    return "".join(whole.format()).rstrip()
-
-
-def _chain(whole: traceback.TracebackException) -> list[traceback.TracebackException]:
-    parts, todo = [], [whole]
+    todo = [whole]
     while todo:
         part = todo.pop()
-        parts.append(part)
-        todo.extend(p for p in (part.__cause__, part.__context__) if p is not None)
-    return parts
+        part.stack = _trim(part.stack)
+        todo += [cause for cause in (part.__cause__, part.__context__) if cause is not None]
+    return "".join(whole.format()).rstrip()
 
 
 def _trim(stack: traceback.StackSummary) -> traceback.StackSummary:

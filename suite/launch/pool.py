@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Pool:
         self._preload = list(dict.fromkeys(task.__module__ for task in tasks))
         self.fork_server = ForkServer(self._preload)
         self._space = Workspace()
-        self._started = 0
+        self._numbers = itertools.count(1)
 
     def __enter__(self) -> Pool:
         with contextlib.ExitStack() as stack:
@@ -120,7 +121,11 @@ class Pool:
                     item = next(rest, None)
                     exhausted = item is None
                     if item is not None:
-                        self._start(task, item, running, group)
+                        key, payload, seconds = item
+                        value = self.folder / f"value{next(self._numbers)}.json"
+                        ticket = self._submit(task, payload, value, group(payload))
+                        now = time.monotonic()
+                        running[ticket] = _Running(key, payload, value, now, now + seconds)
                     continue
                 try:
                     ends = self._advance(running)
@@ -136,25 +141,14 @@ class Pool:
             self._kill(running.keys())
             running.clear()
 
-    def _start(
-        self,
-        task: Task[P],
-        item: Item[P],
-        running: dict[int, _Running[P]],
-        group: Callable[[P], str | None],
-    ) -> None:
-        key, payload, deadline_s = item
-        now = time.monotonic()
-        self._started += 1
-        value = self.folder / f"value{self._started}.json"
+    def _submit(self, task: Task[P], payload: P, value: Path, group: str | None) -> int:
         try:
             # A process that is forked from one with torch imported calls task(payload), and leaves
             # what it returns in the file.  For a case this goes on in cases/leader.py: run_case.
-            ticket = self.fork_server.submit(task, payload, value, group(payload))
+            return self.fork_server.submit(task, payload, value, group)
         except ForkServerError:
             # It died while idle: the next look at it raises, and this item is lost.
-            ticket = -self._started
-        running[ticket] = _Running(key, payload, value, now, now + deadline_s)
+            return -next(self._numbers)
 
     def _advance(self, running: dict[int, _Running[P]]) -> list[TaskEnd[P]]:
         now = time.monotonic()

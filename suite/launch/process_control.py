@@ -59,13 +59,16 @@ def is_subreaper() -> bool:
 
 def children() -> set[int]:
     """Pids of this process's children (zombies too), adopted ones included."""
-    pids: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            pids.update(map(int, (task / "children").read_text().split()))
-        except FileNotFoundError:  # the thread ended meanwhile
-            continue
-    return pids
+    tasks = Path("/proc/self/task").iterdir()  # of which some may end meanwhile
+    return {int(pid) for task in tasks for pid in _text(task / "children").split()}
+
+
+def _text(path: Path) -> str:
+    """What a file of the kernel says; empty once its process or thread has ended."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
@@ -125,19 +128,16 @@ def activity_of(pid: int, thread: int = 0) -> tuple[str, float]:
     ``("Z", 0.0)`` if there is none.
     """
     path = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
-    try:
-        fields = Path(path).read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    fields = _text(Path(path)).rpartition(")")[2].split()
+    if not fields:
         return "Z", 0.0
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def began(pid: int) -> int | None:
     """When the process began, in ticks of the kernel since it started; ``None``: there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return int(fields[19]) if fields else None
 
 
 def catches(pid: int, signum: int) -> bool:
@@ -162,21 +162,14 @@ def handling(pid: int, signum: int) -> tuple[bool, dict[int, bool]]:
 
 def _masks(status: Path) -> dict[str, int]:
     """The masks of signals in a status file of the kernel; none of a process that has ended."""
-    try:
-        text = status.read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-    fields = (line.split() for line in text.splitlines() if line.startswith(("Sig", "Shd")))
+    lines = _text(status).splitlines()
+    fields = (line.split() for line in lines if line.startswith(("Sig", "Shd")))
     return {name.rstrip(":"): int(mask, 16) for name, mask in fields if "/" not in mask}
 
 
 def resident_bytes(pid: int) -> int:
     """Resident set size in bytes, pages shared with the parent by copy-on-write included."""
-    try:
-        text = Path(f"/proc/{pid}/statm").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    fields = text.split()
+    fields = _text(Path(f"/proc/{pid}/statm")).split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
 
 
@@ -237,10 +230,7 @@ def keep_freed_memory() -> None:
 
 def thread_count() -> int:
     """Number of threads of this process, those of native libraries included."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Threads:"):
-            return int(line.split()[1])
-    raise OSError("/proc/self/status has no Threads line")
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def heard() -> list[signal.Signals]:

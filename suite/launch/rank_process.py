@@ -19,13 +19,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from shardproof import tensor_bytes
-from shardproof.backends import BACKENDS, Backend, base, joined
-from shardproof.launch import heartbeat, process_control, stacks
+from shardproof.backends import BACKENDS, Backend, Joining, heartbeat, joined
+from shardproof.launch import process_control, stacks
 from shardproof.launch.mpi.mpirun import unlink_segments
 from shardproof.launch.outcome import RankOutcome, of_exception
 
@@ -40,16 +40,6 @@ PARTING_SECONDS = 1.0
 LAST_RESORT = 20.0
 
 exit_process = os._exit  # the real one: see _announce_exits
-
-
-class Hub(Protocol):
-    """What the ranks of one process share."""
-
-    def fail(self, rank: int, error: BaseException) -> None:
-        """Wake all ranks: the program of ``rank`` raised ``error``."""
-
-    def rank_done(self, rank: int) -> None:
-        """``rank`` makes no more calls."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +129,7 @@ def run_process(launch: RankLaunch, ranks: Sequence[int], parent: int) -> NoRetu
     try:
         output = launch.shared_output if threads else launch.output(ranks[0])
         prepare_process(parent, output, launch.stacks(ranks[0]))
-        code, _ = run_threads(launch) if threads else run_rank(launch, ranks[0], None)
+        code, _ = run_threads(launch) if threads else run_rank(launch, ranks[0])
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:  # noqa: BLE001 - last stop before the process's end
@@ -181,11 +171,17 @@ def run_threads(launch: RankLaunch) -> tuple[int, bool]:
     return 0, all(finished for _, finished in ends.values())
 
 
-def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]:
-    """The life of one rank; its process's exit code, and whether it left nothing unfinished."""
+def run_rank(launch: RankLaunch, rank: int, hub: Any = None) -> tuple[int, bool]:
+    """The life of one rank; its process's exit code, and whether it left nothing unfinished.
+
+    ``hub``: what ranks that are threads share (``Backend.hub``).
+    """
     writer = heartbeat.attach(launch.heartbeat, rank, thread=hub is not None)
     try:
-        _join(launch, rank, hub)
+        where = rank, launch.world, launch.rendezvous, launch.timeout_s
+        joined.join(launch.backend, Joining(*where, launch.ledgers, hub, launch.disturbances))
+        if launch.backend.mpirun:
+            unlink_segments()
         result = launch.program(rank, launch.world)
         tensor_bytes.dump(launch.record(rank), result)
         ended = time.monotonic() - launch.began
@@ -212,14 +208,6 @@ def run_rank(launch: RankLaunch, rank: int, hub: Hub | None) -> tuple[int, bool]
         return 1 if outcome.exit_code is None else outcome.exit_code & 0xFF, False
 
 
-def _join(launch: RankLaunch, rank: int, hub: Hub | None) -> None:
-    base.listen(heartbeat)
-    where = launch.backend, rank, launch.world, launch.rendezvous, launch.timeout_s
-    joined.join(*where, launch.ledgers, hub, disturbances=launch.disturbances)
-    if launch.backend.mpirun:
-        unlink_segments()
-
-
 def _wait_for_peers(launch: RankLaunch) -> None:
     deadline = time.monotonic() + PARTING_SECONDS
     while time.monotonic() < deadline:
@@ -235,13 +223,10 @@ def prepare_process(parent: int, output: Path, stack_file: Path) -> None:
     process_control.die_with_parent(parent)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
-    target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
     os.close(nothing)
+    print_to(output)
     # Anew: the inherited objects may belong to a test runner or hold unwritten text.
     sys.stdout = _line_buffered(1)
     sys.stderr = _line_buffered(2)
@@ -249,6 +234,14 @@ def prepare_process(parent: int, output: Path, stack_file: Path) -> None:
     _announce_exits()
     gc.freeze()  # what it inherits is not looked through, and so not copied
     gc.enable()
+
+
+def print_to(path: Path) -> None:
+    """Append what this process prints to the file."""
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
 
 
 def _line_buffered(descriptor: int) -> Any:

@@ -11,23 +11,37 @@ left records         another launcher ran the ranks before; nothing is started h
 
 Ranks are forked, so the calling process must not have native threads running (leaders come from the
 fork server, which has none).
+
+A :class:`Supervisor` watches the processes of any host.  Five things end a rank that does not end
+itself: a standstill of all (``watchdog.py``), its budget of CPU seconds, a peer's failure (after a
+grace period), its memory limit, and too much output.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import connection
 
-from shardproof.launch import process_control
-from shardproof.launch.diagnosis import Lost, RankProcess
+from shardproof.backends import heartbeat
+from shardproof.launch import autopsy, process_control, stacks
+from shardproof.launch.diagnosis import OVERDUE, Lost, RankProcess, diagnose
 from shardproof.launch.mpi.mpirun import Mpirun
 from shardproof.launch.outcome import RankOutcome, root_cause
 from shardproof.launch.rank_process import RankLaunch, run_process
-from shardproof.launch.supervisor import Supervisor
+from shardproof.launch.watchdog import DESYNC_LOOKS, TICK_SECONDS, WAITING_LOOKS, Watchdog
 
 __all__ = ["Forked", "NotLent", "ProcessHost", "RankHost", "RankOutcome", "root_cause"]
+
+#: Seconds that ranks have to end after the first one failed: of standing still, or of CPU.
+GRACE_SECONDS = 3.0
+#: Bytes that a rank may print.
+OUTPUT_LIMIT = 64 << 20
+
+_POLL_SECONDS = 0.005
 
 
 class NotLent(RuntimeError):
@@ -143,3 +157,141 @@ class Forked(ProcessHost):
                 os.close(handle)
         self._handles.clear()
         self._place.close()
+
+
+class Supervisor:
+    """The ranks of ``launch`` on ``host``, until every one of them has ended."""
+
+    def __init__(self, host: ProcessHost, launch: RankLaunch) -> None:
+        self._host, self._launch = host, launch
+        self._watchdog = Watchdog(launch.heartbeat, launch.world, launch.backend)
+        #: CPU seconds of each rank when the first one failed.
+        self._spent_at_failure: list[float] | None = None
+        self._processes: list[RankProcess] = []
+
+    def outcomes(self) -> list[RankOutcome]:
+        """Start the ranks and wait until all have ended; one outcome for each rank."""
+        strangers_before = process_control.children()
+        launch, host = self._launch, self._host
+        heartbeat.create(launch.heartbeat, launch.world)
+        try:
+            self._processes = host.start(launch)
+            self._watchdog.begin(self._processes)
+            while alive := self._alive():
+                if descriptors := host.descriptors(alive):
+                    connection.wait(descriptors, TICK_SECONDS)
+                else:
+                    time.sleep(_POLL_SECONDS)
+                for process in alive:
+                    self._collect(process, host.status(process))
+                if alive := self._alive():
+                    self._see_nodes(alive)
+                    self._enforce(alive)
+            if any(process.exit_code != 0 for process in self._processes):
+                lost = host.lost(at_end=True)
+                for process in self._processes:
+                    process.lost = process.lost or lost.get(process.ranks[0])
+        finally:
+            host.close(self._alive())
+            if process_control.is_subreaper():
+                process_control.end_adopted(strangers_before | process_control.STAYING)
+        # From exit codes, heartbeats and stacks to an outcome for each rank: launch/diagnosis.py.
+        return diagnose(self._launch, self._processes, self._watchdog.idle_looks)
+
+    def _alive(self) -> list[RankProcess]:
+        return [process for process in self._processes if process.ended is None]
+
+    def _collect(self, process: RankProcess, status: int | None) -> None:
+        if status is None:
+            return
+        process.ended = time.monotonic() - self._launch.began
+        if (code := os.waitstatus_to_exitcode(status)) < 0:
+            process.signal = -code
+        else:
+            process.exit_code = code
+        if status != 0 and not process.reason:
+            self._failed()
+
+    def _see_nodes(self, alive: Sequence[RankProcess]) -> None:
+        """Once nothing happens, what has become of the nodes of ranks."""
+        silent = self._watchdog.silence >= DESYNC_LOOKS
+        lost = self._host.lost() if silent else {}
+        for process in alive:
+            process.lost = lost.get(process.ranks[0])
+            if process.reason and process.is_paused:
+                # It dies of our signal when its node goes on.
+                process.ended = time.monotonic() - self._launch.began
+
+    def _enforce(self, alive: Sequence[RankProcess]) -> None:
+        self._watchdog.look(alive)
+        spent = self._watchdog.spent
+        if self._watchdog.failed:
+            self._failed()
+        for process in alive:
+            excess, guilty = self._excess(process)
+            if excess:
+                process.guilty = guilty
+                self._end([process], excess)
+            elif guilty := frozenset(r for r in process.ranks if spent[r] > self._launch.budget_s):
+                process.guilty = guilty
+                self._end([process], "budget")
+        before = self._spent_at_failure
+        if before is not None:
+            computes = max(now - then for now, then in zip(spent, before, strict=True))
+            if computes > GRACE_SECONDS or self._stand_still(GRACE_SECONDS):
+                self._end(alive, "grace")
+        elif self._stand_still(self._launch.budget_s):
+            self._end(alive, "standstill")
+        elif self._differ():
+            self._end(alive, "desync")
+        elif time.monotonic() > self._launch.began + self._launch.timeout_s:
+            self._end(alive, "last resort")
+
+    def _stand_still(self, asleep_s: float) -> bool:
+        return self._watchdog.stand_still(max(1, int(asleep_s / TICK_SECONDS)))
+
+    def _differ(self) -> bool:
+        """Whether the calls that ranks have noted cannot match, and nobody goes on."""
+        least = WAITING_LOOKS if self._watchdog.parting else DESYNC_LOOKS
+        if self._watchdog.silence < least or not self._watchdog.idle:
+            return False
+        beats = heartbeat.read(self._launch.heartbeat)
+        return autopsy.mismatch({beat.rank: beat.noted for beat in beats}) is not None
+
+    def _failed(self) -> None:
+        if self._spent_at_failure is None:
+            self._spent_at_failure = self._watchdog.spent
+
+    def _excess(self, process: RankProcess) -> tuple[str, frozenset[int]]:
+        """What the process has too much of ("": nothing), and which of its ranks is to blame."""
+        memory_bytes = self._launch.memory_bytes
+        if memory_bytes is not None:
+            resident = process_control.resident_bytes(process.pid)
+            if resident > memory_bytes:
+                limit = f"over its memory limit of {memory_bytes / 2**20:.0f} MiB"
+                whose = "the process of all ranks is " if len(process.ranks) > 1 else ""
+                return f"{whose}{limit} ({resident / 2**20:.0f} MiB resident)", frozenset()
+        text = f"printed more than {OUTPUT_LIMIT >> 20} MiB"
+        for rank in process.ranks:
+            if (stacks.size(self._launch.output(rank)) or 0) > OUTPUT_LIMIT:
+                return text, frozenset((rank,))
+        is_over = (stacks.size(self._launch.shared_output) or 0) > OUTPUT_LIMIT
+        return text if is_over else "", frozenset()
+
+    def _end(self, processes: Sequence[RankProcess], reason: str) -> None:
+        """Ask for stacks, unless there was too much of something, then kill."""
+        doomed = [p for p in processes if p.ended is None and not p.reason]
+        for process in doomed:
+            process.reason = reason
+            process.stopped = process_control.state_of(process.pid) == "T"
+        if reason in OVERDUE:
+            heartbeats = heartbeat.read(self._launch.heartbeat)
+            for process in doomed:
+                unended = (rank for rank in process.ranks if not self._launch.end(rank).exists())
+                process.spent = self._watchdog.spent
+                process.hung = {rank: heartbeats[rank] for rank in unended}
+            stacks.ask({p.pid: self._launch.stacks(p.ranks[0]) for p in doomed})
+        for process in doomed:
+            process_control.kill(process.pid)
+        if reason not in ("grace", "standstill", "desync"):
+            self._failed()

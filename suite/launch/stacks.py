@@ -7,7 +7,6 @@ and aborts show where they are.  Stopped processes do not answer.
 from __future__ import annotations
 
 import faulthandler
-import functools
 import itertools
 import linecache
 import os
@@ -17,7 +16,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardproof.launch import process_control
 from shardproof.launch.frames import Frame, innermost, method
@@ -48,7 +46,8 @@ class Stack:
     @property
     def waits(self) -> bool:
         """Whether the thread is inside a communication call."""
-        return bool(self._outside) and _communicates(self._outside[-1])
+        inner = self._outside[-1] if self._outside else ""
+        return inner.startswith(_WAITING_FOLDER) or inner.endswith(_WAITING)
 
     @property
     def tells(self) -> bool:
@@ -96,39 +95,16 @@ def arm(path: Path) -> int:
 
     Returns the descriptor, which must stay open until it is armed anew.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = register(path)
     faulthandler.enable(descriptor, all_threads=True)
-    faulthandler.register(DUMP_SIGNAL, descriptor, all_threads=True, chain=False)
     return descriptor
 
 
-def answer(path: Path) -> None:
-    """Make this process, which others have started, write its stacks to ``path`` when asked to.
-
-    Nothing is done where it has a handler of its own for the signal, and it may set one.
-    """
-    if signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
-        return
+def register(path: Path) -> int:
+    """Make this process write its stacks to ``path`` when asked to; see :func:`arm`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(DUMP_SIGNAL, descriptor, all_threads=True, chain=False)
-    give_way(path)
-
-
-def give_way(path: Path) -> None:
-    """Let what this process is about to run have the signal: who takes it is not asked any more.
-
-    Only handlers set by :func:`signal.signal` are seen.  ``path``: as given to :func:`arm`.
-    """
-    module: Any = signal
-    original, owner = module.signal, os.getpid()
-
-    @functools.wraps(original)
-    def set_handler(signum: int, handler: Any) -> Any:
-        if signum == DUMP_SIGNAL and os.getpid() == owner:
-            path.unlink(missing_ok=True)
-        return original(signum, handler)
-
-    module.signal = set_handler
+    return descriptor
 
 
 #: Of a process (with when it began) that has not answered yet: the threads that did not block the
@@ -144,31 +120,31 @@ def ask(pids: dict[int, Path], within_s: float = 2.0) -> None:
     """
     waiting: dict[tuple[int, int | None], tuple[int, frozenset[int]]] = {}
     for pid, path in pids.items():
-        key, size = (pid, process_control.began(pid)), _size(path)
+        key, before = (pid, process_control.began(pid)), size(path)
         blocks = process_control.handling(pid, DUMP_SIGNAL)[1]
         if (
-            size is not None
+            before is not None
             and process_control.state_of(pid) not in ("T", "Z", "")
             and process_control.catches(pid, DUMP_SIGNAL)
             and process_control.kill(pid, DUMP_SIGNAL)
         ):
             free = frozenset(thread for thread, is_blocked in blocks.items() if not is_blocked)
-            waiting[key] = size, _open.setdefault(key, free)
+            waiting[key] = before, _open.setdefault(key, free)
     deadline = time.monotonic() + within_s
     while waiting and time.monotonic() < deadline:
         time.sleep(0.01)
         for key, (before, free) in list(waiting.items()):
             pending, blocks = process_control.handling(key[0], DUMP_SIGNAL)
-            size = _size(pids[key[0]])
+            now = size(pids[key[0]])
             # Between pending and handled the kernel shows neither: the file has grown, too.
             answered = not pending and not any(blocks.get(thread) for thread in free)
-            told = size is None or (answered and size > before)
+            told = now is None or (answered and now > before)
             if told or process_control.state_of(key[0]) == "Z":
                 del waiting[key]
                 _open.pop(key, None)
 
 
-def _size(path: Path) -> int | None:
+def size(path: Path) -> int | None:
     """Bytes of the file; ``None``: there is none."""
     try:
         return path.stat().st_size
@@ -194,10 +170,6 @@ def read(path: Path) -> tuple[dict[int, Stack], int | None]:
             number = int(match[2]) if match[2].isdigit() else 0
             stacks[thread].append((match[1], number, match[3]))
     return {thread: Stack(_own(stack)) for thread, stack in stacks.items()}, culprit
-
-
-def _communicates(file: str) -> bool:
-    return file.startswith(_WAITING_FOLDER) or file.endswith(_WAITING)
 
 
 def _own(stack: Collection[Frame]) -> tuple[Frame, ...]:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.backends import Backend
-from shardproof.launch import heartbeat, process_control
+from shardproof.backends import Backend, heartbeat
+from shardproof.launch import process_control
 from shardproof.launch.diagnosis import RankProcess
 
 #: Seconds between two looks at ranks that are let run.
@@ -72,7 +72,7 @@ class Watchdog:
         """What the processes have computed before is not these ranks'."""
         for pid, rank in ((process.pid, rank) for process in alive for rank in process.ranks):
             _, self._ranks[rank].cpu = process_control.activity_of(pid)
-        self._begin()
+        self.restart()
 
     def look(self, alive: Sequence[RankProcess]) -> None:
         """Take one sample of the living processes; 20 a second are asked for."""
@@ -97,10 +97,10 @@ class Watchdog:
             runs = letter in "RD" and not process.is_paused
             seen.runnable += runs
             none_runs &= not runs or (seen.waits and self._backend.polls)
-        events = [(beat.sequence, beat.waits, beat.state) for beat in beats]
+        events = [beat.event for beat in beats]
         if events != self._events:
             self._events = events
-            self._begin()
+            self.restart()
         self._looks += 1
         self.idle_looks += none_runs and any(beat.injected for beat in beats)
 
@@ -133,7 +133,7 @@ class Watchdog:
             return False
         if self.idle:
             return True
-        self._begin()
+        self.restart()
         return False
 
     @property
@@ -146,17 +146,13 @@ class Watchdog:
         """Whether no rank computes, or is in a call that may burn CPU while it waits."""
         return all(rank.stopped or self._is_idle(rank) for rank in self._alive)
 
-    def restart(self) -> None:
-        """Something happened that only the caller can see: silence begins anew."""
-        self._begin()
-
     def _is_idle(self, rank: _Rank) -> bool:
         if rank.waits and self._backend.polls:
             return True
         most = _IDLE_SHARE * self._looks * TICK_SECONDS
         return rank.runnable <= self._looks / 2 and rank.cpu - rank.cpu_at_event <= most
 
-    def _begin(self) -> None:
+    def restart(self) -> None:
         """Something happened: what was seen before says nothing about a standstill."""
         self._looks = 0
         for rank in self._ranks:

@@ -27,11 +27,13 @@ import mmap
 import os
 import struct
 import sys
+import sysconfig
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,8 +41,12 @@ from typing import Any
 from shardproof.backends.errors import members_of
 from shardproof.backends.request import Request
 from shardproof.files import Exact, Stored
-from shardproof.launch.frames import is_of_script, is_shown
+from shardproof.launch.frames import SUITE, Frame
 from shardproof.ledgers.program_order import inside_backward
+
+#: The suite's folder without links: another process may have imported it by another path.
+_REAL = os.path.realpath(SUITE)
+_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},)
 
 _MAGIC = b"SHPCALLS"
 _HEAD = struct.Struct("<8sQ")
@@ -165,6 +171,32 @@ class Calls:
             if len(self._forms) < _KNOWN:
                 self._forms[key] = form
         return form
+
+
+@lru_cache(4096)
+def is_shown(file: str) -> bool:
+    """Whether ``file`` may be shown as where a script stood: it is not torch's, nor the suite's."""
+    is_ours = file.startswith(SUITE) or os.path.realpath(file).startswith(_REAL)
+    return not (is_ours or file.startswith("<") or "/torch/" in file)
+
+
+@lru_cache(4096)
+def is_of_script(file: str) -> bool:
+    """Whether ``file`` is the user's own: of no installed package, nor of Python or the suite."""
+    return is_shown(file) and not file.startswith(_INSTALLED)
+
+
+def place_in_script(frames: Sequence[Frame]) -> str:
+    """``in f (train.py:12)`` for the user's innermost line; ``frames`` are outermost first.
+
+    Without any: the innermost of another package; ``""`` if all are of torch and the suite.
+    """
+    shown = [frame for frame in frames if is_shown(frame[0])]
+    own = [frame for frame in shown if is_of_script(frame[0])]
+    for file, line, function in (own or shown)[-1:]:
+        where = f"{file}:{line}"
+        return f"at {where}" if function == "<module>" else f"in {function} ({where})"
+    return ""
 
 
 def _place(frame: FrameType | None) -> str:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardproof.backends import heartbeat
 from shardproof.backends.gloo import Gloo
-from shardproof.launch import heartbeat
 
 #: Seconds that a rank waits for the others, at most: one of them may be saving the model.
 WAIT_SECONDS = 180.0

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardproof.backends.errors import name_ranks
+from shardproof.backends.heartbeat import Noted
 from shardproof.launch.autopsy import How, Standing
-from shardproof.launch.frames import place_in_script
-from shardproof.launch.heartbeat import Noted
+from shardproof.watch.calls import place_in_script
 
 _FILE = re.compile(r"^\w*trace_rank_(\d+)(\.json)?$")
 #: A dump of the default 2,000 calls has 2 MB.

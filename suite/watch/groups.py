@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -22,7 +22,6 @@ from shardproof.backends.gloo import Gloo
 from shardproof.backends.mpi import group as over_mpi
 from shardproof.backends.nccl import Nccl
 from shardproof.backends.request import Request
-from shardproof.launch import heartbeat
 from shardproof.watch.calls import Calls
 
 #: Where the calls of this process go; ``None``: to nowhere yet.
@@ -64,31 +63,11 @@ def send_to(calls: Calls | None) -> None:
     """From now on calls of the groups of this process are noted there."""
     global _calls
     _calls = calls
-
-
-class _Listener:
-    """The heartbeat, and the file of calls."""
-
-    group = staticmethod(heartbeat.group)
-    note = staticmethod(heartbeat.note)
-    inject = staticmethod(heartbeat.inject)
-    peers = staticmethod(heartbeat.peers)
-
-    def wait(self, begins: bool, call: int) -> None:
-        heartbeat.wait(begins, call)
-        if _calls is not None:
-            _calls.wait(begins)
-
-    def differing(
-        self, ranks: Sequence[int], group: int, number: int, digest: int
-    ) -> dict[int, str]:
-        """Nothing is done to a script: what differs is told when its ranks stand still."""
-        return {}
+    base.on_wait = bool if calls is None else calls.wait
 
 
 def install() -> None:
     """Watch every group that this process makes from now on."""
-    base.listen(_Listener())
     make = c10d._new_process_group_helper
     signature = inspect.signature(make)
 

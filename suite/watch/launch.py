@@ -21,10 +21,10 @@ from pathlib import Path
 
 import psutil
 
+from shardproof.backends import heartbeat
 from shardproof.backends.nccl import Nccl
-from shardproof.launch import autopsy, heartbeat, process_control, stacks
+from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.diagnosis import RankProcess
-from shardproof.launch.frames import place_in_script
 from shardproof.launch.watchdog import DESYNC_LOOKS, TICK_SECONDS, WAITING_LOOKS, Watchdog
 from shardproof.watch import calls
 from shardproof.watch.record import End, write_ends
@@ -239,7 +239,7 @@ class _Supervisor:
             # What it answered before tells nothing of now.
             known = stacks.read(path)[0] if _size(path) > size else {}
             if (stack := known.get(beats[rank].thread)) is not None:
-                place = place_in_script(stack.frames)
+                place = calls.place_in_script(stack.frames)
                 waits = waits or stack.waits or stack.in_backward
             found[rank] = place, waits
         return found

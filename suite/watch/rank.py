@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -34,11 +35,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from shardproof.backends import heartbeat
 from shardproof.backends.errors import name_ranks
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import fast_json
-from shardproof.launch import heartbeat, process_control, stacks
-from shardproof.launch.frames import place_in_script
+from shardproof.launch import process_control, stacks
 from shardproof.launch.outcome import of_exception
 from shardproof.watch import calls, groups, replica_sets
 from shardproof.watch.compare import Compared
@@ -252,7 +253,7 @@ class Watch:
     def _note_error(self, error: BaseException, trace: TracebackType | None) -> None:
         told, record = of_exception(self.record.rank, error, 0.0), self.record
         frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(trace)]
-        record.error_type, record.place = told.error_type, place_in_script(frames)
+        record.error_type, record.place = told.error_type, calls.place_in_script(frames)
         record.error = " ".join(told.message.split())[:400] or told.error_type
         record.consequence, record.is_comm_error = told.consequence, told.is_comm_error
         self._write()
@@ -457,10 +458,38 @@ def activate() -> Watch:
             heartbeat.attach(Path(beats), rank, thread=False)
             answers = settings.folder / f"rank{rank}.stacks"
             stacks.arm(answers)
-            stacks.give_way(answers)
+            give_way(answers)
         else:
             settings.folder.mkdir(parents=True, exist_ok=True)
-            stacks.answer(settings.folder / f"rank{rank}.stacks")
+            _answer(settings.folder / f"rank{rank}.stacks")
         _watch = Watch(settings, rank, world, restarts)
         _watch.install()
     return _watch
+
+
+def _answer(path: Path) -> None:
+    """Make this process, which others have started, write its stacks to ``path`` when asked to.
+
+    Nothing is done where it has a handler of its own for the signal, and it may set one.
+    """
+    if signal.getsignal(stacks.DUMP_SIGNAL) is not signal.SIG_DFL:
+        return
+    stacks.register(path)
+    give_way(path)
+
+
+def give_way(path: Path) -> None:
+    """Let what this process is about to run have the signal: who takes it is not asked any more.
+
+    Only handlers set by :func:`signal.signal` are seen.  ``path``: as given to :func:`stacks.arm`.
+    """
+    module: Any = signal
+    original, owner = module.signal, os.getpid()
+
+    @functools.wraps(original)
+    def set_handler(signum: int, handler: Any) -> Any:
+        if signum == stacks.DUMP_SIGNAL and os.getpid() == owner:
+            path.unlink(missing_ok=True)
+        return original(signum, handler)
+
+    module.signal = set_handler

@@ -12,10 +12,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardproof.backends.heartbeat import Noted
 from shardproof.launch import autopsy, process_control, stacks
 from shardproof.launch.autopsy import Standing
-from shardproof.launch.frames import place_in_script
-from shardproof.launch.heartbeat import Noted
 from shardproof.launch.outcome import RankOutcome
 from shardproof.watch import calls
 from shardproof.watch.record import End, RankRecord
@@ -126,6 +125,6 @@ def _stacks(folder: Path, alive: Mapping[int, int]) -> dict[int, tuple[str, bool
         if paths[rank].stat().st_size == size:
             continue
         for stack in stacks.read(paths[rank])[0].values():
-            if place := place_in_script(stack.frames):
+            if place := calls.place_in_script(stack.frames):
                 found[rank] = place, stack.waits or stack.in_backward
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import traceback
@@ -17,7 +18,7 @@ from neutral_checks import NEUTRAL, STRICTER, data
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.backends import errors, joined
+from shardproof.backends import Joining, errors, joined
 from shardproof.backends.disturbances import Disturbances, disturbances_of
 from shardproof.backends.in_memory.hub import Hub
 from shardproof.ledgers import program_order, traffic
@@ -267,24 +268,13 @@ def test_a_rank_that_waits_late_does_not_hold_on_to_the_tensors_of_others() -> N
     assert gone == [True, True]
 
 
-def test_work_nobody_waits_for_is_told() -> None:
-    def body(rank: int, _: int) -> None:
-        if rank == 0:
-            dist.all_reduce(torch.ones(1), async_op=True)
-
-    hub = Hub(2, 5.0)
-    succeed(body, 2, hub=hub)
-    assert hub.unfinished() == ["rank 0: all_reduce(sum, float32[1]) of group 0-1, its call 0"]
-    assert hub.last_call(0) == "all_reduce(sum, float32[1])"
-
-
 def test_a_world_of_no_ranks_and_an_unknown_backend_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one rank, not 0"):
         Hub(0, 1.0)
     with pytest.raises(ValueError, match="unknown backend 'glo'; known: in_memory, gloo"):
-        joined.join("glo", 0, 1, Path(), 1.0, False)
+        joined.join("glo", Joining(0, 1, Path(), 1.0, False))
     with pytest.raises(ValueError, match="needs the hub"):
-        joined.join("in_memory", 0, 2, Path(), 1.0, False, Hub(3, 1.0))
+        joined.join("in_memory", Joining(0, 2, Path(), 1.0, False, Hub(3, 1.0)))
 
 
 # ---------------------------------------------------------------------------------- disturbances
@@ -342,12 +332,14 @@ def test_requests_can_be_changed_on_their_way() -> None:
         return request
 
     def body(rank: int, _: int) -> list[float]:
+        group: Any = dist.group.WORLD
+        group.transform = functools.partial(transform, rank)
         tensors = [torch.ones(1) for _ in range(3)]
         for tensor in tensors:
             dist.all_reduce(tensor)
         return [tensor.item() for tensor in tensors]
 
-    found = succeed(body, 2, hub=Hub(2, 5.0, transform=transform))
+    found = succeed(body, 2)
     assert found == [[2.0, 2.0, 1.0]] * 2
     assert seen == ["all_reduce(sum, float32[1])"] * 3
 

@@ -20,7 +20,7 @@ import torch
 from made_case import made_case
 from test_costs import plan
 
-from shardproof.backends import BACKENDS, base, cuda, joined
+from shardproof.backends import BACKENDS, Joining, base, cuda, joined
 from shardproof.case import Case, Death
 from shardproof.cases.verdict import decide_case
 from shardproof.checks import Outcome, memory, weighs
@@ -84,12 +84,12 @@ def test_a_rank_takes_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     torch.backends.cuda.matmul.allow_tf32 = True
-    joined.join("gloo_cuda", 3, 4, Path("meeting"), 1.0, ledgers=False)
+    joined.join("gloo_cuda", Joining(3, 4, Path("meeting"), 1.0, ledgers=False))
     assert calls == ["GPU 1", "init", "join 3"]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
     calls.clear()
-    joined.join("gloo", 3, 4, Path("meeting"), 1.0, ledgers=False)
+    joined.join("gloo", Joining(3, 4, Path("meeting"), 1.0, ledgers=False))
     assert calls == ["join 3"]
     base.JOINED.set(None, process=True)
 

@@ -115,7 +115,7 @@ def test_a_rank_of_nccl_takes_its_gpu_and_settings_before_it_meets_the_others(
         nccl, "refuse_shared_gpus", lambda store, rank, world: done.append(f"meet {rank}")
     )
     monkeypatch.setattr(LoggedNccl, "join_default", classmethod(lambda cls, joining: None))
-    joined.join("nccl", 5, 8, tmp_path / "meeting", 1.0, ledgers=False)
+    joined.join("nccl", Joining(5, 8, tmp_path / "meeting", 1.0, ledgers=False))
     assert done[:3] == ["GPU 5", "init", "meet 5"]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 

@@ -19,7 +19,7 @@ from shardproof.bench.lines import Efficiency, Estimate
 from shardproof.bench.scaling import matrix
 from shardproof.bench.subjects import Cell, Room, side_run
 from shardproof.cluster import head
-from shardproof.cluster.nodes.nodes import ClusterNodes
+from shardproof.cluster.nodes.ranks import ClusterNodes
 from shardproof.commands import main as command_line
 from shardproof.launch.nodes import ENVIRONMENT
 from shardproof.launch.outcome import RankOutcome

@@ -14,7 +14,7 @@ import torch
 from made_case import made_case
 from test_costs import plan
 
-from shardproof import checks
+from shardproof import checks, strategies
 from shardproof.case import WorkloadSpec
 from shardproof.cases import leader
 from shardproof.cases.runner import run_cases
@@ -29,7 +29,6 @@ from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.traffic import Call
 from shardproof.registry.declaration import Declaration
 from shardproof.report.memory import MEASURED, with_figures
-from shardproof.strategies import STRATEGIES
 
 STEPS = 3
 POINTS = ("gradients_final", "after_update")
@@ -113,7 +112,7 @@ def figures(strategy: str = "zero3", world: int = 2, **more: Any) -> Any:
         for number, unit in enumerate(("", *cost_model.facts.units))
     ]
     declaration = Declaration(
-        strategy=strategy, backends=("in_memory",), features=STRATEGIES[strategy].profile
+        strategy=strategy, backends=("in_memory",), features=strategies.of(strategy).profile
     )
     records = []
     for rank, sent in enumerate(calls(cost_model, world)):

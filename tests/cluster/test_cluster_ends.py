@@ -23,11 +23,12 @@ from made_engine import MadeEngine, made_cluster
 from real_engine import left_of, missing
 
 from shardproof.cluster import head
-from shardproof.cluster.containers import cluster, guardian, head_command, interrupts
+from shardproof.cluster.containers import cluster, guardian, head_command
 from shardproof.cluster.containers import engine as engine_room
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
 from shardproof.commands import main as command_line
+from shardproof.commands.supervision import Interrupts
 from shardproof.verdicts import INTERRUPTED
 
 
@@ -232,7 +233,7 @@ def test_what_the_engine_makes_after_a_first_look_is_removed(
 def test_what_is_ignored_under_nohup_ends_no_cluster() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interrupts.interruptible():
+        with Interrupts():
             os.kill(os.getpid(), signal.SIGHUP)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -46,7 +46,6 @@ methods:
         (["digits"], "ranks of in_memory are threads, which cannot be on nodes"),
         (["digits", "--backend", "gloo"], "digits: 3 ranks do not fit 2 nodes x 1 ranks"),
         (["cluster", "--method", "reference/ddp+topk2"], "unknown method"),
-        (["cluster", "--out", "page.md"], "--out is not for clusters"),
         (["cluster", "--from", "kept.json"], "--from is not for clusters"),
         (["cluster", "--bandwidth", "1gbit", "--nodes", "1", "--ranks-per-node", "2"], "--nodes 2"),
     ],
@@ -112,11 +111,11 @@ def test_a_study_in_containers_is_that_of_this_machine(tmp_path: Path) -> None:
     assert "In wall time" in page and "declared 20 mbit/s, measured" in page
     assert (run / "convergence-small.svg").exists()
     assert "verified: 0 cases" in shardproof("verify", str(run)).stdout, "files are as they were"
-    here = ["small.yaml", "--backend", "in_memory", "--records", "here.json"]
+    here = ["small.yaml", "--backend", "in_memory", "--results", "here"]
     assert study("convergence", *here, cwd=tmp_path).returncode == HELD
     there, local = (
         json.loads(file.read_text())["studies"]["small"]
-        for file in (run / "convergence.json", tmp_path / "here.json")
+        for file in (run / "convergence.json", tmp_path / "here/convergence.json")
     )
     for name, own in there.items():
         for one, other in zip(own["ends"], local[name]["ends"], strict=True):

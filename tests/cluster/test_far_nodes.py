@@ -20,14 +20,15 @@ from made_case import made_case
 from made_engine import MadeEngine, assert_refused_at_once, made_cluster
 from real_engine import left_of, real_engine
 
-from shardproof.backends import logged
-from shardproof.backends.disturbances import Disturbances, FarNodes
+from shardproof.backends.disturbances import Disturbances
 from shardproof.backends.request import Request
 from shardproof.cluster import shape
 from shardproof.cluster.containers import caps, cluster, node_caps
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster
-from shardproof.cluster.nodes.nodes import ClusterNodes
+from shardproof.cluster.nodes import far as far_nodes
+from shardproof.cluster.nodes.far import FarNodes
+from shardproof.cluster.nodes.ranks import ClusterNodes
 from shardproof.launch.nodes import ENVIRONMENT, Nodes
 from shardproof.launch.rank_process import RankLaunch
 
@@ -67,7 +68,7 @@ def test_what_is_late_comes_at_its_time_whoever_waits() -> None:
     result = torch.ones(2)
     work = SimpleNamespace(wait=lambda: None)
     began = time.monotonic()
-    handle = logged._Late(Request("all_reduce", outputs=[[result]]), work, 0.2)
+    handle = far_nodes._Late(Request("all_reduce", outputs=[[result]]), work, 0.2)
     assert not handle.is_completed()
     future = handle.get_future()
     time.sleep(0.1)
@@ -80,7 +81,7 @@ def test_a_call_that_breaks_under_way_breaks_where_it_is_waited_for() -> None:
     def broken() -> None:
         raise ConnectionError("peer closed")
 
-    handle = logged._Late(Request("all_reduce"), SimpleNamespace(wait=broken), 0.0)
+    handle = far_nodes._Late(Request("all_reduce"), SimpleNamespace(wait=broken), 0.0)
     with pytest.raises(ConnectionError, match="peer closed"):
         handle.wait()
 

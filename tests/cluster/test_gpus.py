@@ -15,11 +15,10 @@ from made_case import made_case
 from made_engine import MadeEngine, made_cluster
 from real_engine import compose
 
-from shardproof.cluster.containers import cluster, gpus
+from shardproof.cluster.containers import cluster
 from shardproof.cluster.containers import engine as engine_room
 from shardproof.cluster.containers.engine import NoCluster
-from shardproof.cluster.containers.gpus import Gpus
-from shardproof.cluster.containers.needs import Needs
+from shardproof.cluster.containers.needs import Gpus, Needs, require_gpus
 from shardproof.commands import main as command_line
 from shardproof.verdicts import NOT_DECIDED
 
@@ -56,8 +55,8 @@ def test_without_a_runtime_for_gpus_nothing_is_built(
 
 def test_a_torch_for_cpus_is_told_and_how_to_have_another() -> None:
     with pytest.raises(NoCluster, match=r"have a torch for CPUs.*TORCH=torch==2\.13\.0\+cu"):
-        gpus.require(engine_with("runc", "nvidia"), "torch==2.13.0")
-    gpus.require(engine_with("runc", "nvidia"), "torch==2.13.0+cu130")
+        require_gpus(engine_with("runc", "nvidia"), "torch==2.13.0")
+    require_gpus(engine_with("runc", "nvidia"), "torch==2.13.0+cu130")
 
 
 def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path) -> None:

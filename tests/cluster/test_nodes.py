@@ -23,7 +23,7 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import Session
 from shardproof.cluster.nodes.condition import CUT_OFF, QUESTION, WELL, Inquiry
 from shardproof.cluster.nodes.doors import door
-from shardproof.cluster.nodes.nodes import ClusterNodes
+from shardproof.cluster.nodes.ranks import ClusterNodes
 from shardproof.launch.diagnosis import Lost
 from shardproof.launch.nodes import Nodes
 from shardproof.launch.workspace import Workspace

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_case import made_case
 
 from shardproof.case import Case, WorkloadSpec
-from shardproof.costs import NoCostModel
+from shardproof.costs import NoCostModel, cost_model_class
 from shardproof.costs.expression import (
     FACTS,
     FormulaError,
@@ -121,11 +121,9 @@ def test_every_formula_has_a_source_and_needs_the_case_only() -> None:
     for name in formulas():
         found = formula(name)
         assert found is not None
-        assert found.name == name
-        assert found.source
-        assert found.unit
+        assert cost_model_class(name.rpartition(".")[0]).source
         with suppress(NoCostModel):  # DeepSpeed's, with its default options
-            assert found.value(facts) >= 0
+            assert found(facts) >= 0
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from shardproof.backends.heartbeat import Noted
 from shardproof.launch import autopsy
 from shardproof.launch.autopsy import Standing
-from shardproof.launch.heartbeat import Noted
 
 
 def collective(number: int, size: int = 4, group: int = 1, ranks: str = "ranks 0-2") -> Noted:

@@ -21,7 +21,7 @@ from made_case import made_case
 from shardproof.backends.mpi import found as mpi_found
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import Session
-from shardproof.launch import rank_service
+from shardproof.launch import kept_ranks
 
 HERE = str(Path(__file__).parents[1] / "support")
 SMALL = WorkloadSpec("charnames_gpt", params={"layers": 1, "width": 16})
@@ -184,11 +184,11 @@ class TestEnds:
 def test_what_a_program_changed_is_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_service.process_control, "end_adopted", lambda known: set())
+    monkeypatch.setattr(kept_ranks.process_control, "end_adopted", lambda known: set())
     monkeypatch.setattr(
-        rank_service.threading, "enumerate", lambda: [rank_service.threading.main_thread()]
+        kept_ranks.threading, "enumerate", lambda: [kept_ranks.threading.main_thread()]
     )
-    state = rank_service._State.now()
+    state = kept_ranks._State.now()
     drawn = torch.rand(3)
     folder = Path.cwd()
     os.environ["LEFT_BY_A_CASE"] = "1"

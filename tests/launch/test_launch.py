@@ -25,10 +25,11 @@ from commands import python
 from kept_fork_server import KeptForkServer
 
 from shardproof import tensor_bytes
+from shardproof.backends import heartbeat
 from shardproof.backends.errors import CollectiveMismatch, PeerTimeout, RankEnded, RankFailed
 from shardproof.backends.mpi import found as mpi_found
-from shardproof.launch import heartbeat, process_control
 from shardproof.launch import pool as pool_module
+from shardproof.launch import process_control
 from shardproof.launch.fork_server import REPRODUCIBLE, ForkServer, ForkServerError
 from shardproof.launch.fork_server_main import LAZY_MODULES, MOST_TASKS, TASK_RAISED
 from shardproof.launch.outcome import RankOutcome, mark_consequences, of_exception, root_cause

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.backends import BACKENDS
-from shardproof.launch import heartbeat, process_control, watchdog
+from shardproof.backends import BACKENDS, heartbeat
+from shardproof.launch import process_control, watchdog
 from shardproof.launch.diagnosis import RankProcess, diagnose
 from shardproof.launch.outcome import mark_consequences, root_cause
 from shardproof.launch.rank_process import PARTING_SECONDS, RankLaunch

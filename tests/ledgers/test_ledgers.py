@@ -109,7 +109,7 @@ def integers_for_all(rank: int, n: int) -> Any:
     own, before = [rank, -rank, True], len(ledger().calls)
     agreed = [comm.agree(own, "max"), comm.agree(own, "min"), comm.agree(own, "sum")]
     agreed.append(comm.agree(own, "first", dtype=torch.int64))
-    under_way = comm.agree(own, "sum", async_op=True)
+    under_way = comm.begin_agreement(own, "sum")
     sent = [call.to_dict() for call in ledger().calls[before:]]
     return agreed, under_way.wait(), sent
 

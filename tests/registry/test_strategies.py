@@ -15,7 +15,7 @@ from shardproof.costs.families import FAMILIES, family_of
 from shardproof.costs.model import CostModel
 from shardproof.errors import InputError
 from shardproof.registry.declaration import Declaration
-from shardproof.strategies import STRATEGIES, BrokenStrategy
+from shardproof.strategies import BrokenStrategy, in_tree
 
 RECORD = """
 from shardproof.strategies import Strategy
@@ -78,7 +78,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 # --------------------------------------------------------------------------------- the suite's own
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", in_tree())
 def test_every_record_is_whole(name: str) -> None:
     record, cost_model = strategies.of(name), cost_model_class(name)
     assert cost_model.strategy == record.name == name
@@ -89,9 +89,9 @@ def test_every_record_is_whole(name: str) -> None:
 
 
 def test_families_are_named_as_the_strategies_that_they_are_the_bounds_of() -> None:
-    assert {record.family for record in STRATEGIES.values()} == {"", *FAMILIES}
+    assert {record.family for record in in_tree().values()} == {"", *FAMILIES}
     for name in FAMILIES:
-        assert STRATEGIES[name].family == name
+        assert in_tree()[name].family == name
     assert family_of("fsdp", {"sharding_strategy": "NO_SHARD"}) is FAMILIES["ddp"]
     assert family_of("fsdp2", {"sharding_strategy": "FULL_SHARD"}) is FAMILIES["zero3"]
     assert family_of("a name of my own", {}) is None
@@ -129,7 +129,7 @@ def test_a_package_adds_a_strategy(install: Install) -> None:
     assert issubclass(cost_model_class("guest"), CostModel)
     done = here("list", "strategies")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [*STRATEGIES, "guest"]
+    assert done.stdout.split() == [*in_tree(), "guest"]
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_a_broken_one_is_told_where_it_is_used_and_nowhere_else(
     assert "entry point in the group 'shardproof.strategies'" in problem.remedy
     listed = here("list", "strategies")
     assert listed.returncode == 2
-    assert listed.stdout.split() == [*STRATEGIES], "the rest is listed"
+    assert listed.stdout.split() == [*in_tree()], "the rest is listed"
     assert listed.stderr.count("strategy 'guest'") == 1
 
 
 def test_names_are_taken_once(install: Install) -> None:
     install(RECORD, name="zero2")
-    assert strategies.of("zero2") is STRATEGIES["zero2"], "the suite's own stays"
+    assert strategies.of("zero2") is in_tree()["zero2"], "the suite's own stays"
     listed = here("list", "strategies")
     assert listed.returncode == 2
     assert "has the name of one of the suite's strategies" in listed.stderr

@@ -20,8 +20,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.contract import GroupSpec, OptimizerSpec, Refused, ScalerSpec
 from shardproof.costs import cost_model_class
 from shardproof.costs.expression import facts_of, model_facts_in
-from shardproof.costs.upstream.deepspeed import DeepSpeedZero1, DeepSpeedZero3
-from shardproof.costs.upstream.pipelines import DeepSpeedPipeline
+from shardproof.impls.deepspeed.costs import DeepSpeedPipeline, DeepSpeedZero1, DeepSpeedZero3
 from shardproof.impls.deepspeed.json_form import parse, section
 from shardproof.impls.deepspeed.pipeline import tied_names
 from shardproof.schedules import problems

@@ -34,7 +34,7 @@ from shardproof.impls.reference.engine.options import parse_options
 from shardproof.impls.reference.engine.state import broadcast_tensors, load_state
 from shardproof.impls.reference.parts.buckets import GradientBucket, plan_buckets
 from shardproof.oracle import training
-from shardproof.strategies import STRATEGIES
+from shardproof.strategies import in_tree
 from shardproof.workloads import Workload, suggested_groups
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -372,7 +372,7 @@ def test_static_graph_with_one_micro_batch() -> None:
 def test_claims_cover_the_profile(name: str) -> None:
     implementation = registry.load(name)
     capabilities = implementation.capabilities({})
-    assert STRATEGIES[implementation.strategy].profile <= capabilities.features
+    assert in_tree()[implementation.strategy].profile <= capabilities.features
     assert not set(capabilities.declines) - set(workloads.TRAITS)
 
 

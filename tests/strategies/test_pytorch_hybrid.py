@@ -15,7 +15,7 @@ from shardproof.case import Case, WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import KINDS, OptimizerSpec, Piece, Refused, ScalerSpec
 from shardproof.costs.expression import facts_of
-from shardproof.costs.upstream.torch_hybrid import TorchHybrid
+from shardproof.impls.pytorch.costs.hybrid import TorchHybrid
 from shardproof.workloads import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,8 +18,8 @@ from shardproof.case import WorkloadSpec
 from shardproof.comm import Mesh
 from shardproof.contract import GroupSpec, Implementation, OptimizerSpec, Refused, ScalerSpec
 from shardproof.costs.expression import facts_of
-from shardproof.costs.upstream.pipelines import TorchPipelining
 from shardproof.impls.pytorch import pipelining
+from shardproof.impls.pytorch.costs.pipelining import TorchPipelining
 from shardproof.impls.pytorch.pipelining import CLASSES, Options, place, plan
 from shardproof.oracle import training
 from shardproof.schedules import Action, problems

@@ -27,7 +27,7 @@ from shardproof.contract import (
 )
 from shardproof.costs.expression import facts_of
 from shardproof.costs.model_facts import ModelFacts
-from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
+from shardproof.impls.pytorch.costs.tensor import TorchTensorParallel
 from shardproof.impls.pytorch.tensor_parallel import SharedContext
 from shardproof.impls.pytorch.tensor_styles import (
     dtensor_pieces,

@@ -136,13 +136,16 @@ def test_the_page_its_drawing_and_its_records_made_again(
     kept = tmp_path / "kept.json"
     plain = convergence.recorded(study, ends)
     kept.write_text(json.dumps({"about": "somewhere", "studies": {"small": plain}}))
-    out, records = tmp_path / "page.md", tmp_path / "again.json"
-    assert convergence.run([study], 1, out, records, kept) == verdicts.HELD
-    page = out.read_text()
+    with RunFolder(tmp_path / "run", ["shardproof"]) as folder:
+        assert convergence.run([study], 1, kept, folder) == verdicts.HELD
+    page = (tmp_path / "run/convergence.md").read_text()
     assert page == capsys.readouterr().out and "somewhere" in page
-    assert "| reference/ddp+fp16 |" in page and "(page-small.svg)" in page and "planted" in page
-    ElementTree.parse(tmp_path / "page-small.svg")
-    assert json.loads(records.read_text())["studies"] == json.loads(kept.read_text())["studies"]
+    image = "convergence-small.svg"
+    assert "| reference/ddp+fp16 |" in page and f"({image})" in page and "planted" in page
+    ElementTree.parse(tmp_path / "run" / image)
+    again = tmp_path / "run/convergence.json"
+    assert json.loads(again.read_text())["studies"] == json.loads(kept.read_text())["studies"]
+    assert convergence.run([study], 1, again) == verdicts.HELD
 
 
 def test_a_fault_that_trains_as_well_is_told(
@@ -154,7 +157,7 @@ def test_a_fault_that_trains_as_well_is_told(
     plain = convergence.recorded(study, spoilt)
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"studies": {"small": plain}}))
-    assert convergence.run([study], 1, None, None, kept) == verdicts.BROKEN
+    assert convergence.run([study], 1, kept) == verdicts.BROKEN
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_records_of_another_training_are_refused(
     kept.write_text(json.dumps({"studies": {"small": convergence.recorded(*small)}}))
     (asked,) = plan.read([written(tmp_path, SMALL.replace(old, new, 1))])
     with pytest.raises(SelectionError, match=says) as told:
-        convergence.run([asked], 1, None, None, kept)
+        convergence.run([asked], 1, kept)
     assert "kept.json" in str(told.value)
 
 
@@ -185,21 +188,8 @@ def test_records_that_do_not_tell_what_was_trained_are_refused(
     plain = {name: [end.to_dict() for end in own] for name, own in ends.items()}
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"studies": {"small": plain}}))
-    with pytest.raises(SelectionError, match="of an older version"):
-        convergence.run([study], 1, None, None, kept)
-
-
-def test_a_run_folder_has_page_drawing_and_losses(
-    small: tuple[plan.Study, convergence.Ends], tmp_path: Path
-) -> None:
-    kept = tmp_path / "kept.json"
-    kept.write_text(json.dumps({"studies": {"small": convergence.recorded(*small)}}))
-    with RunFolder(tmp_path / "run", ["shardproof"]) as folder:
-        convergence.run([small[0]], 1, None, None, kept, folder)
-    assert "(convergence-small.svg)" in (tmp_path / "run/convergence.md").read_text()
-    ElementTree.parse(tmp_path / "run/convergence-small.svg")
-    again = tmp_path / "run/convergence.json"
-    assert convergence.run([small[0]], 1, None, None, again) == verdicts.HELD
+    with pytest.raises(SelectionError, match="no records of a convergence study"):
+        convergence.run([study], 1, kept)
 
 
 # ---------------------------------------------------------------------------------------- seconds
@@ -304,7 +294,9 @@ def test_which_is_there_first_in_wall_time_is_said(
 
 
 def test_a_page_of_trainings_that_were_timed_tells_seconds(
-    small: tuple[plan.Study, convergence.Ends], tmp_path: Path
+    small: tuple[plan.Study, convergence.Ends],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     study, every = small
     told = {
@@ -313,8 +305,8 @@ def test_a_page_of_trainings_that_were_timed_tells_seconds(
     }
     kept = tmp_path / "kept.json"
     kept.write_text(json.dumps({"studies": {"small": convergence.recorded(study, told)}}))
-    convergence.run([study], 1, tmp_path / "page.md", None, kept)
-    page = (tmp_path / "page.md").read_text()
+    convergence.run([study], 1, kept)
+    page = capsys.readouterr().out
     assert "| ratio of seconds [95 %] |" in page and "| 3.5 (3.0 to 4.0) |" in page
     assert "In wall time `reference/ddp` takes the least seconds" in page, "the same beside fp16"
 
@@ -413,11 +405,11 @@ def test_names_and_records_that_there_are_not(tmp_path: Path) -> None:
     (study,) = plan.read([written(tmp_path)])
     with pytest.raises(SelectionError, match="fp16"):
         study.only(["reference/ddp+fp8"])
-    with pytest.raises(SelectionError, match="give a file that --records wrote"):
-        convergence.run([study], 1, None, None, tmp_path / "small.yaml")
+    with pytest.raises(SelectionError, match=r"give the convergence\.json of a run folder"):
+        convergence.run([study], 1, tmp_path / "small.yaml")
     (tmp_path / "few.json").write_text(json.dumps({"studies": {}}))
     with pytest.raises(SelectionError, match="has 0 seeds there, asked are 2"):
-        convergence.run([study], 1, None, None, tmp_path / "few.json")
+        convergence.run([study], 1, tmp_path / "few.json")
     with pytest.raises(SelectionError, match="did you mean gloo"):
         plan.read([written(tmp_path)], backend="gloop")
     (study,) = plan.read([written(tmp_path)], backend="gloo")

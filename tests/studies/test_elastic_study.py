@@ -10,12 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from typer.testing import CliRunner
+from commands import study
 
 from shardproof import tensor_bytes, verdicts
 from shardproof.errors import SelectionError
 from tools.studies import elastic
-from tools.studies.__main__ import studies
 from tools.studies.elastic import records
 from tools.studies.elastic.agents import Agents
 from tools.studies.elastic.history import HISTORIES, JOINS, SPLITS, Event, History
@@ -158,9 +157,9 @@ def test_an_unknown_history_and_a_folder_in_use_are_refused(tmp_path: Path) -> N
 
 def test_a_history_that_fails_ends_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "_once", lambda history, folder: Judged(["it went wrong"]))
-    ended = CliRunner().invoke(studies, ["elastic", "--history", "late", "--runs", "1"])
-    assert ended.exit_code == verdicts.BROKEN
-    assert "- late: it went wrong" in ended.output
+    ended = study("elastic", "--history", "late", "--runs", "1")
+    assert ended.returncode == verdicts.BROKEN
+    assert "- late: it went wrong" in ended.stdout
 
 
 # ---------------------------------------------------------------------------------------- agents

@@ -26,6 +26,7 @@ from tools.studies.mutation import earlier, operators, planted, reached, study, 
 from tools.studies.mutation.operators import Fault
 
 ROOT = Path(__file__).parents[2]
+ALONE = study.Planting(jobs=1)
 
 
 def quick_cases(scenario: str, words: str) -> Sequence[Case]:
@@ -82,21 +83,20 @@ def test_a_call_of_super_can_be_dropped() -> None:
 
 
 def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreached(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
     unreached = named("zero3.py", "compare", "")
     idle = named("naive_ddp.py", "twice", "reducer.check(comm.size)")
     monkeypatch.setattr(operators, "faults", lambda: [killed, unreached, idle])
     cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:2]
-    said: list[str] = []
-    found = study.run(cases, 3, 1, 1, said.append)
+    found = study.run(cases, 3, 1, ALONE)
     assert {one.fault.operator: one.state for one in found.planted} == {
         "drop": "killed",
         "compare": "unreached",
         "twice": "without effect",
     }
-    assert said
+    assert "1 killed" in capsys.readouterr().err
     assert "1 killed" in found.sentence()
     document = found.document()
     assert [one["state"] for one in document["left"]] == ["unreached", "without effect"]
@@ -105,13 +105,13 @@ def test_a_study_tells_killed_faults_from_those_without_effect_and_those_unreach
     file = tmp_path / "left.json"
     file.write_text(json.dumps(document))
     cases = quick_cases("zero-gpt", "reference/zero3::in_memory")[:1]
-    more = study.run(cases, 9, 7, 1, said.append, left=earlier.read(file))
+    more = study.run(cases, 9, 7, ALONE, left=earlier.read(file))
     assert [one.fault for one in more.planted] == [unreached, idle]
     assert (more.seed, more.before, more.document()["before"]) == (1, 1, 1)
     assert "with 1 killed before" in more.sentence()
     # What no study has planted is told for ever.
     file.write_text(json.dumps({**document, "left_out": 4}))
-    fewer = study.run(cases, 1, 7, 1, said.append, left=earlier.read(file))
+    fewer = study.run(cases, 1, 7, ALONE, left=earlier.read(file))
     assert fewer.left_out == 4 and "4 left out" in fewer.sentence()
     # What is not planted again keeps its state, and is still left.
     assert [one["state"] for one in fewer.document()["left"]][-1] == "without effect"
@@ -147,7 +147,7 @@ def test_a_fault_that_no_case_need_reach_is_told_with_its_reason() -> None:
     (guarded, *_) = [
         fault
         for fault in operators.of_file(operators.ROOT / "parts/consensus.py")
-        if untaken.why_unreached(fault.file, fault.line) == untaken.GUARD
+        if untaken.reasons(fault.file).get(fault.line) == untaken.GUARD
     ]
     for fault, state in ((command, "explained"), (guarded, "explained"), (plain, "unreached")):
         one = study.Planted(fault, [])
@@ -226,23 +226,23 @@ def test_defaults_have_no_faults_for_they_are_made_before_any_case() -> None:
 def test_what_more_clean_runs_have_unlike_is_no_effect() -> None:
     fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
     cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:1]
-    (home,) = study.find_homes(cases, 1, lambda _: None, again=False)
+    (home,) = study.find_homes(cases, ALONE, again=False)
     chance, steady = sorted(home.figures)[:2]
     home.figures = {**home.figures, chance: ["as it happened once"]}
     by_chance = study.Planted(fault, [home], 1, effects=[(home, frozenset({chance}))])
     real = study.Planted(fault, [home], 1, effects=[(home, frozenset({chance, steady}))])
     assert by_chance.state == real.state == "survived"
     with Session(1) as session:
-        study._confirm(session, [by_chance, real], lambda _: None)
+        study._confirm(session, [by_chance, real])
     assert (by_chance.state, real.state) == ("without effect", "survived")
     assert real.effect == (home.case.id, frozenset({steady}))
 
 
 def test_a_budget_ends_the_planting_and_what_it_leaves_out_is_told() -> None:
     fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
-    arcs = {fault.file: {(fault.line, fault.line + 1)}}
-    home = study.Home(quick_cases("ddp-gpt", "reference/naive_ddp")[0], 1.0, {}, arcs)
-    found = study.plant_all([home], [fault], 1, 1, lambda _: None, budget=-1.0)
+    lines = {fault.file: {fault.line}}
+    home = study.Home(quick_cases("ddp-gpt", "reference/naive_ddp")[0], 1.0, {}, lines)
+    found = study.plant_all([home], [fault], 1, study.Planting(budget=-1.0))
     assert not found.planted
     assert found.left_out == found.document()["left_out"] == 1
     assert "1 left out" in found.sentence()
@@ -250,14 +250,14 @@ def test_a_budget_ends_the_planting_and_what_it_leaves_out_is_told() -> None:
 
 def test_first_come_cases_with_pairs_of_their_own() -> None:
     fault = named("naive_ddp.py", "drop", "self.reducer.all_reduce")
-    reached = {fault.file: {(fault.line, fault.line + 1)}}
+    reached = {fault.file: {fault.line}}
     plain, traits = (
         quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[0],
         quick_cases("zero-traits", "")[0],
     )
     homes = [
-        study.Home(case, seconds, {}, arcs)
-        for case, seconds, arcs in (
+        study.Home(case, seconds, {}, lines)
+        for case, seconds, lines in (
             (plain, 1.0, reached),
             (plain, 1.1, reached),  # nothing new, though it is cheap
             (traits, 3.0, reached),
@@ -284,18 +284,17 @@ def test_times_are_no_effect_nor_is_what_two_clean_runs_do_not_have_alike() -> N
     assert home.changed(study.measured({"figures": {"calls": []}}))
 
 
-def test_a_case_that_fails_without_a_fault_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_fails_without_a_fault_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(planted, "of_case", lambda strategy, number: "reference/no_such")
-    said: list[str] = []
     cases = quick_cases("ddp-gpt", "reference/naive_ddp::in_memory")[:1]
-    assert not study.find_homes(cases, 1, said.append)
-    assert said[0].startswith(f"left out: {cases[0].id}")
+    assert not study.find_homes(cases, ALONE)
+    assert f"left out: {cases[0].id}" in capsys.readouterr().err
 
 
-def test_a_generator_goes_on_where_it_has_yielded_and_is_not_kept(tmp_path: Path) -> None:
-    """Its lines follow one another as if nobody had taken turns with it, and what it holds goes
-    with it: a case that is noted must not have more memory than others.
-    """
+def test_lines_are_noted_and_a_generator_is_not_kept(tmp_path: Path) -> None:
+    """What it holds goes with it: a case that is noted must not have more memory than others."""
     source = "def twice(*held):\n    yield 1\n    yield 2\n\n\ndef once():\n    return 3\n"
     file = str(operators.ROOT / "made.py")
     program = (
@@ -308,16 +307,15 @@ def test_a_generator_goes_on_where_it_has_yielded_and_is_not_kept(tmp_path: Path
     )
     environment = {**os.environ, reached.VARIABLE: str(tmp_path)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
-    noted = reached.arcs(tmp_path)[7]["made.py"]
-    assert noted == {(-1, 2), (2, 3), (3, -1), (-6, 7), (7, -6)}
+    assert reached.lines(tmp_path)[7]["made.py"] == {2, 3, 7}
 
 
 def test_every_rule_of_untaken_branches_names_a_file_and_a_line_that_there_are() -> None:
     sources = {str(p.relative_to(operators.ROOT)): p for p in operators.ROOT.rglob("*.py")}
-    for files, places, reason in untaken.rules():
-        for glob in files:
+    for rule in untaken.rules():
+        for glob in rule.file:
             text = [sources[name].read_text() for name in fnmatch.filter(sources, glob)]
-            assert text, (glob, reason)
+            assert text, (glob, rule.reason)
             there = [line.strip() for one in text for line in one.splitlines()]
-            for place in places:
-                assert fnmatch.filter(there, place), (glob, place, reason)
+            for place in rule.at:
+                assert fnmatch.filter(there, place), (glob, place, rule.reason)

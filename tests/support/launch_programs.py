@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from shardproof import tensor_bytes
+from shardproof.backends import heartbeat
 from shardproof.backends.backend import Backend, Joining
 from shardproof.backends.errors import RankFailed
-from shardproof.launch import heartbeat, outcome, process_control, rank_service
+from shardproof.launch import kept_ranks, outcome, process_control
 from shardproof.launch.fork_server_main import MOST_GROWTH
 from shardproof.launch.kept_ranks import Kept
 from shardproof.launch.rank_process import RankLaunch
@@ -276,7 +277,7 @@ class Told:
 LEFT: dict[str, Callable[[], Any]] = {
     "state": lambda: (os.environ.update(LEFT="1"), torch.set_default_dtype(torch.float64)),
     "thread": lambda: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(),
-    "memory": lambda: HELD.append(torch.ones(rank_service.MOST_GROWTH // 4)),
+    "memory": lambda: HELD.append(torch.ones(kept_ranks.MOST_GROWTH // 4)),
 }
 HELD: list[torch.Tensor] = []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import tensor_bytes
-from shardproof.backends import joined
+from shardproof.backends import Joining, joined
 from shardproof.backends.disturbances import Disturbances
 from shardproof.backends.errors import CommError
 from shardproof.backends.in_memory.hub import Hub
@@ -36,7 +36,7 @@ def threads(
     errors: list[BaseException | None] = [None] * world
 
     def live(rank: int) -> None:
-        joined.join("in_memory", rank, world, Path(), 20.0, ledgers, hub, disturbances)
+        joined.join("in_memory", Joining(rank, world, Path(), 20.0, ledgers, hub, disturbances))
         try:
             results[rank] = body(rank, world)
         except BaseException as error:  # noqa: BLE001 - handed to the test

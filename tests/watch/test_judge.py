@@ -8,7 +8,7 @@ import pytest
 
 from shardproof import verdicts
 from shardproof.launch import frames
-from shardproof.watch.calls import Total
+from shardproof.watch.calls import Total, place_in_script
 from shardproof.watch.judge import decide
 from shardproof.watch.record import End, Finding, Kind, RankRecord, Watched
 from shardproof.watch.report import Report, document, html, text
@@ -166,10 +166,10 @@ def test_frames_of_the_suite_are_not_shown() -> None:
     """Neither where a rank waits at its end, nor where the script stands further out."""
     suite, torch_ = frames.__file__, "/x/site-packages/torch/nn.py"
     own = [("<string>", 1, "<module>"), (suite, 3, "main"), ("/home/train.py", 7, "step")]
-    assert frames.place_in_script([*own, (torch_, 5, "f"), (suite, 9, "_settle")]) == (
+    assert place_in_script([*own, (torch_, 5, "f"), (suite, 9, "_settle")]) == (
         "in step (/home/train.py:7)"
     )
-    assert frames.place_in_script([("<string>", 1, "<module>"), (suite, 9, "_settle")]) == ""
+    assert place_in_script([("<string>", 1, "<module>"), (suite, 9, "_settle")]) == ""
 
 
 def test_ranks_without_a_record_are_no_pass() -> None:

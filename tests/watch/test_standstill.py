@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shardproof.backends import BACKENDS
-from shardproof.launch import heartbeat, stacks
+from shardproof.backends import BACKENDS, heartbeat
+from shardproof.launch import stacks
 from shardproof.launch.watchdog import WAITING_LOOKS, Watchdog
 from shardproof.watch import launch
 from shardproof.watch.launch import _Rank, _Supervisor
@@ -160,11 +160,13 @@ def test_nobody_is_asked_where_no_rank_waits(started: Any, monkeypatch: pytest.M
 ARMED = """\
 import os, signal, sys, time
 from pathlib import Path
-from shardproof.launch import heartbeat, stacks
+from shardproof.backends import heartbeat
+from shardproof.launch import stacks
+from shardproof.watch.rank import give_way
 beats, path = Path(sys.argv[1]), Path(sys.argv[2])
 heartbeat.attach(beats, 0, thread=False)
 stacks.arm(path)
-stacks.give_way(path)
+give_way(path)
 if "handler" in sys.argv:
     signal.signal(signal.SIGUSR2, lambda *_: Path(sys.argv[1] + ".ran").touch())
 Path(sys.argv[1] + ".armed").touch()

@@ -16,11 +16,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import typer
 
 from shardproof.backends import BACKENDS
 from shardproof.campaign import draws
 from shardproof.case import Case, Fault, FaultKind, FaultPhase, WorkloadSpec
+from shardproof.commands import options
+from shardproof.commands.execution import run_and_exit
 from shardproof.contract import OptimizerSpec, Options
+from shardproof.errors import Problem, SelectionError
 from shardproof.launch import process_control
 
 #: Seconds of CPU of a rank, and seconds after which ranks that stand still are given up.
@@ -43,41 +50,30 @@ class _System:
 
 
 _BUCKETS = {"bucket_bytes": 4096, "first_bucket_bytes": 4096}
+_BACK: Sequence[FaultPhase] = ["backward"]
+_BOTH: Sequence[FaultPhase] = ["forward", "backward"]
 SYSTEMS = (
     _System(
         *("reference/ddp", {"replicate": 3}, _BUCKETS, 1),
-        {"drop": ["backward"], "swap": ["backward"], "shape": ["backward"]},
+        {"drop": _BACK, "swap": _BACK, "shape": _BACK},
     ),
-    _System(
-        *("reference/naive_ddp", {"replicate": 4}, {}, 1),
-        {"drop": ["backward"], "shape": ["backward"]},
-    ),
-    _System(
-        *("reference/zero3", {"shard": 3}, {}, 2),
-        {"drop": ["forward", "backward"]},
-    ),
-    _System(
-        *("reference/pipeline", {"pipe": 3}, {"schedule": "1f1b"}, 3),
-        {"drop": ["forward", "backward"]},
-    ),
-    _System(
-        *("reference/pipeline", {"pipe": 4}, {"schedule": "gpipe"}, 4),
-        {"drop": ["forward"]},
-    ),
-    _System(
-        *("reference/tensor", {"tensor": 3}, {}, 1),
-        {"shape": ["forward", "backward"]},
-    ),
+    _System("reference/naive_ddp", {"replicate": 4}, {}, 1, {"drop": _BACK, "shape": _BACK}),
+    _System("reference/zero3", {"shard": 3}, {}, 2, {"drop": _BOTH}),
+    _System("reference/pipeline", {"pipe": 3}, {"schedule": "1f1b"}, 3, {"drop": _BOTH}),
+    _System("reference/pipeline", {"pipe": 4}, {"schedule": "gpipe"}, 4, {"drop": ["forward"]}),
+    _System("reference/tensor", {"tensor": 3}, {}, 1, {"shape": _BOTH}),
     _System("reference/hybrid", {"pipe": 2, "shard": 2}, {"data": "zero2"}, 4, {}),
 )
-_SAYS: Mapping[FaultKind, tuple[str, ...]] = {
-    "kill": ("SIGKILL",),
-    "exit": ("exit code 7",),
-    "raise": ("raised InjectedFault",),
-    "stop": ("dead peer: rank", ": its process was stopped"),
-    "drop": ("desync: ",),
-    "swap": ("desync: ",),
-    "shape": ("desync: ",),
+_DESYNC = ("crash", "hang"), ("desync: ",)
+#: Verdicts that a fault must give, and what is said of it.
+_ENDS: Mapping[FaultKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "kill": (("crash",), ("SIGKILL",)),
+    "exit": (("crash",), ("exit code 7",)),
+    "raise": (("crash",), ("raised InjectedFault",)),
+    "stop": (("hang",), ("dead peer: rank", ": its process was stopped")),
+    "drop": _DESYNC,
+    "swap": _DESYNC,
+    "shape": _DESYNC,
 }
 
 
@@ -90,19 +86,18 @@ def planned(count: int, seed: int) -> list[Case]:
 def _planned(draw: random.Random, seed: int, number: int, backends: Sequence[str]) -> Case:
     system = draw.choice(SYSTEMS)
     kind = draw.choice([*_OF_PROCESSES, *system.calls, *system.calls])
-    phases: Sequence[FaultPhase] = system.calls.get(kind, ("forward", "backward"))
+    phases = system.calls.get(kind, _BOTH)
     world = math.prod(system.mesh.values())
     rank, backend = draw.randrange(world), draw.choice(backends)
-    verdicts = {"stop": ("hang",), "drop": ("crash", "hang"), "swap": ("crash", "hang")}
-    verdicts["shape"] = ("crash", "hang")
+    verdicts, says = _ENDS[kind]
     fault = Fault(
         kind,
         rank,
         step=draw.randint(1, STEPS - 1),
         phase=draw.choice(phases),
-        verdicts=verdicts.get(kind, ("crash",)),
+        verdicts=verdicts,
         blames=rank,
-        says=_SAYS[kind],
+        says=says,
     )
     shape = "x".join(f"{axis}{size}" for axis, size in system.mesh.items())
     return Case(
@@ -128,11 +123,6 @@ def _planned(draw: random.Random, seed: int, number: int, backends: Sequence[str
     )
 
 
-def clean(count: int, seed: int) -> list[Case]:
-    """The first ``count`` random clean cases of ``seed``: none may be ``hang``."""
-    return draws.first_cases(count, seed)
-
-
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
     """Every core is kept busy inside."""
@@ -140,7 +130,7 @@ def busy_cores() -> Iterator[None]:
         subprocess.Popen(
             [sys.executable, "-c", _BURN],
             stdout=subprocess.DEVNULL,
-            preexec_fn=_end_with(os.getpid()),
+            preexec_fn=partial(process_control.die_with_parent, os.getpid()),
         )
         for _ in range(process_control.cores())
     ]
@@ -152,5 +142,28 @@ def busy_cores() -> Iterator[None]:
             process.wait()
 
 
-def _end_with(parent: int):  # type: ignore[no-untyped-def]
-    return lambda: process_control.die_with_parent(parent)
+def run(
+    plans: Annotated[
+        int, typer.Option("--plans", metavar="N", min=0, max=100_000, help="faults to make")
+    ] = 20,
+    clean_cases: Annotated[
+        int, typer.Option("--clean", metavar="N", min=0, max=100_000, help="clean cases")
+    ] = 100,
+    seed: options.Seed = None,
+    budget: options.Budget = None,
+    jobs: options.Jobs = None,
+    results: options.Results = None,
+) -> None:
+    """Make random faults in random systems, then judge clean ones, on a machine that is busy.
+
+    A fault whose verdict, rank or sentence is not what its kind must give fails; so does a clean
+    case that is said to hang. Every core is kept busy by a process that only burns it.
+
+    \b
+    python -m tools.studies autopsies --plans 100 --clean 500 --seed 15
+    """
+    cases = [*planned(plans, seed or 0), *draws.first_cases(clean_cases, seed or 0)]
+    if not cases:
+        raise SelectionError(Problem("nothing to run", "give --plans or --clean", "0"))
+    with busy_cores():
+        run_and_exit(cases, options.Session(budget=budget, jobs=jobs, results=results))

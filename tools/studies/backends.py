@@ -17,20 +17,27 @@ import random
 import resource
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+import typer
 
+from shardproof import verdicts
 from shardproof.axes import parts
 from shardproof.backends import BACKENDS
+from shardproof.bench import sides
 from shardproof.case import Case
 from shardproof.cases import kinds
 from shardproof.cases.runner import Session
+from shardproof.commands import options
+from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.scenarios.matrix import on_backend
+from shardproof.scenarios.selection import Selection
+from shardproof.scenarios.vocabulary import installed
 
 #: CPU seconds of the last backend over those of ``BASE``, the median over cases: at most.
 MOST_COST, BASE = 2.0, "gloo"
@@ -77,19 +84,17 @@ def cells_of(cases: Sequence[Case], backends: Sequence[str]) -> list[tuple[Cell,
     return [pair for pair in whole if not any(c.skip or c.xfail for c in pair[1].values())]
 
 
-def measure(
-    cells: Sequence[tuple[Cell, dict[str, Case]]], seed: int, tell: Callable[[str], object] = str
-) -> list[Cell]:
+def measure(cells: Sequence[tuple[Cell, dict[str, Case]]], seed: int) -> list[Cell]:
     """Run all cells, in an order that ``seed`` draws, one case at a time."""
     drawn = random.Random(seed)
     with Session(1) as session:
         for number, (cell, cases) in enumerate(drawn.sample(list(cells), len(cells))):
             for backend in drawn.sample(sorted(cases), len(cases)):
                 cell.runs[backend] = _run(session, cases[backend])
-            tell(f"{number + 1}/{len(cells)} {cell.name}")
+            echo(f"{number + 1}/{len(cells)} {cell.name}", err=True)
         for number, (cell, cases) in enumerate(drawn.sample(list(cells), len(cells))):
             cell.again = _run(session, list(cases.values())[-1])
-            tell(f"again {number + 1}/{len(cells)} {cell.name}")
+            echo(f"again {number + 1}/{len(cells)} {cell.name}", err=True)
     return [cell for cell, _ in cells]
 
 
@@ -131,29 +136,29 @@ def summary(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], 
     """What was found, in sentences; and what is wrong with it."""
     last, lines, wrong = backends[-1], [f"{len(cells)} cells on {', '.join(backends)}"], list[str]()
     for backend in backends:
-        verdicts = Counter(cell.runs[backend].verdict for cell in cells)
-        told = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
-        lines.append(f"{backend}: {told}")
+        ends = Counter(cell.runs[backend].verdict for cell in cells)
+        lines.append(f"{backend}: {', '.join(f'{n} {end}' for end, n in ends.most_common())}")
     for cell in cells:
-        tried = [*cell.runs.items(), *([(f"{last}, again", cell.again)] if cell.again else [])]
+        again = {f"{last}, again": cell.again} if cell.again else {}
         wrong += [
             f"{cell.name} on {backend}: {run.verdict}: {run.reason}"
-            for backend, run in tried
+            for backend, run in {**cell.runs, **again}.items()
             if not run.verdict.startswith(("pass", "skip"))
         ]
     for backend in backends[:-1]:
         exact = [cell for cell in cells if promises_bits(cell, backend, last)]
-        both = [(cell, cell.runs[backend].digests, cell.runs[last].digests) for cell in exact]
-        both = [(cell, a, b) for cell, a, b in both if a and b]
-        differ = [cell.name for cell, a, b in both if a != b]
-        tensors = sum(len(a) for _, a, _ in both)
+        both = {c.name: (c.runs[backend].digests, c.runs[last].digests) for c in exact}
+        both = {name: (a, b) for name, (a, b) in both.items() if a and b}
+        differ = [name for name, (a, b) in both.items() if a != b]
+        tensors = sum(len(a) for a, _ in both.values())
         lines.append(
             f"bits of {last} and {backend}, where they are promised: equal in "
             f"{len(both) - len(differ)} of {len(both)} cells ({tensors:,} digests)"
         )
         wrong += [f"{name}: other bits on {last} than on {backend}" for name in differ]
-    twice = [c for c in cells if c.again is not None and c.runs[last].digests]
-    differ = [c.name for c in twice if c.again and c.again.digests != c.runs[last].digests]
+    twice = {c.name: (c.runs[last].digests, c.again.digests) for c in cells if c.again is not None}
+    twice = {name: (a, b) for name, (a, b) in twice.items() if a}
+    differ = [name for name, (a, b) in twice.items() if a != b]
     lines.append(
         f"bits of {last} in two orders of the cases: equal in {len(twice) - len(differ)} of "
         f"{len(twice)} cells"
@@ -191,7 +196,7 @@ def costs(cells: Sequence[Cell], backends: Sequence[str]) -> tuple[list[str], li
 
 
 def run(
-    cases: Sequence[Case], backends: Sequence[str], count: int | None, seed: int, tell: Any
+    cases: Sequence[Case], backends: Sequence[str], count: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
     """Sentences, and what is wrong, of ``count`` cells (``None``: all) that ``seed`` draws.
 
@@ -203,6 +208,37 @@ def run(
         raise SelectionError(Problem(what, "choose other scenarios or fewer --backend"))
     if count is not None and count < len(cells):
         cells = random.Random(seed).sample(cells, count)
-    measured = measure(cells, seed, tell)
+    measured = measure(cells, seed)
     (said, wrong), (cost, dear) = summary(measured, backends), costs(measured, backends)
     return [*said, *cost], [*wrong, *dear]
+
+
+def command(
+    scenario: options.Scenarios = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", metavar="B", help="the last one is judged [in_memory gloo mpi]"),
+    ] = None,
+    world: options.World = None,
+    expression: options.Expression = "",
+    tier: options.Tier = "quick",
+    count: Annotated[
+        int | None, typer.Option("--cells", metavar="N", min=1, help="so many, drawn [all]")
+    ] = None,
+    seed: options.Seed = None,
+) -> int:
+    """Run the same cells on each backend in turns, and on the last again in another order.
+
+    Exit codes: 0 all hold, have equal bits, and cost at most twice gloo's CPU at 4 ranks; 1 not so.
+    """
+    chosen = list(dict.fromkeys(backend or ("in_memory", "gloo", "mpi")))
+    for name in chosen:
+        sides.check_backend(name)
+        if reason := BACKENDS[name].available():
+            raise SelectionError(Problem(f"--backend: {reason}", "leave it out", name))
+    selection = Selection(scenario or (), worlds=world or (), expression=expression, tier=tier)
+    cells = selection.cases(installed())
+    said, wrong = run(cells, chosen, count, seed or 0)
+    for line in [*said, *wrong]:
+        echo(line)
+    return verdicts.BROKEN if wrong else verdicts.HELD

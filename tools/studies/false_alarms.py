@@ -19,7 +19,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
+from typing import Annotated
 
+import typer
 from scipy import stats as distributions
 
 from shardproof import registry, verdicts
@@ -29,7 +32,8 @@ from shardproof.bench.evidence import keep
 from shardproof.bench.lines import Interval, PairLine
 from shardproof.bench.session import Session
 from shardproof.bench.stats import SMALLEST_MARGIN
-from shardproof.bench.subjects import BLOCKS, Pair, Side
+from shardproof.bench.subjects import Pair, Side
+from shardproof.commands import options
 from shardproof.contract import Batch, Observe, StepResult
 from shardproof.errors import Problem, SelectionError
 from shardproof.runs import run_folder
@@ -83,62 +87,55 @@ def _pair(kind: str, number: int) -> Pair:
 
 @dataclass(frozen=True)
 class Counts:
-    """Alarms and detections, with the figures behind them; intervals are 95 %, of a share."""
+    """Alarms and detections, with the figures behind them."""
 
-    comparisons: int
     alarms: int
-    alarms_interval: tuple[float, float] | None
-    half_width_median: float | None
-    half_width_most: float | None
-    #: Half-widths within what the default number of blocks aims at.
-    half_width_within: int
-    slowed: int
-    detected: int
-    detected_interval: tuple[float, float] | None
+    #: Of each comparison of alike code.
+    half_widths: Sequence[float]
+    #: Verdicts of slowed pairs.
     verdicts: dict[str, int]
-    ratio_median: float | None
+    ratios: Sequence[float]
+
+    @property
+    def comparisons(self) -> int:
+        """Those of alike code."""
+        return len(self.half_widths)
+
+    @property
+    def slowed(self) -> int:
+        """Repetitions of the slowdown."""
+        return len(self.ratios)
+
+    @property
+    def detected(self) -> int:
+        """Those of them that were seen."""
+        return self.verdicts.get("slower", 0)
+
+    @property
+    def alarms_interval(self) -> tuple[float, float]:
+        """The 95 % interval of the share of alarms."""
+        return _share_interval(self.alarms, self.comparisons)
 
 
 def count(lines: Sequence[PairLine]) -> Counts:
     """Verdicts of equal and of slowed pairs."""
     alike: list[Interval] = []
-    slowed: list[PairLine] = []
-    ratios = []
+    words, ratios = Counter[str](), list[float]()
     for line in lines:
         if line.problem is not None or line.figures is None or line.figures.aa is None:
             continue
         alike.append(line.figures.aa)
         if line.pair.a.implementation == SLOWED:
-            slowed.append(line)
+            words[line.verdict] += 1
             ratios.append(line.figures.ratio)
         elif line.pair.a == line.pair.b:
             alike.append(line.figures)
     alarms = sum(each.low > 1 or each.high < 1 for each in alike)
-    words = Counter(line.verdict for line in slowed)
-    half_widths = [each.half_width for each in alike]
-    return Counts(
-        comparisons=len(alike),
-        alarms=alarms,
-        alarms_interval=_share_interval(alarms, len(alike)),
-        half_width_median=_median(half_widths),
-        half_width_most=max(half_widths, default=None),
-        half_width_within=sum(value <= SMALLEST_MARGIN for value in half_widths),
-        slowed=len(slowed),
-        detected=words["slower"],
-        detected_interval=_share_interval(words["slower"], len(slowed)),
-        verdicts=dict(sorted(words.items())),
-        ratio_median=_median(ratios),
-    )
+    return Counts(alarms, [each.half_width for each in alike], dict(sorted(words.items())), ratios)
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
-
-
-def _share_interval(hits: int, of: int) -> tuple[float, float] | None:
+def _share_interval(hits: int, of: int) -> tuple[float, float]:
     """95 % interval of a share (Clopper and Pearson, Biometrika 26, 1934)."""
-    if not of:
-        return None
     interval = distributions.binomtest(hits, of).proportion_ci(0.95)
     return float(interval.low), float(interval.high)
 
@@ -146,22 +143,22 @@ def _share_interval(hits: int, of: int) -> tuple[float, float] | None:
 def sentences(counts: Counts) -> list[str]:
     """The counts in words."""
     lines = []
-    if counts.alarms_interval is not None:
+    if halves := counts.half_widths:
         low, high = counts.alarms_interval
+        within = sum(value <= SMALLEST_MARGIN for value in halves)
         lines += [
             f"A/A: {counts.alarms} false alarms in {counts.comparisons} comparisons "
             f"(share {low:.1%} to {high:.1%}; aim: at most {MOST_ALARMS} in {ALIKE})",
-            f"A/A half-width: median {counts.half_width_median:.2%}, most "
-            f"{counts.half_width_most:.2%}; within {SMALLEST_MARGIN:.0%} in "
-            f"{counts.half_width_within} of {counts.comparisons}",
+            f"A/A half-width: median {median_high(halves):.2%}, most {max(halves):.2%}; within "
+            f"{SMALLEST_MARGIN:.0%} in {within} of {counts.comparisons}",
         ]
-    if counts.detected_interval is not None:
-        low, high = counts.detected_interval
+    if counts.slowed:
+        low, high = _share_interval(counts.detected, counts.slowed)
         words = ", ".join(f"{n} {verdict}" for verdict, n in counts.verdicts.items())
         lines.append(
             f"{SLOWDOWN:.0%} slower: seen in {counts.detected} of {counts.slowed} "
             f"(share {low:.1%} to {high:.1%}; aim: at least {LEAST_DETECTED:.0%}): {words}; "
-            f"median ratio {counts.ratio_median:.3f}"
+            f"median ratio {median_high(counts.ratios):.3f}"
         )
     return lines or ["no session has figures yet"]
 
@@ -198,24 +195,23 @@ def _measure(folder: run_folder.RunFolder, pairs: Sequence[Pair], minutes: float
 
 
 def run(
-    results: Path,
-    alike: int = ALIKE,
-    slowed: int = 30,
-    minutes: float | None = None,
-    also: Sequence[Path] = (),
+    results: Annotated[
+        Path, typer.Option("--results", metavar="RUN", help="new or old", parser=options.named)
+    ],
+    alike: Annotated[int, typer.Option("--alike", metavar="N", help="A/A comparisons")] = ALIKE,
+    slowed: Annotated[int, typer.Option("--slowed", metavar="N", help="slowed sessions")] = 30,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", metavar="M", help="stop before the session that would pass it"),
+    ] = None,
 ) -> int:
-    """Time sessions into the run folder ``results`` until it has ``alike`` A/A comparisons and
-    ``slowed`` repetitions of the slowdown; stop before the session that would pass ``minutes``.
-    A/A blocks of the runs ``also`` count, too.
+    """Compare a system with itself, and with itself made 10 % slower.
 
-    Exit code: 0 both aims met, 1 one missed, 3 too few comparisons so far, 130 Ctrl-C.
-
-    :raises InputError: a run that cannot be read, or no time at all.
-    :raises OSError: ``results`` cannot be written.
+    Exit codes: 0 both aims met, 1 one missed, 2 bad input, 3 too few comparisons so far, 130
+    Ctrl-C.
     """
     if minutes is not None and minutes <= 0:
         raise SelectionError(Problem("no time to measure", "more than 0 minutes", f"{minutes:g}"))
-    others = [line for path in also for line in stored.pairs(run_folder.read(path))]
     run_folder.require_run_or_new(results)
     with run_folder.RunFolder(results, ["shardproof", "study", "false-alarms"]) as folder:
         try:
@@ -224,8 +220,7 @@ def run(
             folder.close(verdicts.INTERRUPTED)
             print("stopped: the sessions that had ended are kept", file=sys.stderr)
             return verdicts.INTERRUPTED
-    lines = stored.pairs(run_folder.read(results))
-    counts = count([*lines, *(line for line in others if line.blocks == BLOCKS)])
+    counts = count(stored.pairs(run_folder.read(results)))
     print("\n".join(sentences(counts)))
     if counts.comparisons < alike or counts.slowed < slowed:
         return verdicts.NOT_DECIDED

@@ -7,7 +7,6 @@ Rounds and figures: suite/bench/model/measurement.py.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -18,6 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from shardproof import registry, verdicts
 from shardproof.backends import BACKENDS
@@ -26,8 +28,9 @@ from shardproof.bench.leader_tasks import LaunchFailed
 from shardproof.bench.model import alpha_beta, scorecard, step_time
 from shardproof.bench.session import Session
 from shardproof.bench.subjects import Call, Rounds, Side, SideRun
+from shardproof.commands import options
 from shardproof.errors import Problem, SelectionError, nearest
-from shardproof.files import to_plain, write_whole
+from shardproof.files import write_whole
 from shardproof.table import Table
 
 #: What is trained: parameters of charnames_gpt by size, none of them a preset's.
@@ -40,7 +43,6 @@ SIZES: dict[str, dict[str, int]] = {
 BATCH = 4
 #: Payload bytes of the probes.
 LADDER = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
-ROUNDS = 10
 #: Relative disagreement that the measure allows.
 LIMIT = 0.15
 #: Seconds of a launch, at most.
@@ -54,16 +56,18 @@ Models of three sizes train side by side. None of their messages has a probed si
 their steps is in the fit. Limit: 15 % for the whole interval. `open`: the machine was too noisy
 to decide.
 """
-PREDICTED_HEADINGS = (
-    *("model", "calls, bytes per step", "compute ms", "communication ms (alpha + beta)"),
-    *("predicted ms (bounds)", "measured ms", "measured / predicted - 1 [95 %]", "within 15 %"),
-)
-CARD_HEADINGS = (
-    *("model", "achieved / predicted", "exposed communication", "achieved / probed rates"),
-)
-FIT_HEADINGS = (
-    *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "busy cores per rank"),
-    "us at each payload (bytes)",
+#: Those of predictions, of scorecards and of what alpha and beta were fitted to.
+HEADINGS: Sequence[tuple[str, ...]] = (
+    (
+        *("model", "calls, bytes per step", "compute ms", "communication ms (alpha + beta)"),
+        *("predicted ms (bounds)", "measured ms", "measured / predicted - 1 [95 %]"),
+        "within 15 %",
+    ),
+    ("model", "achieved / predicted", "exposed communication", "achieved / probed rates"),
+    (
+        *("operation", "alpha us", "beta ns/byte", "RMS residual", "worst", "busy cores per rank"),
+        "us at each payload (bytes)",
+    ),
 )
 
 
@@ -99,10 +103,10 @@ class Score:
     calls: list[Call]
     measured_seconds: float
     prediction: step_time.Prediction
+    card: step_time.Scorecard
     error: float
     low: float
     high: float
-    card: step_time.Scorecard
 
 
 def scores_of(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alpha_beta.Machine]:
@@ -122,17 +126,11 @@ def scores_of(runs: Sequence[SideRun], rounds: Rounds) -> tuple[list[Score], alp
             of_round = step.model_copy(update={"alone": statistics.median([*before, *after])})
             predicted = scorecard.predicted(probes, of_round).step_seconds
             logs.append(math.log(statistics.median(measured) / predicted))
-        estimate = stats.estimate(logs)
-        error, low, high = (math.expm1(v) for v in (estimate.mean, estimate.low, estimate.high))
-        scores.append(
-            Score(
-                step.calls,
-                step.together,
-                scorecard.predicted(probes, step),
-                *(error, low, high),
-                card=scorecard.card(probes, step, step.together, run),
-            )
-        )
+        found = stats.estimate(logs)
+        error = (math.expm1(log) for log in (found.mean, found.low, found.high))
+        made = scorecard.predicted(probes, step)
+        card = scorecard.card(probes, step, step.together, run)
+        scores.append(Score(step.calls, step.together, made, card, *error))
     return scores, probes.machine
 
 
@@ -156,14 +154,16 @@ def verdict(score: Score) -> str:
     return "NO" if score.low > LIMIT or score.high < -LIMIT else "open"
 
 
-def tables(
-    runs: Sequence[SideRun], scores: Sequence[Score], machine: alpha_beta.Machine
-) -> list[Table]:
-    """Predicted next to measured step times."""
-    names = [run.name for run in runs]
-    predicted, cards = [], []
-    for name, score in zip(names, scores, strict=True):
-        made, card = score.prediction, score.card
+def markdown(
+    runs: Sequence[SideRun],
+    scores: Sequence[Score],
+    machine: alpha_beta.Machine,
+    about: str = "",
+) -> str:
+    """The page of the study: predicted next to measured step times, and what predicts them."""
+    predicted, cards = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for name, score in zip((run.name for run in runs), scores, strict=True):
+        made, card, rate = score.prediction, score.card, score.card.achieved_over_probed
         calls = sum(call.count for call in score.calls)
         payload = sum(call.bytes * call.count for call in score.calls)
         predicted.append(
@@ -180,11 +180,9 @@ def tables(
                 verdict(score),
             )
         )
-        rate = "-" if card.achieved_over_probed is None else f"{card.achieved_over_probed:.2f}"
-        cards.append(
-            (name, f"{card.achieved_over_predicted:.3f}", f"{card.exposed_share:.1%}", rate)
-        )
-    fits = [
+        ratios = f"{card.achieved_over_predicted:.3f}", f"{card.exposed_share:.1%}"
+        cards.append((name, *ratios, "-" if rate is None else f"{rate:.2f}"))
+    fits: list[tuple[str, ...]] = [
         (
             *(operation, f"{1e6 * fit.alpha:.1f}", f"{1e9 * fit.beta:.3f}"),
             *(f"{fit.residual:.1%}", f"{fit.worst:+.1%}", f"{fit.busy:.2f}"),
@@ -192,41 +190,27 @@ def tables(
         )
         for operation, fit in machine.fits.items()
     ]
-    return [
-        Table("", PREDICTED_HEADINGS, predicted),
-        Table("", CARD_HEADINGS, cards),
-        Table("", FIT_HEADINGS, fits),
-    ]
-
-
-def markdown(
-    runs: Sequence[SideRun],
-    scores: Sequence[Score],
-    machine: alpha_beta.Machine,
-    about: str = "",
-) -> str:
-    """The page of the study."""
-    rate = "-" if machine.flop_rate is None else f"{machine.flop_rate / 1e9:.1f} GFLOP/s"
-    closing = f"Rates of a rank, all at once: {rate}, {machine.byte_rate / 1e9:.1f} GB/s.\n"
+    flops = "-" if machine.flop_rate is None else f"{machine.flop_rate / 1e9:.1f} GFLOP/s"
+    closing = f"Rates of a rank, all at once: {flops}, {machine.byte_rate / 1e9:.1f} GB/s.\n"
+    tables = zip(HEADINGS, (predicted, cards, fits), strict=True)
     parts = [INTRODUCTION, *([f"{about}\n"] if about else [])]
-    return "\n".join([*parts, *(t.markdown() for t in tables(runs, scores, machine)), closing])
+    parts += [Table("", headings, rows).markdown() for headings, rows in tables]
+    return "\n".join([*parts, closing])
 
 
 def run(
-    implementation: str = "reference/ddp",
-    backend: str = "gloo",
-    world: int = 2,
-    rounds: int = ROUNDS,
-    out: Path | None = None,
-    records: Path | None = None,
+    implementation: Annotated[
+        str, typer.Option("--implementation", metavar="NAME", help="family/name")
+    ] = "reference/ddp",
+    backend: Annotated[str, typer.Option("--backend", metavar="B")] = "gloo",
+    world: Annotated[int, typer.Option("--world", metavar="N", help="ranks")] = 2,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="at least 2")] = 10,
+    out: Annotated[Path | None, options.output("--out", "write the Markdown here, too")] = None,
 ) -> int:
-    """Measure, print the page, write it to ``out`` and what ranks returned to ``records`` (JSON).
+    """Predict steps of three models by the alpha-beta model, and measure them.
 
-    Exit code: 0 every size is predicted within the limit, 1 one is not, or the ranks broke, 3 the
-    machine was too noisy to decide.
-
-    :raises InputError: an unknown implementation or backend, fewer than 2 ranks or rounds, or a
-        message that was probed at its own size.
+    Exit codes: 0 all within 15 %, 1 one is not, or the ranks broke, 2 bad input, 3 the machine is
+    too restless for a verdict.
     """
     if world < 2 or rounds < 2:
         remedy = "at least 2 of each"
@@ -236,15 +220,13 @@ def run(
         raise SelectionError(Problem("no cost formulas for this backend", remedy, backend))
     runs = runs_of(implementation, backend, world)
     began, load = time.monotonic(), os.getloadavg()[0]
-    ladder = dict.fromkeys(alpha_beta.algorithms_of(backend), LADDER)
     try:
         with Session() as session:
+            ladder = dict.fromkeys(alpha_beta.algorithms_of(backend), LADDER)
             measured = session.measure_rounds(runs, rounds, ladder)
     except LaunchFailed as failed:
         print(f"the ranks broke: {failed.reason}", file=sys.stderr)
         return verdicts.BROKEN
-    if records is not None:
-        write_whole(records, json.dumps(to_plain(measured)))
     try:
         scores, machine = judge(runs, measured)
     except ValueError as error:  # a message of a probed size, or a call without a formula
@@ -258,7 +240,5 @@ def run(
     print(text, end="")
     if out is not None:
         write_whole(out, text)
-    words = {verdict(score) for score in scores}
-    if "NO" in words:
-        return verdicts.BROKEN
-    return verdicts.NOT_DECIDED if "open" in words else verdicts.HELD
+    codes = {"yes": verdicts.HELD, "open": verdicts.NOT_DECIDED, "NO": verdicts.BROKEN}
+    return verdicts.gravest(codes[verdict(score)] for score in scores)

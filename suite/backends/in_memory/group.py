@@ -9,6 +9,11 @@ program can see happens on its own thread at a point of its own program (``futur
 
 What threads share and processes do not: the default random generator, the environment,
 ``sys.excepthook``.
+
+torch keeps its process groups in ``distributed_c10d._world``, documented there as the point to
+override.  :class:`ThreadWorlds` answers from the calling thread's own state where a rank thread set
+one up, and from torch's real one elsewhere, so ``init_process_group`` and everything after it run
+unchanged in each thread.
 """
 
 from __future__ import annotations
@@ -16,16 +21,17 @@ from __future__ import annotations
 import sys
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from shardproof.backends import arithmetic
 from shardproof.backends.base import GroupBase, Handle
 from shardproof.backends.disturbances import Disturbances, poison
-from shardproof.backends.futures import OwnHandle
-from shardproof.backends.in_memory import world
+from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
 from shardproof.backends.in_memory.hub import Hub, Pending
 from shardproof.backends.request import Request, check
 
@@ -66,21 +72,13 @@ class InMemoryGroup(GroupBase):
     def __init__(
         self, hub: Hub, global_rank: int, ranks: tuple[int, ...], name: str, timeout: timedelta
     ) -> None:
-        super().__init__(ranks.index(global_rank), len(ranks), timeout)
-        self._hub, self._global_rank, self._members = hub, global_rank, ranks
-        self._name = name
+        super().__init__(ranks.index(global_rank), len(ranks), timeout, ranks)
+        self._hub, self._global_rank, self._name = hub, global_rank, name
         made: dict[tuple[str, tuple[int, ...]], int] = _RANK.made
         nth = made[name, ranks] = made.get((name, ranks), -1) + 1
         self._shared = hub.group(name, ranks, nth)
-        if hub.transform is not None:
-            change = hub.transform
-            self.transform = lambda request: change(global_rank, request)
-        elif _RANK.disturbances is not None:
+        if _RANK.disturbances is not None:
             self.transform = _RANK.disturbances.skew(global_rank)
-
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        return self._members
 
     def _start(self, request: Request) -> Handle:
         check(request, self._size, self._rank)
@@ -90,10 +88,6 @@ class InMemoryGroup(GroupBase):
         post = self._hub.post_exchange if exchange else self._hub.post
         pending = post(self._shared, self._rank, request)
         return _Handle(request, self._hub, self._global_rank, pending)
-
-    def monitored_barrier(self, *args: Any, **options: Any) -> None:
-        """A barrier; the hub names who is missing anyway."""
-        self.barrier().wait()
 
     def abort(self) -> None:
         """End the world of all ranks."""
@@ -111,10 +105,10 @@ def _create(options: Any, _: Any) -> InMemoryGroup:
 
 def join(rank: int, hub: Hub, disturbances: Disturbances | None = None) -> None:
     """Make the calling thread rank ``rank`` of ``hub`` and initialise its default group."""
-    world.install()
+    _install()
     if disturbances is not None:
         hub.delay, hub.poison = disturbances.delay or disturbances.poison, disturbances.poison
-    world.enter()
+    _RANK.own = _OwnState()  # torch's world of this thread
     _RANK.hub, _RANK.rank, _RANK.made, _RANK.disturbances = hub, rank, {}, disturbances
     # Backward hooks must run on this thread; that is torch's default on CPU only.
     _RANK.autograd = torch.autograd.set_multithreading_enabled(False)
@@ -136,8 +130,7 @@ def join(rank: int, hub: Hub, disturbances: Disturbances | None = None) -> None:
 
 def hub() -> Hub:
     """The hub of the calling rank."""
-    hub: Hub = _RANK.hub
-    return hub
+    return _RANK.hub
 
 
 def depart() -> None:
@@ -152,5 +145,64 @@ def leave() -> None:
             dist.destroy_process_group()
     finally:
         _RANK.autograd.__exit__(None, None, None)
-        _RANK.hub = None
-        world.exit()
+        _RANK.hub = _RANK.own = None
+
+
+#: Maps that torch keeps of its groups.
+_MAPS = (
+    *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_default_device"),
+    *("tags_to_pg", "pg_to_tag", "pg_coalesce_state"),
+)
+
+
+class _OwnState(SimpleNamespace):
+    """The maps of one rank thread (``_World`` itself keeps them in module globals)."""
+
+    def __init__(self) -> None:
+        super().__init__(default_pg=None, group_count=0, comms=[], **{name: {} for name in _MAPS})
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        """For torch's own diagnostics."""
+        return [
+            {
+                "pg_name": self.pg_names[group],
+                "pg_desc": group.group_desc,
+                "backend_config": self.pg_backend_config[group],
+                "ranks": list(ranks),
+                "group_size": len(ranks),
+                "group_count": self.group_count,
+            }
+            for group, ranks in self.pg_group_ranks.items()
+        ]
+
+
+class ThreadWorlds:
+    """Stands in for ``distributed_c10d._world``."""
+
+    def __init__(self, real: Any) -> None:
+        object.__setattr__(self, "_real", real)
+
+    def _target(self) -> Any:
+        return getattr(_RANK, "own", None) or self._real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._target(), name, value)
+
+
+def _install() -> None:
+    """Prepare the process for rank threads (once; harmless for other threads)."""
+    with _SETUP:
+        if isinstance(c10d._world, ThreadWorlds):
+            return
+        # Functional collectives look groups up by name: one registry per thread.
+        getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")(True)  # noqa: B009
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        # Its own comment asks threaded programs for a lock here.
+        ShardingPropagator._fake_mode_lock = threading.RLock()  # type: ignore[assignment]
+        c10d._world = ThreadWorlds(c10d._world)  # type: ignore[assignment]
+        announce_delayed_reduction()

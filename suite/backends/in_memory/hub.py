@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -80,9 +80,8 @@ class Pending:
         text = request.text()
         if request.peer is not None and self.group.ranks != tuple(range(len(self.group.ranks))):
             text += f" (peer is global rank {self.group.ranks[request.peer]})"
-        return f"{text} of group {errors.spans(self.group.ranks)}" + (
-            "" if self.is_exchange else f", its call {self.number}"
-        )
+        number = "" if self.is_exchange else f", its call {self.number}"
+        return f"{text} of group {errors.spans(self.group.ranks)}{number}"
 
 
 @dataclass(eq=False)
@@ -103,22 +102,16 @@ class Hub:
 
     ``timeout_s`` bounds every wait.  With ``delay`` results become visible only where the program
     waits for them, with ``poison`` receive buffers hold NaN until then: either shows a missing
-    wait. ``transform(rank, request)`` may sleep, raise, or return another request to start
-    instead.
+    wait.
     """
 
     def __init__(
-        self,
-        world: int,
-        timeout_s: float,
-        delay: bool = False,
-        poison: bool = False,
-        transform: Callable[[int, Request], Request] | None = None,
+        self, world: int, timeout_s: float, delay: bool = False, poison: bool = False
     ) -> None:
         if world < 1:
             raise ValueError(f"a world needs at least one rank, not {world}")
         self.world, self.timeout_s = world, timeout_s
-        self.delay, self.poison, self.transform = delay or poison, poison, transform
+        self.delay, self.poison = delay or poison, poison
         self.store = dist.HashStore()
         self.failure: errors.CommError | None = None
         self._lock = threading.Lock()
@@ -180,14 +173,9 @@ class Hub:
         """
         with self._lock:
             self._raise_failure()
-            found = {
-                rank: errors.Absence("it has ended", ended=True)
-                for rank in missing
-                if rank in self._ended
-            }
-            if found:
-                return found
-            held = set(there)
+            if gone := self._ended.intersection(missing):
+                return dict.fromkeys(sorted(gone), errors.Absence("it has ended", ended=True))
+            held, found = set(there), dict[int, errors.Absence]()
             while grown := {
                 rank: errors.Absence(f"it waits in {pending.call(rank)}")
                 for rank, pending in self._waiting.items()
@@ -199,20 +187,6 @@ class Hub:
                 held |= set(grown)
                 found |= grown
             return {rank: absence for rank, absence in found.items() if rank in missing}
-
-    def unfinished(self) -> list[str]:
-        """Calls that some rank made and that were never completed, in words."""
-        with self._lock:
-            calls = [p for g in self._groups.values() for p in (*g.calls.values(), *g.exchanges)]
-            return [
-                f"rank {p.group.ranks[i]}: {p.call(p.group.ranks[i])}"
-                for p in calls
-                for i in p.posts
-            ]
-
-    def last_call(self, rank: int) -> str:
-        """The last call that ``rank`` made, in words."""
-        return self._last[rank]
 
     # -------------------------------------------------------------------------------------- calls
 
@@ -275,7 +249,11 @@ class Hub:
                 deadline = time.monotonic() + limit
                 while not pending.done:
                     self._raise_failure()
-                    self._raise_loss(rank, pending)
+                    if lost := pending.lost():
+                        text = (
+                            f"{errors.name_ranks(lost)} left without joining {pending.call(rank)}"
+                        )
+                        raise PeerGone(text)
                     left = deadline - time.monotonic()
                     if left <= 0 and pending.mismatched:
                         self._fail(errors.CollectiveMismatch(_mismatch(pending)))
@@ -315,10 +293,10 @@ class Hub:
         (sent,), (received,) = sender.posts.values(), receiver.posts.values()
         pairs = [(r[0], s[0]) for r, s in zip(received.outputs, sent.inputs, strict=True)]
         if any(r.numel() != s.numel() or r.dtype != s.dtype for r, s in pairs):
-            (giver,), (taker,) = sender.posts, receiver.posts
-            who = (f"rank {sender.group.ranks[place]} calls" for place in (giver, taker))
             texts = [
-                f"{one} {call.text()}" for one, call in zip(who, (sent, received), strict=True)
+                f"rank {side.group.ranks[place]} calls {call.text()}"
+                for side in (sender, receiver)
+                for place, call in side.posts.items()
             ]
             with self._lock:
                 self._fail(errors.CollectiveMismatch(", but ".join(texts)))
@@ -346,11 +324,6 @@ class Hub:
         if self.failure is not None:
             raise self.failure.again()
 
-    def _raise_loss(self, rank: int, pending: Pending) -> None:
-        if lost := pending.lost():
-            text = f"{errors.name_ranks(lost)} left without joining {pending.call(rank)}"
-            raise PeerGone(text)
-
     def _check_ended(self, rank: int, pending: Pending) -> None:
         """Fail if ``rank`` waits for somebody who has ended."""
         if pending.done:
@@ -367,25 +340,20 @@ class Hub:
 
     def _check_deadlock(self) -> None:
         """Fail if every rank that still runs waits and no waiter's condition holds."""
-        live = [rank for rank in range(self.world) if rank not in self._ended]
-        if not live or self.failure is not None:
+        waits = [self._waiting.get(rank) for rank in range(self.world) if rank not in self._ended]
+        if not waits or self.failure is not None:
             return
-        waits = {rank: self._waiting.get(rank) for rank in live}
-        if any(call is None or call.done or call.lost() for call in waits.values()):
+        if any(call is None or call.done or call.lost() for call in waits):
             return
         mismatched = next((p for p in self._waiting.values() if p.mismatched), None)
         if mismatched is not None:
             self._fail(errors.CollectiveMismatch(_mismatch(mismatched)))
             return
-        alike: dict[str, list[int]] = {}
-        for rank in live:
-            pending = self._waiting[rank]
-            what = f"in {pending.call(rank)} for {errors.name_ranks(pending.missing())}"
-            alike.setdefault(what, []).append(rank)
-        lines = [
-            f"{errors.name_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'} {what}"
-            for what, ranks in alike.items()
-        ]
+        calls = {
+            rank: f"in {call.call(rank)} for {errors.name_ranks(call.missing())}"
+            for rank, call in self._waiting.items()
+        }
+        lines = errors.who_does("wait", calls)
         lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
         self._fail(errors.Deadlock("deadlock: " + "; ".join(lines)))
 

@@ -167,12 +167,8 @@ class Calls:
                 self._look(call, waited)
             if waited > limit:
                 missing = errors.name_ranks(call.missing()) if call.missing() else "any rank"
-                self._fail(
-                    errors.PeerTimeout(
-                        f"no answer from {missing} in {limit:g} s: rank {call.rank} waits in "
-                        f"{call.text}"
-                    )
-                )
+                where = f"rank {call.rank} waits in {call.text}"
+                self._fail(errors.PeerTimeout(f"no answer from {missing} in {limit:g} s: {where}"))
             time.sleep(min(LONGEST_SLEEP, waited * SLEEP_SHARE))
 
     def end(self, rank: int, limit: float) -> bool:
@@ -237,18 +233,12 @@ class Calls:
             if call.done:
                 return
             time.sleep(LONGEST_SLEEP)
-        self._fail(
-            errors.RankEnded(
-                f"{errors.name_ranks(gone)} ended without joining {call.text}, where rank "
-                f"{call.rank} waits",
-                gone[0],
-            )
-        )
+        text = f"{errors.name_ranks(gone)} ended without joining {call.text}"
+        self._fail(errors.RankEnded(f"{text}, where rank {call.rank} waits", gone[0]))
 
     def _compare(self, call: Call) -> None:
         """Fail if a rank that waits in the same call of the group calls something else."""
-        own: list[Any] = [call.request.text()]
-        own.append(zlib.crc32(call.request.agreed().encode()))
+        own: list[Any] = [call.request.text(), zlib.crc32(call.request.agreed().encode())]
         if not call.told:
             call.told = True
             self._store.set(f"{call.key}/{call.rank}", json.dumps(own))

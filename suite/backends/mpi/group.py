@@ -75,9 +75,8 @@ class MpiGroup(GroupBase):
     def __init__(self, world: _World, ranks: tuple[int, ...], name: str, timeout: timedelta):
         from shardproof.backends.mpi.messages import MPI, Mail
 
-        super().__init__(ranks.index(world.rank), len(ranks), timeout)
-        self._world, self._members, self._name = world, ranks, name
-        self._count = 0
+        super().__init__(ranks.index(world.rank), len(ranks), timeout, ranks)
+        self._world, self._name, self._count = world, name, 0
         # Both wait for all members inside MPI.
         with blocked():
             if c10d.is_initialized():
@@ -91,10 +90,6 @@ class MpiGroup(GroupBase):
         if world.disturbances is not None:
             self.transform = world.disturbances.skew(world.rank)
 
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        return self._members
-
     def _start(self, request: Request) -> Handle:
         check(request, self._size, self._rank)
         world = self._world
@@ -103,15 +98,11 @@ class MpiGroup(GroupBase):
         if request.operation in ("send", "recv"):
             tag, key = self._mail.own_tag(request.tag), ""
         else:
-            tag, key = self._mail.tag(self._count, request.agreed()), ""
+            tag = self._mail.tag(self._count, request.agreed())
             key = f"call/{self._name}/{self._count}"
             self._count += 1
         call = world.calls.begin(request, self._mail, self._members, tag, key)
         return _Handle(request, world.calls, call, self._timeout)
-
-    def monitored_barrier(self, *args: Any, **options: Any) -> None:
-        """A barrier; one that takes too long names who is missing anyway."""
-        self.barrier().wait()
 
     def abort(self) -> None:
         """End the world of all ranks."""

@@ -82,43 +82,20 @@ class Mail:
             raise ValueError(f"tag {tag} is outside of what this MPI has: 0 to {self._most // 2}")
         return 2 * tag
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> list[Message]:
-        """Begin to send a dense tensor."""
-        return [
-            Message(
-                self.comm.Isend([part, MPI.BYTE], peer, tag), MPI.Status(), peer, 0, False, tensor
-            )
-            for part in _parts(tensor)
-        ]
-
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> list[Message]:
-        """Begin to receive into a dense tensor."""
-        return [
-            Message(
-                self.comm.Irecv([part, MPI.BYTE], peer, tag),
-                MPI.Status(),
-                peer,
-                part.nbytes,
-                True,
-                tensor,
-            )
-            for part in _parts(tensor)
-        ]
-
     def swap(
         self,
         tag: int,
         outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]],
     ) -> list[Message]:
-        """Begin to send and receive lists of tensors, by peer."""
-        begun: list[Message] = []
-        for peer, tensors in incoming.items():
-            for tensor in tensors:
-                begun += self.receive(tensor, peer, tag)
-        for peer, tensors in outgoing.items():
-            for tensor in tensors:
-                begun += self.send(tensor, peer, tag)
+        """Begin to send and receive lists of dense tensors, by peer."""
+        begun = []
+        for receives, sides in ((True, incoming), (False, outgoing)):
+            start = self.comm.Irecv if receives else self.comm.Isend
+            for peer, tensor in ((peer, t) for peer, tensors in sides.items() for t in tensors):
+                for part in _parts(tensor):
+                    request, size = start([part, MPI.BYTE], peer, tag), part.nbytes
+                    begun.append(Message(request, MPI.Status(), peer, size, receives, tensor))
         return begun
 
 
@@ -146,6 +123,7 @@ class _Landing:
 
     def __init__(self, request: Request) -> None:
         self._taken = [_span(t) for item in request.inputs for t in item if t.numel()]
+        self._outputs = request.outputs
         self._writes: list[arithmetic.Write] = []
 
     def place(self, output: Tensor) -> Tensor:
@@ -168,8 +146,13 @@ class _Landing:
             # What is staged may be written over an input, and this value be one.
             self._writes.append((output, value.clone() if self._writes else value))
 
-    def write(self) -> None:
-        """Everything has arrived, and everything was sent."""
+    def finish(self, values: Sequence[Tensor] = (), place: int = 0) -> None:
+        """Everything has arrived, and everything was sent.
+
+        ``values``: what belongs into the ``place``-th output of each item.
+        """
+        for item, value in zip(self._outputs, values, strict=False):
+            self.put(item[place], value)
         arithmetic.write(self._writes)
 
 
@@ -180,34 +163,35 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (max(0, reach) + 1) * tensor.element_size()
 
 
-def _fold(mail: Mail, own: Tensor, others: Mapping[int, Tensor], op: str) -> Tensor:
-    return arithmetic.fold([{**others, mail.rank: own}[rank] for rank in range(mail.size)], op)
+def _folds(
+    request: Request, mail: Mail, own: list[Tensor], others: Mapping[int, list[Tensor]]
+) -> list[Tensor]:
+    """Of each item the fold over all ranks, in their order."""
+    of_rank = {**others, mail.rank: own}
+    items = zip(*(of_rank[rank] for rank in range(mail.size)), strict=True)
+    return [arithmetic.fold(list(item), request.reduce or "sum") for item in items]
 
 
 def _all_reduce(request: Request, mail: Mail, tag: int) -> Steps:
     own, landing = [_dense(item[0]) for item in request.inputs], _Landing(request)
-    op, me = request.reduce or "sum", mail.rank
+    me = mail.rank
     if sum(t.numel() * t.element_size() for t in own) * len(mail.others) <= SMALL_BYTES:
         got = {peer: [torch.empty_like(t) for t in own] for peer in mail.others}
         yield mail.swap(tag, dict.fromkeys(mail.others, own), got)
-        totals = [
-            _fold(mail, t, {peer: got[peer][i] for peer in got}, op) for i, t in enumerate(own)
-        ]
+        totals = _folds(request, mail, own, got)
     else:
         parts = [t.view(-1).tensor_split(mail.size) for t in own]
         got = {peer: [torch.empty_like(p[me]) for p in parts] for peer in mail.others}
         yield mail.swap(tag, {peer: [p[peer] for p in parts] for peer in mail.others}, got)
         totals = [torch.empty_like(t) for t in own]
         split = [t.view(-1).tensor_split(mail.size) for t in totals]
-        for i, p in enumerate(parts):
-            split[i][me].copy_(_fold(mail, p[me], {peer: got[peer][i] for peer in got}, op))
+        for s, total in zip(split, _folds(request, mail, [p[me] for p in parts], got), strict=True):
+            s[me].copy_(total)
         mine = [s[me] for s in split]
         del got
         rest = {peer: [s[peer] for s in split] for peer in mail.others}
         yield mail.swap(tag, dict.fromkeys(mail.others, mine), rest)
-    for item, total in zip(request.outputs, totals, strict=True):
-        landing.put(item[0], total)
-    landing.write()
+    landing.finish(totals)
 
 
 def _reduce(request: Request, mail: Mail, tag: int) -> Steps:
@@ -217,10 +201,7 @@ def _reduce(request: Request, mail: Mail, tag: int) -> Steps:
         return
     got = {peer: [torch.empty_like(t) for t in own] for peer in mail.others}
     yield mail.swap(tag, {}, got)
-    for i, item in enumerate(request.outputs):
-        parts = {peer: got[peer][i] for peer in got}
-        landing.put(item[0], _fold(mail, own[i], parts, request.reduce or "sum"))
-    landing.write()
+    landing.finish(_folds(request, mail, own, got))
 
 
 def _reduce_scatter(request: Request, mail: Mail, tag: int) -> Steps:
@@ -228,10 +209,7 @@ def _reduce_scatter(request: Request, mail: Mail, tag: int) -> Steps:
     own = [[_dense(part) for part in item] for item in request.inputs]
     got = {peer: [torch.empty_like(item[me]) for item in own] for peer in mail.others}
     yield mail.swap(tag, {peer: [item[peer] for item in own] for peer in mail.others}, got)
-    for i, item in enumerate(request.outputs):
-        parts = {peer: got[peer][i] for peer in got}
-        landing.put(item[0], _fold(mail, own[i][me], parts, request.reduce or "sum"))
-    landing.write()
+    landing.finish(_folds(request, mail, [item[me] for item in own], got))
 
 
 def _broadcast(request: Request, mail: Mail, tag: int) -> Steps:
@@ -246,7 +224,7 @@ def _broadcast(request: Request, mail: Mail, tag: int) -> Steps:
         landing = _Landing(Request("broadcast"))
         values = [landing.place(item[0]) for item in request.outputs]
         yield mail.swap(tag, {}, {(place - lowest + root) % mail.size: values})
-        landing.write()
+        landing.finish()
     else:
         values = [_dense(item[0]) for item in request.inputs]
     yield mail.swap(tag, dict.fromkeys(children, values), {})
@@ -256,9 +234,7 @@ def _all_gather(request: Request, mail: Mail, tag: int) -> Steps:
     own, landing = [_dense(item[0]) for item in request.inputs], _Landing(request)
     places = {peer: [landing.place(o[peer]) for o in request.outputs] for peer in mail.others}
     yield mail.swap(tag, dict.fromkeys(mail.others, own), places)
-    for item, value in zip(request.outputs, own, strict=True):
-        landing.put(item[mail.rank], value)
-    landing.write()
+    landing.finish(own, mail.rank)
 
 
 def _gather(request: Request, mail: Mail, tag: int) -> Steps:
@@ -270,22 +246,18 @@ def _gather(request: Request, mail: Mail, tag: int) -> Steps:
     yield mail.swap(
         tag, {}, {peer: [landing.place(o[peer]) for o in request.outputs] for peer in mail.others}
     )
-    for item, value in zip(request.outputs, own, strict=True):
-        landing.put(item[root], value)
-    landing.write()
+    landing.finish(own, root)
 
 
 def _scatter(request: Request, mail: Mail, tag: int) -> Steps:
     root, landing = request.root or 0, _Landing(request)
     if mail.rank != root:
         yield mail.swap(tag, {}, {root: [landing.place(item[0]) for item in request.outputs]})
-        landing.write()
+        landing.finish()
         return
     own = [[_dense(part) for part in item] for item in request.inputs]
     yield mail.swap(tag, {peer: [item[peer] for item in own] for peer in mail.others}, {})
-    for item, values in zip(request.outputs, own, strict=True):
-        landing.put(item[0], values[root])
-    landing.write()
+    landing.finish([values[root] for values in own])
 
 
 def _all_to_all(request: Request, mail: Mail, tag: int) -> Steps:
@@ -297,7 +269,7 @@ def _all_to_all(request: Request, mail: Mail, tag: int) -> Steps:
         {peer: [landing.place(outputs[peer])] for peer in mail.others},
     )
     landing.put(outputs[mail.rank], own[mail.rank])
-    landing.write()
+    landing.finish()
 
 
 def _barrier(request: Request, mail: Mail, tag: int) -> Steps:
@@ -316,7 +288,7 @@ def _receive(request: Request, mail: Mail, tag: int) -> Steps:
     landing = _Landing(request)
     peer = MPI.ANY_SOURCE if request.peer is None else request.peer
     yield mail.swap(tag, {}, {peer: [landing.place(item[0]) for item in request.outputs]})
-    landing.write()
+    landing.finish()
 
 
 STEPS: dict[str, Callable[[Request, Mail, int], Steps]] = {

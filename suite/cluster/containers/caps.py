@@ -7,6 +7,8 @@ is further off than ``TOLERANCE`` does not begin.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -61,18 +63,8 @@ class Caps:
         return limits
 
 
-def shape(
-    engine: Any, image: str, node: Any, bits_per_second: int, labels: Mapping[str, str]
-) -> None:
-    """Cap what ``node`` sends.
-
-    :raises NoCluster: it cannot be set; says why.
-    """
-    in_network(engine, image, node, labels, "shape", bits_per_second // 8)
-
-
 def in_network(
-    engine: Any, image: str, node: Any, labels: Mapping[str, str], *words: object
+    engine: Any, image: str, labels: Mapping[str, str], node: Any, *words: object
 ) -> None:
     """Do what a word of ``node_caps.py`` says in the network of ``node``.
 
@@ -103,16 +95,16 @@ def in_network(
         raise NoCluster(f"{node.name}: {said.strip()}") from error
 
 
-def delay(
-    engine: Any, image: str, nodes: Sequence[Any], caps: Sequence[Caps], labels: Mapping[str, str]
-) -> bool:
+def delay(do: Callable[..., None], nodes: Sequence[Any], caps: Sequence[Caps]) -> bool:
     """Have the kernel delay what ``nodes`` send, each as its ``caps`` say; whether it can.
+
+    ``do``: :func:`in_network`, of an engine, an image and labels.
 
     :raises NoCluster: it does not take it; says why.
     """
     for node, own in zip(nodes, caps, strict=True):
         try:
-            in_network(engine, image, node, labels, *delaying(own))
+            do(node, *delaying(own))
         except NoCluster as error:
             if getattr(error.__cause__, "exit_status", 0) == NO_NETEM:
                 return False
@@ -145,42 +137,28 @@ def measured(
     if not declared:
         return {}
     wait(engine, head, doors)
-
-    def cpus(wanted: Sequence[float | None]) -> list[float | None]:
-        # All at once: that is how ranks compute.
-        begun = [
-            None
-            if cores is None
-            else _begin(engine, node, *_PROGRAM, "cores", str(math.ceil(cores)))
-            for node, cores in zip(nodes, wanted, strict=True)
-        ]
-        return [None if answer is None else float(answer()) for answer in begun]
-
-    def memory_bytes(wanted: Sequence[float | None]) -> list[float | None]:
-        return [
-            None if size is None else int(_ask(engine, node, "memory"))
-            for node, size in zip(nodes, wanted, strict=True)
-        ]
-
-    def bits_per_second(wanted: Sequence[float | None]) -> list[float | None]:
-        # In turn, from each to the next, so that each is a sender once.
-        pairs = zip(nodes, [*nodes[1:], nodes[0]], wanted, strict=True)
-        return [
-            None if rate is None else _bandwidth(engine, sender, receiver, int(rate))
-            for sender, receiver, rate in pairs
-        ]
-
-    def delay_seconds(wanted: Sequence[float | None]) -> list[float | None]:
-        answer = _begin(engine, head, *_ROUND_TRIP, environment=told)()
-        return [float(word) / 2 for word in answer.splitlines()[-1].split()]
-
-    probes = {
-        "cpus": cpus,
-        "memory_bytes": memory_bytes,
-        "bits_per_second": bits_per_second,
-        "delay_seconds": delay_seconds,
+    # Each is the sender once; begun when it is asked for, so that they send in turn.
+    senders = zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+    rates = [functools.partial(_bandwidth, engine, *pair) for pair in senders]
+    probes: dict[str, Callable[[int, float], Callable[[], float]]] = {
+        "cpus": lambda node, count: _figure(engine, nodes[node], "cores", math.ceil(count)),
+        "memory_bytes": lambda node, _: _figure(engine, nodes[node], "memory"),
+        "bits_per_second": lambda node, rate: functools.partial(rates[node], int(rate)),
     }
-    found = {name: _best(probes[name], wanted) for name, wanted in declared.items()}
+
+    def probe(name: str, wanted: Sequence[float | None]) -> list[float | None]:
+        if name == "delay_seconds":
+            answer = _begin(engine, head, *_ROUND_TRIP, environment=told)()
+            return [float(word) / 2 for word in answer.splitlines()[-1].split()]
+        # All begin before the first has ended: that is how ranks compute.
+        begun = [
+            None if value is None else probes[name](n, value) for n, value in enumerate(wanted)
+        ]
+        return [None if answer is None else answer() for answer in begun]
+
+    found = {
+        name: _best(functools.partial(probe, name), wanted) for name, wanted in declared.items()
+    }
     if off := [*complaints(declared, found)]:
         raise NoCluster("; ".join(off))
     return found
@@ -197,7 +175,7 @@ def wait(engine: Any, head: Any, doors: Sequence[str]) -> None:
 
     :raises NoCluster: one does not come.
     """
-    _ask(engine, head, "wait", *doors)
+    _begin(engine, head, *_PROGRAM, "wait", *doors)()
 
 
 def complaints(
@@ -224,9 +202,7 @@ def _best(
 
     def worst(found: Sequence[float | None]) -> float:
         pairs = zip(wanted, found, strict=True)
-        return max(
-            _off(asked, has) for asked, has in pairs if asked is not None and has is not None
-        )
+        return max(_off(asked, has) for asked, has in pairs if asked and has is not None)
 
     nearest = probe(wanted)
     for _ in range(_TRIES - 1):
@@ -244,13 +220,15 @@ def _bandwidth(engine: Any, sender: Any, receiver: Any, rate: int) -> float:
     """Bits per second from one node to another, counted after what passes at once."""
     skip = 2 * burst(rate // 8)
     count = skip + max(_LEAST_BYTES, rate // 8)  # a second's
-    answer = _begin(engine, receiver, *_PROGRAM, "receive", str(skip))
-    _ask(engine, sender, "send", receiver.name, str(count))
-    return 8 * float(answer())
+    answer = _figure(engine, receiver, "receive", skip)
+    _begin(engine, sender, *_PROGRAM, "send", receiver.name, str(count))()
+    return 8 * answer()
 
 
-def _ask(engine: Any, container: Any, *words: str) -> str:
-    return _begin(engine, container, *_PROGRAM, *words)()
+def _figure(engine: Any, container: Any, *words: object) -> Callable[[], float]:
+    """As :func:`_begin`, of a word of ``node_caps.py`` whose answer is a number."""
+    answer = _begin(engine, container, *_PROGRAM, *map(str, words))
+    return lambda: json.loads(answer())
 
 
 def _begin(

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.cluster.containers import caps, interrupts
+from shardproof.cluster.containers import caps, head_command
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster, failures
-from shardproof.cluster.containers.gpus import Gpus
-from shardproof.cluster.containers.head_command import HeadCommand
+from shardproof.cluster.containers.needs import Gpus
 from shardproof.cluster.containers.node_caps import INTERFACE
 from shardproof.cluster.containers.node_faults import NodeFaults
 from shardproof.cluster.nodes.asking import FOLDER
 from shardproof.cluster.nodes.doors import door
+from shardproof.commands.supervision import Interrupts
 from shardproof.launch import process_control
 from shardproof.launch.nodes import ENVIRONMENT, NODE
 from shardproof.runs.machine import KERNEL_VARIABLES, commit
@@ -85,11 +85,12 @@ class Cluster:
         """What ``run.json`` tells of it."""
         per_node = self.ranks_per_node
         places = [list(range(n * per_node, (n + 1) * per_node)) for n in range(self.nodes)]
-        slow = {"slow_nodes": {f"node{n}": caps.declared for n, caps in self.slow.items()}}
-        delayed = {"delayed_by": "ranks" if self.far else "kernel"}
-        return {
-            **(slow if self.slow else {}),
-            **(delayed if self.caps.delay_seconds is not None else {}),
+        facts: dict[str, Any] = {}
+        if self.slow:
+            facts["slow_nodes"] = {f"node{n}": caps.declared for n, caps in self.slow.items()}
+        if self.caps.delay_seconds is not None:
+            facts["delayed_by"] = "ranks" if self.far else "kernel"
+        return facts | {
             "name": self.name,
             "nodes": [{"name": f"node{n}", "ranks": ranks} for n, ranks in enumerate(places)],
             "ranks_per_node": per_node,
@@ -98,20 +99,6 @@ class Cluster:
             "declared": self.caps.declared,
             "measured": {name: list(values) for name, values in self.measured.items()},
         }
-
-    @property
-    def environment(self) -> str:
-        """What its head knows of it (``launch.nodes.facts_here``)."""
-        typed: dict[str, Any] = {
-            "command": list(self.command),
-            "commit": commit(),
-            "told": self.facts,
-        }
-        if self.far:
-            typed["far_seconds"] = self.caps.delay_seconds
-        if self.faults is not None:
-            typed["faults"] = dict(self.faults)
-        return json.dumps({"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, **typed})
 
 
 def run(
@@ -130,20 +117,27 @@ def run(
         declared.
     """
     with removed_afterwards(engine, cluster.name) as leave:
-        with told_by_the_engine():
-            head = _head(engine, cluster, _user())
-            nodes = _start_nodes(engine, cluster, _user(), head)
-        with _lent(cluster.results, _user()), told_by_the_engine():
+        head, nodes = start(engine, cluster)
+        with _lent(cluster.results), told_by_the_engine():
             cluster = _under_weather(engine, head, nodes, cluster, say)
             with _faults(engine, cluster, head, nodes):
-                told = {ENVIRONMENT: cluster.environment}
-                code = HeadCommand(engine, head, command, told).result(say)
+                code = head_command.run(engine, head, command, _told(cluster), say)
         if keep and code != INTERRUPTED:
             leave()
     if code not in (HELD, BROKEN, BAD_INPUT, NOT_DECIDED, INTERRUPTED):
         say(f"the head ended with code {code}: it was stopped from outside, or died\n")
         return BROKEN
     return code
+
+
+def start(engine: Any, cluster: Cluster) -> tuple[Any, list[Any]]:
+    """Start the containers of the head and of the nodes, which wait for a command.
+
+    :raises NoCluster: the engine cannot.
+    """
+    with told_by_the_engine():
+        head = _head(engine, cluster)
+        return head, _start_nodes(engine, cluster, head)
 
 
 @contextlib.contextmanager
@@ -161,11 +155,14 @@ def _faults(
     """Inside, faults of nodes are made, where any were planned."""
     if cluster.faults is None:
         return contextlib.nullcontext()
+    do, delays = _in_network(engine, cluster), cluster.caps.delay_seconds and not cluster.far
+    return NodeFaults(engine, head, nodes, cluster.node_caps, do, bool(delays)).served()
+
+
+def _in_network(engine: Any, cluster: Cluster) -> Callable[..., None]:
+    """Does what a word of ``node_caps.py`` says in the network of a node."""
     labels = {LABEL: cluster.name}
-    helper = functools.partial(caps.in_network, engine, cluster.images["rank"])
-    in_network = lambda node, *words: helper(node, labels, *words)  # noqa: E731
-    delays = cluster.caps.delay_seconds is not None and not cluster.far
-    return NodeFaults(engine, head, nodes, cluster.node_caps, in_network, delays).served()
+    return functools.partial(caps.in_network, engine, cluster.images["rank"], labels)
 
 
 def _under_weather(
@@ -175,36 +172,48 @@ def _under_weather(
 
     :raises NoCluster: its nodes have not what was declared.
     """
-    labels = {LABEL: cluster.name}
-    if cluster.caps.delay_seconds is not None and not caps.delay(
-        engine, cluster.images["rank"], nodes, cluster.node_caps, labels
-    ):
+    do, is_far = _in_network(engine, cluster), cluster.caps.delay_seconds is not None
+    if is_far and not caps.delay(do, nodes, cluster.node_caps):
         say("the kernel has no netem: ranks delay their messages to other nodes (gloo)\n")
         cluster = replace(cluster, far=True)
-    told = {ENVIRONMENT: cluster.environment}
     doors = [str(door(FOLDER, node)) for node in range(cluster.nodes)]
-    found = caps.measured(engine, head, nodes, doors, cluster.node_caps, told)
+    found = caps.measured(engine, head, nodes, doors, cluster.node_caps, _told(cluster))
     return replace(cluster, measured=found)
 
 
-def _head(engine: Any, cluster: Cluster, user: int) -> Any:
+def _told(cluster: Cluster) -> dict[str, str]:
+    """What its head knows of it (``launch.nodes.facts_here``)."""
+    typed: dict[str, Any] = {
+        "nodes": cluster.nodes,
+        "ranks_per_node": cluster.ranks_per_node,
+        "command": list(cluster.command),
+        "commit": commit(),
+        "told": cluster.facts,
+    }
+    if cluster.far:
+        typed["far_seconds"] = cluster.caps.delay_seconds
+    if cluster.faults is not None:
+        typed["faults"] = dict(cluster.faults)
+    return {ENVIRONMENT: json.dumps(typed)}
+
+
+def _head(engine: Any, cluster: Cluster) -> Any:
     """Started first: the nodes share its process table and memory."""
     return engine.containers.run(
         cluster.images["judge"],
         ["sleep", "infinity"],
         name=f"{cluster.name}-head",
         hostname="head",
-        labels=_labels(cluster),
         init=True,
         network_mode="none",
         ipc_mode="shareable",
         shm_size=_SHARED_MEMORY,
-        **cluster.gpus.of_head(cluster.nodes),
-        **_common(cluster, user, {}, [_mount(cluster.results, read_only=False)]),
+        **cluster.gpus.requested(*range(cluster.nodes)),
+        **_common(cluster, {}, (cluster.results,)),
     )
 
 
-def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[Any]:
+def _start_nodes(engine: Any, cluster: Cluster, head: Any) -> list[Any]:
     network = engine.networks.create(
         cluster.name, internal=True, options=NO_HOST, labels=_labels(cluster)
     )
@@ -216,16 +225,15 @@ def _start_nodes(engine: Any, cluster: Cluster, user: int, head: Any) -> list[An
             [*agent, *_MODULES],
             name=f"{cluster.name}-node{node}",
             hostname=f"node{node}",
-            labels=_labels(cluster),
             network=network.name,
             pid_mode=f"container:{head.id}",
             ipc_mode=f"container:{head.id}",
             **own.limits,
-            **cluster.gpus.of_node(node),
-            **_common(cluster, user, {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}, []),
+            **cluster.gpus.requested(node),
+            **_common(cluster, {"GLOO_SOCKET_IFNAME": INTERFACE, NODE: str(node)}),
         )
         if (rate := own.bits_per_second) is not None:
-            caps.shape(engine, cluster.images["rank"], started, rate, {LABEL: cluster.name})
+            _in_network(engine, cluster)(started, "shape", rate // 8)
         nodes.append(started)
     return nodes
 
@@ -235,17 +243,23 @@ def _labels(cluster: Cluster) -> dict[str, str]:
 
 
 def _common(
-    cluster: Cluster, user: int, environment: Mapping[str, str], mounts: Sequence[Any]
+    cluster: Cluster, environment: Mapping[str, str], written: Sequence[Path] = ()
 ) -> dict[str, Any]:
+    from docker.types import Mount
+
     kernels = {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
     return {
         "detach": True,
-        "user": f"{user}:{user if os.geteuid() == 0 else os.getegid()}",
+        "labels": _labels(cluster),
+        "user": f"{_user()}:{os.getegid() if os.geteuid() else OWN_USER}",
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "tmpfs": {"/tmp": ""},
-        "mounts": [*(_mount(path, read_only=True) for path in cluster.own), *mounts],
+        "mounts": [
+            Mount(str(path), str(path), type="bind", read_only=path not in written)
+            for path in (*cluster.own, *written)
+        ],
         "working_dir": str(cluster.folder),
         "environment": {
             "HOME": "/tmp",
@@ -263,20 +277,14 @@ def _common(
     }
 
 
-def _mount(path: Path, read_only: bool) -> Any:
-    from docker.types import Mount
-
-    return Mount(str(path), str(path), type="bind", read_only=read_only)
-
-
 def _user() -> int:
     return os.geteuid() or OWN_USER
 
 
 @contextlib.contextmanager
-def _lent(results: Path, user: int) -> Iterator[None]:
-    """Give the folder to ``user``, where that is another than the caller, and take it back."""
-    give(results, user)
+def _lent(results: Path) -> Iterator[None]:
+    """Give the folder to who writes it, where that is another than the caller; take it back."""
+    give(results, _user())
     try:
         yield
     finally:
@@ -297,12 +305,12 @@ def give(results: Path, owner: int) -> None:
 def removed_afterwards(engine: Any, name: str) -> Iterator[Callable[[], None]]:
     """Remove all of cluster ``name`` however the block ends; what it gets, called, leaves all."""
     kept = threading.Event()
-    with interrupts.interruptible():
+    with Interrupts() as interrupts:
         try:
             yield kept.set
         finally:
-            interrupts.ignore()
-            left = [] if kept.is_set() else remove(engine, name)
+            with interrupts.held():
+                left = [] if kept.is_set() else remove(engine, name)
             if left:
                 print(f"could not be removed: {', '.join(left)}; `shardproof cluster clean`")
 

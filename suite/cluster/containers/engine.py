@@ -164,16 +164,16 @@ def build(engine: Any, force: bool = False, targets: Sequence[str] = LEAN) -> di
     facts, arguments, inputs = _wanted(engine)
     labels = {SOURCE: facts["source"], INPUTS: image_inputs.label_of_inputs(inputs)}
     for role, target, name in zip(LEAN, targets, names, strict=True):
-        before, why = None, "missing"
-        if _has(engine, name):
-            before, label = engine.images.get(name).id, _label(engine, name, INPUTS)
-            is_old = _label(engine, name, SOURCE) != facts["source"]
-            why = image_inputs.why_old(label, inputs) if is_old else "--force" if force else ""
+        image, why = _found(engine, name), "--force" if force else ""
+        if image is None:
+            why = "missing"
+        elif image.labels.get(SOURCE) != facts["source"]:
+            why = image_inputs.why_old(image.labels.get(INPUTS, ""), inputs)
         if why:
             print(f"building {name} on {facts['base']} ({why}) ...", flush=True)
             _build(engine, target, arguments, labels)
-            if before is not None:
-                _remove_unused(engine, before)
+            if image is not None:
+                _remove_unused(engine, image.id)
         facts[role] = engine.images.get(name).id
     return facts | {"targets": list(targets)}
 
@@ -188,7 +188,8 @@ def is_old(engine: Any, image: str) -> bool:
 
     :raises NoCluster: as :func:`build`.
     """
-    return not _has(engine, image) or _label(engine, image, SOURCE) != _wanted(engine)[0]["source"]
+    found = _found(engine, image)
+    return found is None or found.labels.get(SOURCE) != _wanted(engine)[0]["source"]
 
 
 def _wanted(engine: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
@@ -197,7 +198,8 @@ def _wanted(engine: Any) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
         raise NoCluster(f"images are built from a checkout, and {ROOT} is none")
     arguments = image_inputs.arguments(os.environ)
     base = _base_image(engine)
-    base_id = engine.images.get(base).id if _has(engine, base) else base
+    found = _found(engine, base)
+    base_id = base if found is None else found.id
     inputs = image_inputs.input_digests(arguments | {"BASE_IMAGE": base_id})
     told = image_inputs.told(arguments, image_inputs.source_digest(inputs))
     return {"base": base, "base_id": base_id} | told, arguments | {"BASE_IMAGE": base}, inputs
@@ -250,18 +252,13 @@ def _remove_unused(engine: Any, image: str) -> None:
             engine.images.remove(image)
 
 
-def _has(engine: Any, name: str) -> bool:
+def _found(engine: Any, name: str) -> Any:
+    """The image of that name; ``None``: there is none."""
     from docker.errors import ImageNotFound
 
-    try:
-        engine.images.get(name)
-    except ImageNotFound:
-        return False
-    return True
-
-
-def _label(engine: Any, name: str, label: str) -> str:
-    return str(engine.images.get(name).labels.get(label, ""))
+    with contextlib.suppress(ImageNotFound):
+        return engine.images.get(name)
+    return None
 
 
 def _base_image(engine: Any) -> str:
@@ -276,13 +273,10 @@ def _base_image(engine: Any) -> str:
     if given := image_inputs.given_base(os.environ):
         return given
     for name in (wanted, OWN_BASE):
-        if _has(engine, name):
+        if _found(engine, name) is not None:
             return name
-    try:
+    with contextlib.suppress(DockerException):
         engine.images.pull(wanted)
-    except DockerException:
-        pass
-    else:
         return wanted
     if shutil.which("debootstrap") and os.geteuid() == 0:
         print(f"{wanted} cannot be pulled: making {OWN_BASE} by debootstrap ...", flush=True)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardproof.cluster.containers import interrupts
 from shardproof.cluster.containers.engine import NoCluster, Output, failures
 from shardproof.verdicts import INTERRUPTED
 
@@ -29,56 +28,51 @@ _END_SECONDS = 30.0
 _TELL_SECONDS = 5.0
 
 
-class HeadCommand:
-    """``words`` in ``head``, the only command there; what is left of it goes with the head."""
+def run(
+    engine: Any,
+    head: Any,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+) -> int:
+    """Run ``words`` in ``head`` to their end, or to a first interrupt's; the exit code.
 
-    def __init__(
-        self, engine: Any, head: Any, words: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
-        self._engine, self._head = engine, head
-        asked = engine.api.exec_create(head.id, [*_START, *words], environment=dict(environment))
-        self._id = asked["Id"]
-        self._output: Output | None = None
+    ``say`` gets the output.  What is left of the command goes with the head, where it is alone.
 
-    def result(self, say: Callable[[str], None]) -> int:
-        """Run it to its end, or to a first interrupt's; its exit code.  ``say`` gets its output.
+    :raises NoCluster: its output ended before it, or the head is paused.
+    """
+    asked = engine.api.exec_create(head.id, [*_START, *words], environment=dict(environment))["Id"]
+    text = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may come in two parts
+    start = functools.partial(engine.api.exec_start, asked, stream=True)
+    output: Output | None = None
 
-        :raises NoCluster: its output ended before it, or the head is paused.
-        """
-        text = codecs.getincrementaldecoder("utf-8")("replace")  # a letter may come in two parts
-        start = functools.partial(self._engine.api.exec_start, self._id, stream=True)
-        try:
-            take = lambda part: say(text.decode(part))  # noqa: E731
-            self._output = output = Output(self._engine, self._head, start, take)
-            output.wait()
-        except KeyboardInterrupt:
-            interrupts.ignore()
-            if self._output is None or not self._output.ended.is_set():
-                self._end()
-            return INTERRUPTED
-        code = None if output.broke else self._exit_code(_TELL_SECONDS)
-        if code is None:
-            self._end()
-            raise (
-                output.broke[0]
-                if output.broke
-                else NoCluster("the head's output ended before its command did")
-            )
-        return code
-
-    def _end(self) -> None:
-        """By its own way to stop in order: results are kept, and reports made."""
-        with contextlib.suppress(NoCluster, *failures()):
-            self._head.exec_run([*_INTERRUPT])
-            self._exit_code(_END_SECONDS)
-            if self._output is not None:
-                self._output.ended.wait(_TELL_SECONDS)
-
-    def _exit_code(self, seconds: float) -> int | None:
-        """The exit code of the command; ``None``: the engine tells none within ``seconds``."""
+    def exit_code(seconds: float) -> int | None:
+        """``None``: the engine tells none within ``seconds``."""
         deadline = time.monotonic() + seconds
-        while (code := self._engine.api.exec_inspect(self._id)["ExitCode"]) is None:
+        while (code := engine.api.exec_inspect(asked)["ExitCode"]) is None:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.05)
         return int(code)
+
+    def end() -> None:
+        """By its own way to stop in order: results are kept, and reports made."""
+        with contextlib.suppress(NoCluster, *failures()):
+            head.exec_run([*_INTERRUPT])
+            exit_code(_END_SECONDS)
+            if output is not None:
+                output.ended.wait(_TELL_SECONDS)
+
+    try:
+        output = Output(engine, head, start, lambda part: say(text.decode(part)))
+        output.wait()
+    except KeyboardInterrupt:
+        if output is None or not output.ended.is_set():
+            end()
+        return INTERRUPTED
+    code = None if output.broke else exit_code(_TELL_SECONDS)
+    if code is None:
+        end()
+        reason = NoCluster("the head's output ended before its command did")
+        raise next(iter(output.broke), reason)
+    return code

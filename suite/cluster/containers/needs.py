@@ -1,15 +1,64 @@
-"""What a command needs of a cluster beside its nodes: packages in the images, and GPUs."""
+"""What a command needs of a cluster beside its nodes: packages in the images, and GPUs.
+
+Nodes get their GPUs in order; the head gets all, since it says whether there are enough.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
-from shardproof.cluster.containers.gpus import Gpus
+from shardproof.cluster.containers import image_inputs
+from shardproof.cluster.containers.engine import NoCluster
 from shardproof.cluster.containers.image_inputs import EVERYTHING, LEAN
+
+RUNTIME = "nvidia"
+
+
+def require_gpus(engine: Any, torch: str) -> None:
+    """Return if containers can have GPUs, and ``torch``, that of the images, can use them.
+
+    :raises NoCluster: they cannot; says what to do.
+    """
+    if RUNTIME not in engine.info().get("Runtimes", {}):
+        raise NoCluster(
+            f"the engine hands no GPUs to containers: it has no runtime {RUNTIME}; install the "
+            "NVIDIA container toolkit, `nvidia-ctk runtime configure --runtime=docker`, start the "
+            "engine again; or choose --backend gloo"
+        )
+    if image_inputs.is_locked(torch):
+        raise NoCluster(
+            "the images have a torch for CPUs: build others, such as IMAGE=shardproof-gpu "
+            f"TORCH={torch}+cu130 TORCH_INDEX=https://download.pytorch.org/whl/cu130"
+        )
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """So many for each node."""
+
+    per_node: int = 0
+
+    @classmethod
+    def of(cls, backends: Collection[str], ranks_per_node: int) -> Self:
+        """What ``--backend`` asks for: a GPU for each rank, or one that the ranks share."""
+        asked = (BACKENDS[name] for name in backends if name in BACKENDS)
+        return cls(max((backend.devices(ranks_per_node) for backend in asked), default=0))
+
+    def numbers(self, node: int) -> list[int]:
+        """Those of ``node``, as the driver counts them."""
+        return list(range(node * self.per_node, (node + 1) * self.per_node))
+
+    def requested(self, *nodes: int) -> dict[str, Any]:
+        """What the engine is asked for as it starts a container with the GPUs of these nodes."""
+        from docker.types import DeviceRequest
+
+        which = [str(number) for node in nodes for number in self.numbers(node)]
+        asked = DeviceRequest(driver=RUNTIME, device_ids=which, capabilities=[["gpu"]])
+        return {"device_requests": [asked]} if which else {}
 
 
 @dataclass(frozen=True)

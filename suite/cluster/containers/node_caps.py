@@ -82,11 +82,11 @@ def link(state: str) -> None:
 
     :raises OSError: the kernel does not do it.
     """
-    set_link, request, ack, is_up = 16, 1, 4, 1
-    interface = socket.if_nametoindex(INTERFACE)
+    set_link, is_up = 16, 1
     flags = is_up if state == "up" else 0
+    interface = socket.if_nametoindex(INTERFACE)
     body = struct.pack("=BxHiII", socket.AF_UNSPEC, 0, interface, flags, is_up)
-    _ask_kernel(struct.pack("=IHHII", 16 + len(body), set_link, request | ack, 1, 0) + body)
+    _ask_kernel(_message(set_link, 0, body))
 
 
 def shaping(interface: int, bytes_per_second: int) -> bytes:
@@ -130,12 +130,15 @@ def delaying(interface: int, nanoseconds: int, below: bool) -> bytes:
 
 def _queueing(interface: int, handle: int, parent: int, name: bytes, options: bytes) -> bytes:
     """The message that asks the kernel for a queueing discipline of that name in place of any."""
-    new_qdisc, request, ack, replace, create = 36, 1, 4, 0x100, 0x400
-    kind_attribute, options_attribute = 1, 2
+    new_qdisc, replace, create, kind_attribute, options_attribute = 36, 0x100, 0x400, 1, 2
     body = struct.pack("=BxxxiIII", socket.AF_UNSPEC, interface, handle, parent, 0)
     body += _attribute(kind_attribute, name) + _attribute(options_attribute, options)
-    flags = request | ack | replace | create
-    return struct.pack("=IHHII", 16 + len(body), new_qdisc, flags, 1, 0) + body
+    return _message(new_qdisc, replace | create, body)
+
+
+def _message(kind: int, flags: int, body: bytes) -> bytes:
+    request, ack = 1, 4
+    return struct.pack("=IHHII", 16 + len(body), kind, request | ack | flags, 1, 0) + body
 
 
 def _attribute(number: int, value: bytes) -> bytes:
@@ -202,19 +205,17 @@ def send(host: str, count: str, *, port: int = PORT) -> None:
 
     :raises OSError: it does not come, or cannot be reached.
     """
-    deadline = time.monotonic() + _MEET_SECONDS
-    while True:
+    deadline, connection = time.monotonic() + _MEET_SECONDS, None
+    while connection is None:
         try:
             connection = socket.create_connection((host, port), timeout=_MEET_SECONDS)
-            break
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
     with connection, contextlib.suppress(OSError):  # the receiver has seen enough
-        left = int(count)
-        while left > 0:
-            left -= connection.send(bytes(min(left, _CHUNK)))
+        for first in range(0, int(count), _CHUNK):
+            connection.sendall(bytes(min(_CHUNK, int(count) - first)))
 
 
 _WORDS: dict[str, Callable[..., object]] = {

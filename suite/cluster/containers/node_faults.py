@@ -19,7 +19,7 @@ from shardproof.cluster.containers import caps
 from shardproof.cluster.containers.caps import Caps
 from shardproof.cluster.containers.engine import NoCluster, failures
 from shardproof.cluster.nodes.asking import FOLDER, HEAL, PIPE
-from shardproof.cluster.nodes.nodes import door
+from shardproof.cluster.nodes.doors import door
 
 #: Of a core, in microseconds of each 100,000: what a throttled node has.
 _SLOW_QUOTA, _PERIOD = 10_000, 100_000
@@ -51,13 +51,8 @@ class NodeFaults:
     def served(self) -> Iterator[None]:
         """Inside, ranks and leaders can ask."""
         pipe = str(FOLDER / PIPE)
-        words = [
-            "sh",
-            "-c",
-            'mkdir -p "$(dirname "$0")"; mkfifo "$0"; echo; exec cat <> "$0"',
-            pipe,
-        ]
-        asked = self._engine.api.exec_create(self._head.id, words)["Id"]
+        script = 'mkdir -p "$(dirname "$0")"; mkfifo "$0"; echo; exec cat <> "$0"'
+        asked = self._engine.api.exec_create(self._head.id, ["sh", "-c", script, pipe])["Id"]
         parts = self._engine.api.exec_start(asked, stream=True)
         next(parts)  # the pipe is there
         threading.Thread(target=self._follow, args=(parts,), daemon=True).start()

@@ -97,17 +97,16 @@ def outcomes_of(folder: Path, world: int) -> list[RankOutcome] | None:
     began = [rank for rank in range(world) if (folder / f"rank{rank}.began").exists()]
     if not began:
         return None
-    outcomes = []
-    for rank in range(world):
-        try:
-            outcome = RankOutcome.stored(folder / f"rank{rank}.end")
-        except (OSError, *DAMAGE):
-            outcomes.append(_silent(folder, rank, rank in began))
-            continue
-        path = folder / f"rank{rank}.rec"
-        there = outcome.status == "ok" and path.exists()
-        outcomes.append(replace(outcome, record=path if there else None))
-    return mark_consequences(outcomes)
+    return mark_consequences([_outcome(folder, rank, rank in began) for rank in range(world)])
+
+
+def _outcome(folder: Path, rank: int, began: bool) -> RankOutcome:
+    try:
+        outcome = RankOutcome.stored(folder / f"rank{rank}.end")
+    except (OSError, *DAMAGE):
+        return _silent(folder, rank, began)
+    path = folder / f"rank{rank}.rec"
+    return replace(outcome, record=path if outcome.status == "ok" and path.exists() else None)
 
 
 def _out_of_time(records: Path, number: int, world: int) -> bool:

@@ -2,7 +2,7 @@
 
 Launchers write it into the environment, each under names of its own; MPI is asked.  What cannot be
 is said at once (:class:`~shardproof.errors.LaunchError`); what one rank cannot see for itself is
-found by ``cluster.launchers.roll_call``.
+found by the roll call (``meeting.py``).
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Place:
+    """A rank of a job, and where the job's store is."""
+
     rank: int
     world: int
     address: str
@@ -162,17 +164,10 @@ class Place:
         where, opened = f"{self.address}:{self.port}", Queue[dist.TCPStore | Exception]()
 
         def connect() -> None:
+            place = self.address, self.port, self.world
+            limit = timedelta(seconds=MEETING_SECONDS)
             try:
-                opened.put(
-                    dist.TCPStore(
-                        self.address,
-                        self.port,
-                        self.world,
-                        is_master=serves,
-                        timeout=timedelta(seconds=MEETING_SECONDS),
-                        wait_for_workers=False,
-                    )
-                )
+                opened.put(dist.TCPStore(*place, serves, limit, wait_for_workers=False))
             except Exception as error:  # noqa: BLE001 - raised below, in the rank's own thread
                 opened.put(error)
 
@@ -187,18 +182,16 @@ class Place:
 
         thread = threading.Thread(target=connect, name="store", daemon=True)
         thread.start()
-        silent_since = None
+        silent_since = time.monotonic()
         with telling(lambda: f"rank {self.rank} waits for rank 0 at {where}{known()}") as tell:
             while thread.is_alive():
                 thread.join(1.0)
                 tell()
-                if thread.is_alive() and _answers(self.address, self.port):
-                    silent_since = silent_since or time.monotonic()
-                    if time.monotonic() - silent_since > ANSWER_SECONDS:
-                        opened.put(TimeoutError("Ping failed"))
-                        break
-                else:
-                    silent_since = None
+                if not _answers(self.address, self.port):
+                    silent_since = time.monotonic()
+                elif thread.is_alive() and time.monotonic() - silent_since > ANSWER_SECONDS:
+                    opened.put(TimeoutError("Ping failed"))
+                    break
         found = opened.get()
         if isinstance(found, dist.TCPStore):
             return found
@@ -206,18 +199,20 @@ class Place:
 
     def _reason(self, error: Exception, where: str) -> Exception:
         """``error`` of a store as a sentence, where it is known what it means."""
-        if "EADDRINUSE" in str(error):
-            what = f"rank 0 cannot listen at port {self.port}, which is in use on this machine"
-            remedy = "choose a free MASTER_PORT, the same on every rank; or two ranks were given 0"
-        elif "Ping failed" in str(error):
-            what = f"another program than a rank 0 listens at {where}"
-            remedy = "choose a free MASTER_PORT, the same on every rank"
-        elif "timed out" in str(error):
-            what = f"rank {self.rank} found no rank 0 at {where} in {MEETING_SECONDS:g} s"
-            remedy = "start rank 0 there, and let this machine reach that name and port"
-        else:
-            return error
-        return LaunchError(Problem(what, remedy))
+        free = "choose a free MASTER_PORT, the same on every rank"
+        known = {
+            "EADDRINUSE": Problem(
+                f"rank 0 cannot listen at port {self.port}, which is in use on this machine",
+                f"{free}; or two ranks were given 0",
+            ),
+            "Ping failed": Problem(f"another program than a rank 0 listens at {where}", free),
+            "timed out": Problem(
+                f"rank {self.rank} found no rank 0 at {where} in {MEETING_SECONDS:g} s",
+                "start rank 0 there, and let this machine reach that name and port",
+            ),
+        }
+        found = (problem for word, problem in known.items() if word in str(error))
+        return next(map(LaunchError, found), error)
 
 
 def _fits(

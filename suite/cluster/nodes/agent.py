@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import selectors
 import signal
 import socket
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from shardproof.cluster.nodes.condition import CUT_OFF, QUESTION, WELL, routes
 from shardproof.cluster.nodes.doors import door
-from shardproof.cluster.nodes.keeper import KeeperTask, keep
+from shardproof.cluster.nodes.keeper import keep
 from shardproof.launch import process_control
 from shardproof.launch.fork_server import ForkServer
 
@@ -75,7 +76,7 @@ class Agent:
         if outputs:
             self._start_daemon(order, message, outputs)
         elif message and message != QUESTION:
-            order.ticket = self._fork_server.submit(keep, KeeperTask.of(message))
+            order.ticket = self._fork_server.submit(keep, pickle.loads(message))
         elif message == QUESTION:
             cut_off = self._had_a_network and not routes()
             with contextlib.suppress(OSError):  # the leader has gone: seen at the next read

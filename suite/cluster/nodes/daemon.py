@@ -20,6 +20,7 @@ _LOOK_SECONDS = 0.5
 
 
 def main() -> int:
+    """Have the agent run the command; its exit code."""
     parent = os.getppid()
     node, *words = sys.argv[1:]
     folder = f"{os.environ[SPREAD]}/{node}"

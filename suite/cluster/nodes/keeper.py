@@ -41,17 +41,6 @@ class KeeperTask:
     doors: Path
     spread: Mapping[str, int] = field(default_factory=dict)
 
-    def order(self) -> bytes:
-        """For :meth:`of`."""
-        return json.dumps(vars(self), default=str).encode()
-
-    @classmethod
-    def of(cls, order: bytes) -> KeeperTask:
-        """The task that was packed by :meth:`order`."""
-        told = json.loads(order)
-        workdir, doors = Path(told["workdir"]), Path(told["doors"])
-        return cls(told["node"], tuple(told["ranks"]), workdir, doors, told["spread"])
-
     @property
     def launch(self) -> Path:
         """The launch, pickled."""

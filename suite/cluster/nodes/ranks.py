@@ -1,4 +1,4 @@
-"""Ranks on nodes: which runs where, how its process starts, what has become of its node."""
+"""The nodes of a cluster, and ranks on them: which runs where, how it starts, how its node is."""
 
 from __future__ import annotations
 
@@ -9,31 +9,79 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
 
-from shardproof.backends.disturbances import Disturbances, FarNodes
-from shardproof.case import OF_NODES, Fault
+from shardproof.backends import BACKENDS
+from shardproof.backends.disturbances import Disturbances
+from shardproof.case import OF_NODES, Case, Fault
+from shardproof.cluster import fault_plans
 from shardproof.cluster.nodes import asking
 from shardproof.cluster.nodes.condition import Inquiry
-from shardproof.cluster.nodes.doors import door
+from shardproof.cluster.nodes.doors import START_SECONDS, awaited, door
+from shardproof.cluster.nodes.far import FarNodes
 from shardproof.cluster.nodes.keeper import KeeperTask, Packed
 from shardproof.launch.diagnosis import Lost, RankProcess
-from shardproof.launch.mpi.mpirun import START_SECONDS
-from shardproof.launch.nodes import NodeGone
+from shardproof.launch.mpi import mpirun
+from shardproof.launch.nodes import NodeGone, Nodes, facts_here
 from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import NotLent, ProcessHost
 
-if TYPE_CHECKING:
-    from shardproof.cluster.nodes.nodes import ClusterNodes
-
 #: Seconds that keepers have to start their ranks; an ``mpirun`` may take all of its own.
-_MEET_SECONDS = START_SECONDS + 10.0
+_MEET_SECONDS = mpirun.START_SECONDS + 10.0
 #: Seconds between two looks at nodes while a keeper is waited for.
 _LOOK_SECONDS = 0.05
 #: Seconds that an agent has to go as well where a keeper has gone, and where a rank was killed.
 _TELL_SECONDS, _DYING_SECONDS = 10.0, 1.0
+
+
+@dataclass(frozen=True)
+class ClusterNodes(Nodes):
+    """Nodes whose agents have their doors in ``folder``.
+
+    ``far_seconds``: what messages between nodes take more, where ranks and not the kernel delay
+    them.
+    """
+
+    folder: Path = asking.FOLDER
+    far_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """Those that this machine is the head of."""
+        rate = int(facts.get("told", {}).get("declared", {}).get("bits_per_second", 0))
+        far = float(facts.get("far_seconds", 0.0))
+        return cls(int(facts["nodes"]), int(facts["ranks_per_node"]), rate, far_seconds=far)
+
+    def host(self) -> NodeRanks:
+        """What runs ranks on these nodes."""
+        return NodeRanks(self)
+
+    def wait(self) -> None:
+        """Return once every agent answers.
+
+        :raises NodeGone: one does not.
+        """
+        every = [door(self.folder, node) for node in range(self.count)]
+        if (late := awaited(every, START_SECONDS)) is not None:
+            what = f"node {every.index(late)}: its agent has not come within {START_SECONDS:g} s"
+            raise NodeGone(what)
+
+    def not_far(self, backend: str) -> str | None:
+        """Why messages of a backend are not delayed as declared; ``None``: they are."""
+        known = BACKENDS[backend]
+        if not self.far_seconds or known.threads or known.delays_far_nodes:
+            return None
+        return f"the kernel has no netem, and ranks delay messages of gloo only, not of {backend}"
+
+    def with_faults(self, cases: Sequence[Case]) -> list[Case]:
+        """``cases`` with the fault that is planned for this run.
+
+        :raises SelectionError: it cannot be made in these cases.
+        """
+        return fault_plans.with_planned(cases, facts_here() or {})
 
 
 class NodeRanks(ProcessHost):
@@ -194,7 +242,7 @@ class _Order:
         self._agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._agent.connect(str(task.doors / task.node))
-            self._agent.send(task.order())
+            self._agent.send(pickle.dumps(task))
         except OSError:
             self.close()
             raise NodeGone(str(Lost(node, task.ranks, "ended"))) from None

@@ -24,6 +24,7 @@ from shardproof.errors import Problem, SelectionError, shorten
 from shardproof.evidence.account import LeaderEnd
 from shardproof.files import fast_json, read_fast_json
 from shardproof.launch.process_control import cores
+from shardproof.table import number
 
 #: Seconds in which a port opens, and in which each node tells its versions.
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 120.0
@@ -54,20 +55,17 @@ def joined(address: str, jobs: int | None) -> Iterator[RayCluster]:
     if address not in ("", LOCAL) and (why := _why_closed(address)):
         remedy = "`ray start --head` there, with the extra ray installed, serves it"
         raise SelectionError(Problem(f"no Ray cluster answers: {why}", remedy, address))
-    try:
+    with contextlib.ExitStack() as shut_down:
+        shut_down.callback(ray.shutdown)
         try:
             _init(ray, address, jobs or cores())
             cluster = RayCluster(ray, jobs)
             cluster.require_versions()
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             what = f"the Ray cluster cannot be joined: {shorten(str(error), 300)}"
-            remedy = (
-                "it must run this Ray and Python, and have this token (RAY_AUTH_MODE=token) or none"
-            )
-            raise SelectionError(Problem(what, remedy, address or None)) from None
+            needs = "this Ray and Python, and this token (RAY_AUTH_MODE=token) or none"
+            raise SelectionError(Problem(what, f"it must have {needs}", address or None)) from None
         yield cluster
-    finally:
-        ray.shutdown()
 
 
 def _why_closed(address: str) -> str:
@@ -110,9 +108,8 @@ class RayCluster(CaseHost):
         once = {"max_retries": RETRIES, "retry_exceptions": False}
         self._judge = ray.remote(num_cpus=1, **once)(task.judge)
         self._require = ray.remote(num_cpus=0, **once)(task.require)
-        self._gpus = max(
-            (int(node["Resources"].get("GPU", 0)) for node in self._nodes()), default=0
-        )
+        gpus = (int(node["Resources"].get("GPU", 0)) for node in self._nodes())
+        self._gpus = max(gpus, default=0)
 
     @property
     def places(self) -> int:
@@ -130,8 +127,7 @@ class RayCluster(CaseHost):
         return {"ray": self._ray.__version__, "nodes": nodes}
 
     def __str__(self) -> str:
-        nodes = len(self._nodes())
-        return f"Ray: {nodes} node{'' if nodes == 1 else 's'}, {self.places} cases at once"
+        return f"Ray: {number(len(self._nodes()), 'node')}, {self.places} cases at once"
 
     def _nodes(self) -> list[Any]:
         return [node for node in self._ray.nodes() if node["Alive"]]
@@ -204,7 +200,7 @@ class RayCluster(CaseHost):
         for resources in (node["Resources"] for node in self._nodes()):
             if resources.get("CPU", 0) >= 1 and resources.get("GPU", 0) >= gpus:
                 return ""
-        wanted = f"a CPU and {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "a CPU"
+        wanted = f"a CPU and {number(gpus, 'GPU')}" if gpus else "a CPU"
         return f"no node of Ray that is alive has {wanted}: look at `ray status`"
 
     def _gpus_of(self, case: Case) -> int:
@@ -221,8 +217,7 @@ class RayCluster(CaseHost):
             if isinstance(error, task.OtherVersions):  # of a node that came later
                 raise _unfit("that has joined", error) from None
             return _lost(case, began, shorten(str(error), 1000))
-        result = CaseResult.from_dict(value["result"])
-        return Judged(case, result, value["account"])
+        return Judged(case, CaseResult.from_dict(value["result"]), value["account"])
 
 
 def _lost(case: Case, began: float, why: str) -> Judged:

@@ -50,13 +50,10 @@ def require(wanted: Versions) -> None:
     :raises OtherVersions: they differ.
     """
     here = versions()
-    odd = [
-        f"{name} {here.get(name)} instead of {value}"
-        for name, value in wanted.items()
-        if here.get(name) != value
-    ]
+    odd = {name: value for name, value in wanted.items() if here.get(name) != value}
     if odd:
-        raise OtherVersions(", ".join(odd))
+        told = (f"{name} {here.get(name)} instead of {value}" for name, value in odd.items())
+        raise OtherVersions(", ".join(told))
 
 
 @functools.cache

@@ -8,7 +8,6 @@ serve processes on several machines (:class:`Spread`).
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import socket
@@ -31,6 +30,8 @@ START_SECONDS = 60.0
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 #: Variables of a stand-in that are not for its rank.
 _NOT_THEIRS = ("TMPDIR", "PWD", "OLDPWD", "SHARDPROOF_STAND_IN")
+#: How variables begin that another ``mpirun`` around us has set: its ranks are not ours.
+_FOREIGN = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 _TAIL = 2000
 
 
@@ -49,11 +50,6 @@ class Spread:
     ranks: Mapping[str, int]
     launcher: str
     settings: Mapping[str, str]
-
-    @property
-    def world(self) -> int:
-        """All of them."""
-        return sum(self.ranks.values())
 
 
 class Mpirun:
@@ -120,21 +116,20 @@ class Mpirun:
                 os.close(theirs)
 
     def _started(self, parent: int, path: str) -> subprocess.Popen[bytes]:
-        found = mpi_found.find()
+        found, spread = mpi_found.find(), self._spread
         if found is None:
             raise MpirunError(mpi_found.problem())
-        if self._spread is not None and (reason := found.stays_on_one_machine):
-            raise MpirunError(reason)
         settings = found.environment(self._folder) | {"SHARDPROOF_STAND_IN": path}
         command = found.command(len(self._ranks))
-        if self._spread is not None:
-            settings |= found.launched_by(self._spread.launcher)
-            settings |= self._spread.settings
-            command = found.command(self._spread.world, self._spread.ranks)
+        if spread is not None:
+            if reason := found.stays_on_one_machine:
+                raise MpirunError(reason)
+            settings |= found.launched_by(spread.launcher) | {**spread.settings}
+            command = found.command(sum(spread.ranks.values()), spread.ranks)
         program = str(Path(__file__).with_name("stand_in.py"))
         return subprocess.Popen(
             [*command, sys.executable, "-I", "-S", program],
-            env=_foreign_removed(os.environ) | settings,
+            env={k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | settings,
             stdin=subprocess.DEVNULL,
             stdout=(self._folder / "mpirun.out").open("wb"),
             stderr=subprocess.STDOUT,
@@ -175,17 +170,12 @@ class Mpirun:
 
 def _read(connection: socket.socket) -> tuple[dict[str, str], int | None]:
     """The environment of a stand-in, and the descriptor that it hands over."""
-    head, rights, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(4))
+    head, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
     size = int.from_bytes(head, "little")
-    text = b""
-    while len(text) < size:
-        part = connection.recv(size - len(text))
-        if not part:
-            raise MpirunError("a process that mpirun started ended at once")
-        text += part
-    descriptors = array.array("i")
-    for _, _, data in rights:
-        descriptors.frombytes(data)
+    with connection.makefile("rb") as file:
+        text = file.read(size)
+    if len(text) < size:
+        raise MpirunError("a process that mpirun started ended at once")
     pairs = (entry.partition("=") for entry in text.decode("utf-8", "surrogateescape").split("\0"))
     return {name: value for name, _, value in pairs}, next(iter(descriptors), None)
 
@@ -197,12 +187,6 @@ def _changed(variables: Mapping[str, str]) -> dict[str, str]:
         for name, value in variables.items()
         if os.environ.get(name) != value and name not in _NOT_THEIRS
     }
-
-
-def _foreign_removed(variables: Mapping[str, str]) -> dict[str, str]:
-    """Without what another ``mpirun`` around us has set: its ranks are not ours."""
-    foreign = ("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
-    return {name: value for name, value in variables.items() if not name.startswith(foreign)}
 
 
 def problem(ranks: int) -> str:

@@ -5,7 +5,6 @@ Hands its environment, and the descriptor of MPICH's process manager, to the soc
 imports nothing of the suite, so it starts in milliseconds.
 """
 
-import array
 import os
 import socket
 import sys
@@ -18,10 +17,8 @@ def main() -> int:
         connection.connect(os.environ["SHARDPROOF_STAND_IN"])
         text = "\0".join(f"{name}={value}" for name, value in os.environ.items()).encode()
         given = [int(os.environ[DESCRIPTOR])] if DESCRIPTOR in os.environ else []
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given))
         # A few bytes go with the descriptor, the rest as it finds room.
-        head = len(text).to_bytes(8, "little")
-        connection.sendmsg([head], [rights] if given else [])
+        socket.send_fds(connection, [len(text).to_bytes(8, "little")], given)
         connection.sendall(text)
         for descriptor in given:
             os.close(descriptor)

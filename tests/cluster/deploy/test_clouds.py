@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 import yaml
 
+from shardproof.cluster.launchers.meeting import Entry, mistake
 from shardproof.cluster.launchers.place import Place
-from shardproof.cluster.launchers.roll_call import Entry, mistake
 from shardproof.cluster.torchrun import _parser
 from shardproof.errors import LaunchError
 

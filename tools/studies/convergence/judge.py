@@ -106,12 +106,12 @@ def judge(
     sent = None
     if met and all(own.sent and other.sent for own, other in met):
         sent = math.exp(statistics.fmean(math.log(o.sent / own.sent) for own, o in met))
-    seconds, of_dense = _logs_of_seconds(method), _logs_of_seconds(dense)
     verdict: Verdict = "not shown"
     if log.low > math.log(margin):
         verdict = "inferior"
     elif log.high < math.log(margin) and not missed:
         verdict = "non-inferior"
+    seconds, of_dense = _logs_of_seconds(method), _logs_of_seconds(dense)
     ratio = _paired(seconds, of_dense) if seconds and of_dense else None
     return Judged(verdict, log, missed, sent, seconds=ratio)
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from shardproof.cluster import head
-from shardproof.cluster.shape import Shape
-from tools.studies.convergence import plan
+from shardproof.cluster.shape import Shape, Words
+from shardproof.commands import options
+from tools.studies.convergence import plan, study
 
 #: What the head of a cluster runs: images hold tools/ as well.
 PROGRAM = ("python3", "-m", "tools.studies")
 
 
-def run(convergence: Callable[..., None], words: Sequence[str], wanted: Shape) -> int:
-    """Run the command ``convergence`` with ``words`` in the head of a new cluster; its exit code.
+@options.grouped(ranks_per_node=1)
+def command(words: Words = None, *, wanted: Shape) -> int:
+    """Train to a target loss with ranks in containers: `convergence`, with its options.
 
-    :raises InputError: words that do not fit each other, what they name, or the nodes.
+    \b
+    python -m tools.studies convergence-on-nodes cluster --bandwidth 100mbit
+    python -m tools.studies convergence-on-nodes mine.yaml --nodes 4 --seeds 8
+    python -m tools.studies convergence-on-nodes charnames --backend gloo --nodes 3
+
+    Nodes are those of `shardproof cluster bench`. The page tells steps, bytes and seconds to the
+    target, and which method is there first; it is convergence.md in the run folder, with its
+    drawings and with convergence.json, which `convergence --from` judges again.
     """
     wanted.limits(), wanted.slowed()  # refused at once
-    given = head.meant(convergence, words).params
+    words = words or []
+    given = head.meant(study.convergence, words).params
     names = given["scenario"] or ()
-    studies = plan.read(plan.files(names), given["seeds"], given["backend"])
-    studies = [one.only(given["method"] or ()) for one in studies]
-    plan.require_room(studies, wanted.there)
-    systems = {run.system for one in studies for method in one.every for run in method.runs}
-    backends = {one.first.backend for one in studies}
-    needs = head.needs_of(systems, backends, wanted)
+    chosen = plan.chosen(names, given["method"], given["seeds"], given["backend"])
+    plan.require_room(chosen, wanted.there)
+    systems = {run.system for one in chosen for method in one.every for run in method.runs}
+    needs = head.needs_of(systems, {one.first.backend for one in chosen}, wanted)
     seen = head.own_folders(names, sorted(systems))
     return head.run(["convergence", *words], wanted, needs, seen, program=PROGRAM)

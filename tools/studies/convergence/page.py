@@ -76,12 +76,12 @@ def section(
         parts.append(f"{in_wall_time(ends)}\n")
     elif run.timed:
         parts.append("No seconds are told: ranks had no cores of their own.\n")
-    reasons = [f"- `{m.name}`: {m.reason}" for m in study.methods if m.reason]
-    problems = [f"- `{name}`: {one.problem}" for name, one in found.items() if one.problem]
-    if reasons:
-        parts.append("Not expected to be non-inferior:\n\n" + "\n".join(reasons) + "\n")
-    if problems:
-        parts.append("Not compared:\n\n" + "\n".join(problems) + "\n")
+    for title, whys in (
+        ("Not expected to be non-inferior", {m.name: m.reason for m in study.methods}),
+        ("Not compared", {name: one.problem for name, one in found.items()}),
+    ):
+        if listed := [f"- `{name}`: {why}" for name, why in whys.items() if why]:
+            parts.append(f"{title}:\n\n" + "\n".join(listed) + "\n")
     if image:
         parts.append(
             f"![{study.name}: loss over steps]({image})\n\n"
@@ -116,18 +116,19 @@ def in_wall_time(ends: Mapping[str, Sequence[Trained]]) -> str:
 
 
 def _seconds(ends: Sequence[Trained]) -> str:
-    seconds = [end.seconds for end in ends if end.reached is not None and end.seconds]
-    if not seconds:
-        return "-"
-    return f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
+    return _spread([end.seconds for end in ends if end.reached is not None and end.seconds], ".1f")
 
 
 def _steps(ends: Sequence[Trained]) -> tuple[str, str]:
     steps = [end.reached for end in ends if end.reached is not None]
-    missed = len(ends) - len(steps)
-    if not steps:
-        return "-", f"{missed} of {len(ends)}"
-    return (
-        f"{statistics.median(steps):g} ({min(steps)} to {max(steps)})",
-        f"{missed} of {len(ends)}",
+    return _spread(steps, "g"), f"{len(ends) - len(steps)} of {len(ends)}"
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """The median, with the range."""
+    if not values:
+        return "-"
+    median, least, most = (
+        format(value, form) for value in (statistics.median(values), min(values), max(values))
     )
+    return f"{median} ({least} to {most})"

@@ -127,6 +127,16 @@ class Study:
         return replace(self, methods=methods)
 
 
+def chosen(
+    names: Sequence[str], methods: Sequence[str] | None, seeds: int | None, backend: str
+) -> list[Study]:
+    """The studies that a command line names, with some ``methods`` (none: all).
+
+    :raises InputError: as :func:`read`, or a name that there is not.
+    """
+    return [one.only(methods or ()) for one in read(files(names), seeds, backend)]
+
+
 def read(paths: Iterable[Path], seeds: int | None = None, backend: str = "") -> list[Study]:
     """The studies that files describe; ``seeds`` and ``backend``: instead of theirs.
 
@@ -146,21 +156,19 @@ def read(paths: Iterable[Path], seeds: int | None = None, backend: str = "") -> 
         with faults.at(path, node, "backend"):
             _require_backend(model.backend)
         model = model.model_copy(update={"backend": backend or model.backend})
-        count, methods = seeds or model.seeds, list[Method]()
-        names = [_name(model.dense)]
+        count = seeds or model.seeds
         with faults.at(path, node, "dense"):
             _require_taken(model.dense, model)
+        every = [Method(_name(model.dense), _runs(model, model.dense, base, count))]
         for index, item in enumerate(model.methods):
             with faults.at(path, node, "methods", index):
                 _require_taken(item, model)
-                name = _name(item)
-                if name in names:
+                if (name := _name(item)) in {method.name for method in every}:
                     what = "two methods of one name (the dense system is one)"
                     raise SelectionError(Problem(what, "give a label", name))
-                names.append(name)
                 runs = _runs(model, item, base, count)
-                methods.append(Method(name, runs, item.expect, item.reason))
-        dense = Method(_name(model.dense), _runs(model, model.dense, base, count))
+                every.append(Method(name, runs, item.expect, item.reason))
+        dense, *methods = every
         studies.append(Study(model.name, model.about.strip(), model.margin, dense, methods))
     faults.end()
     return studies
@@ -206,6 +214,10 @@ def _name(item: SystemModel) -> str:
     return item.implementation + (f"+{item.label}" if item.label else "")
 
 
+#: Fields of a scenario that each of its runs has as well.
+_OF_RUNS = {"world", "target", "steps", "every", "judged_on", "backend"}
+
+
 def _runs(
     model: ConvergenceScenario, item: SystemModel, base: WorkloadSpec, seeds: int
 ) -> list[Run]:
@@ -214,15 +226,8 @@ def _runs(
             system=item.implementation,
             options=item.options,
             workload=replace(base, seed=base.seed + seed),
-            optimizer=OptimizerSpec(
-                "sgd", lr=model.optimizer.lr, momentum=model.optimizer.momentum
-            ),
-            world=model.world,
-            target=model.target,
-            steps=model.steps,
-            every=model.every,
-            judged_on=model.judged_on,
-            backend=model.backend,
+            optimizer=OptimizerSpec("sgd", **model.optimizer.model_dump()),
+            **model.model_dump(include=_OF_RUNS),
         )
         for seed in range(seeds)
     ]
@@ -236,10 +241,8 @@ def files(names: Sequence[str]) -> list[Path]:
     known = {path.stem: path for path in sorted(SCENARIOS.glob("*.yaml"))}
     if not names:
         return [*known.values()]
-    paths = []
     for name in names:
         if Path(name).suffix not in (".yaml", ".yml") and name not in known:
             remedy = nearest(name, known, "convergence scenarios")
             raise SelectionError(Problem("unknown convergence scenario", remedy, name))
-        paths.append(known.get(name, Path(name)))
-    return paths
+    return [known.get(name, Path(name)) for name in names]

@@ -8,40 +8,57 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from shardproof import verdicts
-from shardproof.errors import Problem, SelectionError
-from shardproof.files import from_plain, read_input, to_plain, write_whole
-from shardproof.launch.nodes import Nodes, caps_in_words, facts_here
+from shardproof.commands import options, supervision
+from shardproof.commands.console import make_console
+from shardproof.errors import Problem, SelectionError, shorten
+from shardproof.files import DAMAGE, Stored, read_input, to_plain
+from shardproof.launch.nodes import Nodes, cap_in_words, facts_here
 from shardproof.launch.pool import Pool
+from shardproof.launch.process_control import cores
 from shardproof.report.drawings import bands
 from shardproof.runs.run_folder import RunFolder
-from tools.studies.convergence import page
+from tools.studies.convergence import page, plan
 from tools.studies.convergence.judge import Judged, judge
 from tools.studies.convergence.plan import Method, Study
 from tools.studies.convergence.training import Run, Trained, train
 
 #: Method -> how it ended with each seed.
 Ends = Mapping[str, Sequence[Trained]]
-#: What a run folder has of a study, beside drawings.
-PAGE, RECORDS = "convergence.md", "convergence.json"
 #: Trains some runs; the ends come in any order, each with its key.
 Trainer = Callable[[Sequence[tuple[str, Run]]], Iterator[tuple[str, Trained]]]
 
 
+@dataclass(frozen=True)
+class _OfMethod(Stored):
+    """Records of a method: its run with the first seed, and how all seeds ended."""
+
+    run: dict[str, Any]
+    ends: list[Trained]
+
+
+@dataclass(frozen=True)
+class _Kept(Stored):
+    """Records of studies: study -> method -> what is kept of it."""
+
+    studies: dict[str, dict[str, _OfMethod]]
+    about: str = ""
+
+
 def trained(study: Study, trainer: Trainer) -> Ends:
     """Train everything that ``study`` asks for."""
-    keys = {f"{m.name}#{seed}": (m, seed) for m in study.every for seed in range(len(m.runs))}
-    ends: dict[str, dict[int, Trained]] = {method.name: {} for method in study.every}
+    seeds = range(len(study.dense.runs))
     # Seed by seed: what is stopped early has some of every method.
-    order = sorted(keys, key=lambda key: keys[key][1])
-    for key, end in trainer([(key, keys[key][0].runs[keys[key][1]]) for key in order]):
-        method, seed = keys[key]
-        ends[method.name][seed] = end
-    return {name: [by_seed[seed] for seed in sorted(by_seed)] for name, by_seed in ends.items()}
+    runs = [(f"{m.name}#{seed}", m.runs[seed]) for seed in seeds for m in study.every]
+    ends = dict(trainer(runs))
+    return {m.name: [ends[f"{m.name}#{seed}"] for seed in seeds] for m in study.every}
 
 
 def judged(study: Study, ends: Ends) -> dict[str, Judged]:
@@ -66,11 +83,8 @@ def in_leaders(jobs: int) -> Trainer:
                 for number, (key, run) in enumerate(runs)
             ]
             for count, end in enumerate(pool.run(train, items), 1):
-                problem = f"the training process {end.why_no_value}"
-                yield (
-                    end.key,
-                    Trained.from_dict(end.value) if end.value else Trained(problem=problem),
-                )
+                broke = Trained(problem=f"the training process {end.why_no_value}")
+                yield end.key, Trained.from_dict(end.value) if end.value else broke
                 if timed or count % 10 == 0 or count == len(runs):
                     print(f"  {count}/{len(runs)} trainings", file=sys.stderr, flush=True)
 
@@ -78,48 +92,33 @@ def in_leaders(jobs: int) -> Trainer:
 
 
 def run(
-    studies: Sequence[Study],
-    jobs: int,
-    out: Path | None,
-    records: Path | None,
-    again: Path | None,
-    folder: RunFolder | None = None,
+    studies: Sequence[Study], jobs: int, again: Path | None, folder: RunFolder | None = None
 ) -> int:
-    """Train, print the page, write it with its drawings to ``out`` and all losses to ``records``;
-    or all of them into a run ``folder``.
+    """Train, print the page, and write it into a run ``folder`` with its drawings and all losses.
 
     ``again``: judge these records instead of training.  Exit code: 0 all is as the files expect, 1
     it is not, 3 a precondition is not met.
 
     :raises SelectionError: records that are not those of the studies.
     """
-    began, kept = time.monotonic(), {} if again is None else _kept(again)
+    began, kept = time.monotonic(), _Kept({}) if again is None else _kept(again)
     sections, codes, told = [], {verdicts.HELD}, dict[str, Any]()
-    page_name = PAGE if out is None else out.name
-    files = dict[str, str]()
     for study in studies:
         ends = trained(study, in_leaders(jobs)) if again is None else _of(study, kept, again)
         found = judged(study, ends)
         told[study.name] = recorded(study, ends)
-        image = f"{Path(page_name).stem}-{study.name}.svg" if out or folder else ""
+        image = f"convergence-{study.name}.svg" if folder is not None else ""
         sections.append(page.section(study, ends, found, image))
-        if image:
-            files[image] = drawn(study, ends)
-        codes |= {_code(method, found[method.name]) for method in study.methods}
-    about = kept.get("about") or _about(studies, jobs, time.monotonic() - began)
-    files[page_name] = text = page.document(about, sections)
-    print(text, end="")
-    as_records = json.dumps({"about": about, "studies": told})
-    if records is not None:
-        write_whole(records, as_records)
-    for name, content in files.items():
-        if out is not None:
-            write_whole(out.with_name(name), content)
         if folder is not None:
-            folder.write(name, content)
+            folder.write(image, drawn(study, ends))
+        codes |= {_code(method, found[method.name]) for method in study.methods}
+    about = kept.about or _about(studies, jobs, time.monotonic() - began)
+    text = page.document(about, sections)
+    print(text, end="")
     if folder is not None:
-        folder.write(RECORDS, as_records)
-    return max(codes, key=(verdicts.HELD, verdicts.NOT_DECIDED, verdicts.BROKEN).index)
+        folder.write("convergence.md", text)
+        folder.write("convergence.json", json.dumps({"about": about, "studies": told}))
+    return verdicts.gravest(codes)
 
 
 def drawn(study: Study, ends: Ends) -> str:
@@ -145,55 +144,122 @@ def _about(studies: Sequence[Study], jobs: int, seconds: float) -> str:
     nodes, facts = Nodes.here(), facts_here()
     if nodes is None or facts is None:
         return about
-    return f"{about} Ranks on {nodes}{caps_in_words(facts['told'])}."
+    return f"{about} Ranks on {nodes}{_caps_in_words(facts['told'])}."
 
 
-def _kept(path: Path) -> dict[str, Any]:
+def _caps_in_words(told: Mapping[str, Any]) -> str:
+    """What ``run.json`` tells of caps, to stand behind the nodes; empty: there are none."""
+    texts = []
+    for name, asked in told.get("declared", {}).items():
+        has = [
+            cap_in_words(name, one)
+            for one in told.get("measured", {}).get(name, ())
+            if one is not None
+        ]
+        measured = f", measured {' and '.join(has)}" if has else ""
+        texts.append(f"declared {cap_in_words(name, asked)}{measured}")
+    for node, own in told.get("slow_nodes", {}).items():
+        texts.append(f"{node} has {', '.join(cap_in_words(*item) for item in own.items())}")
+    return "".join(f"; {text}" for text in texts)
+
+
+def _kept(path: Path) -> _Kept:
     try:
-        data = json.loads(read_input(path))
-    except (OSError, ValueError) as error:
-        cause = error.strerror if isinstance(error, OSError) else error
+        return _Kept.from_dict(json.loads(read_input(path)))
+    except (OSError, *DAMAGE) as error:
+        cause = error.strerror if isinstance(error, OSError) else shorten(str(error), 200)
         what = f"no records of a convergence study: {cause}"
-        raise SelectionError(Problem(what, "give a file that --records wrote", str(path))) from None
-    if not isinstance(data, dict) or not isinstance(data.get("studies"), dict):
-        what = "no records of a convergence study: there are no studies in it"
-        raise SelectionError(Problem(what, "give a file that --records wrote", str(path)))
-    return data
+        raise SelectionError(
+            Problem(what, "give the convergence.json of a run folder", str(path))
+        ) from None
 
 
 def recorded(study: Study, ends: Ends) -> dict[str, Any]:
     """What records keep of each method: its run with the first seed, and how all seeds ended."""
-    return {m.name: {"run": _plain(m.runs[0]), "ends": to_plain(ends[m.name])} for m in study.every}
-
-
-def _plain(run: Run) -> dict[str, Any]:
-    """As a file has it."""
-    plain: dict[str, Any] = json.loads(json.dumps(to_plain(run)))
+    every = {m.name: _OfMethod(to_plain(m.runs[0]), [*ends[m.name]]) for m in study.every}
+    plain: dict[str, Any] = json.loads(json.dumps(to_plain(every)))
     return plain
 
 
-def _of(study: Study, kept: Mapping[str, Any], path: Path) -> Ends:
+def _of(study: Study, kept: _Kept, path: Path) -> Ends:
     """The ends of ``study`` in stored records.
 
     :raises SelectionError: there are fewer seeds, or what was trained is not what is asked.
     """
-    own = kept["studies"].get(study.name, {})
-    if any(isinstance(one, list) for one in own.values()):
-        what = f"{study.name}: records of an older version, which do not tell what was trained"
-        raise SelectionError(Problem(what, "train again", str(path)))
-    ends = {}
-    for method in study.every:
-        name, seeds = method.name, len(method.runs)
-        one = own.get(name, {"ends": []})
-        if len(one["ends"]) < seeds:
-            what = f"{study.name}: {name} has {len(one['ends'])} seeds there, asked are {seeds}"
+    own, ends = kept.studies.get(study.name, {}), {}
+    for name, asked in recorded(study, dict.fromkeys((m.name for m in study.every), ())).items():
+        one, seeds = own.get(name, _OfMethod(asked["run"], [])), len(study.dense.runs)
+        if len(one.ends) < seeds:
+            what = f"{study.name}: {name} has {len(one.ends)} seeds there, asked are {seeds}"
             remedy = "train again, or ask for --seeds and --method that are there"
             raise SelectionError(Problem(what, remedy, str(path)))
-        asked, there = _plain(method.runs[0]), one["run"]
-        if differ := [key for key in {**asked, **there} if asked.get(key) != there.get(key)]:
-            each = (f"{key} was {there.get(key)!r}, asked is {asked.get(key)!r}" for key in differ)
-            what = f"{study.name}: {name} was trained otherwise: {'; '.join(each)}"
+        keys = {**asked["run"], **one.run}
+        pairs = {key: (one.run.get(key), asked["run"].get(key)) for key in keys}
+        if differ := [f"{k} was {a!r}, asked is {b!r}" for k, (a, b) in pairs.items() if a != b]:
+            what = f"{study.name}: {name} was trained otherwise: {'; '.join(differ)}"
             remedy = "train again, or give the scenario that was trained"
             raise SelectionError(Problem(what, remedy, str(path)))
-        ends[name] = from_plain(list[Trained], one["ends"][:seeds])
+        ends[name] = one.ends[:seeds]
     return ends
+
+
+def convergence(
+    scenario: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SCENARIO]...", help="files or names [plans of the study]"),
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", metavar="M", help="only this one; repeatable")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", metavar="N", min=2, help="so many [the file's]")
+    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", metavar="B", help="communication backend [the file's]"),
+    ] = "",
+    jobs: options.Jobs = None,
+    results: options.Results = None,
+    again: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="judge this convergence.json, train nothing"),
+    ] = None,
+) -> int:
+    """Train methods to a target loss beside dense synchronous training, with the same seeds.
+
+    Compressors, local SGD and asynchronous SGD do not promise the same numbers; this asks what that
+    costs. A method is non-inferior if it needs at most `margin` times the steps of the dense
+    system, by the 95 % interval of a paired t over seeds. A scenario says what it expects of each
+    method, and plants faults that equality cannot see.
+
+    Where ranks are processes (backend gloo, as in the scenario cluster) trainings run one at a
+    time, the page tells the seconds of the steps to the target beside the steps, and which method
+    is there first. `convergence-on-nodes` trains on nodes with a network between them.
+
+    \b
+    python -m tools.studies convergence -j 1 --results results/convergence
+    python -m tools.studies convergence digits --method reference/ddp+topk1 --seeds 4
+    python -m tools.studies convergence digits --backend gloo --seeds 4
+    python -m tools.studies convergence --from results/convergence/convergence.json
+
+    The run folder holds the page (convergence.md), its drawings and all losses (convergence.json).
+
+    Exit codes: 0 every method is what its scenario expects, 1 one is not, 2 bad input, 3 dense
+    training misses the target, or ranks broke.
+    """
+    studies = plan.chosen(scenario or (), method, seeds, backend)
+    if (nodes := Nodes.here()) is not None:
+        plan.require_room(studies, nodes)
+        options.wait_for(nodes)
+    if results is None:
+        return run(studies, jobs or cores(), again)
+    console = make_console()
+
+    def body(interrupts: supervision.Interrupts) -> int:
+        return run(studies, jobs or cores(), again, folder)
+
+    def stopped() -> str:
+        return "stopped: nothing was kept, for not all had been trained"
+
+    with supervision.open_folder(results) as folder:
+        return supervision.supervised(folder, console, body, stopped)

@@ -11,17 +11,23 @@ from __future__ import annotations
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from shardproof import verdicts
+from shardproof.commands import options
+from shardproof.commands.console import echo
+from shardproof.commands.supervision import Interrupts
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.launch.process_control import cores
 from shardproof.table import Table
 from tools.studies.elastic.agents import Agents, Stuck
-from tools.studies.elastic.history import HISTORIES, Event, History
+from tools.studies.elastic.history import HISTORIES, History
 from tools.studies.elastic.judge import Judged, differs_in, judge
 
 _HEADINGS = (
@@ -51,12 +57,7 @@ def named(names: Sequence[str]) -> list[History]:
     return [known[name] for name in dict.fromkeys(names)] or [*HISTORIES]
 
 
-def run(
-    histories: Sequence[History],
-    runs: int,
-    folder: Path | None,
-    tell: Callable[[str], object] = str,
-) -> tuple[str, int]:
+def run(histories: Sequence[History], runs: int, folder: Path | None) -> tuple[str, int]:
     """Play every history ``runs`` times; the page, and the exit code.
 
     ``folder``: keep what the ranks wrote there.
@@ -75,18 +76,15 @@ def run(
                 ends.append(_once(history, Path(place) / f"{history.name}-{number}"))
                 seconds.append(time.monotonic() - began)
                 said = "; ".join(ends[-1].problems) or f"worst error {ends[-1].worst:.1e}"
-                tell(f"{history.name} {number + 1}/{runs}, {seconds[-1]:.0f} s: {said}")
-            problems = [problem for end in ends for problem in end.problems]
-            other = (
-                "" if problems else next(filter(None, (differs_in(ends[0], e) for e in ends)), "")
-            )
-            rows.append(_row(history, ends, seconds, problems, other))
-            wrong += [f"{history.name}: {problem}" for problem in [*problems, other] if problem]
+                echo(f"{history.name} {number + 1}/{runs}, {seconds[-1]:.0f} s: {said}", err=True)
+            row, problems = _row(history, ends, max(seconds))
+            rows.append(row)
+            wrong += [f"- {history.name}: {problem}" for problem in problems]
     about = (
         f"torch {version('torch')}, Python {platform.python_version()}, {cores()} cores, gloo, "
         "`torchrun --nnodes=1:4`, fp64."
     )
-    page = [about, "", Table("", _HEADINGS, rows).markdown(), *(f"- {line}" for line in wrong)]
+    page = [about, "", Table("", _HEADINGS, rows).markdown(), *wrong]
     return "\n".join(page), verdicts.BROKEN if wrong else verdicts.HELD
 
 
@@ -100,16 +98,18 @@ def _once(history: History, folder: Path) -> Judged:
 
 
 def _row(
-    history: History,
-    ends: Sequence[Judged],
-    seconds: Sequence[float],
-    problems: Sequence[str],
-    other: str,
-) -> tuple[str, ...]:
+    history: History, ends: Sequence[Judged], seconds: float
+) -> tuple[tuple[str, ...], list[str]]:
+    """The row of a history in the table, and what is wrong with its runs."""
+    problems, bits = [problem for end in ends for problem in end.problems], "-"
+    if not problems:
+        problems = [*filter(None, (differs_in(ends[0], end) for end in ends))][:1]
+        bits = "one run" if len(ends) == 1 else "differ" if problems else "equal"
     last = ends[-1]
-    bits = "one run" if len(ends) == 1 else "differ" if other else "equal"
-    happens = "; ".join(f"step {e.step} ({e.at}): {_said(e)}" for e in history.events)
-    return (
+    happens = "; ".join(
+        f"step {e.step} ({e.at}): {_WORDS[e.what].format(e.member)}" for e in history.events
+    )
+    row = (
         f"{history.name}: batch {history.batch}, {history.optimizer.name}, "
         f"{history.workload.name}; {happens}",
         ", ".join(str(len(members)) for members in last.members) or "-",
@@ -118,11 +118,54 @@ def _row(
         str(len(last.refusals)),
         str(sum(end.compared for end in ends)),
         f"{max(end.worst for end in ends):.1e}",
-        "-" if problems else bits,
-        f"{max(seconds):.0f}",
-        "fail" if problems or other else "pass",
+        bits,
+        f"{seconds:.0f}",
+        "fail" if problems else "pass",
     )
+    return row, problems
 
 
-def _said(event: Event) -> str:
-    return _WORDS[event.what].format(event.member)
+def command(
+    history: Annotated[
+        list[str] | None,
+        typer.Option("--history", metavar="H", help="only this one; repeatable [all]"),
+    ] = None,
+    runs: Annotated[
+        int, typer.Option("--runs", metavar="N", min=1, max=100, help="of each history")
+    ] = 2,
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            "--records",
+            metavar="FOLDER",
+            help="keep what ranks and agents wrote",
+            parser=options.named,
+        ),
+    ] = None,
+    out: Annotated[Path | None, options.output("--out", "write the table here, too")] = None,
+) -> int:
+    """Train `reference/elastic` under `torchrun --nnodes=1:4`, and kill workers and agents.
+
+    Real agents on this machine, one a member, meet by c10d and train over gloo. A worker, or an
+    agent and its worker, is killed by SIGKILL at a place that a rank announces, and members join.
+    torchrun starts all workers anew; they load the last checkpoint. Losses, parameters, optimizer
+    state and buffers must be those of one process that is told the same members, to 1e-12 in fp64;
+    each sample is trained on once; all runs of a history have equal bits. In `split` and `frozen`
+    an agent alone is killed or stopped: its worker and a new group have one folder, and the later
+    save must be refused.
+
+    \b
+    histories: worker, agent, both, late, split, frozen
+    python -m tools.studies elastic --history both --runs 1
+    python -m tools.studies elastic --records elastic --out elastic.md
+
+    A run takes half a minute to a minute. Exit codes: 0 all hold, 1 one does not, or agents did
+    something else than its history asks for, 2 bad input.
+    """
+    chosen = named(history or ())
+    with Interrupts():
+        page, code = run(chosen, runs, records)
+    echo(page)
+    if out is not None:
+        options.write(out, page + "\n")
+    return code

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Self, TypeVar
+from typing import Self, TypeVar
 
 import psutil
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from shardproof.launch.fork_server import REPRODUCIBLE
 from tools.studies.elastic import records
 from tools.studies.elastic.history import SPLITS, History
 from tools.studies.elastic.records import Generation
-from tools.studies.elastic.worker import MEMBER, is_alive
+from tools.studies.elastic.worker import MEMBER
 
 T = TypeVar("T")
 #: Seconds without an answer after which a run is given up; an idle machine answers within 15.
@@ -43,12 +43,12 @@ _PAUSE = 0.05
 _SIGNALS = {"freezes": signal.SIGSTOP, "wakes": signal.SIGCONT}
 _TAIL = 1500
 #: Too short ones split the group on a busy machine: then its late half meets again, and waits.
-_RENDEZVOUS = {
-    "is_host": "false",
-    "keep_alive_interval": "1",
-    "keep_alive_max_attempt": "4",
-    "last_call_timeout": "3",
-}
+_RENDEZVOUS = "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3"
+_OPTIONS = (
+    *("--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=20", "--monitor-interval=0.2"),
+    *("--local-addr=127.0.0.1", "--rdzv-backend=c10d", "--rdzv-id=elastic"),
+    f"--rdzv-conf={_RENDEZVOUS}",
+)
 _ENVIRONMENT = {
     **REPRODUCIBLE,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -67,7 +67,6 @@ class Agents:
     def __init__(self, history: History, folder: Path) -> None:
         self.history, self.folder = history, folder
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        self._logs: list[IO[bytes]] = []
 
     def __enter__(self) -> Self:
         (self.folder / records.HALTS).mkdir(parents=True)
@@ -78,7 +77,10 @@ class Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        workers = [one for agent in self.running.values() for one in _children(agent.pid)]
+        workers = list[psutil.Process]()
+        for agent in self.running.values():
+            with suppress(psutil.NoSuchProcess):
+                workers += psutil.Process(agent.pid).children(recursive=True)
         for agent in self.running.values():
             agent.terminate()  # it ends its worker
         until = time.monotonic() + _PARTING
@@ -93,39 +95,23 @@ class Agents:
                 worker.kill()  # not another process that has its number now
         for generation in records.generations(self.folder):
             for rank in generation.ranks.values():
-                if is_alive(rank.began["pid"], rank.began["created"]):
+                if rank.is_alive:
                     process_control.kill(rank.began["pid"])
-        for log in self._logs:
-            log.close()
 
     def start(self, member: int) -> None:
         """Start the agent of ``member``."""
-        settings = ",".join(f"{key}={value}" for key, value in _RENDEZVOUS.items())
-        options = {
-            "nnodes": "1:4",
-            "nproc-per-node": "1",
-            "max-restarts": "20",
-            "monitor-interval": "0.2",
-            "local-addr": "127.0.0.1",
-            "rdzv-backend": "c10d",
-            "rdzv-id": "elastic",
-            "rdzv-endpoint": f"127.0.0.1:{self._store.port}",
-            "rdzv-conf": settings,
-        }
         module = ["-m", "tools.studies.elastic.worker", str(self.folder)]
-        given = [f"--{key}={value}" for key, value in options.items()]
-        log = (self.folder / f"agent{member}.log").open("wb")
-        self._logs.append(log)
-        parent = os.getpid()
-        self.running[member] = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *given, *module],
-            env=os.environ | _ENVIRONMENT | {MEMBER: str(member)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            preexec_fn=lambda: process_control.die_with_parent(parent),
-        )
+        given = [*_OPTIONS, f"--rdzv-endpoint=127.0.0.1:{self._store.port}"]
+        with (self.folder / f"agent{member}.log").open("wb") as log:
+            self.running[member] = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *given, *module],
+                env=os.environ | _ENVIRONMENT | {MEMBER: str(member)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=partial(process_control.die_with_parent, os.getpid()),
+            )
 
     def play(self) -> None:
         """Let everything happen that the history says.
@@ -178,10 +164,10 @@ class Agents:
 
     def said(self) -> str:
         """The last words of every agent and its workers."""
-        told = []
-        for path in sorted(self.folder.glob("agent*.log")):
-            told.append(f"{path.name}: ...{path.read_text(errors='replace')[-_TAIL:]}")
-        return "\n".join(told)
+        logs = sorted(self.folder.glob("agent*.log"))
+        return "\n".join(
+            f"{log.name}: ...{log.read_text(errors='replace')[-_TAIL:]}" for log in logs
+        )
 
     def _met(self, after: int, members: tuple[int, ...]) -> Generation:
         """The next generation of exactly ``members``; one that lacks somebody never begins."""
@@ -198,24 +184,17 @@ class Agents:
         agent.wait()
 
     def _kill_worker(self, generation: Generation, member: int) -> None:
-        began = next(r.began for r in generation.ranks.values() if r.member == member)
-        if is_alive(began["pid"], began["created"]):
-            process_control.kill(began["pid"])
+        (rank,) = (rank for rank in generation.ranks.values() if rank.member == member)
+        if rank.is_alive:
+            process_control.kill(rank.began["pid"])
         self._wait_for_end(generation, member)
 
     def _wait_for_end(self, generation: Generation, member: int) -> None:
-        began = next(r.began for r in generation.ranks.values() if r.member == member)
-        pid, created = began["pid"], began["created"]
-        self.wait(f"the end of member {member}'s worker", lambda: not is_alive(pid, created))
+        (rank,) = (rank for rank in generation.ranks.values() if rank.member == member)
+        self.wait(f"the end of member {member}'s worker", lambda: not rank.is_alive)
 
     def _has_committed(self, step: int) -> bool:
         return any(one.saw_committed(step) for one in records.generations(self.folder))
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return list(psutil.Process(pid).children(recursive=True))
-    return []
 
 
 def _has_ended(agent: subprocess.Popen[bytes]) -> bool:

@@ -51,11 +51,8 @@ class History(Stored):
 
     def told(self) -> list[tuple[int, ...]]:
         """The members that commit each step."""
-        return [self.after(self.before(step + 1)) for step in range(self.steps)]
-
-    def before(self, step: int) -> int:
-        """How many events there are in the steps before ``step``."""
-        return sum(event.step < step for event in self.events)
+        steps = range(self.steps)
+        return [self.after(sum(event.step <= step for event in self.events)) for step in steps]
 
     def after(self, events: int) -> tuple[int, ...]:
         """The members once the first ``events`` have happened."""

@@ -8,12 +8,10 @@ one, beside the oracle's; who was refused.  Two runs of one history: the digests
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from shardproof import tensor_bytes, workloads
 from shardproof.checks.numbers import FP64_BOUND, relative_frobenius, split_zero
@@ -110,8 +108,7 @@ def differs_in(one: Judged, other: Judged) -> str:
     """The first bit in which two runs of one history differ (empty: none)."""
     for step, (ours, theirs) in enumerate(zip(one.digests, other.digests, strict=True)):
         for rank, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
-            if mine != its:
-                name = next(name for name in mine if mine[name] != its.get(name))
+            for name in (name for name in mine if mine[name] != its.get(name)):
                 return f"step {step}, rank {rank}: {name} has other bits in another run"
     return ""
 
@@ -131,35 +128,34 @@ def _refused(history: History, folder: Path, refusals: Sequence[str]) -> list[st
 
 def _compare(history: History, groups: Sequence[Generation], truth: Truth, judged: Judged) -> None:
     """Losses of all steps, and the state after the last one, with the oracle's."""
-    for step, group in enumerate(groups):
-        loss, wanted = sum(r.steps[step]["loss"] for r in group.ranks.values()), truth.steps[step]
-        _note(judged, f"step {step}: the loss", abs(loss - wanted.loss) / abs(wanted.loss))
+
+    def note(what: str, error: float) -> None:
+        judged.compared += 1
+        judged.worst = max(judged.worst, error) if error == error else math.inf
+        if not error <= FP64_BOUND:
+            said = f"{what} differs from the oracle's, {error:.1e} against {FP64_BOUND:g}"
+            judged.problems.append(said)
+
+    for step, (group, wanted) in enumerate(zip(groups, truth.steps, strict=True)):
+        loss = sum(rank.steps[step]["loss"] for rank in group.ranks.values())
+        note(f"step {step}: the loss", abs(loss - wanted.loss) / abs(wanted.loss))
     last, end = groups[-1], truth.steps[-1]
     regions = workloads.make(history.workload).zero_gradient
     compare = relative_frobenius(FP64_BOUND)
     for rank in last.ranks:
         held = tensor_bytes.load(last.path / f"rank{rank}.end")
-        wanted_by: Mapping[str, Mapping[str, Tensor]] = {
+        whole = {
             "parameters": end.parameters,
             "optimizer": end.optimizer,
             "buffers": end.buffers[rank],
         }
-        for kind, wanted_tensors in wanted_by.items():
-            if held[kind].keys() != wanted_tensors.keys():
-                odd = sorted(held[kind].keys() ^ wanted_tensors.keys())[:_SHOWN]
-                judged.problems.append(f"rank {rank}: {kind} of one side only: {odd}")
+        for kind, wanted_tensors in whole.items():
+            if odd := sorted(held[kind].keys() ^ wanted_tensors.keys()):
+                judged.problems.append(f"rank {rank}: {kind} of one side only: {odd[:_SHOWN]}")
                 continue
             for name, tensor in wanted_tensors.items():
                 # Where the true gradient is zero its rounding is all that there is.
                 silent = regions.get(name) or regions.get(name.rpartition(".")[0]) or ()
                 silent = silent if tensor.dim() else ()  # Adam's count of steps
                 mine, its = (split_zero(t, silent)[0] for t in (held[kind][name], tensor))
-                _note(judged, f"rank {rank}: {kind} {name}", compare(mine, its).error)
-
-
-def _note(judged: Judged, what: str, error: float) -> None:
-    judged.compared += 1
-    judged.worst = max(judged.worst, error) if error == error else math.inf
-    if not error <= FP64_BOUND:
-        said = f"{what} differs from the oracle's, {error:.1e} against {FP64_BOUND:g}"
-        judged.problems.append(said)
+                note(f"rank {rank}: {kind} {name}", compare(mine, its).error)

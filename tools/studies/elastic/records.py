@@ -14,25 +14,36 @@ making its folder::
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PLAN, CHECKPOINTS, HALTS, GO = "plan.json", "checkpoints", "halts", "go"
+
+
+def is_alive(pid: int, created: float) -> bool:
+    """Whether the process ``pid`` that began at ``created`` has not ended."""
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def new_generation(folder: Path) -> Path:
     """The folder of the next generation, which nobody else has."""
-    number = 1 + len([*folder.glob("generation-*")])
-    while True:
+    for number in itertools.count(1):
         path = folder / f"generation-{number:03}"
-        try:
+        with contextlib.suppress(FileExistsError):
             path.mkdir()
             return path
-        except FileExistsError:
-            number += 1
+    raise AssertionError("numbers do not end")
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
@@ -54,6 +65,11 @@ class Rank:
     def member(self) -> int:
         """The number that its agent was given."""
         return int(self.began["member"])
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process has not ended."""
+        return is_alive(self.began["pid"], self.began["created"])
 
 
 @dataclass

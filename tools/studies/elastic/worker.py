@@ -37,15 +37,6 @@ KINDS: tuple[Kind, ...] = ("parameters", "optimizer", "buffers")
 _PAUSE = 0.02
 
 
-def is_alive(pid: int, created: float) -> bool:
-    """Whether the process ``pid`` that began at ``created`` has not ended."""
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 class Worker:
     """One rank of one generation."""
 
@@ -109,14 +100,8 @@ class Worker:
             self.system.load(self.checkpoints)
         self.step = self.system.committed.steps
         self.system.module.register_forward_pre_hook(lambda *_: self.halt(self.step, "inside"))
-        own = psutil.Process()
-        self.write(
-            member=self.member,
-            world=self.world,
-            loaded=self.step,
-            pid=own.pid,
-            created=own.create_time(),
-        )
+        began = {"member": self.member, "world": self.world, "loaded": self.step}
+        self.write(**began, pid=os.getpid(), created=psutil.Process().create_time())
         _wait_for(self.generation / records.GO)
 
     def is_committed(self) -> bool:
@@ -150,11 +135,8 @@ class Worker:
 
     def digests(self) -> dict[str, str]:
         """Kind and name -> digest."""
-        return {
-            f"{kind} {name}": tensor_bytes.digest(tensor)
-            for kind, tensors in self.holds().items()
-            for name, tensor in tensors.items()
-        }
+        every = ((f"{k} {n}", tensor) for k, of in self.holds().items() for n, tensor in of.items())
+        return {name: tensor_bytes.digest(tensor) for name, tensor in every}
 
 
 def _wait_for(path: Path) -> None:
@@ -164,7 +146,7 @@ def _wait_for(path: Path) -> None:
 
 def _end_with(pid: int, created: float) -> None:
     """End this process when the driver has: nobody else would, of one whose agent was killed."""
-    while is_alive(pid, created):
+    while records.is_alive(pid, created):
         time.sleep(1.0)
     os._exit(1)
 

@@ -22,18 +22,11 @@ _CYCLES = (("replicate", "shard", "tensor", "pipe"), ("sum", "max"))
 _COPIES = {"clone", "contiguous", "detach"}
 #: Arguments that say with whom, how or when: without them the default does.
 _MANNERS = {"op", "root", "source", "destination", "dtype", "device", "non_blocking", "tag"}
-_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+_OPPOSED: Sequence[tuple[type[ast.cmpop], type[ast.cmpop]]] = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq)),
+    *((ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+)
+_COMPARED = {one: other for pair in _OPPOSED for one, other in (pair, pair[::-1])}
 #: Changes the tree that it was made for.
 Apply = Callable[[], None]
 
@@ -154,11 +147,9 @@ def _is_annotation(node: ast.AST, field: str) -> bool:
 def _of_body(body: list[ast.stmt]) -> Iterator[Site]:
     for index, statement in enumerate(body):
         put = functools.partial(body.__setitem__, index)
-        if _is_text(statement):
-            continue
         if _acts(statement):
             source = ast.unparse(statement)
-            nothing = ast.fix_missing_locations(ast.copy_location(_nothing(statement), statement))
+            nothing = ast.copy_location(_nothing(statement), statement)
             yield "drop", statement, "pass", functools.partial(put, nothing)
             guarded = _once_skipped(statement)
             yield "skip once", statement, guarded, functools.partial(put, guarded)
@@ -178,18 +169,14 @@ def _nothing(statement: ast.stmt) -> ast.stmt:
     return ast.Expr(ast.Name("__class__", ast.Load())) if "super" in names else ast.Pass()
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
 def _acts(statement: ast.stmt) -> bool:
     """A call for its effect, or an assignment to what outlives the function."""
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Call)
-    if isinstance(statement, ast.AugAssign):
-        return True
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets)
+    match statement:
+        case ast.Expr(ast.Call()) | ast.AugAssign():
+            return True
+        case ast.Assign(targets):
+            return any(isinstance(each, ast.Attribute | ast.Subscript) for each in targets)
+    return False
 
 
 def _once_skipped(statement: ast.stmt) -> ast.If:
@@ -197,7 +184,7 @@ def _once_skipped(statement: ast.stmt) -> ast.If:
     place = ast.Constant(f"{statement.lineno}:{statement.col_offset}")
     asked = ast.Call(ast.Name(SECOND_TIME, ast.Load()), [place], [])
     guard = ast.If(ast.UnaryOp(ast.Not(), asked), [statement], [])
-    return ast.fix_missing_locations(ast.copy_location(guard, statement))
+    return ast.copy_location(guard, statement)
 
 
 def _swap(body: list[ast.stmt], index: int) -> None:
@@ -206,13 +193,10 @@ def _swap(body: list[ast.stmt], index: int) -> None:
 
 def _of_loop(loop: ast.For) -> Iterator[Site]:
     """Without its last turn, and without its first."""
-    for name, bounds in (("[:-1]", (None, -1)), ("[1:]", (1, None))):
-        lower, upper = (None if bound is None else ast.Constant(bound) for bound in bounds)
+    for some in (ast.Slice(None, ast.Constant(-1)), ast.Slice(ast.Constant(1))):
         every = ast.Call(ast.Name("list", ast.Load()), [loop.iter], [])
-        fewer = ast.Subscript(every, ast.Slice(lower, upper), ast.Load())
-        after = f"list({ast.unparse(loop.iter)}){name}"
-        apply = functools.partial(setattr, loop, "iter", ast.copy_location(fewer, loop.iter))
-        yield "turns", loop.iter, after, apply
+        fewer = ast.copy_location(ast.Subscript(every, some, ast.Load()), loop.iter)
+        yield "turns", loop.iter, fewer, functools.partial(setattr, loop, "iter", fewer)
 
 
 # -------------------------------------------------------------------------------- expressions
@@ -230,10 +214,9 @@ def _of_expression(node: ast.expr, put: Callable[[ast.expr], None]) -> Iterator[
             yield other("compare", ast.Compare(left, [_COMPARED[type(kind)]()], [right]))
         case ast.BinOp(left, ast.Mult() | ast.Div() | ast.Mod(), _):
             yield other("scale", left)
-        case ast.BinOp(left, ast.Add(), right):
-            yield other("sign", ast.BinOp(left, ast.Sub(), right))
-        case ast.BinOp(left, ast.Sub(), right):
-            yield other("sign", ast.BinOp(left, ast.Add(), right))
+        case ast.BinOp(left, ast.Add() | ast.Sub() as sign, right):
+            opposite = ast.Sub() if isinstance(sign, ast.Add) else ast.Add()
+            yield other("sign", ast.BinOp(left, opposite, right))
         case ast.BinOp(_, ast.FloorDiv(), _):
             yield other("one off", ast.BinOp(node, ast.Add(), ast.Constant(1)))
         case ast.UnaryOp(ast.Not(), operand):
@@ -267,10 +250,9 @@ def _of_call(node: ast.Call, other: Callable[[str, ast.expr], Site]) -> Iterator
             yield other("copy", value)
         case ast.Name("reversed" | "sorted"):
             yield other("order", ast.Call(ast.Name("list", ast.Load()), node.args[:1], []))
-        case ast.Name("min"):
-            yield other("extreme", ast.Call(ast.Name("max", ast.Load()), node.args, node.keywords))
-        case ast.Name("max"):
-            yield other("extreme", ast.Call(ast.Name("min", ast.Load()), node.args, node.keywords))
+        case ast.Name("min" | "max" as name):
+            opposite = ast.Name("max" if name == "min" else "min", ast.Load())
+            yield other("extreme", ast.Call(opposite, node.args, node.keywords))
     if len(node.args) >= 2 and not any(isinstance(a, ast.Starred) for a in node.args[:2]):
         swapped = [node.args[1], node.args[0], *node.args[2:]]
         yield other("arguments", ast.Call(node.func, swapped, node.keywords))

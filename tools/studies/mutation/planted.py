@@ -63,9 +63,10 @@ def _plant(file: str, number: int) -> None:
     fault, tree = operators.planted_code(file, number)
     parts = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     module = importlib.import_module(_PACKAGE if parts == "__init__" else f"{_PACKAGE}.{parts}")
-    code = _code_of(compile(tree, inspect.getfile(module), "exec"), fault.function)
+    codes = _codes(compile(tree, inspect.getfile(module), "exec"))
+    code = next(code for code in codes if code.co_qualname == fault.function)
     function = next((f for f in functions(module) if f.__qualname__ == fault.function), None)
-    if function is None or code is None or code.co_freevars != function.__code__.co_freevars:
+    if function is None or code.co_freevars != function.__code__.co_freevars:
         raise LookupError(f"{fault.name}: {fault.function} {NOT_PLANTED}")
     seen: Counter[tuple[int, str]] = Counter()
 
@@ -77,15 +78,11 @@ def _plant(file: str, number: int) -> None:
     function.__code__ = code
 
 
-def _code_of(code: CodeType, name: str) -> CodeType | None:
-    """The code with the qualified name ``name`` inside of ``code``."""
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            if constant.co_qualname == name:
-                return constant
-            if name.startswith(f"{constant.co_qualname}."):
-                return _code_of(constant, name)
-    return None
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """All codes inside of ``code``."""
+    for inner in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
+        yield inner
+        yield from _codes(inner)
 
 
 def functions(of: ModuleType | type) -> Iterator[FunctionType]:

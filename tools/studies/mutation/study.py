@@ -16,7 +16,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import json
+import math
 import os
 import random
 import tempfile
@@ -25,15 +26,22 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.cases.runner import Session
 from shardproof.checks.results import CaseResult
+from shardproof.commands import options
+from shardproof.commands.console import echo
 from shardproof.coverage import pairs
-from shardproof.table import number
-from tools.studies.mutation import operators, planted, reached, untaken
+from shardproof.launch.process_control import cores
+from shardproof.scenarios.selection import Selection
+from shardproof.scenarios.vocabulary import installed
+from shardproof.table import number, some
+from tools.studies.mutation import earlier, operators, planted, reached, untaken
 from tools.studies.mutation.earlier import Earlier
 from tools.studies.mutation.operators import Fault
 
@@ -44,7 +52,6 @@ DEADLINE = 10.0
 MOST_CASES = 24
 #: Faults that are planted together, each in a case at a time.
 TOGETHER = 64
-_SAY_SECONDS = 10.0
 #: Cases that an endless fault is planted in: each takes the whole budget.
 _MOST_ENDLESS = 2
 #: More clean runs of cases in which a survivor changed something.
@@ -61,14 +68,39 @@ _OF_THE_JUDGE = ("compared", "oracle")
 _TOLD = (".payload_bytes", ".logical_bytes")
 #: What counts for no share.
 _ASIDE = ("not planted", "without effect", "explained")
-#: After which the state in other cases stands.
-_SAYS_NOTHING = ("unreached", "explained", "without effect")
-Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planting:
+    """How many cases each fault is planted in, for how long, and what an earlier study left."""
+
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="MIN", min=0.01, help="minutes for planting"),
+    ] = None
+    most: Annotated[
+        int, typer.Option("--cases", metavar="M", min=1, help="cases that each fault is planted in")
+    ] = MOST_CASES
+    left: Annotated[
+        Path | None,
+        typer.Option("--left", metavar="FILE", help="plant what --out left there, no sample"),
+    ] = None
+    jobs: options.Jobs = None
+    out: Annotated[Path | None, options.output("--out", "write what is left here (JSON)")] = None
+
+    @property
+    def seconds(self) -> float:
+        """After which nothing is planted."""
+        return math.inf if self.budget is None else 60 * self.budget
+
+
+def _say(text: str) -> None:
+    echo(text, err=True)
 
 
 @dataclass
 class Home:
-    """A clean case: how long it took, what was measured, and the arcs that it executes by file.
+    """A clean case: how long it took, what was measured, and the lines that it executes by file.
 
     ``unsteady``: places whose values two clean runs do not have alike.
     """
@@ -76,17 +108,12 @@ class Home:
     case: Case
     seconds: float
     figures: Figures
-    arcs: Mapping[str, set[reached.Arc]]
+    lines: Mapping[str, set[int]]
     unsteady: frozenset[str] = frozenset()
 
     def changed(self, figures: Figures) -> frozenset[str]:
         """Where a run measured something else, though clean runs measure the same."""
         return unlike(self.figures, figures) - self.unsteady
-
-    @functools.cached_property
-    def lines(self) -> Mapping[str, set[int]]:
-        """Those that it executes, by file."""
-        return {file: reached.lines(arcs) for file, arcs in self.arcs.items()}
 
     @functools.cached_property
     def pairs(self) -> frozenset[tuple[str, ...]]:
@@ -127,26 +154,23 @@ class Planted:
     @property
     def reason(self) -> str:
         """Why no case need execute it; empty: some need."""
-        return untaken.why_unreached(self.fault.file, self.fault.line)
+        return untaken.reasons(self.fault.file).get(self.fault.line, "")
 
     @property
     def state(self) -> str:
         """What it is in all cases, the earlier ones included."""
-        own = self._state_here()
-        if own == "without effect" and self.earlier in ("unreached", "explained"):
-            return own
-        return self.earlier if self.earlier and own in _SAYS_NOTHING else own
-
-    def _state_here(self) -> str:
         if self.killed_by:
             return "killed"
         if not self.homes:
-            return "explained" if self.reason else "unreached"
+            return self.earlier or ("explained" if self.reason else "unreached")
         if not self.is_planted:
             return "not planted"
         if self.endless:
             return "endless"
-        return "without effect" if self.effect is None else "survived"
+        if self.effect is not None:
+            return "survived"
+        was_met = self.earlier not in ("", "unreached", "explained")
+        return self.earlier if was_met else "without effect"
 
     def text(self) -> str:
         """Its state, the change, and what a case measured that no check minds."""
@@ -156,9 +180,7 @@ class Planted:
         if self.state != "survived" or self.effect is None:
             return told
         case, places = self.effect
-        some = sorted(places)[:_MOST_PLACES]
-        more = f" and {len(places) - len(some)} more" if len(places) > len(some) else ""
-        return f"{told}\nchanged in {case}: {', '.join(some)}{more}"
+        return f"{told}\nchanged in {case}: {some(sorted(places), _MOST_PLACES)}"
 
 
 @dataclass(frozen=True)
@@ -220,39 +242,29 @@ class Study:
         }
 
 
-def judged_cases(cases: Iterable[Case], refused: bool = False) -> list[Case]:
-    """Those of reference strategies that must pass; ``refused``: or must be refused."""
-    return [
-        case
-        for case in cases
-        if case.implementation.startswith(FAMILY)
-        and case.skip is None
-        and case.xfail is None
-        and (refused or "refuses" not in case.expect)
-    ]
+def judged_cases(cases: Iterable[Case]) -> list[Case]:
+    """Those of reference strategies that must pass."""
+    own = (case for case in cases if case.implementation.startswith(FAMILY))
+    return [c for c in own if c.skip is None and c.xfail is None and "refuses" not in c.expect]
 
 
 def run(
     cases: Sequence[Case],
     count: int,
     seed: int,
-    jobs: int,
-    say: Say,
+    how: Planting,
     only_reached: bool = False,
-    budget: float | None = None,
-    most: int = MOST_CASES,
     left: Earlier | None = None,
 ) -> Study:
-    """Plant ``count`` faults in ``cases``, or as many of them as ``budget`` seconds allow.
+    """Plant ``count`` faults in ``cases``, or as many of them as there is time for.
 
-    ``only_reached``: faults are drawn from the lines that the cases execute.  ``most``: of the
-    cases, each is planted in so many.  ``left``: what is left of that study is planted instead of a
-    sample.
+    ``only_reached``: faults are drawn from the lines that the cases execute.  ``left``: what is
+    left of that study is planted instead of a sample.
     """
-    homes = find_homes(cases, jobs, say)
+    homes = find_homes(cases, how)
     if left is not None:
         faults, states = left.faults(), left.states()
-        found = plant_all(homes, faults[:count], left.seed, jobs, say, budget, most, left)
+        found = plant_all(homes, faults[:count], left.seed, how, left)
         planted = {one.fault for one in found.planted}
         others = [Planted(f, [], earlier=states[f.name]) for f in faults if f not in planted]
         return replace(found, planted=[*found.planted, *others], left_out=left.left_out)
@@ -260,71 +272,70 @@ def run(
     if only_reached:
         every = [fault for fault in every if any(home.executes(fault) for home in homes)]
     chosen = random.Random(seed).sample(every, min(count, len(every)))
-    return plant_all(homes, chosen, seed, jobs, say, budget, most)
+    return plant_all(homes, chosen, seed, how)
 
 
 def plant_all(
     homes: Sequence[Home],
     chosen: Sequence[Fault],
     seed: int,
-    jobs: int,
-    say: Say,
-    budget: float | None = None,
-    most: int = MOST_CASES,
+    how: Planting,
     left: Earlier | None = None,
 ) -> Study:
     """Each of ``chosen`` in ``homes``, some together, in their order; it goes on from ``left``."""
-    began, done = time.monotonic(), list[Planted]()
+    until, done = time.monotonic() + how.seconds, list[Planted]()
     states, before = (left.states(), left.killed) if left else ({}, 0)
-    with Session(jobs) as session:
+    with Session(how.jobs or cores()) as session:
         for first in range(0, len(chosen), TOGETHER):
-            faults = chosen[first : first + TOGETHER]
             planted = [
-                Planted(fault, _homes_of(fault, homes, most), earlier=states.get(fault.name, ""))
-                for fault in faults
+                Planted(
+                    fault, _homes_of(fault, homes, how.most), earlier=states.get(fault.name, "")
+                )
+                for fault in chosen[first : first + TOGETHER]
             ]
             while alive := [one for one in planted if one.is_open]:
-                if budget is not None and time.monotonic() - began > budget:
+                if time.monotonic() > until:
                     break
                 _plant(session, alive)
-                told = [one for one in planted if not one.is_open]
-                open_ = len(chosen) - len(done) - len(told)
-                so_far = Study(seed, len(homes), [*done, *told], before=before)
-                say(f"{so_far.sentence()}; {open_} to go")
+                ended = [*done, *(one for one in planted if not one.is_open)]
+                so_far = Study(seed, len(homes), ended, before=before)
+                _say(f"{so_far.sentence()}; {len(chosen) - len(ended)} to go")
             done += [one for one in planted if not one.is_open]
-        _confirm(session, [one for one in done if one.state == "survived"], say)
+        _say("clean cases in which survivors changed something")
+        _confirm(session, [one for one in done if one.state == "survived"])
     return Study(seed, len(homes), done, len(chosen) - len(done), before)
 
 
-def find_homes(cases: Sequence[Case], jobs: int, say: Say, again: bool = True) -> list[Home]:
+def find_homes(cases: Sequence[Case], how: Planting, again: bool = True) -> list[Home]:
     """The cases that pass, with what they execute and measure, and what of that is unsteady.
 
     ``again``: run twice more; without it nothing is known to be unsteady.
     """
-    noting = [
-        replace(case, id=f"{index}", implementation=planted.of_case(_strategy(case), index))
-        for index, case in enumerate(cases)
-    ]
     passed: dict[int, list[tuple[float, Figures]]] = defaultdict(list)
 
     def keep(result: CaseResult, account: dict[str, Any]) -> None:
         if result.verdict.startswith("pass"):
             passed[int(result.id)].append((result.seconds, measured(account)))
         else:
-            say(f"left out: {cases[int(result.id)].id}: {result.verdict}: {result.reason[:200]}")
+            case = cases[int(result.id)].id
+            _say(f"left out: {case}: {result.verdict}: {result.reason[:200]}")
+
+    def play(name: Callable[[int], str]) -> None:
+        numbers = sorted(passed) or range(len(cases))
+        runs = [replace(cases[n], id=f"{n}", implementation=name(n)) for n in numbers]
+        _say(f"{len(runs)} clean cases")
+        with Session(how.jobs or cores()) as session:
+            session.run(runs, lambda _: None, on_account=keep)
 
     with tempfile.TemporaryDirectory(prefix="shardproof-lines-") as folder:
         os.environ[reached.VARIABLE] = folder  # the leaders inherit it
         try:
-            with Session(jobs) as session:
-                session.run(noting, _counted(len(cases), "cases", say), on_account=keep)
+            play(lambda n: planted.of_case(_strategy(cases[n]), n))
         finally:
             del os.environ[reached.VARIABLE]
-        noted = reached.arcs(Path(folder))
-    for turn in ("again", "once more") if again else ():
-        plain = [replace(cases[index], id=f"{index}") for index in sorted(passed)]
-        with Session(jobs) as session:
-            session.run(plain, _counted(len(plain), f"cases {turn}", say), on_account=keep)
+        noted = reached.lines(Path(folder))
+    for _ in range(2 if again and passed else 0):
+        play(lambda n: cases[n].implementation)
     homes = []
     for index, runs in sorted(passed.items()):
         if len(runs) == (3 if again else 1):
@@ -376,7 +387,7 @@ def _plant(session: Session, faults: Sequence[Planted]) -> None:
     session.run(runs, lambda _: None, on_account=keep)
 
 
-def _confirm(session: Session, survivors: Sequence[Planted], say: Say) -> None:
+def _confirm(session: Session, survivors: Sequence[Planted]) -> None:
     """Run the cases in which something changed again without a fault: that may be unsteady, too,
     though three runs had it alike.  The order of a message and of what the rank computes beside it
     is.
@@ -392,21 +403,7 @@ def _confirm(session: Session, survivors: Sequence[Planted], say: Say) -> None:
         home = homes[result.id.partition("::")[2]]
         home.unsteady |= unlike(home.figures, measured(account))
 
-    session.run(runs, _counted(len(runs), "clean runs of what changed", say), on_account=keep)
-
-
-def _counted(total: int, what: str, say: Say) -> Callable[[CaseResult], None]:
-    """Says how many have ended, every ten seconds."""
-    done, last = itertools.count(1), time.monotonic()
-
-    def count(_: CaseResult) -> None:
-        nonlocal last
-        number = next(done)
-        if number == total or time.monotonic() - last > _SAY_SECONDS:
-            last = time.monotonic()
-            say(f"{number}/{total} {what}")
-
-    return count
+    session.run(runs, lambda _: None, on_account=keep)
 
 
 def _strategy(case: Case) -> str:
@@ -438,3 +435,55 @@ def _values(value: Any, place: str) -> Iterator[tuple[str, str]]:
 def unlike(one: Figures, other: Figures) -> frozenset[str]:
     """The places at which they are not the same."""
     return frozenset(place for place in {*one, *other} if one.get(place) != other.get(place))
+
+
+@options.grouped()
+def command(
+    count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000, help="faults")],
+    scenario: options.Scenarios = None,
+    backend: options.BackendOption = None,
+    expression: options.Expression = "",
+    tier: options.Tier = "quick",
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="S", min=0, help="another sample of faults")
+    ] = 0,
+    *,
+    given: Planting,
+) -> int:
+    """Change one place of impls/reference at a time, and see whether a case turns red.
+
+    Faults are drawn by seed from all places where an operator applies: a call dropped, made twice,
+    moved, or left out once; another op, group, root or dtype; a range, a comparison or a
+    constant off by one; a scale or a copy lost; arguments exchanged. Each is planted in up to M
+    cases that execute its line until one is red, first in those with the most triggers and
+    features, for their seconds, that those before them do not have.
+
+    Told apart: faults in lines that no case executes, and those that a reason of
+    tools/studies/mutation/untaken.yaml explains; those without effect in any of the M cases (the
+    bits of every tensor, all calls and bytes are as without it); those that only a budget of CPU
+    seconds ended. Of a survivor is told what changed and no check minds.
+
+    \b
+    python -m tools.studies mutation 200 --seed 3
+    python -m tools.studies mutation 50 zero-gpt zero-traits --tier full
+    python -m tools.studies mutation 200 --out quick.json
+    python -m tools.studies mutation 200 --left quick.json covering --tier full
+
+    With scenarios or -k, faults are drawn from the lines that their cases execute. With --left,
+    what an earlier study left over is planted in other cases, N of it at most; its kills and its
+    seed count, and what is not planted again keeps its state.
+
+    Exit codes: 0 none survived, 1 some did, 2 bad input, 3 no fault had an effect anywhere.
+    """
+    selection = Selection(scenario or (), backends=backend or (), expression=expression, tier=tier)
+    left = None if given.left is None else earlier.read(given.left)
+    cases = judged_cases(selection.cases(installed()))
+    found = run(cases, count, seed, given, bool(scenario or expression), left)
+    for one in found.left():
+        echo(f"{one.text()}\n")
+    echo(found.sentence())
+    if given.out is not None:
+        options.write(given.out, json.dumps(found.document(), indent=1) + "\n")
+    if not (found.before or {"killed", "survived"} & {*found.counts}):
+        return verdicts.NOT_DECIDED
+    return verdicts.BROKEN if found.counts["survived"] else verdicts.HELD

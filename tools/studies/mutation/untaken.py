@@ -10,52 +10,52 @@ import functools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import yaml
+from pydantic import BaseModel, TypeAdapter
 
 from tools.studies.mutation.operators import ROOT
 
 RULES = Path(__file__).with_name("untaken.yaml")
 GUARD = "ends in an error: a guard, asked by tests and by cases that must be refused"
+#: Their bodies are no branches.
+_WHOLE = (ast.Module, ast.ClassDef, ast.FunctionDef)
+#: What ends a branch, so that the lines after it are the other one.
+_LEAVES = (ast.Return, ast.Continue, ast.Break)
+
+
+class Rule(BaseModel, extra="forbid"):
+    """Globs on files and on the line that branches, and the reason."""
+
+    file: list[str]
+    at: list[str]
+    reason: str
 
 
 @functools.cache
-def rules() -> Sequence[tuple[Sequence[str], Sequence[str], str]]:
-    """Globs on files and on lines, and the reason.
+def rules() -> Sequence[Rule]:
+    """The rules of ``untaken.yaml``.
 
-    :raises ValueError: a rule of ``untaken.yaml`` has other keys.
+    :raises ValueError: a rule there has other keys.
     """
-    return [_rule(given) for given in yaml.safe_load(RULES.read_text(encoding="utf-8"))]
-
-
-def _rule(given: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[str], str]:
-    if {*given} != {"file", "at", "reason"}:
-        raise ValueError(f"{RULES.name}: a rule has a file, at and a reason: {given}")
-    globs = [given[key] for key in ("file", "at")]
-    files, places = ([glob] if isinstance(glob, str) else glob for glob in globs)
-    return files, places, str(given["reason"])
+    return TypeAdapter(list[Rule]).validate_python(yaml.safe_load(RULES.read_text("utf-8")))
 
 
 def why(file: str, line: str) -> str:
     """Why a branch at ``line`` of ``file`` may be taken by nobody; empty: no rule says."""
-    for files, places, reason in rules():
-        named = any(fnmatchcase(file, glob) for glob in files)
-        if named and any(fnmatchcase(line.strip(), glob) for glob in places):
-            return reason
+    for rule in rules():
+        named = any(fnmatchcase(file, glob) for glob in rule.file)
+        if named and any(fnmatchcase(line.strip(), glob) for glob in rule.at):
+            return rule.reason
     return ""
 
 
-def why_unreached(file: str, line: int) -> str:
-    """Why no case need come to ``line`` of ``file``: a branch before or around it says.
+@functools.cache
+def reasons(file: str) -> Mapping[int, str]:
+    """Line of ``file`` -> why no case need come to it: a branch before or around it says.
 
     Empty: none does, so that a case is lacking.
     """
-    return _reasons(file).get(line, "")
-
-
-@functools.cache
-def _reasons(file: str) -> Mapping[int, str]:
     source = (ROOT / file).read_text(encoding="utf-8")
     lines, reasons = source.splitlines(), dict[int, str]()
 
@@ -76,9 +76,3 @@ def _reasons(file: str) -> Mapping[int, str]:
 
     visit(ast.parse(source), "")
     return reasons
-
-
-#: Their bodies are no branches.
-_WHOLE = (ast.Module, ast.ClassDef, ast.FunctionDef)
-#: What ends a branch, so that the lines after it are the other one.
-_LEAVES = (ast.Return, ast.Continue, ast.Break)

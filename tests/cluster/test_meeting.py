@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardproof.cluster.launchers import meeting, place, roll_call
+from shardproof.cluster.launchers import meeting, place
+from shardproof.cluster.launchers.meeting import Entry, mistake, spans
 from shardproof.cluster.launchers.place import Place
-from shardproof.cluster.launchers.roll_call import Entry, mistake, spans
 from shardproof.errors import LaunchError
 
 
@@ -73,7 +73,7 @@ def call(places: Sequence[Place], seconds: float = 20.0) -> list[str]:
 
     def one(number: int) -> None:
         try:
-            roll_call.answer(store, places[number], seconds)
+            meeting.answer(store, places[number], seconds)
             ends[number] = "complete"
         except LaunchError as error:
             ends[number] = str(error)
@@ -99,7 +99,7 @@ def test_all_ranks_say_that_two_have_one_number(ranks: tuple[int, ...]) -> None:
 def test_a_rank_too_many_says_so_though_the_others_run() -> None:
     store = dist.HashStore()
     threads = [
-        threading.Thread(target=roll_call.answer, args=(store, Place(n, 2, "head", 1), 20.0))
+        threading.Thread(target=meeting.answer, args=(store, Place(n, 2, "head", 1), 20.0))
         for n in range(2)
     ]
     for thread in threads:
@@ -107,7 +107,7 @@ def test_a_rank_too_many_says_so_though_the_others_run() -> None:
     for thread in threads:
         thread.join(60)
     with pytest.raises(LaunchError, match="two ranks have number 1"):
-        roll_call.answer(store, Place(1, 2, "head", 1), 20.0)
+        meeting.answer(store, Place(1, 2, "head", 1), 20.0)
 
 
 def test_who_is_missing_is_told_and_refused(
@@ -123,14 +123,14 @@ def test_machines_that_met_over_a_loopback_name_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = threading.local()
-    monkeypatch.setattr(roll_call.socket, "gethostname", lambda: here.name)
-    monkeypatch.setattr(roll_call, "is_loopback", lambda address: here.name == "a")
+    monkeypatch.setattr(meeting.socket, "gethostname", lambda: here.name)
+    monkeypatch.setattr(meeting, "is_loopback", lambda address: here.name == "a")
     store, ends = dist.HashStore(), []
 
     def one(rank: int, given: str | None) -> None:
         here.name = "ab"[rank]
         try:
-            roll_call.answer(store, Place(rank, 2, "head", 1), 20.0, given)
+            meeting.answer(store, Place(rank, 2, "head", 1), 20.0, given)
             ends.append("complete")
         except LaunchError as error:
             ends.append(str(error))
@@ -155,7 +155,7 @@ def test_which_rank_is_where() -> None:
     store = dist.HashStore()
     for number, (rank, host) in enumerate([(3, "b"), (0, "a"), (2, "b"), (1, "a")], 1):
         store.set(f"entry{number}", json.dumps(asdict(entry(rank, host, world=4))))
-    found = [(host.name, host.ranks) for host in roll_call.hosts(store, 4)]
+    found = [(host.name, host.ranks) for host in meeting.hosts(store, 4)]
     assert found == [("a", [0, 1]), ("b", [2, 3])]
 
 

@@ -1,23 +1,19 @@
-"""What pipelines of PyTorch 2.13 and DeepSpeed 0.19.8 send and hold, each term with its source.
+"""What pipelines of PyTorch 2.13 send and hold, each term with its source.
 
-Both send what ``costs.pipeline.Pipeline`` says and something more.  Shapes travel as
-integers, in the first step or before each message: they stand in the rows of control traffic.
+They send what ``costs.pipeline.Pipeline`` says and something more.  Shapes travel as integers in
+the first step: they stand in the rows of control traffic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 
 from shardproof.axes import cutting
-from shardproof.costs.model import Bytes, CostModel, Flow, flow, grouped_flow
-from shardproof.costs.model_facts import ITEMSIZE, shape_key, used
-from shardproof.costs.pipeline import Message, Pipeline
+from shardproof.costs.model import Flow, flow
+from shardproof.costs.model_facts import ITEMSIZE, shape_key
+from shardproof.costs.pipeline import Pipeline
 
 FP32 = 4
-#: DeepSpeed's ``TENSOR_META_SIZE``: int32 numbers that tell the shape of one message.
-META_BYTES = 256 * 4
 
 
 class TorchPipelining(Pipeline):
@@ -81,50 +77,3 @@ class TorchPipelining(Pipeline):
                     elements += hidden[units.stop - 1]
                 total += micro_batches * elements * item
         return total
-
-
-class DeepSpeedPipeline(Pipeline):
-    """``PipelineEngine``: two fp32 losses go from the last stage to all; so does the norm's sum.
-
-    Gradients of a tied parameter are all-reduced over the ranks of its two stages.
-    """
-
-    strategy, textbook = "deepspeed_pipeline", "pipeline"
-    source = (
-        "runtime/pipe/engine.py: _exec_send_activations, _exec_send_grads; _aggregate_total_loss "
-        "broadcasts two losses; _exec_reduce_tied_grads; utils.py: clip_grad_norm_"
-    )
-
-    def flows(self) -> list[Flow]:
-        """Messages between stages, and the engine's own calls along them."""
-        facts, along = self.facts, cutting("layers")
-        messages = [f for f in super().flows() if f.operation in ("send", "recv")]
-        norm = [FP32] if facts.clipped else []
-        return [
-            *messages,
-            *flow(facts, along, "broadcast", [2 * FP32]),
-            *flow(facts, along, "all_reduce", norm),
-            *(
-                replace(tied, ranks=0)  # both ends, which are no neighbours
-                for t in used(facts.parameters, facts.step)
-                if len(self.stages.ranks(t)) > 1
-                for tied in grouped_flow(along, "all_reduce", [t.nbytes], ranks=2, times=1)
-            ),
-        ]
-
-    def metadata_bytes(self) -> int:
-        """``_send_tensor_meta``, ahead of every activation if shapes are dynamic."""
-        activations = len(list(self.messages())) // 2
-        return activations * META_BYTES if self.facts.option("dynamic_shape", False) else 0
-
-    def tied_messages(self) -> Iterator[Message]:
-        """None: they are all-reduced."""
-        return iter(())
-
-    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
-        """The update lets go of gradients."""
-        return {"gradients": 0} if point == "after_update" else {}
-
-    #: Buffers of received activations and gradients stay in the engine.
-    communication_at_rest = CostModel.communication_at_rest  # type: ignore[assignment]
-    unclassified_limit = CostModel.unclassified_limit  # type: ignore[assignment]

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
 from shardproof.costs import model
-from shardproof.costs.ddp import DDP
 from shardproof.costs.layout import Flat, chunk, unit_names, units, within
 from shardproof.costs.model import Bytes, CostModel, Flow, Local
-from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts, used
+from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 
 
 def whole_units(facts: ModelFacts) -> list[tuple[str, tuple[TensorFacts, ...]]]:
@@ -348,75 +346,3 @@ class FSDP1(_Upstream):
         every = sum(flat.shard_bytes() for _, flat in self.flats if self.trained(flat))
         kept = padding + every - self.gradient_bytes(rank)
         return super().communication_at_rest(rank, step) + kept
-
-
-class ZeroRedundancyOptimizer(CostModel):
-    """DDP, and an optimizer that gives whole parameters to ranks and broadcasts what they update:
-    2 (N-1)/N + (N-1)/N = 3 (N-1)/N Psi a rank, 1.5 times ZeRO-1 by reduce-scatter + all-gather.
-    """
-
-    strategy, textbook = "zero_redundancy_optimizer", "zero1"
-    source = (
-        "as ddp; then every trained parameter is broadcast by its owner, or all of a rank's in one "
-        "bucket (an fp32 number for a rank that owns none): optim/zero_redundancy_optimizer.py, "
-        "_sync_params, _build_param_buckets; a step that a scaler leaves out broadcasts nothing"
-    )
-    divided = (False, False, True)
-
-    @property
-    def ddp(self) -> DDP:
-        """The cost model of the DDP around it."""
-        return DDP(self.facts)
-
-    @cached_property
-    def owner(self) -> Mapping[str, int]:
-        """Largest first, to the rank with the fewest elements (``_partition_parameters``)."""
-        sizes, owner = [0] * self.facts.world, dict[str, int]()
-        for group in self.facts.grouped:
-            for tensor in sorted(group, key=lambda t: t.numel, reverse=True):
-                rank = sizes.index(min(sizes))
-                owner[tensor.name] = rank
-                sizes[rank] += tensor.numel
-        return owner
-
-    def flows(self) -> list[Flow]:
-        """DDP's calls, and a broadcast of each rank's updated parameters."""
-        facts = self.facts
-        sent = [t.nbytes for t in facts.trainable]
-        if facts.option("parameters_as_bucket_view", False):
-            owned = Counter[int]()
-            for tensor in facts.trainable:
-                owned[self.owner[tensor.name]] += tensor.nbytes
-            # A rank without parameters broadcasts one fp32 number.
-            sent = [owned[rank] or 4 for rank in range(facts.world)]
-        moved = self.ddp.flows()
-        if facts.skipped:
-            return moved
-        copies = model.flow(
-            facts, facts.sharded, "broadcast", sent
-        )  # empty parameters are sent, too
-        return [*moved, *(replace(one, calls=len(sent) * facts.world) for one in copies)]
-
-    def resident(self, rank: int, step: int, updated: int) -> Bytes:
-        """Bytes by class on ``rank`` after ``step``."""
-        mine = [(t, t.numel) for t in self.facts.trainable if self.owner[t.name] == rank]
-        state = model.state_bytes(self.facts, mine, updated)
-        held = self.ddp.resident(rank, step, updated) | {"optimizer_state": state}
-        if not self.facts.option("gradient_as_bucket_view", False):
-            held["gradients"] = sum(t.nbytes for t in used(self.facts.parameters, step))
-        return held
-
-    def communication_at_rest(self, rank: int, step: int) -> int:
-        """DDP's buckets, unless gradients live in them, and its copies of buffers; a number for
-        each parameter to say which were used, and one for a rank without parameters.
-        """
-        facts = self.facts
-        own = facts.option("gradient_as_bucket_view", False)
-        buckets = 0 if own else sum(t.nbytes for t in facts.trainable)
-        return buckets + facts.float_buffer_bytes + 4 * (len(facts.trainable) + 1)
-
-    def local(self, rank: int) -> Local:
-        """Elements by name: optimizer state of own parameters only."""
-        of_ddp = self.ddp.local(rank)
-        own = {n: size for n, size in of_ddp.optimizer.items() if self.owner[n] == rank}
-        return Local(of_ddp.parameters, of_ddp.gradients, own)

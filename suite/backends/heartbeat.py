@@ -27,13 +27,13 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.backends.base import Peer
-
 NEW, RUNNING, RETURNED, DONE, FAILED = range(5)
+#: How a rank in one of these states has ended.
+_ENDED = {RETURNED: "it has returned", DONE: "it has returned", FAILED: "it has failed"}
 
 _SLOT = 13824
 _HEAD = struct.Struct("<QdQIIIId")
@@ -105,6 +105,16 @@ class Heartbeat:
         return self.waits % 2 == 1
 
     @property
+    def ended(self) -> str:
+        """How the rank has ended, "" if it goes on."""
+        return _ENDED.get(self.state, "")
+
+    @property
+    def event(self) -> tuple[int, int, int]:
+        """What changes whenever the rank ends, enters or leaves a call."""
+        return self.sequence, self.waits, self.state
+
+    @property
     def last_call(self) -> str:
         """The most recent call, "" if there was none."""
         return self.noted[-1].text if self.sequence else ""
@@ -173,6 +183,22 @@ class Writer:
                     break
         return found
 
+    def differing(
+        self, ranks: Iterable[int], group: int, number: int, digest: int
+    ) -> dict[int, str]:
+        """What the members of a group call in place of this rank's call, all that have come.
+
+        Empty where none of them differs.  What seems to differ is read once more: it may be written
+        at this very moment.
+        """
+        others = [rank for rank in ranks if rank != self.rank]
+        for pause in (0.001, 0.0):
+            made = self.calls_of(others, group, number)
+            if all(call.digest == digest for call in made.values()):
+                return {}
+            time.sleep(pause)
+        return {rank: call.text for rank, call in made.items()}
+
     def inject(self) -> None:
         """Record that the suite makes a fault here, now."""
         struct.pack_into("<d", self._map, self._base + _INJECTED, time.monotonic())
@@ -217,20 +243,13 @@ def attach(path: Path, rank: int, thread: bool) -> Writer:
 
 def current() -> Writer | None:
     """The heartbeat of the calling rank; ``None`` outside ranks."""
-    writer: Writer | None = getattr(_thread, "writer", None)
-    return writer or _process
+    return getattr(_thread, "writer", None) or _process
 
 
-def group(name: str) -> int:
-    """What stands for a group that the calling rank makes; 0 outside ranks."""
-    writer = current()
-    return 0 if writer is None else writer.group(name)
-
-
-def note(text: str, group: int = 0, number: int = 0, digest: int = 0, step: int = -1) -> int:
-    """Record that the calling rank issued ``text``; its number.  Nothing, and 0, outside ranks."""
-    writer = current()
-    return 0 if writer is None else writer.note(text, group, number, digest, step)
+def note(text: str, step: int = -1) -> None:
+    """Record that the calling rank calls ``text``, which goes through no process group."""
+    if (writer := current()) is not None:
+        writer.note(text, step=step)
 
 
 def wait(begins: bool, call: int = 0) -> None:
@@ -239,50 +258,15 @@ def wait(begins: bool, call: int = 0) -> None:
         writer.wait(begins, call)
 
 
-def differing(ranks: Sequence[int], group: int, number: int, digest: int) -> dict[int, str]:
-    """What the members of a group call in place of the calling rank's call, all that have come.
-
-    Empty where none of them differs.  What seems to differ is read once more: it may be written
-    at this very moment.
-    """
-    writer = current()
-    if writer is None:
-        return {}
-    others = [rank for rank in ranks if rank != writer.rank]
-    made = writer.calls_of(others, group, number)
-    if all(call.digest == digest for call in made.values()):
-        return {}
-    time.sleep(0.001)
-    made = writer.calls_of(others, group, number)
-    if all(call.digest == digest for call in made.values()):
-        return {}
-    return {rank: call.text for rank, call in made.items()}
-
-
 def inject() -> None:
     """Record that the suite makes a fault in the calling rank."""
     if (writer := current()) is not None:
         writer.inject()
 
 
-#: How a rank in one of these states has ended.
-_ENDED = {RETURNED: "it has returned", DONE: "it has returned", FAILED: "it has failed"}
-
-
-def peers() -> list[Peer]:
-    """What all ranks of the calling rank's launch do; nothing outside ranks."""
-    if (writer := current()) is None:
-        return []
-    return [
-        Peer(
-            beat.rank,
-            _ENDED.get(beat.state, ""),
-            beat.waiting,
-            (beat.sequence, beat.waits, beat.state),
-            beat.last_call or "its first call",
-        )
-        for beat in _slots(writer.all())
-    ]
+def peers() -> list[Heartbeat]:
+    """The heartbeats of all ranks of the calling rank's launch; none outside ranks."""
+    return [] if (writer := current()) is None else _slots(writer.all())
 
 
 def read(path: Path) -> list[Heartbeat]:

@@ -10,8 +10,8 @@ from shardproof.costs.model import CostModel, Flow, NoCostModel, grouped_flow, n
 from shardproof.costs.model_facts import ITEMSIZE, ModelFacts, TensorFacts
 from shardproof.costs.pipeline import exchanged
 from shardproof.costs.stages import stages_of
-from shardproof.costs.upstream.pipelines import TorchPipelining
-from shardproof.costs.upstream.torch_tensor import TorchTensorParallel
+from shardproof.impls.pytorch.costs.pipelining import TorchPipelining
+from shardproof.impls.pytorch.costs.tensor import TorchTensorParallel
 
 #: Stages of a rank that torch keeps gathered at once.
 MOST_ACTIVE = 3
@@ -36,7 +36,7 @@ class TorchHybrid(TorchTensorParallel):
         super().__init__(facts)
         self.stages, self.pipeline = stages_of(facts), TorchPipelining(facts)
         self.shards, self.replicas = facts.shards, facts.replicas
-        self.is_sharded = bool(facts.sharded)
+        self.is_sharded = self.pads_gradients = bool(facts.sharded)
 
     def rows(self, tensor: TensorFacts, rank: int) -> tuple[int, int]:
         """Rows, and elements of each, that the tensor rank of ``rank`` has before sharding."""
@@ -147,11 +147,6 @@ class TorchHybrid(TorchTensorParallel):
         if self.is_sharded:
             return self.padded_elements(tensor, rank)
         return super().held_elements(tensor, rank)
-
-    @property
-    def pads_gradients(self) -> bool:
-        """Whether gradients are held with the padding of their shard."""
-        return self.is_sharded
 
     #: Buffers of received activations stay, and shards that reductions gave.
     communication_at_rest = CostModel.communication_at_rest  # type: ignore[assignment]

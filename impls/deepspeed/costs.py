@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 sends and holds in fp32, beside what ZeRO's paper says.
+"""What DeepSpeed 0.19.8 sends and holds in fp32, and what ZeRO's paper says.
 
     stage    sent in a step, times (N-1) Psi           the paper's      where the rest comes from
     0        2                                         2                -
@@ -13,21 +13,30 @@ Gradients differ from point to point, so that :meth:`~shardproof.costs.model.Cos
 them: what they are at ``gradients_final`` is flattened, clipped and let go in ``engine.step()``;
 where they are clipped the adapter keeps them until the end of the step.  Formulas say what they are
 at ``gradients_final``.
+
+Its pipeline sends what ``costs.pipeline.Pipeline`` says and something more.  Shapes travel as
+integers before messages: they stand in the rows of control traffic.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
+from shardproof.axes import cutting
 from shardproof.contract import Options
 from shardproof.costs.ddp import Single
 from shardproof.costs.layout import Flat, chunk
-from shardproof.costs.model import Bytes, Flow, Local, NoCostModel, flow
-from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots
+from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel, flow, grouped_flow
+from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots, used
+from shardproof.costs.pipeline import Message, Pipeline
 
 #: DeepSpeed is judged in fp32 only.
 FP32 = 4
+#: ``TENSOR_META_SIZE``: int32 numbers that tell the shape of one message of a pipeline.
+META_BYTES = 256 * 4
 _PAPER = "ZeRO (arXiv 1910.02054) section VII"
 
 
@@ -316,3 +325,50 @@ class DeepSpeedZero3(_Sharded):
         held = {name: count for name, count in parts.items() if count}
         own = {t.name: held[t.name] for t in self.facts.trainable if t.name in held}
         return Local(held, own, own if slots(self.facts) else {})
+
+
+class DeepSpeedPipeline(Pipeline):
+    """``PipelineEngine``: two fp32 losses go from the last stage to all; so does the norm's sum.
+
+    Gradients of a tied parameter are all-reduced over the ranks of its two stages.
+    """
+
+    strategy, textbook = "deepspeed_pipeline", "pipeline"
+    source = (
+        "runtime/pipe/engine.py: _exec_send_activations, _exec_send_grads; _aggregate_total_loss "
+        "broadcasts two losses; _exec_reduce_tied_grads; utils.py: clip_grad_norm_"
+    )
+
+    def flows(self) -> list[Flow]:
+        """Messages between stages, and the engine's own calls along them."""
+        facts, along = self.facts, cutting("layers")
+        messages = [f for f in super().flows() if f.operation in ("send", "recv")]
+        norm = [FP32] if facts.clipped else []
+        return [
+            *messages,
+            *flow(facts, along, "broadcast", [2 * FP32]),
+            *flow(facts, along, "all_reduce", norm),
+            *(
+                replace(tied, ranks=0)  # both ends, which are no neighbours
+                for t in used(facts.parameters, facts.step)
+                if len(self.stages.ranks(t)) > 1
+                for tied in grouped_flow(along, "all_reduce", [t.nbytes], ranks=2, times=1)
+            ),
+        ]
+
+    def metadata_bytes(self) -> int:
+        """``_send_tensor_meta``, ahead of every activation if shapes are dynamic."""
+        activations = len(list(self.messages())) // 2
+        return activations * META_BYTES if self.facts.option("dynamic_shape", False) else 0
+
+    def tied_messages(self) -> Iterator[Message]:
+        """None: they are all-reduced."""
+        return iter(())
+
+    def at_point(self, rank: int, point: str, updated: int) -> Bytes:
+        """The update lets go of gradients."""
+        return {"gradients": 0} if point == "after_update" else {}
+
+    #: Buffers of received activations and gradients stay in the engine.
+    communication_at_rest = CostModel.communication_at_rest  # type: ignore[assignment]
+    unclassified_limit = CostModel.unclassified_limit  # type: ignore[assignment]

@@ -1,1 +1,0 @@
-"""What upstream systems really send and hold, from the sources of pinned versions."""
