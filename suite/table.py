@@ -145,12 +145,8 @@ class Table:
         # Rich's own widths are not used: with least widths it cuts the last columns off.
         grid = table.Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
         for number, (heading, width) in enumerate(zip(self.headings, widths, strict=True)):
-            grid.add_column(
-                Text(printable(str(heading))),
-                justify=self._alignment(number),
-                width=width,
-                overflow="fold",
-            )
+            text, side = Text(printable(str(heading))), self._alignment(number)
+            grid.add_column(text, justify=side, width=width, overflow="fold")
         for number, row in enumerate(self.texts):
             style = _STYLES.get(self._mark(number), "")
             grid.add_row(*(Text(text, style=style) for text in row))
@@ -164,11 +160,9 @@ class Table:
         for number, row in enumerate(self.texts):
             style = _STYLES.get(self._mark(number), "")
             yield Text(row[self.row_header], style=style or "bold", overflow="fold")
-            pairs = [
-                f"{heading}: {text}"
-                for column, (heading, text) in enumerate(zip(self.headings, row, strict=True))
-                if text and column != self.row_header
-            ]
+            named = [*zip(self.headings, row, strict=True)]
+            del named[self.row_header]
+            pairs = [f"{heading}: {text}" for heading, text in named if text]
             yield Padding(Text("; ".join(pairs), style=style, overflow="fold"), (0, 0, 0, 2))
 
     # ---------------------------------------------------------------------------------- Markdown
@@ -192,10 +186,8 @@ class Table:
 
     def csv(self) -> str:
         """Headings and rows as CSV."""
-        stream = io.StringIO()
-        csv.writer(stream, lineterminator="\n").writerows(
-            [list(map(str, self.headings)), *self.texts]
-        )
+        stream, headings = io.StringIO(), list(map(str, self.headings))
+        csv.writer(stream, lineterminator="\n").writerows([headings, *self.texts])
         return stream.getvalue()
 
     # -------------------------------------------------------------------------------------- HTML
@@ -216,12 +208,9 @@ class Table:
         )
 
     def _html_row(self, number: int) -> str:
-        mark = self._mark(number)
-        cells = "".join(
-            _html_cell(cell, header=column == self.row_header)
-            for column, cell in enumerate(self.rows[number])
-        )
-        return f"<tr{_class(mark)}>{cells}</tr>"
+        columns = enumerate(self.rows[number])
+        cells = "".join(_html_cell(cell, column == self.row_header) for column, cell in columns)
+        return f"<tr{_class(self._mark(number))}>{cells}</tr>"
 
 
 def markdown_text(text: str) -> str:
@@ -264,7 +253,8 @@ def _html_heading(heading: str | Cell) -> str:
 
 def _html_cell(cell: str | Cell, header: bool) -> str:
     text = str(cell)
-    inner, classes, key = _breakable(text), "", ""
+    # An id may be broken between its parts, and not inside of a word.
+    inner, classes, key = escape(text).replace("::", "::<wbr>"), "", ""
     if isinstance(cell, Cell):
         inner = cell.html or (f'<a href="{escape(cell.link)}">{inner}</a>' if cell.link else inner)
         classes, key = cell.style_class, cell.sort_key
@@ -275,11 +265,6 @@ def _html_cell(cell: str | Cell, header: bool) -> str:
     tag, scope = ("th", ' scope="row"') if header else ("td", "")
     sort = f' data-v="{escape(key)}"' if key else ""
     return f"<{tag}{scope}{_class(classes)}{sort}>{inner}</{tag}>"
-
-
-def _breakable(text: str) -> str:
-    """An id that a line may be broken in between its parts, and not inside of a word."""
-    return escape(text).replace("::", "::<wbr>")
 
 
 def _class(names: str) -> str:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from shardproof.errors import Problem, SelectionError
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from shardproof.case import Case
     from shardproof.cases.runner import CaseHost
-    from shardproof.commands.doctor.finding import Finding
+    from shardproof.commands.options import Session
+    from shardproof.coverage.pairs import Coverage
     from shardproof.launch.nodes import Nodes
 
 T = TypeVar("T")
@@ -52,6 +53,18 @@ class OnNodes:
     nodes: int
     ranks_per_node: int
     results: Path | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A look of ``shardproof doctor``: ``good``, ``note`` (it works, but) or ``bad`` (do what
+    ``remedy`` says first).
+    """
+
+    what: str
+    state: Literal["good", "note", "bad"]
+    found: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,34 @@ class Wing:
         """Start nodes, run ``command`` on them and end them; its exit code."""
         return None
 
+    def random_cases(self, count: int, seed: int, impl: Sequence[str]) -> Sequence[Case] | None:
+        """The first ``count`` random clean cases of ``seed`` whose implementation a glob matches
+        (empty: of all).
+
+        :raises SelectionError: a glob matches none.
+        """
+        return None
+
+    def random_case(self, name: str) -> Case | None:
+        """The random clean case with the id ``name``.
+
+        :raises SelectionError: this is no such id.
+        """
+        return None
+
+    def coverage(self, count: int, seed: int, impl: Sequence[str]) -> tuple[Coverage, str] | None:
+        """Pairs of trigger and feature that :meth:`random_cases` meet, and how many in a sentence.
+
+        :raises SelectionError: a glob matches none.
+        """
+        return None
+
+    def plant(self, faults: Sequence[Any], most: int, seed: int, asked: Session) -> int | None:
+        """Plant each of ``faults`` in up to ``most`` random cases of its parent, and print how many
+        die; the exit code.
+        """
+        return None
+
     def findings(self, thorough: bool) -> Iterator[Finding]:
         """What ``shardproof doctor`` tells of this wing; ``thorough``: with ``--cluster``."""
         return iter(())
@@ -237,6 +278,16 @@ def wings() -> tuple[Wing, ...]:
 def first(ask: Callable[[Wing], T | None]) -> T | None:
     """The first answer of a wing that is not ``None``; ``None``: no wing has one."""
     return next((answer for wing in wings() if (answer := ask(wing)) is not None), None)
+
+
+def required(wing: str, option: str, ask: Callable[[Wing], T | None]) -> T:
+    """As :func:`first`, for an ``option`` that only the wing in the folder ``wing`` serves.
+
+    :raises SelectionError: this tree does not have that folder.
+    """
+    if (answer := first(ask)) is None:
+        raise absent(wing, option)
+    return answer
 
 
 def wings_of(run: Any) -> list[Wing]:

@@ -55,8 +55,30 @@ def test_without_a_wing_only_its_commands_are_missing(tree: Path) -> None:
     whole = commands(shardproof(ROOT, "--help").stdout)
     done = shardproof(tree, "--help")
     assert done.returncode == 0, done.stderr
-    assert whole - commands(done.stdout) == {tree.name}
+    assert whole - commands(done.stdout) == {tree.name} & whole
     assert commands(done.stdout) <= whole
+
+
+#: What names a wing -> options that only this wing serves.
+OPTIONS = {
+    "campaign": (
+        ("run", "--campaign", "3", "--dry-run"),
+        ("run", "--case", "campaign-1::0000::x"),
+        ("list", "coverage", "--campaign", "3"),
+        ("mutants", "--campaign", "3"),
+    ),
+    "cluster": (("run", "--on", "ray"), ("doctor", "--cluster")),
+}
+
+
+@pytest.mark.launches
+@pytest.mark.timeout(900)
+def test_without_a_wing_its_options_are_refused(tree: Path) -> None:
+    for words in OPTIONS.get(tree.name, ()):
+        done = shardproof(tree, *words)
+        assert done.returncode == 2, (words, done.stdout, done.stderr)
+        assert f"it needs the wing suite/{tree.name}" in done.stderr, (words, done.stderr)
+    assert not (tree / "results").exists()
 
 
 @pytest.mark.launches

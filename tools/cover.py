@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shardproof.backends import BACKENDS
-from shardproof.campaign import numbered_case
+from shardproof.campaign.draws import numbered_case
 from shardproof.campaign.varied import EXACT, RARE, can_vary, other, scaled
 from shardproof.case import Case
 from shardproof.cases.runner import Session

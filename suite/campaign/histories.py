@@ -10,23 +10,19 @@ on that number alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
-import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
-from shardproof import campaign, registry, workloads
+from shardproof import registry, workloads
 from shardproof.backends import USUAL, USUAL_PROCESSES
-from shardproof.campaign.systems import SYSTEMS, Setup, System
+from shardproof.campaign import draws
+from shardproof.campaign.systems import DYADIC, NORMED, SYSTEMS, Setup, System
 from shardproof.case import Case, CheckpointPlan
-from shardproof.contract import Options
-from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry.declaration import Declaration
 
 SCENARIO = "histories"
-_ID = re.compile(SCENARIO + r"-([0-9]{1,10})::([0-9]{1,6})::")
 CHECKS = ("equivalence", "replicas", "traffic", "checkpoint")
 #: A system of the suite: what upstream checkpoints get wrong are findings, not false alarms.
 FAMILY = "reference/"
@@ -35,11 +31,16 @@ MOST_KEPT = 3
 MOST_TRIES = 30
 
 
-@cache
+@functools.cache
 def systems() -> tuple[System, ...]:
     """Those of a campaign that can save."""
-    own = [system for system in SYSTEMS if system.name.startswith(FAMILY)]
-    return tuple(system for system in own if _formats(system, _some_options(system)))
+    able = []
+    for system in SYSTEMS:
+        some = {name: choices[0] for name, choices in system.options.items()}  # none is refused
+        loaded = registry.load(system.name)
+        if system.name.startswith(FAMILY) and loaded.capabilities(some).checkpoints:
+            able.append(system)
+    return tuple(able)
 
 
 def first_cases(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Case]:
@@ -48,18 +49,8 @@ def first_cases(count: int, seed: int, patterns: Sequence[str] = ()) -> list[Cas
     :raises SelectionError: a pattern that matches none of the systems.
     """
     known = sorted({system.name for system in systems()})
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            remedy = nearest(pattern, known, "implementations")
-            raise SelectionError(Problem("--impl matches nothing that saves", remedy, pattern))
-    cases: list[Case] = []
-    number = 0
-    while len(cases) < count:
-        case = numbered_case(number, seed)
-        if any(fnmatchcase(case.implementation, glob) for glob in patterns or ("*",)):
-            cases.append(case)
-        number += 1
-    return cases
+    draw = functools.partial(numbered_case, seed=seed)
+    return draws.matching(count, draw, patterns, known, "that saves")
 
 
 def by_id(name: str) -> Case | None:
@@ -67,20 +58,13 @@ def by_id(name: str) -> Case | None:
 
     :raises SelectionError: this version of the suite draws another case under that number.
     """
-    drawn = _ID.match(name)
-    if drawn is None:
-        return None
-    case = numbered_case(int(drawn[2]), int(drawn[1]))
-    if case.id != name:
-        remedy = "histories of another version of the suite cannot be repeated"
-        raise SelectionError(Problem("no such case", remedy, name))
-    return case
+    return draws.drawn_again(name, SCENARIO, numbered_case)
 
 
 def numbered_case(number: int, seed: int) -> Case:
     """A trained case of the campaign, and what is saved and loaded of it."""
     source = random.Random(f"{seed} history {number}")
-    base = campaign.numbered_case(number, source.randrange(2**31), systems())
+    base = draws.numbered_case(number, source.randrange(2**31), systems())
     formats = registry.load(base.implementation).capabilities(base.options).checkpoints
     chosen = {"format": source.choice(sorted(formats)), "keep": source.randint(1, MOST_KEPT)}
     base = dataclasses.replace(
@@ -125,22 +109,18 @@ def _into(source: random.Random, case: Case) -> tuple[Mapping[str, Any], str]:
         drawn = {name: source.choice(choices) for name, choices in system.options.items()}
         kept = {k: v for k, v in case.options.items() if k not in ("checkpoint", "precision")}
         setup = Setup(kept if named else drawn, mesh, case.workload.name)
-        if named and (mesh == case.mesh or not _is_of(system, kept)):
+        # Several systems may have one name, and other choices.
+        is_own = all(kept.get(name) in choices for name, choices in system.options.items())
+        if named and (mesh == case.mesh or not is_own):
             continue
         if not _fits(system, setup, case):
             continue
         name = "x".join(f"{axis}{size}" for axis, size in mesh.items())
         if named:
             return {"mesh": mesh}, f"on-{name}"
-        own = system.name.removeprefix(FAMILY)
         into = {"implementation": system.name, "options": drawn, "mesh": mesh}
-        return into, f"as-{own}-{name}"
+        return into, f"as-{system.name.removeprefix(FAMILY)}-{name}"
     return {}, "same"
-
-
-def _is_of(system: System, options: Options) -> bool:
-    """Whether ``options`` are drawn from those of ``system``, one of several of its name."""
-    return all(options.get(name) in choices for name, choices in system.options.items())
 
 
 def _fits(system: System, setup: Setup, case: Case) -> bool:
@@ -150,9 +130,8 @@ def _fits(system: System, setup: Setup, case: Case) -> bool:
         return False
     if not system.only(setup) or not system.takes(setup, case.precision):
         return False
-    if case.precision and not system.mixed:
-        return False
-    if case.optimizer.clip_norm is not None and not system.clips:
+    clips = case.optimizer.clip_norm is not None
+    if (case.precision and not system.mixed) or (clips and not system.clips):
         return False
     every = setup.options.get("recompute_every", 0)
     if every and every > len(workloads.make(spec, case.dtype, case.lane).units):
@@ -161,7 +140,7 @@ def _fits(system: System, setup: Setup, case: Case) -> bool:
     declared = Declaration.of(registry.load(system.name), options)
     if case.dtype not in declared.dtypes or declared.denied(case.backend):
         return False
-    return campaign.can_train(system, setup, spec, declared.declines) and _can_share(setup, case)
+    return draws.can_train(system, setup, spec, declared.declines) and _can_share(setup, case)
 
 
 def _can_share(setup: Setup, case: Case) -> bool:
@@ -172,7 +151,7 @@ def _can_share(setup: Setup, case: Case) -> bool:
     ranks = setup.parts("widths")
     if ranks == 1:
         return True
-    if case.workload.name == campaign.DYADIC:
+    if case.workload.name == DYADIC:
         return knobs.get("width") == 60
     heads, kv = knobs.get("heads", 0), knobs.get("kv_heads", 0)
     return bool(heads and kv) and heads % ranks == 0 and (kv % ranks == 0 or ranks % kv == 0)
@@ -183,22 +162,10 @@ def _policy(source: random.Random, case: Case) -> Mapping[str, str] | None:
     system = next(s for s in systems() if s.name == case.implementation)
     if case.lane != "working_precision" or not system.mixed:
         return None
-    policies = [p for built, p in campaign.POLICIES if built == case.dtype]
-    if case.workload.name == campaign.NORMED:  # buffers of another dtype are refused
+    policies = [p for built, p in draws.POLICIES if built == case.dtype]
+    if case.workload.name == NORMED:  # buffers of another dtype are refused
         kept = case.precision.get("parameters")
-        policies = [
-            {**p, **({"buffers": p["parameters"]} if "parameters" in p else {})}
-            for p in policies
-            if p.get("parameters") == kept
-        ]
+        buffers = {"buffers": kept} if kept else {}
+        policies = [{**p, **buffers} for p in policies if p.get("parameters") == kept]
     policies = [policy for policy in policies if policy != case.precision]
     return source.choice(policies) if policies else None
-
-
-def _formats(system: System, options: Options) -> Sequence[str]:
-    return registry.load(system.name).capabilities(options).checkpoints
-
-
-def _some_options(system: System) -> Options:
-    """Options of which none is refused."""
-    return {name: choices[0] for name, choices in system.options.items()}

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardproof import campaign, registry, verdicts
+from shardproof import registry, verdicts
+from shardproof.campaign import draws
 from shardproof.case import Case
 from shardproof.cases.kills import failing
+from shardproof.cases.runner import Course, Session
 from shardproof.checks.results import CaseResult
+from shardproof.commands import options
+from shardproof.commands.console import echo, make_console, print_line
+from shardproof.commands.supervision import Interrupts, open_folder, supervised
+from shardproof.launch.process_control import cores
+from shardproof.runs import random_kills
 from shardproof.runs.random_kills import RandomKill, RandomKills
 
 #: Judges cases; those that time did not allow are missing from what it gives.
@@ -24,15 +32,51 @@ Judge = Callable[[Sequence[Case]], Mapping[str, CaseResult]]
 GROUP = 8
 
 
-def plant(
-    mutants: Sequence[Any],
-    most: int,
-    seed: int,
-    judge: Judge,
-    tell: Callable[[str], None] = lambda text: None,
-) -> RandomKills:
-    """Plant ``mutants``, in an order of ``seed``, each in at most ``most`` cases of its parent."""
-    drawn = [mutant for mutant in mutants if mutant.parent in campaign.names()]
+def run(mutants: Sequence[Any], most: int, seed: int, asked: options.Session) -> int:
+    """Plant each of ``mutants`` in up to ``most`` random cases and print how many die, by N.
+
+    Returns the exit code.
+    """
+    console, budget = make_console(), asked.budget
+    end = None if budget is None else time.monotonic() + budget * 60
+
+    def body(interrupts: Interrupts) -> int:
+        def judge(cases: Sequence[Case]) -> dict[str, CaseResult]:
+            seconds = None if end is None else end - time.monotonic()
+            if seconds is not None and seconds <= 0:
+                return {}
+            results, late = session.run(cases, note, folder.keep, Course(seconds))
+            for case in late:
+                folder.leave_out(case, f"the budget of {budget:g} minutes was used up")
+            return {result.id: result for result in results}
+
+        def note(result: CaseResult) -> None:
+            with interrupts.held():
+                folder.add(result, "mutant case")
+
+        folder.plan([])  # which cases there will be hangs on what dies before
+        with Session(asked.jobs or cores()) as session:
+            kills = plant(mutants, most, seed, judge)
+        folder.write(random_kills.FILE, kills.text())
+        if kills.faults:
+            console.print(kills.table())
+        for name in kills.alarms:
+            print_line(console, f"false alarm: its parent fails in {name}")
+        print_line(console, kills.sentence())
+        if kills.alarms:
+            return verdicts.BROKEN
+        return verdicts.HELD if kills.faults else verdicts.NOT_DECIDED
+
+    with open_folder(asked.results) as folder:
+        return supervised(folder, console, body)
+
+
+def plant(mutants: Sequence[Any], most: int, seed: int, judge: Judge) -> RandomKills:
+    """Plant ``mutants``, in an order of ``seed``, each in at most ``most`` cases of its parent.
+
+    Progress is told on standard error.
+    """
+    drawn = [mutant for mutant in mutants if mutant.parent in draws.names()]
     others = tuple(mutant.name for mutant in mutants if mutant not in drawn)
     random.Random(f"{seed} faults").shuffle(drawn)
     clean = Clean(judge, cases_of({mutant.parent for mutant in drawn}, most, seed))
@@ -43,7 +87,7 @@ def plant(
             break
         found += group
         killed = sum(one.killed for one in found)
-        tell(f"  {len(found)} of {len(drawn)} faults, {killed} killed")
+        echo(f"  {len(found)} of {len(drawn)} faults, {killed} killed", err=True)
     left_out = tuple(mutant.name for mutant in drawn[len(found) :])
     return RandomKills(seed, most, tuple(found), left_out, others, tuple(clean.alarms))
 
@@ -51,14 +95,13 @@ def plant(
 def cases_of(systems: set[str], most: int, seed: int) -> dict[str, list[Case]]:
     """The first ``most`` cases of each system, drawn at once."""
     cases: dict[str, list[Case]] = {name: [] for name in systems}
-    for number in itertools.count():
-        if all(len(own) == most for own in cases.values()):
-            return cases
-        case = campaign.numbered_case(number, seed, variations=campaign.shipped())
+    numbers = itertools.count()
+    while any(len(own) < most for own in cases.values()):
+        case = draws.numbered_case(next(numbers), seed, variations=draws.shipped())
         own = cases.get(case.implementation)
         if own is not None and len(own) < most:
             own.append(case)
-    raise AssertionError
+    return cases
 
 
 class Clean:
@@ -76,22 +119,18 @@ class Clean:
         most = max(len(self._cases[mutant.parent]) for mutant in mutants)
         for index in range(most):
             live = [mutant for mutant in mutants if mutant.name not in found]
-            own = {
-                m.name: campaign.planted(
-                    self._cases[m.parent][index], f"{registry.MUTANTS}{m.name}"
-                )
-                for m in live
-            }
             parents = [self._cases[mutant.parent][index] for mutant in live]
+            names = [f"{registry.MUTANTS}{mutant.name}" for mutant in live]
+            own = list(map(draws.planted, parents, names))
             new = {case.id: case for case in parents if case.id not in self._passes}
-            asked = [*new.values(), *own.values()]
+            asked = [*new.values(), *own]
             results = self._judge(asked) if asked else {}
             if any(case.id not in results for case in asked):
                 return None
             for name in new:
                 self._note(results[name])
-            for mutant, parent in zip(live, parents, strict=True):
-                result = results[own[mutant.name].id]
+            for mutant, case, parent in zip(live, own, parents, strict=True):
+                result = results[case.id]
                 if self._passes[parent.id] and (checks := failing(result)):
                     told = parent.id, result.verdict, checks
                     found[mutant.name] = RandomKill(mutant.name, mutant.parent, index + 1, *told)

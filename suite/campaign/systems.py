@@ -57,12 +57,8 @@ class Setup:
     @property
     def coordinates(self) -> int:
         """Those that have data: all but ranks that serve."""
-        return axes.size(self.mesh, axes.sharing(self.mesh)) - self.servers
-
-    @property
-    def servers(self) -> int:
-        """Number of ranks that serve parameters."""
-        return int(self.options.get("servers", 0))
+        serving = int(self.options.get("servers", 0))
+        return axes.size(self.mesh, axes.sharing(self.mesh)) - serving
 
     def windows(self, spec: WorkloadSpec) -> list[list[int]]:
         """Samples of every micro-batch of every window of every data coordinate."""
@@ -193,8 +189,8 @@ def in_equal_parts(setup: Setup, spec: WorkloadSpec) -> bool:
     inner = any(workloads.TRAITS[trait].place == "inner" for trait in spec.traits)
     if not inner or setup.options["schedule"] not in SPLIT:
         return True
-    ends = list(itertools.accumulate(split(spec.params["layers"], upstream_stages(setup))))
-    return spec.params["layers"] // 2 + 1 not in ends[:-1]
+    *ends, _ = itertools.accumulate(split(spec.params["layers"], upstream_stages(setup)))
+    return spec.params["layers"] // 2 + 1 not in ends
 
 
 def in_one_window(setup: Setup, spec: WorkloadSpec) -> bool:
@@ -338,36 +334,22 @@ MESHES: Mapping[str, Meshes] = {
     "small_grids_of_one_replica": _without_ones(_ONE_REPLICA, kept="state"),
     "upstream_grids": _UPSTREAM_GRIDS,
 }
-#: Names of conditions in :data:`FILE`.
-CONDITIONS: Mapping[str, Callable[..., Any]] = {
-    condition.__name__: condition
-    for condition in (
-        *(always, communicates, reduces_each, views_buckets),
-        *(whole_nodes, somebody_works, of_fsdp, reshards, recomputes, goes_together),
-        *(clean_shapes, upstream_splits, as_fsdp1, whole_buffers),
-        *(own_stages, upstream_stages, a_stage_a_rank, in_equal_parts, in_one_window),
-        *(shared_sizes, upstream_sizes),
-    )
-}
 FILE = Path(__file__).with_name("systems.yaml")
 
 
-def _read() -> tuple[System, ...]:
-    """The systems of :data:`FILE`, in its order."""
-    given = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return tuple(_system(entry, given["choices"]) for entry in given["systems"])
-
-
 def _system(entry: Mapping[str, Any], choices: Mapping[str, Choices]) -> System:
+    # A text, but for the name, is that of a function above.
     fields: dict[str, Any] = {
-        field: CONDITIONS[value] if field != "name" and isinstance(value, str) else value
+        field: globals()[value] if field != "name" and isinstance(value, str) else value
         for field, value in entry.items()
     }
     options: dict[str, Sequence[Any]] = {}
     for part in entry.get("options", ()):
-        options.update(choices[part] if isinstance(part, str) else part)
+        options |= choices[part] if isinstance(part, str) else part
     meshes = [mesh for name in entry["meshes"] for mesh in MESHES[name]]
     return System(**fields | {"meshes": meshes, "options": options})
 
 
-SYSTEMS: Sequence[System] = _read()
+_GIVEN = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+#: The systems of :data:`FILE`, in its order.
+SYSTEMS: Sequence[System] = [_system(entry, _GIVEN["choices"]) for entry in _GIVEN["systems"]]

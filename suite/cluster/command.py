@@ -93,8 +93,6 @@ def _chosen(
     :raises SelectionError: none fits, or ``fault`` cannot be made in them.
     """
     from shardproof.cluster import fault_plans
-    from shardproof.commands import run as in_head
-    from shardproof.scenarios.vocabulary import installed
 
     cut_by = "--shard" if given["shard"] else "--budget" if given["budget"] else ""
     if fault and cut_by:
@@ -104,8 +102,8 @@ def _chosen(
     cases: list[Case] = []
     if not given["campaign"]:
         names = "scenarios", "impl", "backend", "world", "expression", "tier", "seed", "like"
-        selection = options.Filters(**{name: given[name] for name in names}).selection()
-        cases = in_head.with_room(selection.cases(installed()), wanted.there)
+        filters = options.Filters(**{name: given[name] for name in names})
+        cases = wanted.there.with_room(filters.cases())
         needs = needs.of_cases(cases, wanted.ranks_per_node, given["backend"] or ())
     return needs, fault_plans.for_head(cases, wanted.nodes, wanted.ranks_per_node, fault)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.cluster.containers import engine, image_inputs
-from shardproof.commands.doctor.finding import Finding
+from shardproof.wings import Finding
 
 #: Bytes that both images and the layers that make them take.
 IMAGES_BYTES = 8 << 30

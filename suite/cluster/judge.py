@@ -67,15 +67,15 @@ def judge(
             print(verdicts.summary(counts, left), flush=True)
             return verdicts.NOT_DECIDED if left and code == verdicts.HELD else code
 
-        def interrupted() -> None:
+        def stopped() -> str:
             for case in waiting.values():
                 run.leave_out(case, "the judging was ended")
-            print(f"stopped: {len(waiting)} cases are left out", flush=True)
+            return f"stopped: {len(waiting)} cases are left out"
 
         def finish() -> None:
             run.write("junit.xml", junit.document(read(run.path)))
 
-        return supervised(run, make_console(), body, interrupted, finish)
+        return supervised(run, make_console(), body, stopped, finish)
 
 
 def _judge_all(

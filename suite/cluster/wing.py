@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from shardproof.wings import CaseHosts, OnNodes, Wing
+from shardproof.wings import CaseHosts, Finding, OnNodes, Wing
 
 if TYPE_CHECKING:
     import typer
 
     from shardproof.cases.runner import CaseHost
-    from shardproof.commands.doctor.finding import Finding
     from shardproof.launch.nodes import Nodes
 
 

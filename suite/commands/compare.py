@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,7 +11,8 @@ import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
-from shardproof.commands.console import echo
+from shardproof.commands.console import echo, make_console
+from shardproof.commands.options import option, output_option
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -30,23 +31,16 @@ Host = Literal["github"]
 class Shown:
     """How `compare` shows what it found, or the baseline that it writes in place of that."""
 
-    form: Annotated[Form, typer.Option("--format", help="form of the output")] = "table"
-    by: Annotated[
-        By | None,
-        typer.Option("--by", help="rows by strategy or backend; hardware: a column a machine"),
-    ] = None
-    only_changed: Annotated[
-        bool, typer.Option("--only-changed", help="leave out what is equal or undecided")
-    ] = False
-    save: Annotated[
-        Path | None, options.output("--save", "write the runs as one baseline, and no more")
-    ] = None
-    force: Annotated[bool, typer.Option("--force", help="--save replaces FILE if it is there")] = (
-        False
+    form: Form = option("table", "--format", help="form of the output")
+    by: By | None = option(
+        None, "--by", help="rows by strategy or backend; hardware: a column a machine"
     )
-    into: Annotated[
-        Path | None, options.output("--into", "put the Markdown between FILE's results markers")
-    ] = None
+    only_changed: bool = option(
+        False, "--only-changed", help="leave out what is equal or undecided"
+    )
+    save: Path | None = output_option("--save", "write the runs as one baseline, and no more")
+    force: bool = option(False, "--force", help="--save replaces FILE if it is there")
+    into: Path | None = output_option("--into", "put the Markdown between FILE's results markers")
 
     def check(self) -> None:
         """:raises SelectionError: options that exclude each other."""
@@ -55,9 +49,9 @@ class Shown:
             given["--only-changed"] = self.only_changed
             options.refuse(given, "--save writes a baseline and compares nothing", self.save)
             if not self.force and self.save.exists():
-                remedy = "give --force to replace it, or another name"
+                remedy = "--force replaces it, or give another name"
                 raise SelectionError(
-                    Problem("--save: is there already", remedy, file=f"{self.save}")
+                    Problem("is there already", remedy, file=f"--save {self.save}")
                 )
         elif self.force:
             raise SelectionError(Problem("--force belongs to --save", "name --save FILE"))
@@ -69,10 +63,7 @@ class Shown:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN RUN...",
-            help="run folders, ids, baselines or bundles; the first is the reference",
-        ),
+        typer.Argument(metavar="RUN RUN...", help="runs, baselines, bundles; first the reference"),
     ],
     *,
     shown: Shown,
@@ -95,18 +86,14 @@ def compare(
     from shardproof.compare import baseline
 
     shown.check()
-    if shown.save is not None:
-        _save([baseline.load(name) for name in runs], shown.save)
-        return
-    if len(runs) < 2 and shown.by != "hardware":
+    if len(runs) < 2 and shown.by != "hardware" and shown.save is None:
         remedy = "name two runs, or --save FILE, or --by hardware"
         raise SelectionError(Problem("one run has nothing beside it", remedy, runs[0]))
-    raise typer.Exit(_compare([baseline.load(name) for name in runs], shown))
+    snapshots = [baseline.load(name) for name in runs]
+    raise typer.Exit(_save(snapshots, shown.save) if shown.save else _compare(snapshots, shown))
 
 
-def _save(snapshots: list[Snapshot], path: Path) -> None:
-    from dataclasses import replace
-
+def _save(snapshots: list[Snapshot], path: Path) -> int:
     from shardproof.compare import baseline
 
     joined = replace(baseline.joined(snapshots), name=path.stem)
@@ -118,10 +105,10 @@ def _save(snapshots: list[Snapshot], path: Path) -> None:
         f"{len(joined.cases):,} cases, {len(joined.timed):,} timed, {len(joined.kills):,} faults"
     )
     echo(f"{path}: {counts}, {path.stat().st_size / 1000:,.0f} kB, {joined.hardware}")
+    return verdicts.HELD
 
 
 def _compare(snapshots: list[Snapshot], shown: Shown) -> int:
-    from shardproof.commands.console import make_console
     from shardproof.compare import formats, hardware, tables
     from shardproof.compare.compare import compare as compared
 
@@ -146,30 +133,24 @@ def _compare(snapshots: list[Snapshot], shown: Shown) -> int:
             echo(formats.html(report), nl=False)
         else:
             formats.terminal(report, make_console())
-    if comparisons and not any(comparison.comparable for comparison in comparisons):
-        if form == "json" or by == "hardware" or into is not None:
-            for comparison in comparisons:
-                name = comparison.after.name
-                echo(f"{name}: nothing is comparable: {comparison.obstacle}", err=True)
-        return verdicts.NOT_DECIDED
-    return verdicts.HELD
+    if not comparisons or any(comparison.comparable for comparison in comparisons):
+        return verdicts.HELD
+    if form == "json" or by == "hardware" or into is not None:
+        for one in comparisons:
+            echo(f"{one.after.name}: nothing is comparable: {one.obstacle}", err=True)
+    return verdicts.NOT_DECIDED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
     """Where `gate` writes what it found, beside the terminal."""
 
-    summary: Annotated[
-        Path | None, options.output("--summary", "write a Markdown summary there")
-    ] = None
-    append: Annotated[
-        bool, typer.Option("--append", help="--summary adds to FILE in place of replacing it")
-    ] = False
-    junit: Annotated[Path | None, options.output("--junit", "write JUnit XML there")] = None
-    annotations: Annotated[
-        Host | None,
-        typer.Option("--annotations", help="print annotations at lines of scenarios and policy"),
-    ] = None
+    summary: Path | None = output_option("--summary", "write a Markdown summary there")
+    append: bool = option(False, "--append", help="--summary adds to FILE in place of replacing it")
+    junit: Path | None = output_option("--junit", "write JUnit XML there")
+    annotations: Host | None = option(
+        None, "--annotations", help="print annotations at lines of scenarios and policy"
+    )
 
 
 @options.grouped()
@@ -179,19 +160,14 @@ def gate(
     against: Annotated[
         str, typer.Option("--against", metavar="BASELINE", help="baseline, run folder, or id")
     ],
-    policy: Annotated[
-        Path | None,
-        typer.Option("--policy", metavar="FILE", help="what breaks (default: see below)"),
-    ] = None,
+    policy: Path | None = option(
+        None, "--policy", metavar="FILE", help="what breaks (default: see below)"
+    ),
     outputs: Outputs,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="judge the run again from its records, as `verify` does"),
-    ] = False,
-    on: Annotated[
-        str | None,
-        typer.Option("--on", metavar="DATE", help="judge as on that day, YYYY-MM-DD"),
-    ] = None,
+    verify: bool = option(
+        False, "--verify", help="judge the run again from its records, as `verify` does"
+    ),
+    on: str | None = option(None, "--on", metavar="DATE", help="judge as on that day, YYYY-MM-DD"),
 ) -> None:
     """Judge a run beside a baseline: what a policy file says breaks, breaks.
 
@@ -228,8 +204,8 @@ def gate(
         what = "is a baseline, which has no evidence to judge"
         raise SelectionError(Problem(what, "name a run folder, an id or a bundle", file=run))
     policies.check(policy_file, before, after, max(today, _day(None)))
-    of_both = (before.name, old_doubts or ()), (after.name, doubts)
-    named = [(name, text) for name, texts in of_both for text in texts]
+    named = [(before.name, text) for text in old_doubts or ()]
+    named += [(after.name, text) for text in doubts]
     gated = judge(compared(before, after), policy_file, today, named)
     _tell(gated, outputs)
     raise typer.Exit(gated.exit_code)
@@ -251,8 +227,7 @@ def _evidence(name: str, again: bool) -> tuple[Snapshot, list[str] | None]:
 
             doubts = verify(folder).problems
         else:
-            doubts = list(changed(folder))
-            doubts += [found.gap] if found.gap else []
+            doubts = [*filter(None, (*changed(folder), found.gap))]
         if Path(name).is_file():  # nobody knows the temporary folder that it was unpacked into
             doubts = [doubt.replace(str(folder), name) for doubt in doubts]
         return of_run(found), doubts
@@ -270,11 +245,9 @@ def _day(text: str | None) -> datetime.date:
 def _tell(gated: Gate, outputs: Outputs) -> None:
     from shardproof.compare import gate_output
 
-    for line in gate_output.lines(gated):
+    annotations = gate_output.github(gated) if outputs.annotations else ()
+    for line in (*gate_output.lines(gated), *annotations):
         echo(line)
-    if outputs.annotations:
-        for line in gate_output.github(gated):
-            echo(line)
     if (path := outputs.summary) is not None:
         before = path.read_text(encoding="utf-8") if outputs.append and path.is_file() else ""
         options.write(path, before + gate_output.summary(gated))

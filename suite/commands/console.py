@@ -42,12 +42,12 @@ def make_console() -> Console:
 
     class Heard(Console):
         def on_broken_pipe(self) -> None:  # rich would end the process with exit code 1
-            _mute(sys.stdout)
+            mute(sys.stdout)
 
     return Heard(width=None if sys.stdout.isatty() else 240, highlight=False)
 
 
-def _mute(stream: IO[str]) -> None:
+def mute(stream: IO[str]) -> None:
     """What is written to ``stream`` from now on, and what it still holds, is lost."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
@@ -64,7 +64,7 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
     try:
         typer.echo(printable(text), err=err, nl=nl)
     except BrokenPipeError:
-        _mute(sys.stderr if err else sys.stdout)
+        mute(sys.stderr if err else sys.stdout)
 
 
 class ProgressBar:
@@ -113,10 +113,6 @@ class ProgressBar:
             transient=True,
         )
 
-    def view(self) -> Iterator[Any]:
-        """What a terminal shows now; nothing elsewhere."""
-        return iter(() if self._bar is None else self._bar.get_renderables())
-
     def below(self) -> Iterator[Any]:
         """Lines below the bar."""
         return iter(())
@@ -137,11 +133,8 @@ class ProgressBar:
             self._spoke = now
             of = "" if self.total is None else f"/{self.total}"
             more = "; ".join(filter(None, (counts, self._now())))
-            print_line(
-                self.console,
-                f"  {done}{of}{unit} in {now - self._began:.0f} s{left and f', {left}'}"
-                f"{more and f': {more}'}",
-            )
+            text = f"  {done}{of}{unit} in {now - self._began:.0f} s{left and f', {left}'}"
+            print_line(self.console, text + (more and f": {more}"))
 
     def _now(self) -> str:
         """What is under way, for a line."""
@@ -179,14 +172,12 @@ class Progress(ProgressBar):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        if self._bar is None:
-            self._ticking.start()
+        self._ticking.start()
         return self
 
     def __exit__(self, *reason: object) -> None:
         self._over.set()
-        if self._bar is None:
-            self._ticking.join()
+        self._ticking.join()
         super().__exit__(*reason)
 
     def _tick(self) -> None:
@@ -219,10 +210,8 @@ class Progress(ProgressBar):
 
     def _now(self) -> str:
         now, running = time.monotonic(), [*self._running.items()]
-        if not running:
-            return ""
         named = [f"{name} ({now - began:.0f} s)" for name, began in running]
-        return f"running: {some(named, _RUNNING)}"
+        return f"running: {some(named, _RUNNING)}" if named else ""
 
     def _left(self) -> str:
         """About how long it will take: what the cases so far took for each expected second."""
@@ -238,8 +227,7 @@ class Progress(ProgressBar):
         """``case`` runs from now on."""
         with self._lock:
             self._running[case.id] = time.monotonic()
-            if self._bar is not None:
-                self._show()
+            self._show()
 
     def step(self, result: CaseResult) -> None:
         """Count one result, and name it if it is the first that breaks for its cause."""
@@ -290,9 +278,8 @@ class FaultProgress(Progress):
         return number(self.counts[word], word) if word in nouns else super()._told(word)
 
     def _word(self, result: CaseResult) -> str:
-        kind = verdicts.kind(result.verdict)
-        planted = result.case.implementation.startswith("mutants/")
         caught, passed, neither = self.words
-        if planted:
-            return caught if kind in verdicts.RED else neither
-        return passed if kind in verdicts.GREEN else neither
+        planted = result.case.implementation.startswith("mutants/")
+        wanted = verdicts.RED if planted else verdicts.GREEN
+        good = caught if planted else passed
+        return good if verdicts.kind(result.verdict) in wanted else neither

@@ -1,23 +1,94 @@
-"""The commands about evidence and this machine: ``verify``, ``merge``, ``bundle``, ``badges``,
-``doctor``.
+"""The commands about evidence and this machine: ``report``, ``verify``, ``merge``, ``bundle``,
+``badges``, ``doctor``.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from shardproof import verdicts, wings
 from shardproof.commands import options
-from shardproof.commands.console import echo
+from shardproof.commands.console import echo, make_console, print_line
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
     from shardproof.runs.merge import Merge
-    from shardproof.runs.run_folder import RunFolder
+    from shardproof.runs.run_folder import Run, RunFolder
+
+
+Format = Literal["table", "markdown", "html"]
+
+
+def report(
+    run: options.Run = None,
+    form: Annotated[Format, typer.Option("--format", help="form of the report")] = "table",
+    into: Annotated[
+        Path | None, options.output("--into", "put the Markdown between FILE's markers")
+    ] = None,
+) -> None:
+    """Show a run again, on the terminal or as a file's text on standard output.
+
+    \b
+    shardproof report
+    shardproof report 20260102-030405 --format markdown
+    shardproof report 20260102-030405.tar.gz --format html > report.html
+    shardproof report --into results/README.md
+    """
+    from shardproof.runs import integrity
+    from shardproof.runs.bundle.unpacking import open_run
+    from shardproof.runs.run_folder import read
+
+    with open_run(run) as path, integrity.damage_is_bad_input(path):
+        (integrity.require_unedited if into is None else integrity.require_unchanged)(path)
+        _report(read(path), form, into)
+
+
+def _report(run: Run, form: Format, into: Path | None) -> None:
+    from shardproof import report as reports
+    from shardproof.report.sections import of_wings
+
+    if into is not None:
+        if form == "html":
+            raise SelectionError(Problem("--into takes Markdown", "leave out --format", form))
+        if not run.cases:
+            problem = Problem("--into: nothing to put there", "name a run of cases", run.path.name)
+            raise SelectionError(problem)
+        reports.insert(reports.markdown(run), into)
+        echo(f"{into}: table of run {run.path.name}")
+    elif form == "markdown":
+        others = [section.table() for section in of_wings(run)]
+        judged = [reports.markdown(run)] if run.cases or not others else []
+        echo("\n".join([*judged, *others]), nl=False)
+    elif form == "html":
+        echo(reports.html(run), nl=False)
+    else:
+        _show(run)
+
+
+def _show(run: Run) -> None:
+    """Print the tables of ``run``."""
+    from shardproof import report as reports
+    from shardproof.report.sections import of_wings
+
+    console, others = make_console(), of_wings(run)
+    if run.cases:
+        reports.show(run.cases, console.print)
+        reports.show_broken(run.cases, console.print)
+    if run.kills:
+        reports.show_kills(run.kills, console.print)
+        print_line(console, reports.verdict_counts(run.kills))
+    for section in others:
+        section.show(console)
+    reasons = {line.id: line.reason for line in run.left_out}
+    for line in (*reports.skips(run.cases), *reports.left_out(reasons), run.unread):
+        if line:
+            print_line(console, line)
+    if run.cases or not (run.kills or others):
+        print_line(console, reports.closing(run))
 
 
 def verify(run: options.Run = None) -> None:
@@ -35,7 +106,6 @@ def verify(run: options.Run = None) -> None:
     shardproof verify results/20260102-030405
     shardproof verify 20260102-030405.tar.gz
     """
-    from shardproof.commands import supervision
     from shardproof.commands.verify import verify as verify_run
     from shardproof.commands.verify import verify_archive
     from shardproof.runs.bundle.unpacking import notes
@@ -45,7 +115,7 @@ def verify(run: options.Run = None) -> None:
         verified, listing = verify_archive(Path(run))
         about = notes(listing)
     else:
-        verified, about = verify_run(find_run(run, supervision.RESULTS)), ()
+        verified, about = verify_run(find_run(run)), ()
     for text in (*verified.problems, *about, verified.sentence()):
         echo(text)
     if verified.problems:
@@ -60,9 +130,7 @@ def merge(
     ],
     into: Annotated[
         Path | None,
-        typer.Option(
-            "--into", metavar="RUN", help="write into this new run folder", parser=options.named
-        ),
+        typer.Option("--into", metavar="RUN", help="the new run folder", parser=options.named),
     ] = None,
 ) -> None:
     """Put the parts of a selection together, as a command with `--shard I/N` left them on as many
@@ -85,50 +153,46 @@ def merge(
     shardproof merge part1 part2 part3 part4 --into results/full
     shardproof merge part*.tar.gz                                 bundles of them
     """
-    from shardproof.commands import supervision
+    from shardproof.commands.supervision import open_folder
     from shardproof.runs import merge as parts
     from shardproof.runs.bundle.unpacking import open_run
 
     options.require_new("--into", into)
     with ExitStack() as stack:
-        opened = [(name, stack.enter_context(open_run(name, supervision.RESULTS))) for name in runs]
+        opened = [(name, stack.enter_context(open_run(name))) for name in runs]
         merged = parts.plan(parts.read_part(name, path) for name, path in opened)
-        with supervision.open_folder(into) as folder:
-            raise typer.Exit(_merge(merged, folder))
+        raise typer.Exit(_merge(merged, stack.enter_context(open_folder(into))))
 
 
 def _merge(merged: Merge, folder: RunFolder) -> int:
     """Write the run, its reports, and what is to be told of it; the exit code."""
-    from shardproof.commands.console import make_console, print_line
     from shardproof.commands.supervision import Interrupts, supervised
     from shardproof.runs import junit
     from shardproof.runs import merge as parts
     from shardproof.runs.run_folder import read
-    from shardproof.wings import wings
 
     console = make_console()
 
     def body(_: Interrupts) -> int:
         parts.copy(merged, folder)
-        for wing in wings():
+        for wing in wings.wings():
             wing.after_merge(folder)
         run = read(folder.path)
-        for text in (*(part.sentence() for part in merged.parts), *merged.differences):
-            print_line(console, text)
-        for text in merged.gaps:
+        parts_told = (part.sentence() for part in merged.parts)
+        for text in (*parts_told, *merged.differences, *merged.gaps):
             print_line(console, text)
         if judged := [*run.cases, *run.mutant_cases]:
             counts = verdicts.count(judged)
             print_line(console, verdicts.summary(counts, len(run.left_out)))
         return verdicts.NOT_DECIDED if merged.gaps else verdicts.HELD
 
-    def interrupted() -> None:
-        print_line(console, f"stopped: remove {folder.path} and merge again")
+    def stopped() -> str:
+        return f"stopped: remove {folder.path} and merge again"
 
     def finish() -> None:
         folder.write("junit.xml", junit.document(read(folder.path)))
 
-    return supervised(folder, console, body, interrupted, finish)
+    return supervised(folder, console, body, stopped, finish)
 
 
 def bundle(
@@ -156,27 +220,21 @@ def bundle(
     shardproof bundle results/20260102-030405 --output evidence.tar.gz
     shardproof verify evidence.tar.gz
     """
-    from shardproof.commands import supervision
     from shardproof.runs.bundle.packing import pack
     from shardproof.runs.bundle.unpacking import notes
     from shardproof.runs.integrity import damage_is_bad_input
     from shardproof.runs.run_folder import find_run, read
 
-    folder = find_run(run, supervision.RESULTS)
+    folder = find_run(run)
     with damage_is_bad_input(folder):
         reports = _reports(folder)
     packed = pack(folder, output, reports, force)
     listing = packed.listing
-    echo(
-        f"{packed.path}: {len(listing.members)} files of {listing.bytes / 1e6:.1f} MB "
-        f"in {packed.bytes / 1e6:.1f} MB"
-    )
-    for text in notes(listing):
+    held = f"{len(listing.members)} files of {listing.bytes / 1e6:.1f} MB"
+    echo(f"{packed.path}: {held} in {packed.bytes / 1e6:.1f} MB")
+    left_out = [f"left out: {name}" for name in listing.left_out]
+    for text in filter(None, (*notes(listing), *left_out, read(folder).gap)):
         echo(text)
-    for name in listing.left_out:
-        echo(f"left out: {name}")
-    if gap := read(folder).gap:
-        echo(gap)
 
 
 def _reports(folder: Path) -> dict[str, str]:
@@ -214,13 +272,12 @@ def badges(
     shardproof badges results/20260102-030405 --output docs/badges
     shardproof badges 20260102-030405.tar.gz
     """
-    from shardproof.commands import supervision
     from shardproof.report import badges as drawing
     from shardproof.runs.bundle.unpacking import open_run
     from shardproof.runs.integrity import require_unchanged
     from shardproof.runs.run_folder import read
 
-    with open_run(run, supervision.RESULTS) as folder:
+    with open_run(run) as folder:
         require_unchanged(folder)
         found = read(folder)
         if found.gap:
@@ -244,13 +301,13 @@ def doctor(
 
     Exit code 0: ready; 3: something has to be done first.
     """
-    from shardproof.commands import supervision
     from shardproof.commands.doctor import examine
+    from shardproof.commands.supervision import RESULTS
 
     if of_cluster and "cluster" not in wings.names():
         raise wings.absent("cluster", "--cluster")
     ready = True
-    for finding in examine(supervision.RESULTS, thorough=of_cluster):
+    for finding in examine(RESULTS, thorough=of_cluster):
         ready = ready and finding.state != "bad"
         echo(f"{finding.state:4}  {finding.what}: {finding.found}")
         if finding.remedy:

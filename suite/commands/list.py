@@ -3,74 +3,54 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from shardproof import verdicts
 from shardproof.commands import options
-from shardproof.commands.console import echo
+from shardproof.commands.console import echo, make_console, print_line
+from shardproof.commands.options import option
 from shardproof.errors import Problem, SelectionError
-from shardproof.table import number
 
 if TYPE_CHECKING:
     from shardproof.case import Case
     from shardproof.coverage.pairs import Coverage
+    from shardproof.coverage.triples import Triples
+    from shardproof.table import Table
 
-Entries = list[tuple[str, str]]
+Entries = Iterable[tuple[str, str]]
 
-What = Literal[
-    "impls",
-    "strategies",
-    "backends",
-    "scenarios",
-    "cases",
-    "coverage",
-    "mutants",
-    "checks",
-    "traits",
-]
-#: What the filters of `run` apply to.
+#: What has names of its own, and what the filters of `run` apply to.
+Named = Literal["impls", "strategies", "backends", "scenarios", "mutants", "checks", "traits"]
+What = Literal[Named, "cases", "coverage"]
 _OF_CASES = ("cases", "coverage")
 
 
-def implementations() -> Entries:
+def impls() -> Entries:
     """Every implementation but mutants; none of them is imported."""
     from shardproof import registry
 
-    return [(name, "") for name in registry.names()]
+    return ((name, "") for name in registry.names())
 
 
 def strategies() -> Entries:
-    """Every strategy that can be used: its family, its axes and where its formulas come from."""
-    from shardproof import strategies as known
-    from shardproof.costs import cost_model_class
+    """Every strategy that can be used: its family, its axes and where its formulas come from.
 
-    rows = []
-    for name in known.names():
-        with suppress(known.BrokenStrategy):  # `list` ends with what is wrong
-            record, source = known.of(name), " ".join(cost_model_class(name).source.split())
-            kinds = (f"family {record.family}" if record.family else "", ", ".join(record.axes))
-            rows.append((name, ": ".join(("; ".join(filter(None, kinds)), source))))
-    return rows
-
-
-def _require_usable_strategies() -> None:
-    """Name the strategies that installed packages register and that cannot be used.
-
-    :raises BrokenStrategy: there are some.
+    :raises BrokenStrategy: at the end, of those that installed packages register: some cannot be.
     """
     from shardproof import strategies as known
     from shardproof.costs import cost_model_class
 
-    problems = []
-    for name in known.registered_names():
+    problems: list[Problem] = []
+    for name in known.names():
         try:
-            known.registered(name)
-            cost_model_class(name)
+            record, source = known.of(name), " ".join(cost_model_class(name).source.split())
+            kinds = (f"family {record.family}" if record.family else "", ", ".join(record.axes))
+            yield name, ": ".join(("; ".join(filter(None, kinds)), source))
+            if name in known.registered_names():  # it may be one of the suite's
+                known.registered(name)
         except known.BrokenStrategy as error:
             problems += error.problems
     if problems:
@@ -81,10 +61,9 @@ def backends() -> Entries:
     """Backends and whether this machine has them."""
     from shardproof.backends import BACKENDS
 
-    return [
-        (name, f"not usable here: {reason}" if (reason := backend.available()) else "usable here")
-        for name, backend in BACKENDS.items()
-    ]
+    for name, backend in BACKENDS.items():
+        reason = backend.available()
+        yield name, f"not usable here: {reason}" if reason else "usable here"
 
 
 def scenarios() -> Entries:
@@ -93,71 +72,41 @@ def scenarios() -> Entries:
     from shardproof.scenarios.load import default_folder, files_of_wings, find
 
     folder = default_folder()
-    files = find([str(folder)])
-    judged = [(file.name, " ".join(file.scenario.about.split())) for file in files]
+    for file in find([str(folder)]):
+        yield file.name, " ".join(file.scenario.about.split())
     for path, kind in files_of_wings(folder).items():
         about = " ".join(str(source.read(path).plain().get("about", "")).split())
-        judged.append(
-            (f"{path.parent.name}/{path.stem}", f"{kind.done} by `{kind.command}`: {about}")
-        )
-    return judged
+        yield f"{path.parent.name}/{path.stem}", f"{kind.done} by `{kind.command}`: {about}"
 
 
 def mutants() -> Entries:
     """Planted faults."""
     from shardproof import registry
 
-    names = registry.mutant_names()
-    declared = [registry.load_mutant(name) for name in names]
-    return [
-        (name, f"{fault.summary} [{fault.parent}; killed by {', '.join(fault.killed_by)}]")
-        for name, fault in zip(names, declared, strict=True)
-    ]
+    for name in registry.mutant_names():
+        fault = registry.load_mutant(name)
+        yield name, f"{fault.summary} [{fault.parent}; killed by {', '.join(fault.killed_by)}]"
 
 
 def checks() -> Entries:
     """Checks and what they say of themselves."""
     from shardproof import checks as package
 
-    return [(name, " ".join(text.split())) for name, text in package.summaries().items()]
+    return ((name, " ".join(text.split())) for name, text in package.summaries().items())
 
 
 def traits() -> Entries:
     """Trigger conditions that a workload can carry."""
     from shardproof.workloads import TRAITS
 
-    return [(name, trait.about) for name, trait in TRAITS.items()]
+    return ((name, trait.about) for name, trait in TRAITS.items())
 
 
 #: By the word that ``shardproof list`` takes.
 LISTS: Mapping[str, Callable[[], Entries]] = {
-    "impls": implementations,
-    "strategies": strategies,
-    "backends": backends,
-    "scenarios": scenarios,
-    "mutants": mutants,
-    "checks": checks,
-    "traits": traits,
+    function.__name__: function
+    for function in (impls, strategies, backends, scenarios, mutants, checks, traits)
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfCoverage:
-    """Options of ``list coverage``."""
-
-    campaign: Annotated[
-        int | None,
-        typer.Option(
-            "--campaign",
-            metavar="N",
-            min=1,
-            max=100_000,
-            help="of coverage: what N random cases from --seed meet",
-        ),
-    ] = None
-    triples: Annotated[
-        bool, typer.Option("--triples", help="of coverage: triples of what touches communication")
-    ] = False
 
 
 @options.grouped(tier="full")
@@ -165,7 +114,10 @@ def list_(
     what: Annotated[What, typer.Argument(help="what to list")],
     *,
     filters: options.Filters,
-    of_coverage: OfCoverage,
+    campaign: options.Campaign = None,
+    triples: bool = option(
+        False, "--triples", help="of coverage: triples of what touches communication"
+    ),
 ) -> None:
     """List what there is. Piped, one full name a line; the filters of `run` apply to cases.
 
@@ -187,91 +139,78 @@ def list_(
     shardproof list coverage --campaign 2000 --seed 7
     shardproof list coverage --impl reference/zero3 | grep -P 'tied\\t'
     """
-    campaign, triples = of_coverage.campaign, of_coverage.triples
     if triples and what != "coverage":
         raise SelectionError(Problem("--triples belongs to `list coverage`", "leave it out", what))
     if campaign is not None:
         given = {f"list {what}": what != "coverage", **filters.given(), "--triples": triples}
         problem = "--campaign belongs to `list coverage` and draws its own cases"
         options.refuse(given, problem, campaign)
-        _list_campaign(campaign, filters.seed or 0, filters.impl or ())
+        count, seed, impl = campaign, filters.seed or 0, filters.impl or ()
+        drawn = options.of_campaign(lambda wing: wing.coverage(count, seed, impl))
+        _show_pairs(*drawn, "not drawn")
+        if not sys.stdout.isatty():
+            echo(drawn[1], err=True)
         return
     is_whole = not (any(filters.given().values()) or filters.impl or filters.seed is not None)
-    if what in _OF_CASES:
-        from shardproof.scenarios.vocabulary import installed
-
-        cases = filters.selection().cases(installed())
-        if triples:
-            _list_triples(cases)
-            return
-        if what == "coverage":
-            _list_coverage(cases, is_whole=is_whole and filters.tier == "full")
-            return
-        rows = [(case.id, "") for case in cases]
+    if what == "coverage":
+        _list_coverage(filters.cases(), is_whole and filters.tier == "full", triples)
+    elif what == "cases":
+        _show((case.id, "") for case in filters.cases())
     elif not is_whole:
         names = " and ".join(f"`list {name}`" for name in _OF_CASES)
         raise SelectionError(Problem(f"filters belong to {names}", "leave them out", what))
     else:
-        rows = LISTS[what]()
-    width = max((len(name) for name, about in rows if about), default=0)
-    for name, about in rows:
-        echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)
-    if what == "strategies":
-        _require_usable_strategies()
+        _show(LISTS[what]())
 
 
-def _list_coverage(cases: Sequence[Case], is_whole: bool) -> None:
-    """Print the coverage of ``cases``; those of all scenarios may leave no pair open."""
-    from shardproof.coverage import pairs
+def _show(entries: Entries) -> None:
+    """Print each, also where an error ends them early."""
+    rows: list[tuple[str, str]] = []
+    try:
+        for entry in entries:
+            rows.append(entry)
+    finally:
+        width = max((len(name) for name, about in rows if about), default=0)
+        for name, about in rows:
+            echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)
 
+
+def _list_coverage(cases: Sequence[Case], is_whole: bool, of_three: bool) -> None:
+    """Print the pairs, or triples, of ``cases``; those of all scenarios may leave no pair open."""
+    from shardproof.coverage import pairs, triples
+
+    if of_three:
+        found = triples.table(pairs.taken(cases))
+        rows = ((*one, *_counts(found, one)) for one in sorted(found.met | {*found.open}))
+        _show_table(found.by_strategy(), found.sentence(), rows)
+        return
     coverage = pairs.table(pairs.taken(cases))
     lacks = "open" if is_whole else "no case among these"
-    _print_coverage(coverage, lacks, coverage.sentence(lacks))
+    _show_pairs(coverage, coverage.sentence(lacks), lacks)
     if is_whole and coverage.open:
         raise typer.Exit(verdicts.BROKEN)
 
 
-def _print_coverage(coverage: Coverage, lacks: str, sentence: str) -> None:
-    if sys.stdout.isatty():
-        from shardproof.commands.console import make_console, print_line
+def _show_pairs(coverage: Coverage, sentence: str, lacks: str) -> None:
+    def row(pair: tuple[str, str]) -> tuple[object, ...]:
+        counts = _counts(coverage, pair)
+        return *pair, *counts, "" if any(counts) else coverage.why_empty(pair) or lacks
 
+    _show_table(coverage.by_feature(lacks), sentence, map(row, coverage.pairs))
+
+
+def _counts(found: Coverage | Triples, of: Any) -> tuple[int, int]:
+    """Cases of the quick tier and of the full one."""
+    return found.quick.get(of, 0), found.full.get(of, 0)
+
+
+def _show_table(table: Table, sentence: str, rows: Iterable[tuple[object, ...]]) -> None:
+    """Print table and sentence; piped, the ``rows``, with tabs between."""
+
+    if sys.stdout.isatty():
         console = make_console()
-        console.print(coverage.by_feature(lacks))
+        console.print(table)
         print_line(console, sentence)
         return
-    for trigger, feature in coverage.pairs:
-        pair = trigger, feature
-        counts = coverage.quick.get(pair, 0), coverage.full.get(pair, 0)
-        why = "" if any(counts) else coverage.why_empty(pair) or lacks
-        echo("\t".join((trigger, feature, *map(str, counts), why)))
-
-
-def _list_campaign(count: int, seed: int, patterns: Sequence[str]) -> None:
-    """Print which pairs of the table ``count`` random cases meet, and how many: on stderr."""
-    from shardproof import campaign
-    from shardproof.coverage import pairs
-
-    cases = [replace(case, tier="full") for case in campaign.first_cases(count, seed, patterns)]
-    others = campaign.varied_cases(patterns)
-    coverage, wanted = pairs.table(cases, others), pairs.table(others).met
-    share = f"{len(coverage.met & wanted):,} of {len(wanted):,} pairs that a scenario meets"
-    sentence = f"{number(count, 'case')} drawn from seed {seed}: {share}"
-    _print_coverage(coverage, "not drawn", sentence)
-    if not sys.stdout.isatty():
-        echo(sentence, err=True)
-
-
-def _list_triples(cases: Sequence[Case]) -> None:
-    """Print what of the triples ``cases`` meet."""
-    from shardproof.commands.console import make_console, print_line
-    from shardproof.coverage import pairs, triples
-
-    found = triples.table(pairs.taken(cases))
-    if sys.stdout.isatty():
-        console = make_console()
-        console.print(found.by_strategy())
-        print_line(console, found.sentence())
-        return
-    for triple in sorted(found.met | {*found.open}):
-        counts = found.quick.get(triple, 0), found.full.get(triple, 0)
-        echo("\t".join((*triple, *map(str, counts))))
+    for row in rows:
+        echo("\t".join(map(str, row)))

@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -26,12 +27,11 @@ from shardproof.commands import (
     list,
     mutants,
     options,
-    report,
     reproduce,
     run,
     scenario_files,
 )
-from shardproof.commands.console import echo
+from shardproof.commands.console import echo, mute
 from shardproof.errors import InputError, Problem
 from shardproof.files import UNWRITABLE
 
@@ -74,28 +74,28 @@ app = typer.Typer(
     help=_HELP.format(examples="\n".join(line for wing in wings.wings() for line in wing.examples)),
 )
 
-app.command()(run.run)
-app.command("list")(list.list_)
-app.command(short_help="Write test, policy, baseline and workflow for your own.")(init.init)
-app.command(short_help="Check scenario files.")(scenario_files.check_scenario)
-app.command()(scenario_files.schema)
-app.command(short_help="Plant every fault and see its check catch it.")(mutants.mutants)
-app.command()(report.report)
-app.command(short_help="Judge a run again from its records.")(evidence.verify)
-app.command(short_help="Put parts of a cut selection together into one run.")(evidence.merge)
-app.command(short_help="Pack a run into one archive that verify accepts anywhere.")(evidence.bundle)
-app.command(short_help="Draw a run's verdicts as SVG badges.")(evidence.badges)
-app.command(short_help="Look for what would make runs fail here.")(evidence.doctor)
-app.command(short_help="Run a run's cases again here, and say what comes out the same.")(
-    reproduce.reproduce
-)
-app.command(short_help="Say what differs between runs.")(compare.compare)
-app.command(short_help="Judge a run beside a baseline, by a policy.")(compare.gate)
-app.add_typer(
-    checkpoint.checkpoints,
-    name="checkpoint",
-    short_help="Inspect, verify, diff, convert checkpoints.",
-)
+#: Name -> a command, and how the list of commands describes it; empty: by its first sentence.
+_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "run": (run.run, ""),
+    "list": (list.list_, ""),
+    "init": (init.init, "Write test, policy, baseline and workflow for your own."),
+    "check-scenario": (scenario_files.check_scenario, "Check scenario files."),
+    "schema": (scenario_files.schema, ""),
+    "mutants": (mutants.mutants, "Plant every fault and see its check catch it."),
+    "report": (evidence.report, ""),
+    "verify": (evidence.verify, "Judge a run again from its records."),
+    "merge": (evidence.merge, "Put parts of a cut selection together into one run."),
+    "bundle": (evidence.bundle, "Pack a run into one archive that verify accepts anywhere."),
+    "badges": (evidence.badges, "Draw a run's verdicts as SVG badges."),
+    "doctor": (evidence.doctor, "Look for what would make runs fail here."),
+    "reproduce": (reproduce.reproduce, "Run a run's cases again, and say what is the same."),
+    "compare": (compare.compare, "Say what differs between runs."),
+    "gate": (compare.gate, "Judge a run beside a baseline, by a policy."),
+}
+for name, (command, about) in _COMMANDS.items():
+    app.command(name, short_help=about or None)(command)
+about = "Inspect, verify, diff, convert checkpoints."
+app.add_typer(checkpoint.checkpoints, name="checkpoint", short_help=about)
 for wing in wings.wings():
     wing.add_commands(app)
 
@@ -146,9 +146,7 @@ def main(command: typer.Typer = app) -> None:
         if error.errno not in (errno.EPIPE, *UNWRITABLE):
             raise
         if error.filename is None:
-            # Standard output: its disk is full, or the reader of the pipe went away (`| head`).
-            # Flushing at exit must not complain again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            mute(sys.stdout)  # its disk is full, or the reader of the pipe went away (`| head`)
         if error.errno == errno.EPIPE:
             sys.exit(verdicts.HELD)
         where = str(error.filename or "standard output")

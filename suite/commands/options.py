@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 import typer
 
-from shardproof import wings
+from shardproof import verdicts, wings
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError, printable
 from shardproof.files import why_not_writable, write_whole
 
 if TYPE_CHECKING:
+    from shardproof.case import Case
     from shardproof.cases.runner import CaseHost
+    from shardproof.launch.nodes import Nodes
     from shardproof.runs.shard import Shard
     from shardproof.scenarios.selection import Selection
     from shardproof.wings import CaseHosts
@@ -33,12 +35,12 @@ def grouped(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Turn dataclasses among the parameters of a command into options.
 
     A group of options is a frozen dataclass whose fields are annotated like parameters of a
-    command.  A command with a parameter of that class is shown to typer with one parameter for each
-    field in its place, and is called with an instance::
+    command, or are :func:`option`.  A command with a parameter of that class is shown to typer with
+    one parameter for each field in its place, and is called with an instance::
 
         @dataclass(frozen=True, kw_only=True)
         class Blocks:
-            blocks: Annotated[int, typer.Option("--blocks", min=2)] = 24
+            blocks: int = option(24, "--blocks", min=2)
 
         @options.grouped()
         def bench(names: Names = None, *, how: Blocks) -> None: ...
@@ -52,9 +54,11 @@ def grouped(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
         for name, parameter in signature(command, eval_str=True).parameters.items():
             if is_dataclass(parameter.annotation):
                 groups[name] = parameter.annotation
-                shown += _parameters(parameter.annotation, defaults)
+                types = get_type_hints(parameter.annotation, include_extras=True)
+                own = fields(parameter.annotation)
+                shown += (_parameter(one.name, types[one.name], one, defaults) for one in own)
             else:
-                shown.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+                shown.append(_parameter(name, parameter.annotation, parameter.default, defaults))
 
         @wraps(command)
         def called(**given: Any) -> R:
@@ -69,16 +73,26 @@ def grouped(**defaults: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
     return decorate
 
 
-def _parameters(group: Any, defaults: dict[str, Any]) -> Iterator[Parameter]:
-    types = get_type_hints(group, include_extras=True)
-    for one in fields(group):
-        default = defaults.get(one.name, one.default)
-        yield Parameter(
-            one.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if default is MISSING else default,
-            annotation=types[one.name],
-        )
+def option(default: Any, *flags: str, **about: Any) -> Any:
+    """A field of a group, or a parameter of a command that :func:`grouped` decorates: an option.
+
+    ``about``: as of ``typer.Option``.
+    """
+    return field(default=default, metadata={"typer": typer.Option(*flags, **about)})
+
+
+def output_option(flag: str, about: str) -> Any:
+    """The option ``flag`` of a file to write, none by default; see :func:`output`."""
+    return field(default=None, metadata={"typer": output(flag, about)})
+
+
+def _parameter(name: str, kind: Any, default: Any, defaults: Mapping[str, Any]) -> Parameter:
+    """What typer is shown of a parameter, or of a field (its ``default``)."""
+    if isinstance(default, Field):
+        kind = Annotated[kind, default.metadata["typer"]] if default.metadata else kind
+        default = Parameter.empty if default.default is MISSING else default.default
+    default = defaults.get(name, default)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def given(context: typer.Context) -> dict[str, Any]:
@@ -96,47 +110,34 @@ Scenarios = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SCENARIO",
-        help="files, folders, scenario names or case ids (default: the folders conformance and "
-        "checkpoint of scenarios/)",
+        help="files, folders, scenario names or case ids (default: conformance and checkpoint)",
     ),
 ]
 Impl = Annotated[
     list[str] | None,
     typer.Option("--impl", metavar="P", help="glob on implementations, or package.module:Class"),
 ]
-Like = Annotated[
-    str,
-    typer.Option(
-        "--like", metavar="P", help="glob: your class takes these systems' cells and their options"
-    ),
-]
 BackendOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--backend",
-        metavar="B",
-        help="communication backend; mpi, nccl and gloo_cuda take over the cells of others",
-    ),
+    typer.Option("--backend", metavar="B", help="mpi, nccl and gloo_cuda take over others' cells"),
 ]
 World = Annotated[list[int] | None, typer.Option("--world", metavar="N", help="number of ranks")]
 Expression = Annotated[
     str,
-    typer.Option(
-        "-k", metavar="EXPR", help="words of case ids with and, or, not, ( ): pytest's -k"
-    ),
+    typer.Option("-k", metavar="EXPR", help="words of ids with and, or, not, ( ): pytest's -k"),
 ]
 Tier = Annotated[TierName, typer.Option("--tier", help="the quick subset, or all cases")]
 Seed = Annotated[
     int | None,
-    typer.Option(
-        "--seed", metavar="S", min=0, max=2**31 - 1, help="another seed for every workload"
-    ),
+    typer.Option("--seed", metavar="S", min=0, max=2**31 - 1, help="another seed of workloads"),
+]
+Campaign = Annotated[
+    int | None,
+    typer.Option("--campaign", metavar="N", min=1, max=100_000, help="N random cases of --seed"),
 ]
 Budget = Annotated[
     float | None,
-    typer.Option(
-        "--budget", metavar="MIN", min=0.01, help="minutes; what does not fit is left out and named"
-    ),
+    typer.Option("--budget", metavar="MIN", min=0.01, help="minutes; names what does not fit"),
 ]
 
 Jobs = Annotated[
@@ -146,10 +147,16 @@ Jobs = Annotated[
 
 ShardOption = Annotated[
     str | None,
-    typer.Option(
-        "--shard", metavar="I/N", help="part I of N of the selection, for `shardproof merge`"
-    ),
+    typer.Option("--shard", metavar="I/N", help="part I of N, for `shardproof merge`"),
 ]
+
+
+def of_campaign(ask: Callable[[wings.Wing], R | None]) -> R:
+    """What the wing that draws random cases answers.
+
+    :raises SelectionError: this tree does not have that wing.
+    """
+    return wings.required("campaign", "--campaign", ask)
 
 
 def case_hosts(where: str) -> CaseHosts:
@@ -157,9 +164,7 @@ def case_hosts(where: str) -> CaseHosts:
 
     :raises SelectionError: it names none.
     """
-    if (found := wings.first(lambda wing: wing.case_hosts(where))) is None:
-        raise wings.absent("cluster", "--on")
-    return found
+    return wings.required("cluster", "--on", lambda wing: wing.case_hosts(where))
 
 
 def _place(where: str | None) -> str | None:
@@ -167,17 +172,6 @@ def _place(where: str | None) -> str | None:
     if where is not None:
         case_hosts(where)
     return where
-
-
-On = Annotated[
-    str | None,
-    typer.Option(
-        "--on",
-        metavar="CLUSTER",
-        callback=_place,
-        help="judge on a Ray cluster: ray (that of this machine, or a new one) or ray://HOST[:PORT]",
-    ),
-]
 
 
 @contextmanager
@@ -192,6 +186,21 @@ def joined(where: str | None, jobs: int | None) -> Iterator[CaseHost | None]:
     with case_hosts(where)(jobs) as there:
         echo(str(there), err=True)
         yield there
+
+
+def wait_for(nodes: Nodes | None) -> None:
+    """Return once the agents of all nodes are there.
+
+    :raises typer.Exit: one does not come; told.
+    """
+    from shardproof.launch.nodes import NodeGone
+
+    if nodes is not None:
+        try:
+            nodes.wait()
+        except NodeGone as error:
+            echo(f"precondition: {error}", err=True)
+            raise typer.Exit(verdicts.NOT_DECIDED) from None
 
 
 def shard_of(text: str | None) -> Shard | None:
@@ -241,9 +250,7 @@ def write(path: Path, text: str) -> None:
 
 Results = Annotated[
     Path | None,
-    typer.Option(
-        "--results", metavar="RUN", help="write into this run folder, new or old", parser=named
-    ),
+    typer.Option("--results", metavar="RUN", help="run folder to write, new or old", parser=named),
 ]
 #: A run that is looked at.
 Run = Annotated[
@@ -270,6 +277,24 @@ class Session:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HowRun:
+    """Where and how far cases are run, and what is written beside the run folder."""
+
+    on: str | None = option(
+        None, "--on", metavar="RAY", callback=_place, help="judge on a Ray cluster: ray, ray://HOST"
+    )
+    fail_fast: int | None = option(
+        None, "--fail-fast", metavar="N", min=1, help="start no case any more once N have broken"
+    )
+    junit: Path | None = output_option("--junit", "write JUnit XML there, too")  # noqa: RUF009
+    dry_run: bool = option(False, "--dry-run", help="print what would run, and run nothing")
+
+
+#: All cases, on this machine.
+WHOLE = HowRun()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Filters:
     """What chooses cases of scenarios, in all commands that do."""
 
@@ -277,7 +302,9 @@ class Filters:
     impl: Impl = None
     backend: BackendOption = None
     world: World = None
-    like: Like = ""
+    like: str = option(
+        "", "--like", metavar="P", help="glob: your class takes these systems' cells and options"
+    )
     expression: Expression = ""
     tier: Tier = "quick"
     seed: Seed = None
@@ -306,6 +333,15 @@ class Filters:
             seed=self.seed,
             like=self.like,
         )
+
+    def cases(self) -> list[Case]:
+        """The cases of scenarios that the filters mean.
+
+        :raises InputError: a faulty scenario file, an unknown name, or no match.
+        """
+        from shardproof.scenarios.vocabulary import installed
+
+        return self.selection().cases(installed())
 
 
 def refuse(given: Mapping[str, object], what: str, value: object = "") -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+import shlex
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -15,15 +19,7 @@ from shardproof.by_path import only_in_programs
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.checks import GENERAL
 from shardproof.checks.results import OF_THIS_RUN, CaseResult
-from shardproof.commands.prove_arguments import (
-    are,
-    are_folders,
-    dtype_name,
-    is_ones_own,
-    rerun,
-    several,
-)
-from shardproof.contract import OptimizerSpec, Options
+from shardproof.contract import GroupSpec, OptimizerSpec, Options, ScalerSpec
 from shardproof.errors import InputError, Problem, ScenarioError, SelectionError
 from shardproof.registry import adapters
 
@@ -31,6 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
+    from shardproof.cases.runner import Session
     from shardproof.contract import Implementation
     from shardproof.workloads.own import OwnWorkload
 
@@ -133,85 +130,42 @@ def prove(
         be loaded, a value that is not valid, a lane without a form of the workload, or several axes
         and neither ``axis`` nor ``meshes``.
     """
-    import torch
-
     from shardproof import registry
     from shardproof.cases import kinds
     from shardproof.cases.kinds.kind import UntrainedKind
+    from shardproof.cases.kinds.samples import workload as samplers
     from shardproof.cases.runner import Session
 
     only_in_programs()
-    are({"options": options, "precision": precision}, Mapping, "a mapping")
-    are_folders(results)
-    named = {"dtype": dtype} | {f"precision[{key!r}]": of for key, of in (precision or {}).items()}
-    are(named, (str, torch.dtype), "the name of a dtype, such as 'float32'")
-    built = None if dtype is None else dtype_name(dtype)
-    lowered = {key: dtype_name(of) for key, of in (precision or {}).items()}
-    things = {"hook": hook, "state": state, "schedule": schedule, "tensor_plan": tensor_plan}
-    things["sampler"] = sampler
+    _are({"options": options, "precision": precision}, Mapping, "a mapping")
+    _are_folders(results)
+    built, lowered = _dtypes(dtype, precision or {})
     if sampler is not None and workload is None:
         workload = kinds.SAMPLES.name
-    called = None if workload is None else kinds.of(_spec(workload, ()))
-    if isinstance(called, UntrainedKind):
+    spec = None if workload is None else _spec(workload, ())
+    if spec is not None and isinstance(kind := kinds.of(spec), UntrainedKind):
         axis = axis or cutting("samples")
         lanes = ("bitwise",) if lanes == ("fp64",) else lanes
-        checks = (called.only_check,) if checks == GENERAL else checks
-    data: str | OptimizerSpec
-    path = isinstance(optimizer, str) and ":" in optimizer
-    if isinstance(optimizer, OptimizerSpec | str) and not path:
-        data = optimizer
-        if settings is not None:
-            remedy = "give it beside a function of your own; optimizer='adamw' says all by itself"
-            raise SelectionError(Problem("settings= belongs to optimizer=", remedy))
-    else:
-        is_ones_own(optimizer, implementation)
-        things["optimizer"], data = optimizer, settings or "sgd"
+        checks = (kind.only_check,) if checks == GENERAL else checks
+    things = {"hook": hook, "state": state, "schedule": schedule, "tensor_plan": tensor_plan}
+    things["sampler"] = sampler
+    data = _trained_by(optimizer, settings, implementation, things)
     name, options = adapters.subject(implementation, things, options or {})
     registry.check(name)
-    choice = {"name": name, **({"options": options, "label": "given"} if options else {})}
-
-    dtypes = {**({} if built is None else {"built": built}), **lowered}
-    policy = {"precision": {"label": "-".join(dtypes.values()), **dtypes}} if dtypes else {}
+    traits, checks = tuple(_several(traits)), tuple(_several(checks))
+    call = ProveCall(spec, traits, data, built, lowered, options, checks, depth, steps, deadline)
+    matrix = call.matrix(name, clip)
+    if workload == kinds.SAMPLES.name:
+        usual = samplers.USUAL.items()
+        matrix["workload"] = [{"label": label, "params": knobs} for label, knobs in usual]
 
     def expanded(along: str, on: Sequence[str]) -> list[Case]:
-        places = [
-            (mesh, backend)
-            for mesh in several(meshes) or [{along: world} for world in several(worlds)]
-            for backend in on
-        ]
-        # World by world, each with its lanes: the order of the arguments, not that of scenarios.
-        # By id, for a value may be given twice.
-        by_id = {
-            case.id: case
-            for mesh, backend in places
-            for lane in several(lanes)
-            for case in _cases_of(
-                {
-                    "name": "prove",
-                    "about": "cases of one call of prove()",
-                    "sees": "whatever the checks see",
-                    "workload": _workload(workload, traits, lane),
-                    "matrix": {
-                        "implementation": choice,
-                        "backend": backend,
-                        "mesh": mesh,
-                        "clip": _clips(clip, data),
-                        "lane": lane,
-                        **policy,
-                        **_trained_by(data, lane, called is None or called.trains),
-                        **_variants(workload),
-                    },
-                    "checks": several(checks),
-                    "steps": steps,
-                    "deadline": deadline,
-                }
-            )
-        }
-        return list(by_id.values())
+        shapes = _several(meshes) or [{along: world} for world in _several(worlds)]
+        return call.cases(matrix, shapes, on, _several(lanes))
 
     # Once before a process starts, so that bad values are refused at once.
     along = cutting("samples") if axis is None else axis
-    on = [USUAL] if backends is None else several(backends)
+    on = [USUAL] if backends is None else _several(backends)
     cases = expanded(along, on)
     if not cases:
         raise SelectionError(Problem("nothing to judge", "name a world, a backend and a lane"))
@@ -229,30 +183,165 @@ def prove(
                 on = [USUAL_PROCESSES if USUAL_PROCESSES in usable else usable[0]]
             cases = expanded(along, on)
         cases = session.with_found_traits([replace(case, depth=depth) for case in cases])
-        if results is None:
-            judged, _ = session.run(cases, lambda result: None)
-        else:
-            from shardproof import verdicts
-            from shardproof.runs.run_folder import RunFolder, require_run_or_new
-
-            require_run_or_new(Path(results))
-            with RunFolder(Path(results), ["prove"]) as folder:
-                folder.plan(cases)
-                judged, _ = session.run(cases, folder.add, on_account=folder.keep)
-                folder.close(verdicts.exit_code(verdicts.count(judged)))
-    call = {
-        "workload": workload if workload is None else _spec(workload, ()),
-        "traits": tuple(several(traits)),
-        "optimizer": data,
-        "dtype": built,
-        "precision": lowered,
-        "options": options,
-        "checks": tuple(several(checks)),
-        "depth": depth,
-        "steps": steps,
-        "deadline": deadline,
-    }
+        judged = _judged(session, cases, results)
     return _frame(judged, cases, call)
+
+
+@dataclass(frozen=True)
+class ProveCall:
+    """What is the same in all cases of one call of :func:`prove`; fields are its arguments."""
+
+    workload: WorkloadSpec | None
+    traits: Sequence[str]
+    optimizer: str | OptimizerSpec
+    dtype: str | None
+    precision: Mapping[str, str]
+    options: Options
+    checks: Sequence[str]
+    depth: str
+    steps: int
+    deadline: float
+
+    def matrix(self, name: str, clip: Any) -> dict[str, Any]:
+        """The part of a scenario's matrix that all cases have; an optimizer's own norm stands where
+        ``clip`` is off.
+        """
+        own = None if isinstance(self.optimizer, str) else self.optimizer.clip_norm
+        dtypes = {**({} if self.dtype is None else {"built": self.dtype}), **self.precision}
+        given = {"options": self.options, "label": "given"} if self.options else {}
+        return {
+            "implementation": {"name": name, **given},
+            "clip": list(dict.fromkeys(own if norm is None else norm for norm in _several(clip))),
+            **({"precision": {"label": "-".join(dtypes.values()), **dtypes}} if dtypes else {}),
+        }
+
+    def cases(
+        self,
+        matrix: Mapping[str, Any],
+        meshes: Sequence[Mapping[str, int]],
+        backends: Sequence[str],
+        lanes: Sequence[Lane],
+    ) -> list[Case]:
+        """The cases on each mesh and backend in each lane, in this order, each id once."""
+        from shardproof.cases import kinds
+
+        trains = self.workload is None or kinds.of(self.workload).trains
+        by_id: dict[str, Case] = {}
+        for mesh, backend, lane in itertools.product(meshes, backends, lanes):
+            trained = {"optimizer": self._optimizer(lane)} if trains else {}
+            scenario = {
+                "name": "prove",
+                "about": "cases of one call of prove()",
+                "sees": "whatever the checks see",
+                "workload": self._workload(lane),
+                "matrix": {**matrix, "backend": backend, "mesh": mesh, "lane": lane, **trained},
+                "checks": self.checks,
+                "steps": self.steps,
+                "deadline": self.deadline,
+            }
+            by_id |= {case.id: case for case in _cases_of(scenario)}
+        return list(by_id.values())
+
+    def _workload(self, lane: Lane) -> dict[str, Any]:
+        """What ``lane`` trains, as a scenario says it."""
+        from shardproof.workloads import in_lane
+
+        workload: str | WorkloadSpec | None = self.workload
+        if workload is None:
+            valid = in_lane(lane)
+            workload = DEFAULT_WORKLOAD if DEFAULT_WORKLOAD in valid else valid[0]
+        spec = _spec(workload, self.traits)
+        return asdict(spec) | {"traits": list(spec.traits)}
+
+    def _optimizer(self, lane: Lane) -> dict[str, Any]:
+        """As a scenario says it; by name in lane dyadic: plain SGD, scaled by a power of two."""
+        optimizer = self.optimizer
+        name = optimizer if isinstance(optimizer, str) else optimizer.name
+        if lane == "dyadic" and name == "adamw":
+            what = "lane dyadic has exact sums with plain SGD only"
+            raise SelectionError(Problem(what, "optimizer='sgd', or other lanes", name))
+        if not isinstance(optimizer, str):
+            return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
+        return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else BY_NAME)}
+
+    def rerun(self, case: Case) -> str:
+        """A command that judges ``case`` alone."""
+        from shardproof.cases import kinds
+
+        usual = inspect.signature(prove).parameters
+        arguments: dict[str, Any] = {
+            "meshes": [dict(case.mesh)],
+            "backends": None if case.backend == USUAL else (case.backend,),
+            "lanes": (case.lane,),
+            "clip": (case.optimizer.clip_norm,),
+            **vars(self),
+            **({} if kinds.of(case.workload).trains else {"workload": case.workload}),
+        }
+        work = arguments["workload"]
+        if work is not None and work == WorkloadSpec(work.name):
+            arguments["workload"] = work.name  # as people write it
+        given = [
+            f"{key}={value!r}"
+            for key, value in arguments.items()
+            if value not in (usual[key].default, {}, None)
+        ]
+        text = ", ".join([repr(case.implementation), *given])
+        specs = (WorkloadSpec, OptimizerSpec, GroupSpec, ScalerSpec)
+        needed = [kind for kind in specs if f"{kind.__name__}(" in text]
+        more = [f"from {kind.__module__} import {kind.__name__}" for kind in needed]
+        judged = f"print(*prove({text}).loc[0], sep=chr(10))"
+        code = "; ".join(["from shardproof import prove", *more, judged])
+        # Between double quotes a shell leaves text alone in which nothing of this stands.
+        is_plain = not {*code} & {*'"$`\\!'}
+        return f'python -c "{code}"' if is_plain else f"python -c {shlex.quote(code)}"
+
+
+def _dtypes(
+    dtype: str | torch.dtype | None, precision: Mapping[str, str | torch.dtype]
+) -> tuple[str | None, dict[str, str]]:
+    """Names of both: ``float32`` for ``torch.float32``.
+
+    :raises SelectionError: something is no dtype.
+    """
+    import torch
+
+    named = {"dtype": dtype} | {f"precision[{key!r}]": of for key, of in precision.items()}
+    _are(named, (str, torch.dtype), "the name of a dtype, such as 'float32'")
+    built, *lowered = (str(one).removeprefix("torch.") for one in (dtype, *precision.values()))
+    return None if dtype is None else built, dict(zip(precision, lowered, strict=True))
+
+
+def _trained_by(
+    optimizer: Any, settings: Any, implementation: Any, things: MutableMapping[str, Any]
+) -> str | OptimizerSpec:
+    """The optimizer as data; one of the caller's own becomes one of the ``things`` to judge.
+
+    :raises SelectionError: ``settings`` without such an optimizer, or one that cannot be judged.
+    """
+    path = isinstance(optimizer, str) and ":" in optimizer
+    if isinstance(optimizer, OptimizerSpec | str) and not path:
+        if settings is not None:
+            remedy = "give it beside a function of your own; optimizer='adamw' says all by itself"
+            raise SelectionError(Problem("settings= belongs to optimizer=", remedy))
+        return optimizer
+    _is_ones_own(optimizer, implementation)
+    things["optimizer"] = optimizer
+    return settings or "sgd"
+
+
+def _judged(session: Session, cases: Sequence[Case], results: Path | None) -> list[CaseResult]:
+    """Run ``cases``, with ``results`` into that run folder."""
+    from shardproof import verdicts
+    from shardproof.runs.run_folder import RunFolder, require_run_or_new
+
+    if results is None:
+        return session.run(cases, lambda result: None)[0]
+    require_run_or_new(Path(results))
+    with RunFolder(Path(results), ["prove"]) as folder:
+        folder.plan(cases)
+        judged, _ = session.run(cases, folder.add, on_account=folder.keep)
+        folder.close(verdicts.exit_code(verdicts.count(judged)))
+    return judged
 
 
 def _only_axis(name: str, axes: Sequence[str]) -> str:
@@ -264,12 +353,6 @@ def _only_axis(name: str, axes: Sequence[str]) -> str:
         raise SelectionError(Problem(what, remedy))
     # Who does not tell is broken or refuses the options: its case says how.
     return axes[0] if axes else cutting("samples")
-
-
-def _clips(clip: Any, optimizer: str | OptimizerSpec) -> list[Any]:
-    """The norms to clip by; an optimizer's own stands where ``clip`` is off."""
-    own = None if isinstance(optimizer, str) else optimizer.clip_norm
-    return list(dict.fromkeys(own if norm is None else norm for norm in several(clip)))
 
 
 def _refuse(value: object) -> None:
@@ -294,39 +377,9 @@ def _cases_of(scenario: Mapping[str, Any]) -> list[Case]:
         text = json.dumps(scenario, default=_refuse)
         return [replace(case, source="") for case in expand(load_text(text, "prove"), installed())]
     except ScenarioError as error:
-        raise SelectionError(
-            [
-                replace(problem, file="prove", line=None, what=problem.what.replace("matrix.", ""))
-                for problem in error.problems
-            ]
-        ) from None
-
-
-def _workload(
-    workload: str | WorkloadSpec | OwnWorkload | None, traits: Sequence[str], lane: Lane
-) -> dict[str, Any]:
-    """What ``lane`` trains, as a scenario says it."""
-    from shardproof.workloads import in_lane
-
-    if workload is None:
-        valid = in_lane(lane)
-        workload = DEFAULT_WORKLOAD if DEFAULT_WORKLOAD in valid else valid[0]
-    spec = _spec(workload, several(traits))
-    return asdict(spec) | {"traits": list(spec.traits)}
-
-
-def _trained_by(optimizer: str | OptimizerSpec, lane: Lane, trains: bool) -> dict[str, Any]:
-    return {"optimizer": _optimizer(optimizer, lane)} if trains else {}
-
-
-def _variants(workload: Any) -> dict[str, Any]:
-    """What a sampler is asked, where its workload is given by its name alone."""
-    from shardproof.cases.kinds.samples.workload import NAME, USUAL
-
-    if workload != NAME:
-        return {}
-    usual = USUAL.items()
-    return {"workload": [{"label": label, "params": knobs} for label, knobs in usual]}
+        told = [(problem, problem.what.replace("matrix.", "")) for problem in error.problems]
+        own = [replace(problem, file="prove", line=None, what=what) for problem, what in told]
+        raise SelectionError(own) from None
 
 
 def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> WorkloadSpec:
@@ -336,55 +389,80 @@ def _spec(workload: str | WorkloadSpec | OwnWorkload, traits: Sequence[str]) -> 
     return replace(workload, traits=tuple(dict.fromkeys((*workload.traits, *traits))))
 
 
-def _optimizer(optimizer: str | OptimizerSpec, lane: Lane) -> dict[str, Any]:
-    """As a scenario says it; by its name in lane dyadic: plain SGD, scaled by a power of two."""
-    name = optimizer if isinstance(optimizer, str) else optimizer.name
-    if lane == "dyadic" and name == "adamw":
-        what = "lane dyadic has exact sums with plain SGD only"
-        raise SelectionError(Problem(what, "optimizer='sgd', or other lanes", name))
-    if not isinstance(optimizer, str):
-        return {key: value for key, value in asdict(optimizer).items() if key != "clip_norm"}
-    return {"name": name, **({"lr": 0.125, "momentum": 0.0} if lane == "dyadic" else BY_NAME)}
-
-
-def _of_called(case: Case) -> dict[str, Any]:
-    """The argument that chooses a case of a workload that trains nothing."""
-    from shardproof.cases import kinds
-
-    return {} if kinds.of(case.workload).trains else {"workload": case.workload}
-
-
-def _frame(
-    results: Sequence[CaseResult], cases: Sequence[Case], call: Mapping[str, Any]
-) -> pd.DataFrame:
+def _frame(results: Sequence[CaseResult], cases: Sequence[Case], call: ProveCall) -> pd.DataFrame:
     import pandas as pd
 
+    of_case = ("implementation", "backend", "world", "lane", "dtype")
+    of_result = ("verdict", "reason", "bound", "bytes_sent", "bytes_expected", "seconds")
     by_id = {result.id: result for result in results}
-    rows = [
-        {
+    rows = []
+    for case, result in ((case, by_id[case.id]) for case in cases if case.id in by_id):
+        row = {
             "case": case.id,
-            "implementation": case.implementation,
-            "backend": case.backend,
-            "world": case.world,
             "workload": case.workload.name,
             "traits": " ".join(case.workload.traits),
             "optimizer": case.optimizer.name,
             "clip": case.optimizer.clip_norm,
-            "lane": case.lane,
-            "dtype": case.dtype,
-            "error": by_id[case.id].worst_error,
-            **{
-                key: getattr(by_id[case.id], key)
-                for key in ("verdict", "reason", "bound", "bytes_sent", "bytes_expected")
-            },
-            "seconds": by_id[case.id].seconds,
-            "rerun": (
-                rerun(prove, case, {**call, **_of_called(case)})
-                if OF_THIS_RUN in by_id[case.id].rerun
-                else by_id[case.id].rerun
-            ),
+            "error": result.worst_error,
+            "rerun": call.rerun(case) if OF_THIS_RUN in result.rerun else result.rerun,
         }
-        for case in cases
-        if case.id in by_id
-    ]
+        row |= {key: getattr(case, key) for key in of_case}
+        rows.append(row | {key: getattr(result, key) for key in of_result})
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _are(given: Mapping[str, Any], kind: Any, wanted: str) -> None:
+    """Whether each of these arguments is a ``kind``, or was not given.
+
+    :raises SelectionError: one is neither.
+    """
+    for name, value in given.items():
+        if value is not None and not isinstance(value, kind):
+            raise SelectionError(Problem(f"{name}: cannot be used", f"give {wanted}", repr(value)))
+
+
+def _are_folders(results: Any) -> None:
+    """:raises SelectionError: ``results`` is given, and no folder can be there."""
+    _are({"results": results}, (str, PathLike), "the path of a folder")
+    if results is None:
+        return
+    remedy = "give the path of a folder, e.g. results='results/mine'"
+    if not str(results).strip():
+        raise SelectionError(Problem("results: an empty path", remedy, repr(results)))
+    path = Path(results)
+    for at in (path, *path.parents):
+        if at.exists() and not at.is_dir():
+            what = "results: is a file" if at == path else f"results: {str(at)!r} is a file"
+            raise SelectionError(Problem(what, remedy, repr(str(path))))
+
+
+def _is_ones_own(optimizer: Any, implementation: Any) -> None:
+    """An optimizer that is to be judged is a function of one's own, and is judged alone.
+
+    :raises SelectionError: it is torch's own class or an optimizer that is made already, or stands
+        beside an implementation.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    of_torch = f"{kind.__module__}.".startswith("torch.") and hasattr(kind, "step")
+    by_name = {"SGD": "optimizer='sgd'", "AdamW": "optimizer='adamw'"}
+    name = by_name.get(kind.__name__, "optimizer='sgd' or 'adamw'")
+    takes = "groups, **settings.arguments" if kind.__name__ in by_name else "groups, ..."
+    spec = "an OptimizerSpec of shardproof.contract"
+    what = "optimizer=: a function of your own is judged, that makes the optimizer"
+    mine = (
+        f"write def mine(groups, settings): return {kind.__name__}({takes}) and give optimizer=mine"
+    )
+    remedy = f"{mine}; what an implementation is trained with: {name}"
+    if implementation is not None:
+        what = "optimizer=: what an implementation is trained with is given by its name"
+        remedy = f"{name}, or {spec}; an optimizer of your own is judged without an implementation"
+    elif not of_torch:
+        return
+    shown = kind.__qualname__ if isinstance(optimizer, type) else repr(optimizer)
+    raise SelectionError(Problem(what, remedy, " ".join(shown.split())))
+
+
+def _several(values: Any) -> list[Any]:
+    """A list of ``values``, of which one may be given alone."""
+    alone = isinstance(values, str | Mapping) or not isinstance(values, Collection)
+    return [values] if alone else list(values)

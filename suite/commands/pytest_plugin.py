@@ -9,11 +9,14 @@ costs itself only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from shardproof.errors import InputError, SelectionError
 
 if TYPE_CHECKING:
     from shardproof.case import Case
@@ -41,7 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     names = [name for name in config.getoption("--impl") if ":" in name]
     if names and not hasattr(config, "workerinput"):
-        from shardproof.errors import InputError
         from shardproof.registry import preflight
 
         try:
@@ -69,35 +71,20 @@ class ScenarioFile(pytest.File):
 
     def collect(self) -> Iterator[CaseItem]:
         """Its cases, as the options select them."""
-        from shardproof.errors import InputError
+        from shardproof.commands.options import Filters
         from shardproof.registry import preflight
-        from shardproof.scenarios.selection import Selection
-        from shardproof.scenarios.vocabulary import installed
 
-        option = self.config.getoption
-        selection = Selection(
-            scenarios=[str(self.path)],
-            implementations=option("--impl"),
-            backends=option("--backend"),
-            tier=option("--tier"),
-        )
+        impl, backend, tier = map(self.config.getoption, ("--impl", "--backend", "--tier"))
+        filters = Filters(scenarios=[str(self.path)], impl=impl, backend=backend, tier=tier)
         try:
-            cases = preflight.with_found_traits(selection.cases(installed()))
+            cases = preflight.with_found_traits(filters.cases())
         except InputError as error:
-            if _matches_nothing(error):
-                return
+            nothing = re.search("matches nothing|unknown implementation", str(error))
+            if isinstance(error, SelectionError) and nothing:
+                return  # a filter may leave nothing of one file; the others have the rest
             raise self.CollectError(str(error)) from None
         for case in cases:
             yield CaseItem.from_parent(self, name=case.id, case=case)
-
-
-def _matches_nothing(error: Exception) -> bool:
-    """A filter may leave nothing of one file; the other files have the rest."""
-    from shardproof.errors import SelectionError
-
-    return isinstance(error, SelectionError) and any(
-        text in str(error) for text in ("matches nothing", "unknown implementation")
-    )
 
 
 class CaseItem(pytest.Item):
@@ -119,8 +106,7 @@ class CaseItem(pytest.Item):
             outcome = pytest.skip if kind == "skip" else pytest.xfail
             outcome(result.reason)
         if kind not in verdicts.GREEN:
-            message = f"{result.verdict}: {result.reason}\nrerun: {result.rerun}"
-            raise NotHeld(message)
+            raise NotHeld(f"{result.verdict}: {result.reason}\nrerun: {result.rerun}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The judge's reason and the line that runs this case again, no traceback of ours."""

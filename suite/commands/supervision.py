@@ -48,11 +48,9 @@ def open_folder(
     """
     command = command or ["shardproof", *sys.argv[1:]]
     try:
-        if path is None:
-            return RunFolder.create(root, command)
-        if not may_hold_more:
+        if path is not None and not may_hold_more:
             require_run_or_new(path)
-        return RunFolder(path, command)
+        return RunFolder.create(root, command) if path is None else RunFolder(path, command)
     except OSError as error:
         where = str(error.filename or path or root)
         what = f"results cannot be written: {error.strerror}"
@@ -65,14 +63,15 @@ def supervised(
     folder: RunFolder,
     console: Console,
     body: Callable[[Interrupts], int],
-    interrupted: Callable[[], None],
-    finish: Callable[[], None],
+    stopped: Callable[[], str] = lambda: "stopped",
+    finish: Callable[[], None] = lambda: None,
     is_kept: bool = True,
 ) -> int:
     """Run ``body``; whatever ends it, what is written stays and the folder is closed.
 
-    ``is_kept``: the folder stays once the command has ended, and is named for that; else nobody is
-    told to go on with it.
+    ``stopped`` keeps what is left to keep after an interrupt, and says so in a line.  ``is_kept``:
+    the folder stays once the command has ended, and is named for that; else nobody is told to go on
+    with it.
 
     A folder that can no longer be written ends the run with a sentence that names the file.
     """
@@ -82,7 +81,7 @@ def supervised(
             try:
                 code = body(interrupts)
             except KeyboardInterrupt:
-                interrupted()
+                print_line(console, stopped())
             _finish(folder, code, finish)
         except OSError as error:
             if error.errno not in UNWRITABLE or error.filename is None:

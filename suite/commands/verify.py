@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from shardproof import strategies
 from shardproof.backends import BACKENDS
@@ -19,7 +18,7 @@ from shardproof.backends.plugins import GROUP
 from shardproof.cases.kills import PlantedPair, parent_case, why_not_killed
 from shardproof.cases.verdict import decide_case
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.errors import Problem, SelectionError, one_line
+from shardproof.errors import Problem, SelectionError, one_line, shorten
 from shardproof.evidence.account import Account
 from shardproof.files import DAMAGE, standard
 from shardproof.runs import records
@@ -27,7 +26,6 @@ from shardproof.runs.bundle.form import Listing
 from shardproof.runs.bundle.unpacking import unpacked
 from shardproof.runs.header import OtherFormat
 from shardproof.runs.integrity import changed
-from shardproof.runs.records import LeadsOut, RecordError
 from shardproof.runs.run_folder import Run, read
 from shardproof.verdicts import INTERRUPTED
 from shardproof.wings import LineKind, wings_of
@@ -79,14 +77,9 @@ def verify(path: Path) -> Verified:
         where = f"{path / 'cases.jsonl'}"
         problems.append(f"{where}: not what this suite writes: {type(error).__name__} {error}")
     judged = [kill for kill in run.kills if not kill.left_out]
-    return Verified(
-        len(results),
-        len(judged),
-        len(run.left_out) + len(run.kills) - len(judged),
-        problems,
-        {kind: len(lines) for kind, lines in run.known(judged_only=False).items()},
-        run.unread,
-    )
+    left_out = len(run.left_out) + len(run.kills) - len(judged)
+    others = {kind: len(lines) for kind, lines in run.known(judged_only=False).items()}
+    return Verified(len(results), len(judged), left_out, problems, others, run.unread)
 
 
 def verify_archive(archive: Path) -> tuple[Verified, Listing]:
@@ -97,9 +90,9 @@ def verify_archive(archive: Path) -> tuple[Verified, Listing]:
     with unpacked(archive) as bundle:
         try:
             verified = verify(bundle.folder)
-        except (OtherFormat, LeadsOut) as error:
-            places = [p.file.replace(str(bundle.folder), str(archive)) for p in error.problems]
-            own = [replace(p, file=f) for p, f in zip(error.problems, places, strict=True)]
+        except (OtherFormat, records.LeadsOut) as error:
+            there, here = str(bundle.folder), str(archive)
+            own = [replace(p, file=p.file.replace(there, here)) for p in error.problems]
             raise type(error)(own) from None
         except SelectionError:
             problem = f"{archive / 'run.json'}: cannot be read, so nothing was judged"
@@ -122,19 +115,19 @@ def _again(run: Run, results: list[CaseResult]) -> Iterator[str]:
 
 def _missing(run: Run) -> Iterator[str]:
     """Planned cases and kills that have no line."""
-    there, kills = run.ids, {kill.name for kill in run.kills}
-    for invocation in run.header.invocations:
-        ended = invocation.exit_code is not None
-        for name in invocation.planned:
-            # What a budget kept from running is told by the kill that it leaves open.
-            if name not in there and not (invocation.kills and ended):
-                yield f"{run.path / 'cases.jsonl'}: planned case {name} is missing"
-        for name in invocation.benches:
-            if name not in there and invocation.exit_code != INTERRUPTED:
-                yield f"{run.path / 'cases.jsonl'}: planned result {name} is missing"
-        for name in invocation.kills:
-            if name not in kills:
-                yield f"{run.path / 'cases.jsonl'}: planned fault {name} is missing"
+    kills, where = {kill.name for kill in run.kills}, run.path / "cases.jsonl"
+    for one in run.header.invocations:
+        # What a budget kept from running is told by the kill that it leaves open.
+        told = one.kills and one.exit_code is not None
+        planned = (
+            ("case", [] if told else one.planned, run.ids),
+            ("result", [] if one.exit_code == INTERRUPTED else one.benches, run.ids),
+            ("fault", one.kills, kills),
+        )
+        for what, names, there in planned:
+            for name in names:
+                if name not in there:
+                    yield f"{where}: planned {what} {name} is missing"
 
 
 def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
@@ -150,7 +143,7 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
             return
         judged = decide_case(account)
         again, line = (json.loads(json.dumps(standard(r.to_dict()))) for r in (judged, result))
-    except (RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
+    except (records.RecordError, AssertionError, KeyError, TypeError, ValueError) as error:
         yield f"{path / name}: the record of {result.id} cannot be judged: {error!r}"
         return
     if judged.id != result.id or account.case.to_dict() != result.case.to_dict():
@@ -161,7 +154,7 @@ def _judged_again(path: Path, result: CaseResult) -> Iterator[str]:
             if unknown := _unknown_strategy(account):
                 yield f"{path / name}: {result.id}: {unknown}"
                 return
-            was, now = (_short(fields.get(key)) for fields in (line, again))
+            was, now = (shorten(repr(fields.get(key)), 200) for fields in (line, again))
             both = f"the record gives {key} {now}, cases.jsonl says {was}"
             yield f"{path / name}: {result.id}: {both}"
             return
@@ -194,8 +187,3 @@ def _killed_again(kill: Kill, results: list[CaseResult]) -> Iterator[str]:
     killed = not why_not_killed(PlantedPair(kill, own.case, parent), own, theirs)
     if killed != kill.killed:
         yield f"cases.jsonl: fault {kill.name}: its results give killed={killed}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."

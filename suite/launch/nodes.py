@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardproof import wings
+from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
     from shardproof.case import Case
@@ -62,6 +63,18 @@ class Nodes(ABC):
         from shardproof.backends import BACKENDS
 
         return BACKENDS[backend].threads or world <= self.places
+
+    def with_room(self, cases: Sequence[Case]) -> list[Case]:
+        """Those whose ranks fit; those whose messages cannot be delayed here are skipped.
+
+        :raises SelectionError: none fits.
+        """
+        room = [case for case in cases if self.has_room(case.backend, case.world)]
+        if cases and not room:
+            least = min(case.world for case in cases)
+            what = f"no case fits {self}: they need {least} or more"
+            raise SelectionError(Problem(what, "give more --nodes or --ranks-per-node"))
+        return [replace(case, skip=case.skip or self.not_far(case.backend)) for case in room]
 
     def ranks_of(self, node: int, world: int) -> tuple[int, ...]:
         """The ranks on ``node`` in a world of that size."""

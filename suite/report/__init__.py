@@ -10,5 +10,4 @@ from shardproof.report.forms import show_kills as show_kills
 from shardproof.report.kills import verdict_counts as verdict_counts
 from shardproof.report.tables import closing as closing
 from shardproof.report.tables import left_out as left_out
-from shardproof.report.tables import medians as medians
 from shardproof.report.tables import skips as skips

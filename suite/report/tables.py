@@ -152,14 +152,6 @@ def whole(value: Fraction) -> str:
     return f"{value.numerator:,}" if value.denominator == 1 else f"{float(value):,.2f}"
 
 
-def medians(results: Iterable[CaseResult]) -> dict[str, float]:
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for result in results:
-        if verdicts.kind(result.verdict) != "skip":
-            seconds[result.case.backend].append(result.seconds)
-    return {backend: statistics.median(values) for backend, values in sorted(seconds.items())}
-
-
 #: Cases that the table of the slowest names, and that a line on what was left out names.
 _SLOWEST, _NAMED = 10, 3
 

@@ -109,7 +109,7 @@ def test_one_gpu_is_enough_for_all_ranks_of_gloo(monkeypatch: pytest.MonkeyPatch
 def test_without_a_gpu_a_case_is_skipped_with_the_reason() -> None:
     (row,) = prove.prove("reference/ddp", backends=["gloo_cuda"], worlds=[2]).to_dict("records")
     assert row["verdict"] == "skip" and "needs at least one GPU" in row["reason"]
-    finding = doctor.nccl._gpus()
+    finding = doctor._gpus()
     assert finding.state == "note" and "no GPU" in finding.found and "skipped" in finding.remedy
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from commands import here
 
-from shardproof import campaign, registry, workloads
-from shardproof.campaign import systems
+from shardproof import registry, workloads
+from shardproof.campaign import draws, systems
 from shardproof.campaign.varied import other
 from shardproof.case import Case
 from shardproof.coverage import features, pairs, triggers
@@ -32,13 +32,13 @@ SEED, COUNT = 11, 1200
 @pytest.fixture(scope="module")
 def drawn() -> list[Case]:
     """Of the lists of systems alone."""
-    return [campaign.numbered_case(number, SEED) for number in range(COUNT)]
+    return [draws.numbered_case(number, SEED) for number in range(COUNT)]
 
 
 @pytest.fixture(scope="module")
 def first() -> list[Case]:
     """Of a whole campaign: cases of scenarios, varied, among them."""
-    return campaign.first_cases(COUNT, SEED)
+    return draws.first_cases(COUNT, SEED)
 
 
 def _declared(case: Case) -> Declaration:
@@ -76,7 +76,7 @@ def test_equal_bits_are_asked_for_only_where_they_are_promised(drawn: list[Case]
 
 
 def test_batch_norms_get_buffers_of_their_dtype(drawn: list[Case]) -> None:
-    found = [case for case in drawn if case.workload.name == campaign.NORMED and case.precision]
+    found = [case for case in drawn if case.workload.name == systems.NORMED and case.precision]
     assert any("buffers" in case.precision for case in found)
     for case in found:
         assert case.implementation != "pytorch/fsdp1", case.id
@@ -86,18 +86,18 @@ def test_batch_norms_get_buffers_of_their_dtype(drawn: list[Case]) -> None:
 def test_ids_differ_and_repeat_the_case(first: list[Case]) -> None:
     assert len({case.id for case in first}) == len(first)
     chosen = next(case for case in first if case.precision and case.options)
-    again = [campaign.by_id(chosen.id)]
+    again = [draws.by_id(chosen.id)]
     assert again == [chosen]
 
 
 def test_a_filter_changes_no_case(first: list[Case]) -> None:
-    part = campaign.first_cases(10, SEED, ["*/fsdp*"])
+    part = draws.first_cases(10, SEED, ["*/fsdp*"])
     assert part == [case for case in first if "/fsdp" in case.implementation][:10]
 
 
 def test_every_trigger_and_every_feature_of_the_table_is_drawn(first: list[Case]) -> None:
     """Models, loss scales, checkpoints and members among them; most pairs, whatever the seed."""
-    whole = pairs.table(campaign.shipped().cases)
+    whole = pairs.table(draws.shipped().cases)
     found = pairs.table(first)
     assert {trigger for trigger, _ in found.met} == {*triggers.names()}
     assert {feature for _, feature in found.met} == {feature for _, feature in whole.met}
@@ -106,7 +106,7 @@ def test_every_trigger_and_every_feature_of_the_table_is_drawn(first: list[Case]
 
 def test_what_one_rank_takes_alone_stays_on_one_rank() -> None:
     """Compression with a loss scaler: a reason speaks against that pair elsewhere."""
-    both = [case for case in campaign.shipped().cases if case.optimizer.scaler]
+    both = [case for case in draws.shipped().cases if case.optimizer.scaler]
     both = [case for case in both if "compress" in case.options and case.world == 1]
     source = random.Random(0)
     varied = [other(source, case, 3) for case in both for _ in range(40)]
@@ -116,7 +116,7 @@ def test_what_one_rank_takes_alone_stays_on_one_rank() -> None:
 
 
 def test_somebody_is_left_to_work_on_another_number_of_ranks() -> None:
-    served = [case for case in campaign.shipped().cases if case.options.get("servers", 0) > 1]
+    served = [case for case in draws.shipped().cases if case.options.get("servers", 0) > 1]
     source = random.Random(0)
     varied = [other(source, case, 3) for case in served for _ in range(20)]
     worlds = {(case.options["servers"], case.world) for case in varied if case is not None}
@@ -128,7 +128,7 @@ def test_pairs_that_random_cases_meet_are_listed(first: list[Case]) -> None:
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     met = {(trigger, feature) for trigger, feature, _, count, _ in rows if int(count)}
     assert met == pairs.table(first[:40]).met
-    wanted = pairs.table(campaign.shipped().cases).met
+    wanted = pairs.table(draws.shipped().cases).met
     share = f"{len(met & wanted):,} of {len(wanted):,} pairs that a scenario meets"
     assert f"40 cases drawn from seed {SEED}: {share}" in done.stderr
     assert {why for *_, count, why in rows if not int(count)} >= {"not drawn"}
@@ -138,7 +138,7 @@ def test_pairs_that_random_cases_meet_are_listed(first: list[Case]) -> None:
 
 
 def test_every_system_and_every_value_of_an_option_is_drawn(drawn: list[Case]) -> None:
-    for system in campaign.SYSTEMS:
+    for system in systems.SYSTEMS:
         own = [case for case in drawn if case.implementation == system.name]
         assert own, system.name
     seen = {json.dumps(pair) for case in drawn for pair in case.options.items()}
@@ -147,14 +147,14 @@ def test_every_system_and_every_value_of_an_option_is_drawn(drawn: list[Case]) -
 
 
 def _values() -> Iterator[str]:
-    for system in campaign.SYSTEMS:
+    for system in systems.SYSTEMS:
         for name, choices in system.options.items():
             yield from (json.dumps((name, value)) for value in choices)
 
 
 def test_every_backend_meets_collectives_over_send_and_recv(drawn: list[Case]) -> None:
     """Of wholes and of shards, also inside of hybrids; MPI gets as many cases as the others."""
-    counts = {name: sum(c.backend == name for c in drawn) for name in campaign.BACKENDS}
+    counts = {name: sum(c.backend == name for c in drawn) for name in draws.BACKENDS}
     assert min(counts.values()) > len(drawn) / 6, counts
     seen = {
         (case.backend, name)
@@ -163,12 +163,12 @@ def test_every_backend_meets_collectives_over_send_and_recv(drawn: list[Case]) -
         for name in ("all_reduce", "reduce_scatter", "all_gather")
         if options.get(name, "backend") != "backend"
     }
-    assert len(seen) == 3 * len(campaign.BACKENDS), seen
+    assert len(seen) == 3 * len(draws.BACKENDS), seen
 
 
 def test_a_filter_that_matches_no_system_is_refused() -> None:
     with pytest.raises(SelectionError, match="matches nothing in a campaign"):
-        campaign.first_cases(1, 0, ["reference/zero9"])
+        draws.first_cases(1, 0, ["reference/zero9"])
 
 
 def test_a_batch_too_small_for_equal_numbers_of_micro_batches_is_declared_away(
@@ -182,10 +182,10 @@ def test_a_batch_too_small_for_equal_numbers_of_micro_batches_is_declared_away(
 
 
 def test_worlds_are_as_large_as_a_backend_takes(drawn: list[Case]) -> None:
-    ranks = {math.prod(mesh.values()) for system in campaign.SYSTEMS for mesh in system.meshes}
+    ranks = {math.prod(mesh.values()) for system in systems.SYSTEMS for mesh in system.meshes}
     assert max(ranks) == systems.LARGEST_GRID
-    assert campaign.MOST_PROCESSES in ranks
-    many = [case for case in drawn if case.world > campaign.MOST_PROCESSES]
+    assert systems.MOST_PROCESSES in ranks
+    many = [case for case in drawn if case.world > systems.MOST_PROCESSES]
     assert many
     assert {case.backend for case in many} == {"in_memory"}
 
@@ -215,8 +215,8 @@ def test_layers_are_split_where_ranks_can_share_them(drawn: list[Case]) -> None:
     assert found
     for case in found:
         ranks, sizes = case.mesh["tensor"], case.workload.params
-        assert case.workload.name != campaign.NORMED, case.id
-        if case.workload.name == campaign.DYADIC:
+        assert case.workload.name != systems.NORMED, case.id
+        if case.workload.name == systems.DYADIC:
             assert sizes["width"] % ranks == 0, case.id
             continue
         assert sizes["heads"] % ranks == 0, case.id
@@ -238,23 +238,23 @@ def test_upstream_pipelines_get_windows_of_equal_parts(drawn: list[Case]) -> Non
 def test_a_batch_that_goes_with_nothing_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def has_schedule(name: str, options: object, mesh: object, micro_batches: int) -> bool:
+    def has_schedule(name: str, setup: systems.Setup, micro_batches: int) -> bool:
         asked.append(name)
         return name == "plain"
 
-    monkeypatch.setattr(campaign, "has_schedule", has_schedule)
-    assert campaign.numbered_case(1, 5).implementation == "plain"
+    monkeypatch.setattr(draws, "has_schedule", has_schedule)
+    assert draws.numbered_case(1, 5).implementation == "plain"
     assert len(set(asked)) > 1
 
 
 def test_a_campaign_of_ones_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SUPPORT)
-    drawn = campaign.first_cases(150, 3, ["adopted:GreedyZero1"])
+    drawn = draws.first_cases(150, 3, ["adopted:GreedyZero1"])
     assert {case.implementation for case in drawn} == {"adopted:GreedyZero1"}
     assert {tuple(case.mesh) for case in drawn} == {("shard",)}
     assert {case.world for case in drawn} == {1, 2, 3, 4, 5}
     assert "bitwise" not in {case.lane for case in drawn}
-    assert campaign.by_id(drawn[7].id) == drawn[7]
+    assert draws.by_id(drawn[7].id) == drawn[7]
     for case in drawn:
         assert not _declared(case).excludes_case(case, ""), case.id
     models = {name for name in triggers.names() if name.startswith("model ")}
@@ -272,9 +272,9 @@ def test_a_campaign_of_ones_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ):
         with pytest.raises(SelectionError, match=says):
-            campaign.first_cases(1, 0, [wrong])
+            draws.first_cases(1, 0, [wrong])
     with pytest.raises(SelectionError, match="classes and names together"):
-        campaign.first_cases(1, 0, ["adopted:GreedyZero1", "reference/ddp"])
+        draws.first_cases(1, 0, ["adopted:GreedyZero1", "reference/ddp"])
 
 
 @pytest.mark.parametrize(

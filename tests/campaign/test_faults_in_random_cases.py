@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from commands import here
 
-from shardproof import campaign, registry, report
+from shardproof import registry, report
+from shardproof.campaign import draws
 from shardproof.campaign.kills import GROUP, plant
 from shardproof.case import Case
 from shardproof.checks import Outcome
@@ -75,10 +76,10 @@ def test_faults_die_in_the_first_case_that_their_parent_passes() -> None:
     drawn = [case for cases in judge.asked for case in cases]
     assert len({case.id for case in drawn}) == len(drawn), "a parent's case is judged once"
     of_ddp = [case for case in drawn if case.implementation == "reference/ddp"]
-    assert of_ddp == campaign.first_cases(4, 3, ["reference/ddp"])
+    assert of_ddp == draws.first_cases(4, 3, ["reference/ddp"])
     assert [one.split("::")[2] for one in found.alarms] == ["reference/ddp", "reference/zero1"]
     planted = next(case for case in drawn if case.implementation == "mutants/ddp_never_reduces")
-    assert campaign.by_id(planted.id) == planted
+    assert draws.by_id(planted.id) == planted
     again = plant(FAULTS[::-1], 4, 3, Judging(judge.dies, [1]))
     assert {*again.faults} == {*found.faults}
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardproof import campaign
 from shardproof.backends.errors import CollectiveMismatch, RankFailed
 from shardproof.backends.mpi import found as mpi_found
+from shardproof.campaign import draws
 from shardproof.case import OF_NODES, Case, Fault
 from shardproof.cases import verdict
 from shardproof.cases.runner import run_cases
@@ -216,6 +216,6 @@ def test_autopsies_of_random_plans_are_right() -> None:
 @pytest.mark.timeout(600)
 def test_clean_cases_have_no_autopsy_while_every_core_is_busy() -> None:
     with autopsies.busy_cores():
-        found = judged(campaign.first_cases(6, 15))
+        found = judged(draws.first_cases(6, 15))
     broken = {r.id: r.reason for r in found.values() if r.verdict in ("hang", "crash", "fail")}
     assert broken == {} and len(found) == 6

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.cluster import doctor
-from shardproof.commands.doctor.finding import Finding
+from shardproof.wings import Finding
 
 
 def test_what_an_engine_says_of_itself_is_told(tmp_path: Path) -> None:

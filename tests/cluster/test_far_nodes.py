@@ -29,7 +29,6 @@ from shardproof.cluster.containers.engine import NoCluster
 from shardproof.cluster.nodes import far as far_nodes
 from shardproof.cluster.nodes.far import FarNodes
 from shardproof.cluster.nodes.ranks import ClusterNodes
-from shardproof.commands.run import with_room
 from shardproof.launch.nodes import ENVIRONMENT, Nodes
 from shardproof.launch.rank_process import RankLaunch
 
@@ -103,9 +102,9 @@ def test_cases_whose_messages_nobody_delays_are_skipped() -> None:
         for backend in ("in_memory", "gloo", "mpi", "nccl")
     ]
     far = ClusterNodes(2, 2, far_seconds=0.01)
-    reasons = {case.backend: case.skip for case in with_room(cases, far) if case.skip}
+    reasons = {case.backend: case.skip for case in far.with_room(cases) if case.skip}
     assert list(reasons) == ["mpi", "nccl"] and "ranks delay messages of gloo" in reasons["mpi"]
-    assert with_room(cases, replace(far, far_seconds=0.0)) == cases
+    assert replace(far, far_seconds=0.0).with_room(cases) == cases
 
 
 def delayed(engine: MadeEngine, results: Path, exit_status: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,7 @@ def test_inspect_says_who_saved_what(root: Path, command: Any) -> None:
     assert '"name": "adamw"' in out and "optimizer" in out and "F64" in out
     code, out, _ = command("checkpoint", "inspect", str(root), "--names")
     assert code == 0 and "head.weight.exp_avg_sq" in out
-    code, out, _ = command("checkpoint", "inspect", str(root), "--json")
-    fields = json.loads(out)
-    assert fields["about"]["optimizer"]["lr"] == ADAMW.lr and len(fields["tensors"]) > 30
+    assert f'"lr": {ADAMW.lr}' in command("checkpoint", "inspect", str(root))[1]
 
 
 def test_verify_and_convert_keep_the_digest(root: Path, tmp_path: Path, command: Any) -> None:

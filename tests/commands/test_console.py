@@ -73,7 +73,7 @@ def test_a_terminal_shows_a_live_view_as_narrow_as_it_is(clock: list[float]) -> 
             progress.started(case)
         clock[0] = 3.0
         progress.step(result(made[0]))
-        shown = list(progress.view())
+        shown = list(progress._bar.get_renderables())
     drawn, text = Console(file=io.StringIO(), width=60, record=True), ""
     for part in shown:
         drawn.print(part)

@@ -14,10 +14,9 @@ import torch
 from shardproof.backends import BACKENDS
 from shardproof.backends.gloo import Gloo
 from shardproof.commands import doctor
-from shardproof.commands.doctor import nccl
-from shardproof.commands.doctor.finding import Finding
 from shardproof.runs import machine
 from shardproof.runs.header import Gpu
+from shardproof.wings import Finding
 
 H100 = Gpu(name="NVIDIA H100", memory="81559 MiB", driver="580.65.06")
 
@@ -57,7 +56,6 @@ def test_what_failed_when_it_was_tried_is_why_a_backend_cannot_run() -> None:
 
 def test_nccl_is_told_with_as_many_ranks_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(doctor.nccl, "examine", lambda: iter(()))
     for name in ("nccl", "gloo_cuda"):
         monkeypatch.setattr(type(BACKENDS[name]), "available", lambda self, world=1: None)
     assert by_what()["nccl"].found == "can run here, at up to 3 ranks: one a GPU"
@@ -119,26 +117,26 @@ def test_gpus_that_torch_cannot_use_are_told_with_the_reason(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     machine_with(monkeypatch, [H100, H100], True, "13.0")
-    assert nccl._gpus() == Finding("GPUs", "good", "NVIDIA H100, NVIDIA H100")
+    assert doctor._gpus() == Finding("GPUs", "good", "NVIDIA H100, NVIDIA H100")
     machine_with(monkeypatch, [H100], False, None)
-    assert nccl._gpus().state == "bad" and "built without CUDA" in nccl._gpus().found
+    assert doctor._gpus().state == "bad" and "built without CUDA" in doctor._gpus().found
     machine_with(monkeypatch, [H100], False, "13.0")
-    finding = nccl._gpus()
+    finding = doctor._gpus()
     assert finding.state == "bad" and "torch (CUDA 13.0) can use none" in finding.found
     assert "driver for CUDA 13.0" in finding.remedy and "VISIBLE" not in finding.remedy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "unset CUDA_VISIBLE_DEVICES" in nccl._gpus().remedy
+    assert "unset CUDA_VISIBLE_DEVICES" in doctor._gpus().remedy
     machine_with(monkeypatch, [], False, "13.0")
-    assert nccl._gpus().state == "note" and "skipped" in nccl._gpus().remedy
+    assert doctor._gpus().state == "note" and "skipped" in doctor._gpus().remedy
 
 
 def test_driver_and_nccl_are_told_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with(monkeypatch, [H100, H100], True, "13.0")
-    assert nccl._versions() == Finding("NCCL", "good", "driver 580.65.06; NCCL 2.28.9, CUDA 13.0")
+    assert doctor._nccl() == Finding("NCCL", "good", "driver 580.65.06; NCCL 2.28.9, CUDA 13.0")
     machine_with(monkeypatch, [], False, "13.0")
-    assert nccl._versions().state == "note" and "install the driver" in nccl._versions().remedy
+    assert doctor._nccl().state == "note" and "install the driver" in doctor._nccl().remedy
     machine_with(monkeypatch, [], False, None)
-    assert nccl._versions().found == "no driver; this torch is built without NCCL"
+    assert doctor._nccl().found == "no driver; this torch is built without NCCL"
 
 
 @pytest.fixture
@@ -151,14 +149,14 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variables_that_nobody_reads_are_named_and_no_value_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert nccl._variables() == Finding("NCCL variables", "good", "none set")
+    assert doctor._variables() == Finding("NCCL variables", "good", "none set")
     monkeypatch.setenv("NCCL_DEBUG", "hidden-value")
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "hidden-value")
-    assert nccl._variables().found == "NCCL_DEBUG, TORCH_NCCL_TRACE_BUFFER_SIZE"
+    assert doctor._variables().found == "NCCL_DEBUG, TORCH_NCCL_TRACE_BUFFER_SIZE"
     monkeypatch.setenv("NCCL_SOKET_IFNAME", "hidden-value")
     monkeypatch.setenv("TORCH_NCCL_BLOKING_WAIT", "hidden-value")
     monkeypatch.setenv("NCCL_XYZZY_PLUGH_QQ", "hidden-value")
-    finding = nccl._variables()
+    finding = doctor._variables()
     assert finding.state == "note" and "NCCL_DEBUG" not in finding.found
     for words in (
         "NCCL_SOKET_IFNAME: did you mean NCCL_SOCKET_IFNAME?",
@@ -172,4 +170,4 @@ def test_variables_that_nobody_reads_are_named_and_no_value_is(
 def test_variables_of_the_suite_s_own_pages_are_known() -> None:
     page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
     named = {w.strip("`,.:;()") for w in page.split()}
-    assert {"NCCL_SOCKET_IFNAME"} <= named & nccl.known_variables()
+    assert {"NCCL_SOCKET_IFNAME"} <= named & doctor.known_variables()

@@ -13,7 +13,7 @@ from shardproof import registry
 from shardproof.case import Case
 from shardproof.cases.kills import mutant_cases, pair
 from shardproof.cases.verdict import decide_case
-from shardproof.commands import mutants
+from shardproof.commands.execution import Planting
 from shardproof.evidence.account import Account
 from shardproof.scenarios.selection import Selection
 from shardproof.scenarios.vocabulary import installed
@@ -91,13 +91,12 @@ def test_of_planted_faults(
     """The fault beside its parent; a parent beside all its faults."""
     planted: list[list[str]] = []
 
-    def plant(self: mutants.Planting, folder: Any) -> int:
+    def plant(self: Planting) -> int:
         assert self.shard is None
-        pairs = [pair(one, weigh_all=self.all_must_run, depth=self.depth) for one in self.mutants]
-        planted.append([case.id for case in mutant_cases(pairs)])
+        planted.append([case.id for case in mutant_cases(self.pairs)])
         return 0
 
-    monkeypatch.setattr(mutants.Planting, "run", plant)
+    monkeypatch.setattr(Planting, "run", plant)
     monkeypatch.chdir(tmp_path)
     of = pair(registry.load_mutant(name), **options)
     for case in (of.case, of.parent):

@@ -24,7 +24,7 @@ from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.cases.kills import pair
 from shardproof.commands import main
-from shardproof.commands import run as run_command
+from shardproof.commands.execution import Execution
 from shardproof.compare import baseline, policy
 from shardproof.registry import load_mutant
 from shardproof.runs.bundle import packing
@@ -44,7 +44,7 @@ def executed(path: Path, cases: list[Case]) -> Path:
     """A run that was run, with records to judge again."""
     durations = Durations(path.parent / "durations.json")
     with RunFolder(path, ["test"]) as folder:
-        run_command.execute(folder, fit_cases(cases, durations, 1, None), 1, None, durations)
+        Execution(folder, fit_cases(cases, durations, 1, None), 1, durations).run()
     return path
 
 

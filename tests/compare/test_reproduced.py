@@ -237,9 +237,9 @@ def test_workloads_that_train_no_model_are_run_again() -> None:
 
 def test_what_does_not_fit_the_nodes_cannot_be_compared() -> None:
     cases = [case(n, id=f"{b}{w}", backend=b, mesh={"shard": w}) for n, (b, w) in enumerate(ROOM)]
-    told = reproduce._without_room(cases, MadeNodes(2, 2))
+    told = reproduce._obstacles(cases, MadeNodes(2, 2))
     assert told == {"gloo5": "5 ranks do not fit 2 nodes x 2 ranks"}
-    assert reproduce._without_room(cases, None) == {}
+    assert reproduce._obstacles(cases, None) == {}
 
 
 #: Ranks of in_memory are threads of the head.

@@ -30,7 +30,7 @@ from shardproof.cases.kills import (
 from shardproof.cases.runner import Course
 from shardproof.checks import GENERAL, OF_UNTRAINED, Outcome, Worst
 from shardproof.checks.results import CaseResult, Kill
-from shardproof.commands.mutants import Planting
+from shardproof.commands.execution import Planting
 from shardproof.commands.verify import verify
 from shardproof.runs.run_folder import RunFolder, read
 
@@ -106,7 +106,7 @@ def test_at_depth_family_any_failing_check_kills_and_a_share_may_survive(
         assert {here.case.id, here.parent.id}.isdisjoint({there.case.id, there.parent.id})
     with RunFolder(tmp_path / "run", ["test"]) as folder:
         # An all-reduce in place of a reduce-scatter sends what many sound ZeRO-1 send.
-        assert Planting(faults, 2, None, True, "family").run(folder) == 1
+        assert Planting(folder, faults, 2, None, True, "family").run() == 1
     out = capsys.readouterr().out
     assert "3 faults judged (2 killed, 1 survive)" in out
     assert "33.3% survive at depth family, at most 15%" in out

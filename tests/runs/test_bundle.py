@@ -22,8 +22,8 @@ from commands import python
 
 from shardproof import VERSION, report
 from shardproof.cases.kills import pair
-from shardproof.commands import run as run_command
 from shardproof.commands import verify
+from shardproof.commands.execution import Execution
 from shardproof.commands.main import main
 from shardproof.commands.verify import verify_archive
 from shardproof.errors import SelectionError
@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     durations = Durations(path.parent / "durations.json")
     with RunFolder(path, ["test"]) as folder:
         cases = fit_cases([fault.parent, fault.case], durations, 1, None)
-        assert run_command.execute(folder, cases, 1, None, durations) == 1
+        assert Execution(folder, cases, 1, durations).run() == 1
         folder.add({"id": "other::x", "verdict": "fine", "times": "times/x"}, "other")
         (path / "times").mkdir()
         folder.write("times/x", "raw")

@@ -15,8 +15,8 @@ import pytest
 
 from shardproof.case import Case
 from shardproof.cases.kills import pair
-from shardproof.commands import run as run_command
 from shardproof.commands import supervision
+from shardproof.commands.execution import Execution
 from shardproof.commands.verify import verify
 from shardproof.compare import baseline
 from shardproof.errors import SelectionError
@@ -42,10 +42,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("results") / "run"
     durations = Durations(path.parent / "durations.json")
     with RunFolder(path, ["test"]) as folder:
-        assert (
-            run_command.execute(folder, fit_cases(_cases(), durations, 1, None), 1, None, durations)
-            == 1
-        )
+        schedule = fit_cases(_cases(), durations, 1, None)
+        assert Execution(folder, schedule, 1, durations).run() == 1
     assert json.loads((path / "cases.jsonl").read_text().splitlines()[-1])["verdict"] == "fail"
     return path
 

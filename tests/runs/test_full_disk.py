@@ -148,7 +148,7 @@ def test_a_folder_that_goes_is_not_named_to_go_on_with(
 
     console = Console(file=io.StringIO(), width=200)
     with RunFolder(tmp_path, []) as folder:
-        code = supervised(folder, console, body, lambda: None, lambda: None, is_kept=is_kept)
+        code = supervised(folder, console, body, is_kept=is_kept)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert code == verdicts.BAD_INPUT
     assert f"{tmp_path / 'cases.jsonl'}: {os.strerror(number)} - " in told and mend in told, told

@@ -15,8 +15,7 @@ from test_report import kill
 
 from shardproof.case import Case
 from shardproof.cases.kills import pair
-from shardproof.commands import mutants
-from shardproof.commands import run as run_command
+from shardproof.commands.execution import Execution, Planting
 from shardproof.commands.verify import verify
 from shardproof.evidence.account import Account
 from shardproof.evidence.assembled import StoredFigures
@@ -36,9 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("results") / "run"
     with RunFolder(path, ["test"]) as folder:
         chosen = fit_cases(_cases(), Durations(path.parent / "durations.json"), 2, None)
-        code = run_command.execute(
-            folder, chosen, 2, None, Durations(path.parent / "durations.json")
-        )
+        code = Execution(folder, chosen, 2, Durations(path.parent / "durations.json")).run()
     assert code == 1
     return path
 
@@ -173,9 +170,8 @@ def test_resume_takes_what_is_left_and_rerun_what_did_not_hold(run: Path) -> Non
     assert [case.id for case in left] == [json.loads(lines[-1])["id"]]
     durations = Durations(run.parent / "durations.json")
     with RunFolder(run, ["test", "--resume"]) as folder:
-        code = run_command.execute(
-            folder, fit_cases(left, durations, 1, None), 1, None, durations, kept
-        )
+        again = fit_cases(left, durations, 1, None)
+        code = Execution(folder, again, 1, durations, kept=kept).run()
     assert code == 1
     assert verify(run).problems == []
     assert len(read(run).cases) == 4
@@ -190,7 +186,7 @@ def test_a_budget_hides_no_failure_of_before(
     durations = Durations(run.parent / "none.json")
     chosen = CaseSchedule([], again, 0.0) if planned else CaseSchedule(again, [], 0.0)
     with RunFolder(run, ["test", "--rerun-failed"]) as folder:
-        code = run_command.execute(folder, chosen, 1, 1e-9, durations, kept)
+        code = Execution(folder, chosen, 1, durations, 1e-9, kept).run()
     assert code == 1
     told = capsys.readouterr().out
     assert "not run again, earlier results stay (2): no room in a budget of" in told
@@ -204,7 +200,7 @@ def test_a_budget_hides_no_survivor_of_before(
     mutant = load_mutant("ddp_never_reduces")
     with RunFolder(tmp_path / "run", ["test"]) as folder:
         folder.add(kill(mutant.name, killed=False), "kill")
-        assert mutants.Planting([mutant], 1, 1e-5, False).run(folder) == 1
+        assert Planting(folder, [mutant], 1, 1e-5, False).run() == 1
     told = capsys.readouterr().out
     assert "1 fault judged (0 killed, 1 survive), 0 left out" in told
     assert [line.killed for line in read(tmp_path / "run").kills] == [False]

@@ -32,8 +32,8 @@ import synthetic
 import synthetic_run
 
 from shardproof.cases.kills import pair
-from shardproof.commands import main, supervision
-from shardproof.commands import run as run_command
+from shardproof.commands import main
+from shardproof.commands.execution import Execution
 from shardproof.compare import baseline
 from shardproof.registry import load_mutant
 from shardproof.runs.durations import Durations
@@ -144,7 +144,7 @@ def bases(place: Path) -> Path:
     made = pair(load_mutant("ddp_never_reduces"))
     with RunFolder(place / "real", ["test"]) as folder:
         schedule = fit_cases([made.parent, made.case], durations, 1, None)
-        run_command.execute(folder, schedule, 1, None, durations)
+        Execution(folder, schedule, 1, durations).run()
     synthetic_run.write_run(
         place / "made",
         8,
@@ -494,7 +494,6 @@ def fuzz(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    supervision.RESULTS = Path("results")
     end = time.monotonic() + 60 * options.minutes
     seen: set[str] = set()
     count = 0

@@ -21,11 +21,11 @@ from typing import Annotated
 
 import typer
 
-from shardproof import campaign
 from shardproof.backends import BACKENDS
+from shardproof.campaign import draws
 from shardproof.case import Case, Fault, FaultKind, FaultPhase, WorkloadSpec
 from shardproof.commands import options
-from shardproof.commands.run import run_and_exit
+from shardproof.commands.execution import run_and_exit
 from shardproof.contract import OptimizerSpec, Options
 from shardproof.errors import Problem, SelectionError
 from shardproof.launch import process_control
@@ -162,8 +162,8 @@ def run(
     \b
     python -m tools.studies autopsies --plans 100 --clean 500 --seed 15
     """
-    cases = [*planned(plans, seed or 0), *campaign.first_cases(clean_cases, seed or 0)]
+    cases = [*planned(plans, seed or 0), *draws.first_cases(clean_cases, seed or 0)]
     if not cases:
         raise SelectionError(Problem("nothing to run", "give --plans or --clean", "0"))
     with busy_cores():
-        run_and_exit(cases, budget, jobs, results)
+        run_and_exit(cases, options.Session(budget=budget, jobs=jobs, results=results))

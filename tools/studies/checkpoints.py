@@ -8,17 +8,16 @@ import typer
 
 from shardproof.campaign.histories import first_cases
 from shardproof.commands import options
-from shardproof.commands.run import run_and_exit
+from shardproof.commands.execution import run_and_exit
 
 
+@options.grouped()
 def run(
     count: Annotated[int, typer.Argument(metavar="N", min=1, max=100_000)],
     impl: options.Impl = None,
     seed: options.Seed = None,
-    shard: options.ShardOption = None,
-    budget: options.Budget = None,
-    jobs: options.Jobs = None,
-    results: options.Results = None,
+    *,
+    session: options.Session,
 ) -> None:
     """Judge N random clean histories of saves and loads; one that fails is a false alarm.
 
@@ -30,5 +29,4 @@ def run(
     python -m tools.studies checkpoints 300 --seed 16
     python -m tools.studies checkpoints 50 --impl 'reference/zero*'
     """
-    part, cases = options.shard_of(shard), first_cases(count, seed or 0, impl or ())
-    run_and_exit(cases, budget, jobs, results, shard=part)
+    run_and_exit(first_cases(count, seed or 0, impl or ()), session)

@@ -15,9 +15,8 @@ from shardproof.bench.command.options import OfCollectives
 from shardproof.bench.leader_tasks import LaunchFailed, time_collectives
 from shardproof.bench.reported import Collectives
 from shardproof.bench.session import Session
-from shardproof.commands import supervision
+from shardproof.commands import options, supervision
 from shardproof.commands.console import echo, make_console, print_line
-from shardproof.commands.run import wait_for
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class CollectivesPlan:
             for name in ids:
                 echo(name)
             return verdicts.HELD
-        wait_for(Nodes.here())
+        options.wait_for(Nodes.here())
         console = make_console()
         with supervision.open_folder(self.given.results) as folder:
 
@@ -128,7 +127,7 @@ class CollectivesPlan:
                 print_line(console, "every size, and a drawing: report.html")
                 return verdicts.HELD
 
-            def interrupted() -> None:
-                print_line(console, "stopped: nothing was kept, for no system had all its rounds")
+            def stopped() -> str:
+                return "stopped: nothing was kept, for no system had all its rounds"
 
-            return supervision.supervised(folder, console, body, interrupted, lambda: None)
+            return supervision.supervised(folder, console, body, stopped)

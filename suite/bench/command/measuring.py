@@ -90,7 +90,7 @@ class _Measuring:
     def run(self) -> int:
         """Measure; the exit code."""
         return supervision.supervised(
-            self.folder, self.console, self._body, self._interrupted, self.durations.save
+            self.folder, self.console, self._body, self._stopped, self.durations.save
         )
 
     def _body(self, interrupts: supervision.Interrupts) -> int:
@@ -169,11 +169,10 @@ class _Measuring:
             made: Any = Cells if self.scaling else Pairs
             made(self.lines).show(self.console)
 
-    def _interrupted(self) -> None:
+    def _stopped(self) -> str:
         self._show()
         noun = "cells" if self.scaling else "comparisons"
-        told = f"stopped: {len(self.lines)} of {len(self.items)} {noun} have figures"
-        print_line(self.console, told)
+        return f"stopped: {len(self.lines)} of {len(self.items)} {noun} have figures"
 
 
 class _Blocks(ProgressBar):

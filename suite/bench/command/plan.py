@@ -16,7 +16,6 @@ from shardproof.bench.scaling import matrix
 from shardproof.bench.subjects import BLOCKS, LAUNCHES, LETTERS, Cell, Pair, Side, Subject
 from shardproof.commands import options
 from shardproof.commands.console import echo
-from shardproof.commands.run import wait_for
 from shardproof.errors import Problem, SelectionError, nearest
 from shardproof.registry import preflight
 from shardproof.runs.shard import Cut, Shard
@@ -103,7 +102,7 @@ class TimedPlan:
         if self.dry_run:
             measuring.dry_run(plan, durations)
             return verdicts.HELD
-        wait_for(Nodes.here())
+        options.wait_for(Nodes.here())
         with Session() as session:
             return measuring.run(session, plan, durations, cut)
 

@@ -36,7 +36,6 @@ PathArgument = Annotated[
 def inspect(
     path: PathArgument,
     names: Annotated[bool, typer.Option("--names", help="a row for each tensor")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="all of it, for programs")] = False,
 ) -> None:
     """Say what is in a checkpoint: strategy, mesh, step, tensors. Reads no tensor.
 
@@ -51,9 +50,6 @@ def inspect(
     from shardproof.registry.checkpoints import opened
 
     with opened(path) as checkpoint:
-        if as_json:
-            echo(contents.as_json(checkpoint))
-            return
         for line in contents.sentences(checkpoint):
             echo(line)
         make_console().print(contents.tensors(checkpoint) if names else contents.kinds(checkpoint))
@@ -97,13 +93,13 @@ def diff(
     \b
     shardproof checkpoint diff checkpoints/step-00000012-save-0002-3fa94c11-7be2 checkpoints
     """
-    from shardproof.commands.checkpoint import differences
+    from shardproof.commands.checkpoint import contents
     from shardproof.commands.console import make_console
     from shardproof.registry.checkpoints import opened
 
     with opened(path) as one, opened(other) as two:
-        said = differences.of_metadata(one, two)
-        table = differences.of_tensors(one, two)
+        said = contents.of_metadata(one, two)
+        table = contents.of_tensors(one, two)
     for line in said:
         echo(line)
     if table.rows:

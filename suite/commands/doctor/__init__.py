@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import ipaddress
 import os
@@ -10,17 +11,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
+
+import yaml
 
 from shardproof import wings
 from shardproof.backends import BACKENDS, Backend
 from shardproof.backends.gloo import Gloo, loopback
+from shardproof.backends.gloo_cuda import GlooCuda
 from shardproof.backends.mpi import Mpi
-from shardproof.commands.doctor import nccl
-from shardproof.commands.doctor.finding import Finding
 from shardproof.launch.process_control import cores
+from shardproof.wings import Finding
 
 #: Bytes of shared memory that the records of a few cases at once may take.
 SHARED_BYTES = 256 << 20
@@ -30,24 +33,21 @@ MEMORY_BYTES = 2 << 30
 DISK_BYTES = 256 << 20
 
 
+#: Where a name is nearer than this to a known one, it is that one misspelt.
+_NEAR = 0.8
+
+
 def examine(results: Path, thorough: bool = False) -> Iterator[Finding]:
     """All findings, quick ones first; ``results`` is where runs are to be written.
 
     ``thorough``: wings look at all that they need.
     """
     yield Finding("python", "good", sys.version.split()[0])
-    yield _torch()
-    yield _cores()
-    yield _threads()
-    yield _memory()
-    yield _shared_memory()
-    yield _left_over()
+    for look_at in (_torch, _cores, _memory, _shared_memory, _left_over, _name):
+        yield look_at()
     yield _results(results)
-    yield _clock()
-    yield _name()
     of_gloo, of_mpi = [_interface(), _gloo()], list(_mpi())
-    yield from (*of_gloo, *of_mpi)
-    yield from nccl.examine()
+    yield from (*of_gloo, *of_mpi, _gpus(), _nccl(), _variables())
     yield from _backends({Gloo: of_gloo, Mpi: of_mpi})
     for wing in wings.wings():
         yield from wing.findings(thorough)
@@ -76,6 +76,11 @@ def _reach(backend: Backend) -> str:
     return f"can run here, at up to {torch.cuda.device_count()} ranks: one a GPU"
 
 
+def look(what: str, found: str, remedy: str, state: Literal["note", "bad"] = "bad") -> Finding:
+    """One look; good, if there is nothing to remedy."""
+    return Finding(what, state if remedy else "good", found, remedy)
+
+
 def _torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", "bad", "not installed", "`make setup`, or pip install torch")
@@ -89,27 +94,16 @@ def _torch() -> Finding:
 
 
 def _cores() -> Finding:
-    count = cores()
-    if count < 2:
-        return Finding("cores", "note", "1", "ranks take turns: runs take longer")
-    return Finding("cores", "good", str(count))
-
-
-def _threads() -> Finding:
-    given = {k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ}
-    text = ", ".join(f"{k}={v}" for k, v in given.items()) or "not set"
-    # Ranks are forked from a process that computes with one thread, whatever is set here.
-    return Finding("threads of math libraries", "good", f"{text}; ranks use 1 each")
+    remedy = "ranks take turns: runs take longer" if cores() < 2 else ""
+    return look("cores", str(cores()), remedy, "note")
 
 
 def _memory() -> Finding:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    text = f"{free / 2**30:.1f} GiB available"
-    if free < MEMORY_BYTES:
-        return Finding("memory", "bad", text, "free 2 GiB, or run with -j 1")
-    return Finding("memory", "good", text)
+    remedy = "free 2 GiB, or run with -j 1" if free < MEMORY_BYTES else ""
+    return look("memory", f"{free / 2**30:.1f} GiB available", remedy)
 
 
 def _shared_memory() -> Finding:
@@ -117,15 +111,13 @@ def _shared_memory() -> Finding:
     if not os.access(folder, os.W_OK):
         text = f"none; work folders go to {tempfile.gettempdir()}"
         return Finding("/dev/shm", "note", text, "mount a tmpfs there for faster runs")
-    size = shutil.disk_usage(folder)
-    text = f"{size.free / 2**20:.0f} of {size.total / 2**20:.0f} MiB free"
+    size, remedy = shutil.disk_usage(folder), ""
     if size.total < SHARED_BYTES:
         remedy = "it is too small; in containers: --shm-size 1g (their default is 64 MiB)"
-        return Finding("/dev/shm", "bad", text, remedy)
-    if size.free < SHARED_BYTES:
+    elif size.free < SHARED_BYTES:
         remedy = "remove what fills it, or make it larger (in containers: --shm-size 1g)"
-        return Finding("/dev/shm", "bad", text, remedy)
-    return Finding("/dev/shm", "good", text)
+    text = f"{size.free / 2**20:.0f} of {size.total / 2**20:.0f} MiB free"
+    return look("/dev/shm", text, remedy)
 
 
 def _left_over() -> Finding:
@@ -149,71 +141,65 @@ def _results(results: Path) -> Finding:
         return Finding("results", "bad", f"{folder} cannot be written: {error.strerror}", remedy)
     free = shutil.disk_usage(folder).free
     text = f"{folder} is writable, {free / 2**30:.1f} GiB free"
-    if free < DISK_BYTES:
-        return Finding("results", "bad", text, "make room")
-    return Finding("results", "good", text)
-
-
-def _clock() -> Finding:
-    step = time.get_clock_info("perf_counter").resolution
-    before, began = time.time(), time.monotonic()
-    time.sleep(0.05)
-    drift = abs((time.time() - before) - (time.monotonic() - began))
-    if step > 1e-6:
-        text = f"resolution {step:g} s"
-        return Finding("clock", "note", text, "do not trust timings of this machine")
-    if drift > 0.01:
-        text = f"the wall clock jumped {drift:.3f} s in 0.05 s"
-        return Finding("clock", "note", text, "wait until the clock is set")
-    return Finding("clock", "good", f"resolution {step:g} s, steady")
+    return look("results", text, "make room" if free < DISK_BYTES else "")
 
 
 def _name() -> Finding:
     """torch's launchers hand out this machine's name: it must have an address, and between
     machines one that others can reach.
     """
-    name = socket.gethostname()
+    name, remedy = socket.gethostname(), ""
     try:
         address = socket.gethostbyname(name)
     except OSError:
+        found = f"{name} has no address"
         remedy = f"add `127.0.0.1 {name}` to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
-        return Finding("host name", "note", f"{name} has no address", remedy)
-    if ipaddress.ip_address(address).is_loopback:
-        remedy = (
-            "nothing to do on one machine; for several correct /etc/hosts, or name the interface "
-            "that they share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        )
-        found = f"{name} is {address}, the loopback, which other machines cannot reach"
-        return Finding("host name", "note", found, remedy)
-    return Finding("host name", "good", f"{name} is {address}")
+    else:
+        found = f"{name} is {address}"
+        if ipaddress.ip_address(address).is_loopback:
+            found += ", the loopback, which other machines cannot reach"
+            remedy = (
+                "nothing to do on one machine; for several correct /etc/hosts, or name the "
+                "interface that they share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            )
+    return look("host name", found, remedy, "note")
 
 
 def _interface() -> Finding:
     """What gloo listens on: the loopback, unless the environment names another interface."""
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    found = os.environ.get("GLOO_SOCKET_IFNAME", "")
     there = [name for _, name in socket.if_nameindex()]
-    missing = [name for name in filter(None, chosen.split(",")) if name not in there]
+    missing = [name for name in filter(None, found.split(",")) if name not in there]
     if missing:
-        remedy = f"unset it, or name one of {', '.join(there)}"
-        text = f"GLOO_SOCKET_IFNAME={chosen}, but there is no {', '.join(missing)}"
-        return Finding("interface of gloo", "bad", text, remedy)
-    return Finding("interface of gloo", "good", chosen or loopback())
+        found = f"GLOO_SOCKET_IFNAME={found}, but there is no {', '.join(missing)}"
+    remedy = f"unset it, or name one of {', '.join(there)}" if missing else ""
+    return look("interface of gloo", found or loopback(), remedy)
+
+
+def _tried(command: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
+    """What ``command`` says as it fails, in lines; empty: it succeeds."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=90, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return ["no answer within 90 s"]
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return said if done.returncode else []
 
 
 _PAIR = """
-import datetime, sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+import datetime, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 def rank(number, path):
-    store = dist.FileStore(path, 2)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=20)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    group = dist.ProcessGroupGloo(store, number, 2, options)
+    group = dist.ProcessGroupGloo(dist.FileStore(path, 2), number, 2, options)
     value = torch.ones(1)
     group.allreduce([value]).wait()
     assert value.item() == 2
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank, (folder + "/store",), 2)
+    mp.spawn(rank, (sys.argv[1],), 2)
 """
 
 
@@ -222,18 +208,10 @@ def _gloo() -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "pair.py"
         script.write_text(_PAIR, encoding="utf-8")
-        try:
-            command = [sys.executable, str(script)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-        except subprocess.TimeoutExpired:
-            text, code = "no answer within 90 s", 1
-        else:
-            code = done.returncode
-            text = (done.stderr.strip().splitlines() or [f"exit code {code}"])[-1]
-    if code:
-        remedy = "bring the loopback interface up (`ip link set lo up`) and allow 127.0.0.1"
-        return Finding("gloo over loopback", "bad", text, remedy)
-    return Finding("gloo over loopback", "good", "two processes talk")
+        said = _tried([sys.executable, str(script), f"{folder}/store"])
+    remedy = "bring the loopback interface up (`ip link set lo up`) and allow 127.0.0.1"
+    found = said[-1] if said else "two processes talk"
+    return look("gloo over loopback", found, remedy if said else "")
 
 
 _MPI_PAIR = """
@@ -257,26 +235,76 @@ def _mpi() -> Iterator[Finding]:
         return
     command = [*found.command(2), sys.executable, "-m", "mpi4py", "-c", _MPI_PAIR]
     with tempfile.TemporaryDirectory() as folder:
-        settings = os.environ | found.environment(Path(folder))
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=90, check=False, env=settings
-            )
-        except subprocess.TimeoutExpired:
-            text, code = "no answer within 90 s", 1
-        else:
-            code = done.returncode
-            said = [line for line in done.stderr.splitlines() if "Error" in line]
-            text = (said or done.stderr.strip().splitlines() or [f"exit code {code}"])[0]
+        said = _tried(command, os.environ | found.environment(Path(folder)))
     where = f"{found.family} ({found.version}), {found.mpirun}"
-    if code:
+    if said:
+        errors = [line for line in said if "Error" in line]
         remedy = "have one MPI only: mpi4py must find the library whose mpirun is found"
-        yield Finding(Mpi.name, "bad", f"{where}: {text}", remedy)
+        yield Finding(Mpi.name, "bad", f"{where}: {(errors or said)[0]}", remedy)
         return
     yield Finding(Mpi.name, "good", f"{where}: two processes talk")
     ranks = max(8, 2 * cores())
-    if problem := mpirun.problem(ranks):
-        remedy = "allow more slots: no batch system's limits, no hostfile, or fewer --world"
-        yield Finding("mpi slots", "bad", problem, remedy)
-    else:
-        yield Finding("mpi slots", "good", f"{ranks} ranks start on {cores()} cores")
+    problem = mpirun.problem(ranks)
+    remedy = "allow more slots: no batch system's limits, no hostfile, or fewer --world"
+    fine = f"{ranks} ranks start on {cores()} cores"
+    yield look("mpi slots", problem or fine, remedy if problem else "")
+
+
+def known_variables() -> set[str]:
+    """Names of the variables that NCCL or torch reads."""
+    listed = yaml.safe_load(Path(__file__).with_name("nccl.yaml").read_text())
+    return {f"{prefix}{name}" for prefix, names in listed.items() for name in names.split()}
+
+
+def _gpus() -> Finding:
+    """The GPUs that torch can use, or why it can use none: no fault, cases there are skipped."""
+    import torch
+
+    from shardproof.runs.machine import gpus
+
+    reason, listed = GlooCuda().available(), gpus()
+    if reason is None:
+        return Finding("GPUs", "good", ", ".join(gpu.name for gpu in listed) or "usable by torch")
+    if not listed:
+        return Finding("GPUs", "note", reason, "cases on nccl and gloo_cuda are skipped here")
+    built = torch.version.cuda
+    if built is None:
+        found = f"{len(listed)} in this machine, but this torch is built without CUDA"
+        return Finding("GPUs", "bad", found, "install a build of torch with CUDA")
+    found = f"{len(listed)} in this machine, but torch (CUDA {built}) can use none"
+    hidden = " or unset CUDA_VISIBLE_DEVICES," if "CUDA_VISIBLE_DEVICES" in os.environ else ""
+    remedy = f"take a driver for CUDA {built} (nvidia-smi names what it supports),{hidden}"
+    return Finding("GPUs", "bad", found, f"{remedy} or a torch for an older CUDA")
+
+
+def _nccl() -> Finding:
+    """Driver and NCCL; two releases of one NCCL in one job do not meet, so both are told."""
+    import torch
+
+    from shardproof.runs.machine import gpus
+
+    drivers = sorted({gpu.driver for gpu in gpus()})
+    driver = f"driver {', '.join(drivers)}" if drivers else "no driver"
+    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+        remedy = "for cases on nccl install a build of torch with CUDA"
+        return Finding("NCCL", "note", f"{driver}; this torch is built without NCCL", remedy)
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    text = f"{driver}; NCCL {version}, CUDA {torch.version.cuda}"
+    remedy = "" if drivers else "install the driver: cases on nccl are skipped here"
+    return look("NCCL", text, remedy, "note")
+
+
+def _variables() -> Finding:
+    """Names that are set and nobody reads: a misspelt one is silently without effect."""
+    known = known_variables()
+    given = sorted(name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_")))
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return Finding("NCCL variables", "good", ", ".join(given) or "none set")
+    meant = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1, _NEAR)
+        other = "unset, unless a plugin of NCCL reads it"
+        meant.append(f"{name}: {f'did you mean {near[0]}?' if near else other}")
+    found = f"neither NCCL nor torch knows {', '.join(unknown)}"
+    return Finding("NCCL variables", "note", found, "; ".join(meant))

@@ -20,7 +20,7 @@ import typer
 
 from shardproof import VERSION, verdicts
 from shardproof.backends import USUAL
-from shardproof.commands import options, run
+from shardproof.commands import options
 from shardproof.commands.console import echo
 from shardproof.errors import Problem, SelectionError
 from shardproof.files import write_whole
@@ -81,20 +81,16 @@ def init(
         raise SelectionError(problems)
     ignores = _ignoring(into / IGNORES)
     with _all_or_none(into, (*texts, BASELINE, *([IGNORES] if ignores else []))):
-        for path, text in texts.items():
+        for path, text in (*texts.items(), *([(IGNORES, ignores)] if ignores else [])):
             (into / path).parent.mkdir(parents=True, exist_ok=True)
             write_whole(into / path, text)
-        if ignores:
-            write_whole(into / IGNORES, ignores)
         code = _make_baseline(into, jobs)
     for path in (*texts, BASELINE):
         echo(f"wrote {into / path}")
     if ignores:
         echo(f"added {RESULTS} to {into / IGNORES}: runs stay out of the repository")
     if code:
-        echo(
-            "not all cases hold: the baseline says so, and the gate breaks until they do", err=True
-        )
+        echo("not all cases hold, as the baseline says: until they do the gate breaks", err=True)
     raise typer.Exit(code)
 
 
@@ -115,9 +111,8 @@ def _ignoring(path: Path) -> str:
 
 def _differs(path: Path, text: str | None) -> bool:
     """Whether ``path`` is there and holds anything but ``text``."""
-    return path.exists() and (
-        text is None or not path.is_file() or path.read_bytes() != text.encode()
-    )
+    same = text is not None and path.is_file() and path.read_bytes() == text.encode()
+    return path.exists() and not same
 
 
 class NothingHeld(typer.Exit):
@@ -130,17 +125,16 @@ def _make_baseline(into: Path, jobs: int | None) -> int:
     :raises NothingHeld: no case passed.
     :raises typer.Exit: the run did not come to its end.
     """
+    from shardproof.commands.execution import run_and_exit
     from shardproof.compare import baseline
     from shardproof.runs.run_folder import read
-    from shardproof.scenarios.selection import Selection
-    from shardproof.scenarios.vocabulary import installed
 
-    cases = Selection([str(into / PLACES["strategy.yaml"])]).cases(installed())
+    cases = options.Filters(scenarios=[str(into / PLACES["strategy.yaml"])]).cases()
     code = verdicts.HELD
     with tempfile.TemporaryDirectory(prefix="shardproof-init-") as folder:
         results = Path(folder) / "run"
         try:
-            run.run_and_exit(cases, None, jobs, results, is_kept=False)
+            run_and_exit(cases, options.Session(jobs=jobs, results=results), is_kept=False)
         except typer.Exit as ended:
             code = ended.exit_code
             if code not in (verdicts.HELD, verdicts.BROKEN, verdicts.NOT_DECIDED):
@@ -189,15 +183,10 @@ def written(
     worlds = f"meshes=[{{{quoted}}}]" if len(axes) > 1 else "worlds=(2, 3)"
     # What prove takes for granted.
     places = "" if not backends or USUAL in backends else f', backends=("{backends[0]}",)'
-    values = {
-        "@IMPL@": impl,
-        "@MESHES@": worlds + places,
-        "@MESH@": mesh,
-        "@INSTALL@": install,
-    }
+    values = {"IMPL": impl, "MESHES": worlds + places, "MESH": mesh, "INSTALL": install}
     templates = {Path("tests/test_shardproof.py"): TEST}
     for name, path in PLACES.items():
         templates[path] = Path(__file__).with_name(name).read_text(encoding="utf-8")
     for mark, value in values.items():
-        templates = {path: text.replace(mark, value) for path, text in templates.items()}
+        templates = {path: text.replace(f"@{mark}@", value) for path, text in templates.items()}
     return templates

@@ -17,8 +17,7 @@ import typer
 
 from shardproof import verdicts
 from shardproof.commands import options, supervision
-from shardproof.commands.console import make_console, print_line
-from shardproof.commands.run import wait_for
+from shardproof.commands.console import make_console
 from shardproof.errors import Problem, SelectionError, shorten
 from shardproof.files import DAMAGE, Stored, read_input, to_plain
 from shardproof.launch.nodes import Nodes, cap_in_words, facts_here
@@ -251,7 +250,7 @@ def convergence(
     studies = plan.chosen(scenario or (), method, seeds, backend)
     if (nodes := Nodes.here()) is not None:
         plan.require_room(studies, nodes)
-        wait_for(nodes)
+        options.wait_for(nodes)
     if results is None:
         return run(studies, jobs or cores(), again)
     console = make_console()
@@ -259,8 +258,8 @@ def convergence(
     def body(interrupts: supervision.Interrupts) -> int:
         return run(studies, jobs or cores(), again, folder)
 
-    def interrupted() -> None:
-        print_line(console, "stopped: nothing was kept, for not all had been trained")
+    def stopped() -> str:
+        return "stopped: nothing was kept, for not all had been trained"
 
     with supervision.open_folder(results) as folder:
-        return supervision.supervised(folder, console, body, interrupted, lambda: None)
+        return supervision.supervised(folder, console, body, stopped)

@@ -1,0 +1,51 @@
+"""What this wing adds to the core: random clean cases for ``run``, ``mutants`` and ``list``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardproof.errors import Problem, SelectionError
+from shardproof.wings import Wing
+
+if TYPE_CHECKING:
+    from shardproof.case import Case
+    from shardproof.commands.options import Session
+    from shardproof.coverage.pairs import Coverage
+
+
+class Campaign(Wing):
+    """Random clean cases, and planted faults in them."""
+
+    def random_cases(self, count: int, seed: int, impl: Sequence[str]) -> Sequence[Case]:
+        """The first ``count`` cases of ``seed``."""
+        from shardproof.campaign import draws
+
+        return draws.first_cases(count, seed, impl)
+
+    def random_case(self, name: str) -> Case:
+        """The case of a campaign, or the history of saves, with the id ``name``.
+
+        :raises SelectionError: this is no such id.
+        """
+        from shardproof.campaign import draws, histories
+
+        if (case := draws.by_id(name) or histories.by_id(name)) is None:
+            remedy = "give the whole id that a campaign printed; -k ID selects a case of a scenario"
+            raise SelectionError(Problem("--case: not the id of a random case", remedy, name))
+        return case
+
+    def coverage(self, count: int, seed: int, impl: Sequence[str]) -> tuple[Coverage, str]:
+        """Pairs that the first ``count`` cases of ``seed`` meet."""
+        from shardproof.campaign import draws
+
+        return draws.coverage(count, seed, impl)
+
+    def plant(self, faults: Sequence[Any], most: int, seed: int, asked: Session) -> int:
+        """Plant ``faults`` until each is killed, in at most so many cases."""
+        from shardproof.campaign import kills
+
+        return kills.run(faults, most, seed, asked)
+
+
+WING = Campaign()
