@@ -72,16 +72,15 @@ def decide(evidence: Figures) -> Outcome:
         ):
             if low <= held <= high:
                 continue
-            rank, bound = record.rank, low if held < low else high
             wanted = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            distance, owner = float(max(low - held, held - high)), f"rank {record.rank}"
             message = (
-                f"rank {rank}, step {step}, {place}: {kind}: {held:,} bytes {what}, {wanted} "
-                f"promised ({strategy}, {accounting.id})"
+                f"{owner}, step {step}, {place}: {kind}: {held:,} bytes {what}, {wanted} promised "
+                f"({strategy}, {accounting.id})"
             )
             if record.unmatched:
                 message += f"; computed for the observation: {', '.join(record.unmatched[:3])}"
-            distance = float(abs(held - bound))
-            worst = Worst(f"{kind} bytes", step, place, f"rank {rank}", distance, 0.0)
+            worst = Worst(f"{kind} bytes", step, place, owner, distance, 0.0)
             return Outcome("memory", "fail", message, worst, figures.to_dict())
         # After the classes that have formulas: those name what is wrong more exactly.
         if found := unattributed.exceeds(evidence, record):
@@ -202,12 +201,10 @@ def _resident(evidence: Figures, cost_model: CostModel, record: RankRecord) -> I
                     if (space, kind) == ("device", "optimizer_state") and not offloaded:
                         held += _counters(cost_model, record, spaces)
                     yield what, step, point, kind, held, size, size
-            limit = cost_model.communication_at_rest(rank, step)
-            if limit is not None:
+            if (limit := cost_model.communication_at_rest(rank, step)) is not None:
                 held = in_use.get("communication", 0)
                 yield "held", step, point, "communication", held, 0, limit
-            limit = cost_model.unclassified_limit(rank, step)
-            if limit is not None:
+            if (limit := cost_model.unclassified_limit(rank, step)) is not None:
                 held = sum(in_use.get(kind, 0) for kind in ("activations", "temporary"))
                 yield "held", step, point, "activations and temporaries", held, 0, limit
 
@@ -280,9 +277,7 @@ def _peaks(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iter
 
 
 def _bytes_at(record: RankRecord, moment: str) -> BytesAt:
-    sizes: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(int))
-    )
+    sizes = defaultdict[tuple[int, str], dict[str, Counter[str]]](lambda: defaultdict(Counter))
     on_gpu = _on_gpu(record)
     for row in record.memory:
         if row.moment == moment:
@@ -290,20 +285,6 @@ def _bytes_at(record: RankRecord, moment: str) -> BytesAt:
             host = row.device == "file" or (on_gpu and row.device == "cpu")
             sizes[row.step, row.where]["host" if host else "device"][row.kind] += row.bytes
     return sizes
-
-
-def _allocator(
-    record: RankRecord, step: int, peaks: Mapping[str, Mapping[str, int]]
-) -> dict[str, dict[str, int]]:
-    """What the allocator of the rank's GPU held at most in ``step``; empty without a GPU."""
-    return {
-        str(record.rank): {
-            "allocated": row.bytes,
-            "ledger": max(classes.get("all", 0) for classes in peaks.values()),
-        }
-        for row in record.memory
-        if (row.moment, row.step) == ("allocator", step)
-    }
 
 
 def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -> MemoryFigures:
@@ -320,14 +301,16 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
             for (step, phase), spaces in _bytes_at(record, "peak").items()
             if step == last
         }
-        allocator |= _allocator(record, last, peaks[rank])
+        for row in record.memory:  # a GPU's allocator
+            if (row.moment, row.step) == ("allocator", last):
+                ledger = max(classes.get("all", 0) for classes in peaks[rank].values())
+                allocator[rank] = {"allocated": row.bytes, "ledger": ledger}
         trained = (s for s in evidence.steps if not record.steps[s].skipped)
         updated = max(trained, default=evidence.updated_before)
+        spaces = _promised(cost_model, record.rank, last, "after_update", updated)
         promised_bytes[rank] = {
             space: {kind: n for kind, n in classes.items() if n and kind not in unjudged}
-            for space, classes in _promised(
-                cost_model, record.rank, last, "after_update", updated
-            ).items()
+            for space, classes in spaces.items()
             if any(classes.values())
         }
     whole = whole_bytes(cost_model)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardproof.checks import Worst, against
+from shardproof.checks import Outcome, Worst, against
 from shardproof.evidence.records import ComparisonRow
 
 #: Largest relative Frobenius error of a tensor in the fp64 lane: 600 x above the worst clean run
@@ -166,6 +166,15 @@ class Tally:
     failed: Worst | None = None
     problem: str = ""
     not_tested: set[str] = field(default_factory=set)
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong, as a sentence; empty: nothing."""
+        return self.problem or (f"differs: {self.failed}" if self.failed else "")
+
+    def outcome(self, check: str, figures: Mapping[str, object]) -> Outcome:
+        """What ``check`` says: the first thing that is wrong fails."""
+        return Outcome(check, "fail" if self.wrong else "pass", self.wrong, self.worst, figures)
 
     @classmethod
     def of(cls, rows: Iterable[ComparisonRow]) -> Tally:

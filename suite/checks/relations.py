@@ -44,6 +44,7 @@ from shardproof import axes, workloads
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks import Needs, Outcome, causes, weighs
+from shardproof.checks.causes.state import of_reload
 from shardproof.checks.equivalence import stages_add_in_order
 from shardproof.checks.numbers import FP64_BOUND, Tally, bitwise, relative_frobenius
 from shardproof.checks.two_runs import Pair, with_other
@@ -250,7 +251,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         if step == other.case.reload_at:
             first = Tally.of(rows).failed
             if first and first.step == step:  # a reload explains nothing that came before it
-                cause = causes.told(partial(causes.of_reload, evidence, other, step))
+                cause = causes.told(partial(of_reload, evidence, other, step))
                 # After a failure that is told first, it says why.
                 return [*rows, *([ComparisonRow(problem=cause)] if cause else [])]
     return rows

@@ -16,17 +16,8 @@ from torch import Tensor
 
 from shardproof import registry
 from shardproof.case import Case
-from shardproof.checks.numbers import (
-    ZERO_FLOOR,
-    Compare,
-    Comparison,
-    Region,
-    bitwise,
-    powerless,
-    root_mean_square,
-    split_zero,
-    take,
-)
+from shardproof.checks import numbers
+from shardproof.checks.numbers import Compare, Comparison, Region, root_mean_square, split_zero
 from shardproof.checks.one_update import MASTER
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.records import ComparisonRow
@@ -74,34 +65,30 @@ class Pair:
             base, other = without_masters(base), without_masters(other)
         phase = point if kind == "gradients" else f"{point} {kind}"
         rules = [run.declaration.buffers for run in (self.base, self.other)]
-        if kind == "buffers" and (rules[0] != rules[1] or self._worlds_differ):
+        meshes = [run.case.mesh for run in (self.base, self.other)]
+        if kind == "buffers" and (rules[0] != rules[1] or meshes[0] != meshes[1]):
             base, other = of_rank_0(base), of_rank_0(other)
         problem = mismatch(base, other, self.copies_differ)
         if problem:
             return [ComparisonRow(problem=f"step {step}, {phase}: {problem}")]
         regions = self.base.workload.zero_gradient if kind == "gradients" else {}
         floor = 0.0
-        if kind == "gradients" and self.compare is not bitwise:
+        if kind == "gradients" and self.compare is not numbers.bitwise:
             unit = torch.finfo(getattr(torch, self.base.case.dtype)).eps / 2
             # Relative to the whole model: noise has no scale of its own.
-            floor = ZERO_FLOOR * unit * root_mean_square(list(base.first().values()))
+            floor = numbers.ZERO_FLOOR * unit * root_mean_square(list(base.first().values()))
         factor = self.factor if kind == "gradients" else 1.0
         rows: list[ComparisonRow] = []
-        passing = powerless(base.first(), self.base.case.world, self.compare.parts)
+        passing = numbers.powerless(base.first(), self.base.case.world, self.compare.parts)
         for name, copies in base.tensors.items():
             for replica, want, have in both(copies, other.tensors[name]):
-                owner = f"replica {replica}"
                 want = want if factor == 1 else want * factor
                 for part, result in self._parts(want, have, regions.get(name, ()), floor):
-                    place = (step, phase, name + part, owner)
+                    place = (step, phase, name + part, f"replica {replica}")
                     rows.append(ComparisonRow(*place, result.error, result.bound))
             if passing[name]:
                 rows.append(ComparisonRow(step, phase, name, tested=False))
         return rows
-
-    @property
-    def _worlds_differ(self) -> bool:
-        return self.base.case.mesh != self.other.case.mesh
 
     def _parts(
         self, want: Tensor, have: Tensor, regions: Sequence[Region], floor: float
@@ -109,7 +96,7 @@ class Pair:
         """The tensor's comparison and, where its true value is 0, those of its noise."""
         if not floor or want.shape != have.shape:
             return [("", self.compare(have, want))]
-        quiet = [region for region in regions if root_mean_square([take(want, region)]) <= floor]
+        quiet = [r for r in regions if root_mean_square([numbers.take(want, r)]) <= floor]
         rest, _ = split_zero(want, quiet)
         loud, silent = split_zero(have, quiet)
         if not bool(rest.any()) or not bool(loud.any()):
@@ -117,9 +104,8 @@ class Pair:
             pairs = [("", Comparison(noise if noise == noise else math.inf, floor))]
         else:
             pairs = [("", self.compare(loud, rest))]
-        for part in silent:
-            pairs.append((" (zero slice)", Comparison(root_mean_square([part]), floor)))
-        return pairs
+        zeros = (Comparison(root_mean_square([part]), floor) for part in silent)
+        return [*pairs, *((" (zero slice)", zero) for zero in zeros)]
 
 
 def both(

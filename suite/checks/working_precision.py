@@ -27,13 +27,8 @@ import torch
 
 from shardproof import axes
 from shardproof.case import Case
-from shardproof.checks.numbers import (
-    WORKING_PRECISION_FACTOR_DATA_PARALLEL,
-    WORKING_PRECISION_FACTORS,
-    ZERO_FLOOR,
-    root_mean_square,
-    split_zero,
-)
+from shardproof.checks import numbers
+from shardproof.checks.numbers import ZERO_FLOOR, root_mean_square, split_zero
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.oracle import training
 from shardproof.oracle.truth import Tensors, TruthStep
@@ -56,8 +51,8 @@ def factor(evidence: Figures) -> float:
     wide = case.precision.get("reduce") == "float32"
     wide = wide or "fp32_reduction" in evidence.declaration.features
     if case.lowest_dtype in ("bfloat16", "float16") and data_parallel and wide:
-        return WORKING_PRECISION_FACTOR_DATA_PARALLEL
-    return WORKING_PRECISION_FACTORS[case.lowest_dtype]
+        return numbers.WORKING_PRECISION_FACTOR_DATA_PARALLEL
+    return numbers.WORKING_PRECISION_FACTORS[case.lowest_dtype]
 
 
 def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from shardproof.checks.causes import fits
-from shardproof.checks.causes.words import factor
 
 #: What rounding on the way leaves over, relative.
 _ROUNDED = 1e-3
@@ -25,7 +24,7 @@ def of_sent(
     """A sentence on sums of which ``wrong`` are not those of one process; empty: nothing fits."""
     times = fits.multiple({n: held[n] for n in wrong}, truth, _ROUNDED)
     if times is not None and abs(times - 1) > _ROUNDED and len(wrong) == len(held):
-        return factor(times, known, _ROUNDED)
+        return fits.factor(times, known, _ROUNDED)
     got, want = fits.flat(held, truth, wrong), fits.flat(truth, truth, wrong)
     # Sparse methods send few elements: which ones are not zero tells which ones were chosen.
     due, come = want != 0, got != 0
@@ -48,12 +47,8 @@ Kept = tuple[str, Tensor, Tensor, Tensor]
 
 def of_kept(kept: Sequence[Kept]) -> str:
     """A sentence on residuals, all of which are wrong; empty: nothing fits."""
-    limit = fits.LEFT_OVER["float64"]
-
-    def end_to_end(at: int) -> Tensor:
-        return torch.cat([one[at].double().reshape(-1) for one in kept])  # type: ignore[union-attr]
-
-    have, wanted, sent = (end_to_end(at) for at in (1, 2, 3))
+    limit, (_, *tensors) = fits.LEFT_OVER["float64"], zip(*kept, strict=True)
+    have, wanted, sent = map(fits.end_to_end, tensors)
     due = wanted - sent
     if not have.any():
         return "nothing is kept"

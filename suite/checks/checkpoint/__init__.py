@@ -36,6 +36,7 @@ from functools import partial
 from shardproof import checks, workloads
 from shardproof.case import Case, Lane
 from shardproof.checks import Needs, Outcome, causes
+from shardproof.checks.causes.state import of_reload
 from shardproof.checks.checkpoint.loaded import OPTION, buffers_go_on, is_same, what_was_loaded
 from shardproof.checks.checkpoint.steps import same_step
 from shardproof.checks.equivalence import compare_steps, exact
@@ -137,10 +138,9 @@ def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -
             try:
                 same_step(base, other, step, rows)
             except Differs as failure:
-                cause = ""
+                said = str(failure)
                 if step == other.first_step:
-                    cause = causes.told(partial(causes.of_reload, base, other, step))
-                said = f"{cause}: {failure}" if cause else str(failure)
+                    said = causes.before(partial(of_reload, base, other, step), failure)
                 raise Differs(f"what was saved was loaded, and yet: {said}") from None
         return
     if _has_other_numbers(base.case, other):
@@ -234,9 +234,6 @@ def decide(figures: Figures) -> Outcome:
         "not_tested": sorted(tally.not_tested),
         "promises": sorted({row.phase for row in rows if row.name == _PROMISED}),
     }
-    if tally.problem or tally.failed:
-        message = tally.problem or f"differs: {tally.failed}"
-        return Outcome("checkpoint", "fail", message, tally.worst, numbers)
-    if not tally.compared:
+    if not tally.compared and not tally.wrong:
         return Outcome("checkpoint", "undecidable", "nothing could be compared", None, numbers)
-    return Outcome("checkpoint", "pass", "", tally.worst, numbers)
+    return tally.outcome("checkpoint", numbers)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardproof.case import Case
-from shardproof.checks import causes
+from shardproof.checks.causes import state
 from shardproof.checks.checkpoint.steps import KINDS
 from shardproof.checks.numbers import Differs
 from shardproof.checks.one_update import MASTER
@@ -41,7 +41,7 @@ def what_was_loaded(base: Evidence, other: Continued, rows: list[ComparisonRow])
             raise Differs(f"step {step}: 'after_update' was never observed")
         load = _load(base, other, kind)
         told = load.saved.problems or load.held.problems
-        sentence = "; ".join(told[:3]) or causes.of_load(load)
+        sentence = "; ".join(told[:3]) or state.of_load(load)
         if sentence:
             found.append(sentence)
         wrong = float(bool(sentence))
@@ -85,12 +85,12 @@ def _step_of(extra: Mapping[str, Any]) -> Any:
     return data.get("step") if isinstance(data, Mapping) else None
 
 
-def _load(base: Evidence, other: Continued, kind: Kind) -> causes.Load:
+def _load(base: Evidence, other: Continued, kind: Kind) -> state.Load:
     """What ``kind`` was at the save, as who loads is to hold it, and what it holds."""
     step = other.first_step - 1
     saved, held = (run.observed(step, "after_update", kind) for run in (base, other))
     before = other.initial(kind).first() if kind != "optimizer" else {}
-    moments = causes.moments_of(base, kind, other.first_step)
+    moments = state.moments_of(base, kind, other.first_step)
     # What other ranks hold is dead where each step begins with rank 0's.
     if kind == "buffers" and not (buffers_go_on(base, other) and _keeps_own(other)):
         saved, held = of_rank_0(saved), of_rank_0(held)
@@ -98,7 +98,7 @@ def _load(base: Evidence, other: Continued, kind: Kind) -> causes.Load:
         saved = _between_precisions(base, step, kind, saved, held)
         if kind == "optimizer":
             saved = replace(saved, tensors={**saved.tensors, **_begun_anew(other)})
-    return causes.Load(kind, other.first_step, saved, held, before, moments)
+    return state.Load(kind, other.first_step, saved, held, before, moments)
 
 
 def _begun_anew(other: Continued) -> dict[str, dict[int, Tensor]]:
@@ -170,5 +170,5 @@ def _draws(base: Evidence, other: Continued) -> list[str]:
     step = other.first_step - 1
     saved, held = ([r.steps[step].draws for r in run.records] for run in (base, other))
     before = [r.loaded.before if r.loaded else {} for r in other.records]
-    told = causes.of_draws(saved, held, before)
+    told = state.of_draws(saved, held, before)
     return [told] if told else []

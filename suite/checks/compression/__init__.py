@@ -25,6 +25,7 @@ from functools import partial
 from torch import Tensor
 
 from shardproof.checks import Needs, Outcome, causes
+from shardproof.checks.causes.compressed import of_kept
 from shardproof.checks.compression.slots import RESIDUAL, Slot, inherited, slots_of
 from shardproof.checks.numbers import Differs, Moment, Tally
 from shardproof.evidence.assembled import Evidence, Figures
@@ -50,9 +51,8 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         try:
             moment.end(evidence.case.world)
         except Differs as failure:
-            after = causes.told(partial(causes.of_members, evidence, step, ()))
-            cause = causes.told(partial(_cause, wrong))
-            problem = ": ".join(filter(None, (after, cause, str(failure))))
+            because = causes.before(partial(_cause, wrong), failure)
+            problem = causes.before(partial(causes.of_members, evidence, step, ()), because)
             return [*rows, ComparisonRow(problem=problem)]
         # The system's own residuals: a wrong one shows in its step, not in those that follow.
         before = held
@@ -66,7 +66,7 @@ def _cause(wrong: Sequence[Slot]) -> str:
         for slot in wrong
         if slot.held is not None and slot.sent is not None
     ]
-    return causes.of_kept(residuals) if residuals else ""
+    return of_kept(residuals) if residuals else ""
 
 
 def decide(figures: Figures) -> Outcome:
@@ -74,10 +74,5 @@ def decide(figures: Figures) -> Outcome:
     rows = figures.compared.get("compression", [])
     if not rows:
         return Outcome("compression", "skip", "no reduction keeps what it does not send")
-    tally = Tally.of(rows)
-    problem = tally.problem or (f"differs: {tally.failed}" if tally.failed else "")
-    bits = sum(row.bound == 0 for row in rows)
-    numbers = {"compared": tally.compared, "bitwise": bits}
-    if problem:
-        return Outcome("compression", "fail", problem, tally.worst, numbers)
-    return Outcome("compression", "pass", "", tally.worst, numbers)
+    tally, bits = Tally.of(rows), sum(row.bound == 0 for row in rows)
+    return tally.outcome("compression", {"compared": tally.compared, "bitwise": bits})

@@ -10,15 +10,8 @@ from torch import Tensor
 
 from shardproof import axes
 from shardproof.backends import BACKENDS
-from shardproof.checks.numbers import (
-    FP64_BOUND,
-    ZERO_FLOOR,
-    Compare,
-    Comparison,
-    bitwise,
-    relative_frobenius,
-    root_mean_square,
-)
+from shardproof.checks import numbers
+from shardproof.checks.numbers import FP64_BOUND, Compare, Comparison, root_mean_square
 from shardproof.evidence.assembled import Evidence
 from shardproof.oracle import members
 from shardproof.oracle.rounded import spread
@@ -55,9 +48,9 @@ def slots_of(
     """What must hold after ``step``; ``before`` is what was held before it."""
     truth = evidence.truth.steps[step]
     told = set(truth.kept)
-    floor = ZERO_FLOOR * root_mean_square([g for own in truth.given for g in own.values()])
+    floor = numbers.ZERO_FLOOR * root_mean_square([g for own in truth.given for g in own.values()])
     close = _above(floor * torch.finfo(torch.float64).eps / 2)
-    exact = bitwise if _same_bits(evidence) else close
+    exact = numbers.bitwise if _same_bits(evidence) else close
     for coordinate, (given, sent) in enumerate(zip(truth.given, truth.sent, strict=False)):
         for parameter, tensor in sent.items():
             name = f"{parameter}{RESIDUAL}{coordinate}"
@@ -72,7 +65,7 @@ def slots_of(
             slot = replace(slot, compare=_conditioned(evidence, step, name, close))
         yield slot
     for name in held.keys() - told:
-        yield Slot(name, held[name], torch.zeros_like(held[name]), bitwise)
+        yield Slot(name, held[name], torch.zeros_like(held[name]), numbers.bitwise)
 
 
 def inherited(evidence: Evidence, step: int, before: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -92,7 +85,7 @@ def inherited(evidence: Evidence, step: int, before: Mapping[str, Tensor]) -> Ma
 
 def _above(floor: float) -> Compare:
     """Relative errors; what is rounding beside the whole model is no larger in the system."""
-    relative = relative_frobenius(FP64_BOUND)
+    relative = numbers.relative_frobenius(FP64_BOUND)
 
     def compare(actual: Tensor, truth: Tensor) -> Comparison:
         if root_mean_square([truth]) > floor:
@@ -108,7 +101,8 @@ def _conditioned(evidence: Evidence, step: int, name: str, close: Compare) -> Co
     if rounded is None or name not in rounded.steps[step].kept:
         return close
     moved = spread(evidence.truth.steps[step].kept[name], rounded.steps[step].kept[name])
-    return relative_frobenius(ROUNDINGS * moved) if ROUNDINGS * moved > FP64_BOUND else close
+    bound = ROUNDINGS * moved
+    return numbers.relative_frobenius(bound) if bound > FP64_BOUND else close
 
 
 def _same_bits(evidence: Evidence) -> bool:

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardproof.axes import cutting
-from shardproof.checks.schedule.announced import CLOCK, Bubbles, idle_of, settings_of
+from shardproof.checks.schedule.announced import CLOCK, Bubbles, bubbles, in_words, settings_of
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.program_order import Done
 from shardproof.ledgers.traffic import NEVER, Call
-from shardproof.schedules import MESSAGES, Action, Deadlock, Schedule, simulate
+from shardproof.schedules import MESSAGES, Action, Deadlock, Schedule
 
 
 class Message(NamedTuple):
@@ -175,20 +175,17 @@ def _logged(evidence: Figures, record: RankRecord, step: int) -> dict[int, list[
 def _slower(played: Schedule, plan: Schedule) -> str:
     """How the bubbles of ``played``, with its waits, exceed those of ``plan``."""
     for setting in settings_of(plan):
-        times = setting.forward, setting.input_backward, setting.weight_backward
-        forward, back, weights = (float(time) for time in times)
         try:
-            found = idle_of(simulate(played, forward, back, weights, waits=True))
+            found = bubbles(played, setting, waits=True)
         except Deadlock as error:
             return f"as logged it could not end: {error}"
-        wanted = idle_of(simulate(plan, forward, back, weights))
+        wanted = bubbles(plan, setting)
         for kind in Bubbles._fields:
             bubble, least = getattr(found, kind), getattr(wanted, kind)
             if bubble > least + CLOCK * float(setting.ideal):
                 return (
                     f"with the waits that were logged the {kind} bubble is {bubble:g} at "
-                    f"T_F, T_B, T_W = {', '.join(map(str, times))}, that of {plan.name} is "
-                    f"{least:g}{_early(played)}"
+                    f"{in_words(setting)}, that of {plan.name} is {least:g}{_early(played)}"
                 )
     return ""
 

@@ -12,11 +12,12 @@ system that does not tell its progress, whether it would have gone on at the rig
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 from shardproof.backends.errors import name_ranks
 from shardproof.checks import Needs, Outcome
-from shardproof.checks.membership import samples
 from shardproof.evidence.assembled import Figures
-from shardproof.oracle import members
 
 NEEDS: Needs = ("every rank",)
 
@@ -29,20 +30,16 @@ def decide(figures: Figures) -> Outcome:
     if lacking := _lived(figures):
         return Outcome("membership", "precondition", lacking)
     for step in figures.steps:
-        for problem in (_commits(figures, step), samples.problem(figures, step)):
+        for problem in (_commits(figures, step), _samples(figures, step)):
             if problem:
                 return Outcome("membership", "fail", f"step {step}: {problem}")
     last = figures.members[-1]
     numbers = {
-        "changes": sum(a.members != b.begin for a, b in _pairs(figures)),
+        "changes": sum(a.members != b.begin for a, b in pairwise(figures.members)),
         "deaths": len(case.deaths),
         "samples": last.first + last.size,
     }
     return Outcome("membership", "pass", figures=numbers)
-
-
-def _pairs(figures: Figures) -> list[tuple[members.StepMembers, members.StepMembers]]:
-    return list(zip(figures.members, figures.members[1:], strict=False))
 
 
 def _attempts(figures: Figures, step: int) -> dict[str, list[int]]:
@@ -71,3 +68,27 @@ def _commits(figures: Figures, step: int) -> str:
         return ""
     what = f"{name_ranks(dead)} died in it, and {name_ranks(committed)} committed it all the same"
     return f"{what}, {name_ranks(stopped)} did not" if stopped else what
+
+
+def _samples(figures: Figures, step: int) -> str:
+    """Whether members take the samples that ``step`` is for, together and once each."""
+    now = figures.members[step]
+    #     | trained on before | due in this step | not yet |      the row of epochs
+    due = range(now.first, now.first + now.size)
+    steps = {rank: record.steps[step] for rank, record in figures.ranks.items()}
+    taken = {rank: its.samples for rank, its in steps.items() if its.present}
+    counts = Counter(sample for own in taken.values() for sample in own)
+    for rank, own in taken.items():
+        if before := [sample for sample in own if sample < due.start]:
+            at = max(step for step in figures.steps if figures.members[step].first <= before[0])
+            return f"rank {rank} trains on sample {before[0]} again, which step {at} was for"
+        if any(sample >= due.stop for sample in own):
+            what = f"rank {rank} trains on sample {max(own)}, which lies behind"
+            return f"{what} the next {len(due)}, from {due.start} on"
+    # All samples are of this step: some may be shared out twice, or not at all.
+    if twice := [sample for sample in due if counts[sample] > 1]:
+        both = [rank for rank, own in taken.items() if twice[0] in own]
+        return f"{name_ranks(both)} train on sample {twice[0]}, each of them"
+    if left := [sample for sample in due if not counts[sample]]:
+        return f"nobody trains on sample {left[0]} ({len(left)} of {len(due)} are left out)"
+    return ""
