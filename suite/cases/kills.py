@@ -139,19 +139,14 @@ def judge_kill(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | N
 
 def failing(result: CaseResult) -> tuple[str, ...]:
     """The checks that fail, and the verdict where that kills; empty: nothing speaks against it."""
-    names = [outcome.check for outcome in result.checks if outcome.status == "fail"]
-    if result.verdict in VERDICT_KILLERS:
-        names.append(result.verdict)
-    return tuple(names)
+    names = (outcome.check for outcome in result.checks if outcome.status == "fail")
+    return (*names, *([result.verdict] if result.verdict in VERDICT_KILLERS else []))
 
 
 def _margin(result: CaseResult) -> float | None:
     """How far beyond its bound the worst tensor is (error / bound); ``None`` where not numeric."""
-    for outcome in result.checks:
-        worst = outcome.worst
-        if outcome.status == "fail" and worst is not None and worst.bound:
-            return worst.error / worst.bound
-    return None
+    failed = (outcome.worst for outcome in result.checks if outcome.status == "fail")
+    return next((worst.error / worst.bound for worst in failed if worst and worst.bound), None)
 
 
 # ----------------------------------------------------------------------------------------- running

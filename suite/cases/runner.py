@@ -167,9 +167,8 @@ class Session:
     def places(self, implementation: str, options: Options) -> tuple[list[str], list[str]]:
         """Mesh axes and backends that it declares under ``options``; none if it cannot be asked."""
         items = [("places", (implementation, options), JUDGING_SECONDS)]
-        with closing(self._pool.run(declaration.places, items)) as ends:
-            (end,) = ends
-        axes, backends = end.value or ((), ())
+        with closing(self._pool.run(declaration.places, items)) as (end,):
+            axes, backends = end.value or ((), ())
         return list(axes), list(backends)
 
 

@@ -79,7 +79,10 @@ def replay(
     """
     models = _Models(workload, shares)
     histories = _histories(events, shares, by_worker)
-    _require_owners(histories, models.named)
+    count = Counter(name for keys in histories for name in keys or models.named)
+    odd = [n for n in {**models.named, **count} if count[n] != 1 or n not in models.named]
+    if histories and odd:
+        raise ValueError(f"{odd[0]!r} has {count[odd[0]]} owners among the servers")
     owners = [
         _Owner(spec, {n: models.named[n] for n in keys or models.named}, updates, by_worker)
         for keys, updates in histories.items()
@@ -129,8 +132,7 @@ class _Models:
                 return None
         reader = self.readers[worker]
         with torch.no_grad():
-            for parameter in reader.parameters():
-                parameter.grad = None
+            reader.zero_grad(set_to_none=True)
             held = dict(reader.named_parameters())
             for owner in owners:
                 for name, value in owner.versions[owner.reads[worker, step]].items():
@@ -149,37 +151,19 @@ def _histories(
     for event in sorted(events, key=lambda e: (e.order, e.worker)):
         updates = histories.setdefault(event.keys, [])
         is_new = applied[event.keys, event.worker, event.step] == 1
-        _require_possible(event, updates, shares, is_new)
-        if event.order == len(updates):
+        # After these updates it is the next, or a part of the last, whose gradients are all of one
+        # step, by whose rate they are applied.
+        place = len(updates)
+        joins = place and event.order == place - 1 and event.step == updates[-1][0].step
+        is_possible = 0 <= event.version <= event.order and 0 <= event.worker < shares
+        if not is_possible or not is_new or not (event.order == place or joins):
+            raise ValueError(f"update {min(event.order, place)} cannot have happened: {event}")
+        if event.order == place:
             updates.append([])
         updates[-1].append(event)
         if by_worker and len(updates[-1]) > 1:
             raise ValueError(f"update {event.order} is by several workers, each with its own state")
     return histories
-
-
-def _require_possible(event: Event, updates: Updates, shares: int, is_new: bool) -> None:
-    """After ``updates`` of these parameters ``event`` is the next, or a part of the last, whose
-    gradients are all of one step, by whose rate they are applied.
-    """
-    place = len(updates)
-    joins = place and event.order == place - 1 and event.step == updates[-1][0].step
-    if (
-        not (event.order == place or joins)
-        or not 0 <= event.version <= event.order
-        or not 0 <= event.worker < shares
-        or not is_new
-    ):
-        raise ValueError(f"update {min(event.order, place)} cannot have happened: {event}")
-
-
-def _require_owners(
-    histories: Mapping[tuple[str, ...], Updates], named: Mapping[str, Tensor]
-) -> None:
-    count = Counter(name for keys in histories for name in keys or named)
-    odd = [name for name in {**named, **count} if count[name] != 1 or name not in named]
-    if histories and odd:
-        raise ValueError(f"{odd[0]!r} has {count[odd[0]]} owners among the servers")
 
 
 def behind(events: Sequence[Event]) -> int:
@@ -223,10 +207,10 @@ def truth(
         text = f"{len(events)} updates are reported, {sum(fed) * len(servers)} batches were fed"
         return Truth(problem=text, updates=len(events))
     told = {(event.worker, event.step) for event in events}
-    for worker, step in ((w, step) for w, steps in enumerate(fed) for step in range(steps)):
-        if (worker, step) not in told:
-            text = f"no update by the gradient of worker {worker} in step {step} is reported"
-            return Truth(problem=text, updates=len(events))
+    due = ((worker, step) for worker, steps in enumerate(fed) for step in range(steps))
+    for worker, step in (each for each in due if each not in told):
+        text = f"no update by the gradient of worker {worker} in step {step} is reported"
+        return Truth(problem=text, updates=len(events))
     try:
         versions = replay(workload, spec, len(fed), events, by_worker)
     except ValueError as error:

@@ -29,14 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardproof import tensor_bytes
 from shardproof.case import Case
-from shardproof.contract import (
-    Batch,
-    BatchRule,
-    BufferRule,
-    MicroBatch,
-    OptimizerSpec,
-    ScalerSpec,
-)
+from shardproof.contract import Batch, BatchRule, BufferRule, MicroBatch, OptimizerSpec, ScalerSpec
 from shardproof.oracle.exactness import budget
 from shardproof.oracle.members import StepMembers, heirs, sources
 from shardproof.oracle.members import of as members_of
@@ -182,10 +175,8 @@ class _Training:
         if self.draws[0]:
             if rule == "synced":
                 raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
-            self.draws = [
-                read_draws(workload.build_for(0, number)("meta"))
-                for number, _ in enumerate(self.ranks)
-            ]
+            builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
+            self.draws = [read_draws(build("meta")) for build in builds]
 
     def step(self, step: int) -> TruthStep:
         """One step of all."""
@@ -221,7 +212,7 @@ class _Training:
         module = self.model.module
         if number == 0 and self.rule == "rank0":
             self.buffers = [self.buffers[0]] * len(self.ranks)
-        _restore(module, self.buffers[number])
+        force(dict(module.named_buffers()), self.buffers[number])
         restore_draws(module, self.draws[number])
         found = self.model.device.accumulate(batch, apart=self.way.by_round)
         self.buffers[number], self.draws[number] = buffers_of(module), read_draws(module)
@@ -470,12 +461,6 @@ def buffers_of(module: nn.Module) -> Tensors:
     return copies(dict(module.named_buffers()))
 
 
-def _restore(module: nn.Module, buffers: Tensors) -> None:
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
-
-
 # ---------------------------------------------------------------------------------------- cache
 
 
@@ -488,15 +473,15 @@ def load_or_train(
     It appears by an atomic rename, so that many processes may share the folder; an unreadable file
     is trained anew.
     """
-    path = cache_dir / f"{_cache_key(case, buffers_rule, batch_rule)}.oracle"
+    key = f"{case.oracle_key(buffers_rule, batch_rule)} {_code()}"
+    path = cache_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.oracle"
     if path.is_file():
         try:
             return Truth.from_dict(tensor_bytes.load(path))
         except (OSError, TypeError, tensor_bytes.DamagedFile):
             path.unlink(missing_ok=True)
     workload = for_case(case)
-    members = members_of(case, batch_rule) if case.changes_members else ()
-    way = Way(case.precision, members)
+    way = Way(case.precision, members_of(case, batch_rule) if case.changes_members else ())
     size = case.data_coordinates, case.steps
     record = train(workload, case.optimizer, *size, buffers_rule, way)
     if case.lane == "dyadic":
@@ -507,20 +492,11 @@ def load_or_train(
     return record
 
 
-def _cache_key(case: Case, buffers_rule: BufferRule, batch_rule: BatchRule) -> str:
-    key = case.oracle_key(buffers_rule, batch_rule)
-    return hashlib.sha256(f"{key} {_code()}".encode()).hexdigest()[:32]
-
-
 @lru_cache(maxsize=1)
 def _code() -> str:
     """Digest of what the numbers depend on besides the case."""
     here = Path(__file__).parent
     files = [here / name for name in ("training.py", "truth.py", "optimizers.py", "exactness.py")]
     files += sorted((here.parent / "workloads").glob("*.py"))
-    digest = hashlib.sha256(
-        f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()
-    )
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    versions = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()
+    return hashlib.sha256(b"".join([versions, *(file.read_bytes() for file in files)])).hexdigest()

@@ -5,14 +5,13 @@ process meanwhile, ``log`` is the written log: plain data that is classed and re
 """
 
 from shardproof.ledgers.memory.installed import at_release, communicated, watch
-from shardproof.ledgers.memory.log import MemoryLog, Peak
+from shardproof.ledgers.memory.log import MemoryLog
 from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.memory.summary import summary
 
 __all__ = [
     "MemoryLedger",
     "MemoryLog",
-    "Peak",
     "at_release",
     "communicated",
     "summary",

@@ -38,14 +38,13 @@ Origin = Literal["own", "before", "observed"]
 class Storage:
     """One allocation: where it lies and who made it.
 
-    ``operation`` is the torch operator that made it, ``unit`` the model's unit that was computing.
+    ``operation`` is the torch operator that made it.
     """
 
     device: str
     operation: str
     phase: str
     step: int
-    unit: str
     origin: Origin
     label: str | None = None
     communicated: bool = False

@@ -7,6 +7,7 @@ which they met, never through what is judged.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,13 +131,10 @@ class _Caller:
             (group,) = groups
             return large.broadcast(self.system, group.group, group.rank, group.size - 1)
         count = 3 if cell["completion"] == "reversed" else 1
-        flights = [
-            flight_of(
-                cell, group, 8 * number, f"{self.case.id}/{index}/{number}/{group.name}", self.kept
-            )
-            for number in range(count)
-            for group in groups
-        ]
+        flights = []
+        for number, group in itertools.product(range(count), groups):
+            key = f"{self.case.id}/{index}/{number}/{group.name}"
+            flights.append(flight_of(cell, group, 8 * number, key, self.kept))
         for flight in flights:
             self._start(cell, flight)
         for flight in reversed(flights):
@@ -159,14 +157,8 @@ class _Caller:
             if last and not waits:
                 time.sleep(LATE)
             self.store.add(f"{flight.key}/came", 1)
-        asynchronous = cell["completion"] != "sync"
-        given = Call(
-            cell["operation"],
-            cell["form"],
-            group.group,
-            asynchronous=asynchronous,
-            **flight.call,
-        )
+        how = {"asynchronous": cell["completion"] != "sync", **flight.call}
+        given = Call(cell["operation"], cell["form"], group.group, **how)
         flight.works = [work for work in self.system.perform(given) if work is not None]
         if waits and group.rank in flight.asks:
             for _ in range(3):
@@ -195,18 +187,15 @@ class _Caller:
     def _met(self, cell: Cell, flight: Flight) -> None:
         if cell["operation"] == "barrier":
             came = self.store.add(f"{flight.key}/came", 0)
-            if came < flight.group.size and not flight.trouble:
-                flight.trouble = (
-                    f"it was over when {came} of {flight.group.size} ranks had called it"
-                )
+            if came < (size := flight.group.size) and not flight.trouble:
+                flight.trouble = f"it was over when {came} of {size} ranks had called it"
 
     def _compared(self, cell: Cell, flight: Flight) -> tuple[int, str]:
-        members = "all ranks" if len(flight.group.ranks) == self.world else "ranks "
-        if members == "ranks ":
-            members += ", ".join(map(str, flight.group.ranks))
+        ranks = flight.group.ranks
+        members = "all ranks" if len(ranks) == self.world else f"ranks {', '.join(map(str, ranks))}"
         where = f"in the group of {members}"
         if "root" in cell:
-            where += f", root {flight.group.ranks[flight.call['root']]}"
+            where += f", root {ranks[flight.call['root']]}"
         if flight.trouble:
             return 1, f"{where}: {flight.trouble}"
         for buffer in flight.buffers:

@@ -110,19 +110,11 @@ class _Tensors:
     def _input(self, values: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
         return self._buffer("its input", values, None, shape).view
 
-    def _inputs(
-        self, values: Sequence[Tensor], shapes: Sequence[tuple[int, ...]] = ()
-    ) -> list[Tensor]:
+    def _inputs(self, values: Sequence[Tensor]) -> list[Tensor]:
         """One for each member."""
-        return [
-            self._buffer(
-                f"its input for rank {self._name(member)}",
-                values[member],
-                None,
-                shapes[member] if shapes else None,
-            ).view
-            for member in self.members
-        ]
+        roles = (f"its input for rank {rank}" for rank in self.group.ranks)
+        pairs = zip(roles, values, strict=True)
+        return [self._buffer(role, own, None, tuple(own.shape)).view for role, own in pairs]
 
     def _gathered(self, values: Sequence[Tensor]) -> list[Tensor]:
         """One result from each member."""
@@ -154,9 +146,9 @@ class _Tensors:
         for member in self.members if self.size > 1 else ():
             name = f"the value of rank {self._name(member)}"
             rest = [value for other, value in enumerate(values) if other != member]
+            twice = [*values, values[member]]
             buffer.stories.append((f"{name} is missing", reduced(self.reduce, rest)))
-            twice = reduced(self.reduce, [*values, values[member]])
-            buffer.stories.append((f"{name} counts twice", twice))
+            buffer.stories.append((f"{name} counts twice", reduced(self.reduce, twice)))
         for other in workload.REDUCTIONS:
             if other != self.reduce and workload.reducible(self.cell["dtype"], other):
                 buffer.stories.append((f"it is the {other}", reduced(other, values)))
@@ -232,7 +224,7 @@ class _Tensors:
         sums = [reduced(self.reduce, [own[part] for own in given]) for part in self.members]
         own = given[self.rank]
         if self.form in ("list", "uneven"):
-            inputs = self._inputs(own, shapes)
+            inputs = self._inputs(own)
             buffer = self._buffer("the result", None, sums[self.rank], shapes[self.rank])
         else:
             together = _joined(own, self.whole)
@@ -307,11 +299,8 @@ class _Tensors:
             if self.rank == target:
                 for tag in reversed(tags):
                     got = self._buffer(f"the message of tag {tag} received", None, messages[tag])
-                    for other in tags:
-                        if other != tag:
-                            got.stories.append(
-                                (f"it is the message of tag {other}", messages[other])
-                            )
+                    others = ((o, message) for o, message in messages.items() if o != tag)
+                    got.stories += [(f"it is the message of tag {o}", m) for o, m in others]
                     transfers.append(Recv(got.view, ANY if self.form == "any" else source, tag))
         return {"transfers": transfers}
 

@@ -135,17 +135,8 @@ def sub_matrix(case: Case, offered: Offered) -> list[Cell]:
     if not all(factors.values()):
         return []
     if params["size"] == LARGE:
-        return [
-            {
-                "operation": operation,
-                "form": "tensor",
-                "dtype": "uint8",
-                "layout": LARGE,
-                "root": "last",
-                "completion": "sync",
-                "group": "world",
-            }
-        ]
+        usual = {"form": "tensor", "dtype": "uint8", "layout": LARGE, "root": "last"}
+        return [{"operation": operation, **usual, "completion": "sync", "group": "world"}]
     seed = f"{case.workload.seed}/{operation}"
     rows: list[Cell] = [
         {"operation": operation, **row}
@@ -165,19 +156,15 @@ def factors_of(
     source: str = "named",
 ) -> dict[str, list[str]]:
     """Factor -> the values that a world has and the system takes."""
-    chosen = CHOSEN_LAYOUTS[layouts]
-    groups = [g for g in GROUPS if world > 1 or g not in ("part", "overlapping")]
-    factors = {}
-    for name, values in OPERATIONS[operation].items():
-        kept = [v for v in values if v in taken.get(name, values)]
-        if name == "layout":
-            kept = [v for v in kept if v in chosen]
-        if name == "group":
-            kept = [v for v in kept if v in groups]
-        if name == "form":
-            kept = [v for v in kept if (v == "any") == (source == "any")]
-        factors[name] = kept
-    return factors
+    has = {
+        "layout": lambda value: value in CHOSEN_LAYOUTS[layouts],
+        "group": lambda value: world > 1 or value not in ("part", "overlapping"),
+        "form": lambda value: (value == "any") == (source == "any"),
+    }
+    return {
+        name: [v for v in values if v in taken.get(name, values) and has.get(name, bool)(v)]
+        for name, values in OPERATIONS[operation].items()
+    }
 
 
 def fits_for(operation: str) -> covering.Fits:

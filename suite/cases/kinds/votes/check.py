@@ -131,10 +131,9 @@ def _end(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
         ends = [rank for rank, own in enumerate(told) if own[step].ends]
         go_on = [rank for rank in range(len(told)) if rank not in ends]
         if ends and go_on:
-            return (
-                f"{name_ranks(ends)} {_s(ends, 'ends', 'end')} training at vote {step}, "
-                f"{name_ranks(go_on)} {_s(go_on, 'goes', 'go')} on"
-            )
+            end, go = "ends" if len(ends) == 1 else "end", "goes" if len(go_on) == 1 else "go"
+            one, other = name_ranks(ends), name_ranks(go_on)
+            return f"{one} {end} training at vote {step}, {other} {go} on"
         if ends and not ruled.ends:
             return f"all ranks end training at vote {step}, where the rule goes on"
         if go_on and ruled.ends:
@@ -180,7 +179,3 @@ def _metric(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
 
 def _is_same(one: float, other: float) -> bool:
     return one == other or not (math.isfinite(one) or math.isfinite(other))
-
-
-def _s(ranks: Sequence[int], one: str, several: str) -> str:
-    return one if len(ranks) == 1 else several
