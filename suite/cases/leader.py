@@ -105,10 +105,10 @@ def refusals(cases: Sequence[Case]) -> list[str]:
     """
     reasons = []
     for account in map(Account, cases):
+        result = None
         with suppress(BrokenContract):  # no fault of an option: its cases tell it
-            _announced(account)
-        declined = account.refused or account.cannot_fit
-        result = decide_case(account) if declined else None
+            if _announced(account) is None and (account.refused or account.cannot_fit):
+                result = decide_case(account)
         reasons.append(result.reason if result and result.verdict == "refused" else "")
     return reasons
 

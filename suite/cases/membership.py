@@ -54,19 +54,16 @@ class Membership:
         shares = data_shares(self.mesh.axes, ranks, workers)
         if self._rank not in shares:
             return None, 0
-        share = shares[self._rank]
-        if self._case.shares:
-            share = self._case.shares[share]
-        return share, max(shares.values()) + 1
+        share, orders = shares[self._rank], self._case.shares
+        return orders[share] if orders else share, max(shares.values()) + 1
 
     def place(self, step: int, progress: int | None) -> tuple[int, int]:
         """The first sample of ``step``, and how many there are; ``progress``: what a system says.
 
         Of members who begin a step in which some die: as if all lived.
         """
-        size = members.batch_size(
-            self._case, self._rule, len(self.mesh.ranks), len(self.steps[0].begin)
-        )
+        count, started = len(self.mesh.ranks), len(self.steps[0].begin)
+        size = members.batch_size(self._case, self._rule, count, started)
         return (self.steps[step].first if progress is None else progress), size
 
     def change(

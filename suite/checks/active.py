@@ -41,21 +41,15 @@ _NAMED = 3
 
 def decide(evidence: Figures) -> Outcome:
     """Compare what the strategy claims with what it left in calls, names and sizes."""
-    if problem := _profile(evidence) or _names(evidence):
-        return Outcome("active", "fail", problem)
-    problem = _sizes(evidence) or _buffer_dtypes(evidence) or _output_dtypes(evidence)
-    if problem:
+    looks = (_profile, _names, _sizes, _buffer_dtypes, _output_dtypes)
+    if problem := next(filter(None, (look(evidence) for look in looks)), ""):
         return Outcome("active", "fail", problem)
     if unlogged := lacking(("calls",), evidence.case, evidence.declaration):
         return Outcome("active", "skip", unlogged)
     figures: dict[str, object] = {}
-    for problem in (
-        _silent_accumulation(evidence),
-        _recomputation(evidence),
-        _buckets(evidence, figures),
-    ):
-        if problem:
-            return Outcome("active", "fail", problem, None, figures)
+    problems = _silent_accumulation(evidence), _recomputation(evidence), _buckets(evidence, figures)
+    for problem in filter(None, problems):
+        return Outcome("active", "fail", problem, None, figures)
     if evidence.depth == "family" and evidence.family is None:
         return Outcome("active", "skip", no_family(evidence), None, figures)
     return Outcome("active", "pass", "", None, figures)
@@ -185,8 +179,8 @@ def _silent_accumulation(evidence: Figures) -> str:
 
     def reduces(call: Call) -> bool:
         # Shards are gathered by such calls as well: those are not told apart.
-        other = call.operation in ("all_gather", "all_to_all")
-        by_other = compressed and other and not _along_shards(call, evidence)
+        other = compressed and call.operation in ("all_gather", "all_to_all")
+        by_other = other and not _along_shards(call, evidence)
         return call.operation in REDUCTIONS or by_other or _sums_by_sending(evidence, call)
 
     def wrong(record: RankRecord, step: int) -> str:
@@ -256,14 +250,10 @@ def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
         return ""
     if _over_send_recv(evidence) or is_compressed(evidence):
         return ""  # calls of several buckets are alike; ``traffic`` bounds their number
-    last = evidence.steps[-1]
-    counts = [
-        sum(call.operation in REDUCTIONS for call in step_calls(record, last))
-        for record in evidence.records
-    ]
-    figures["buckets"] = max(counts)
+    calls = (step_calls(record, evidence.steps[-1]) for record in evidence.records)
+    counts = [sum(call.operation in REDUCTIONS for call in own) for own in calls]
     parameters = len(evidence.workload.trainable_names)
-    figures["parameters"] = parameters
+    figures.update(buckets=max(counts), parameters=parameters)
     if len(set(counts)) > 1:
         return f"ranks reduce different numbers of buckets: {counts}"
     least = int(evidence.case.expect.get("buckets", 1))

@@ -35,7 +35,7 @@ or a branch by micro-batch under *split*, a generator that no piece holds under 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,7 +50,6 @@ from shardproof.checks.numbers import FP64_BOUND, Tally, bitwise, relative_frobe
 from shardproof.checks.two_runs import Pair, with_other
 from shardproof.evidence.assembled import Beside, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
-from shardproof.ledgers.memory.summary import MemoryRow
 
 NEEDS: Needs = ("values", "every rank")
 
@@ -79,12 +78,10 @@ def derive(evidence: Figures) -> tuple[Case | None, str]:
     """
     case = evidence.case
     relation = name_of(case.expect.get("relation"))
-    why = _not_defined(evidence, relation)
-    if why:
+    if why := _not_defined(evidence, relation):
         return None, why
-    return _DERIVE[relation](
-        replace(case, id=f"{case.id}::{relation}", checks=(), ledgers=False), evidence
-    ), ""
+    plain = replace(case, id=f"{case.id}::{relation}", checks=(), ledgers=False)
+    return _DERIVE[relation](plain, evidence), ""
 
 
 def _scale(case: Case, _: Figures) -> Case:
@@ -105,14 +102,9 @@ def _scale(case: Case, _: Figures) -> Case:
 
 def _recompute(case: Case, evidence: Figures) -> Case:
     """Without recomputation; its memory is measured where this run's is, to compare them."""
-    options = {**case.options, "recompute_every": 0}
-    if not weighs(evidence.case, evidence.declaration):
-        return replace(case, options=options)
-    return replace(case, options=options, checks=("memory",), ledgers=True)
-
-
-def _same_as(case: Case, _: Figures) -> Case:
-    return with_other(case, case.expect["relation"]["same_as"])
+    case = replace(case, options={**case.options, "recompute_every": 0})
+    is_weighed = weighs(evidence.case, evidence.declaration)
+    return replace(case, checks=("memory",), ledgers=True) if is_weighed else case
 
 
 _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
@@ -126,7 +118,7 @@ _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
     "scale": _scale,
     "recompute": _recompute,
     "reload": lambda case, _: replace(case, reload_at=case.steps // 2),
-    "same_as": _same_as,
+    "same_as": lambda case, _: with_other(case, case.expect["relation"]["same_as"]),
     AGAIN: lambda case, _: case,
 }
 
@@ -260,24 +252,19 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
 def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
     """Where a recomputed forward keeps no fewer bytes than one without recomputation."""
     for record, without in zip(evidence.ranks.values(), other.ranks.values(), strict=True):
-        here, there = (_activations(run.memory) for run in (record, without))
-        for step, most in there.items():
-            # Equal is wrong, too: then recomputation saved nothing.
-            if here.get(step, 0) >= most:
-                return (
-                    f"rank {record.rank}, step {step}: a forward keeps {here[step]:,} bytes of "
-                    f"activations, {most:,} without recomputation"
-                )
+        # Bytes at the peak of the forward of every step, on all devices.
+        here, there = Counter[int](), Counter[int]()
+        for peaks, memory in ((here, record.memory), (there, without.memory)):
+            for row in memory:
+                if (row.moment, row.where, row.kind) == ("peak", "forward", "activations"):
+                    peaks[row.step] += row.bytes
+        # Equal is wrong, too: then recomputation saved nothing.
+        for step in (step for step, most in there.items() if here[step] >= most):
+            return (
+                f"rank {record.rank}, step {step}: a forward keeps {here[step]:,} bytes of "
+                f"activations, {there[step]:,} without recomputation"
+            )
     return ""
-
-
-def _activations(memory: Sequence[MemoryRow]) -> dict[int, int]:
-    """Bytes at the peak of the forward of every step, on all devices."""
-    peaks = Counter[int]()
-    for row in memory:
-        if (row.moment, row.where, row.kind) == ("peak", "forward", "activations"):
-            peaks[row.step] += row.bytes
-    return peaks
 
 
 # ------------------------------------------------------------------------------------- deciding
@@ -291,15 +278,12 @@ def decide(figures: Figures) -> Outcome:
         if row.skip:
             return Outcome("relations", "skip", row.skip)
     tally = Tally.of(rows)
-    numbers = {
-        "relation": relation,
-        "compared": tally.compared,
-        "not_tested": sorted(tally.not_tested),
-    }
+    tested = {"compared": tally.compared, "not_tested": sorted(tally.not_tested)}
+    numbers = {"relation": relation, **tested}
     problem = tally.problem
     if tally.failed:
-        cause = f"{problem}: " if problem and relation == "reload" else ""
-        problem = f"{cause}{tally.failed}"
+        cause = [problem] if problem and relation == "reload" else []
+        problem = ": ".join([*cause, str(tally.failed)])
     if problem:
         message = f"{relation} does not hold: {problem}"
         return Outcome("relations", "fail", message, tally.worst, numbers)

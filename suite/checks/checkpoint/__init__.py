@@ -38,10 +38,9 @@ from shardproof.case import Case, Lane
 from shardproof.checks import Needs, Outcome, causes
 from shardproof.checks.causes.state import of_reload
 from shardproof.checks.checkpoint.loaded import OPTION, buffers_go_on, is_same, what_was_loaded
-from shardproof.checks.checkpoint.steps import same_step
 from shardproof.checks.equivalence import compare_steps, exact
 from shardproof.checks.numbers import Differs, Tally
-from shardproof.checks.two_runs import with_other
+from shardproof.checks.two_runs import same_step, with_other
 from shardproof.evidence.assembled import Beside, Continued, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
 
@@ -131,8 +130,7 @@ def _newest_are_left(evidence: Evidence, rows: list[ComparisonRow]) -> None:
 def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -> None:
     """The steps after the load."""
     for step in other.steps:
-        _same_samples(base, other, step)
-        _same_scale(base, other, step)
+        _same_course(base, other, step)
     if is_same(base.case, other.case):
         for step in other.steps:
             try:
@@ -197,24 +195,18 @@ def _has_other_numbers(case: Case, other: Continued) -> bool:
     return workloads.make(case.workload, case.dtype, case.lane).depends_on_cut
 
 
-def _same_samples(base: Evidence, other: Evidence, step: int) -> None:
-    seen, now = _samples(base, step), _samples(other, step)
+def _same_course(base: Evidence, other: Evidence, step: int) -> None:
+    """Whether both runs have the same samples and the same loss scale in ``step``."""
+    steps = [[record.steps[step] for record in run.records] for run in (base, other)]
+    # Ranks of one share have the same samples.
+    shares = ({own.share: own.samples for own in ranks} for ranks in steps)
+    seen, now = (sorted(n for samples in own.values() for n in samples) for own in shares)
     if seen != now:
         raise Differs(f"step {step} has samples {now[:4]}... after the load, {seen[:4]}... without")
-
-
-def _samples(run: Evidence, step: int) -> list[int]:
-    """The ids of the samples of all shares, sorted; ranks of one share have the same."""
-    shares = {record.steps[step].share: record.steps[step].samples for record in run.records}
-    return sorted(number for samples in shares.values() for number in samples)
-
-
-def _same_scale(base: Evidence, other: Evidence, step: int) -> None:
-    was, now = (run.records[0].steps[step].metrics.get("scale") for run in (base, other))
-    if was != now:
-        raise Differs(
-            f"the loss scale was not loaded: it is {now:g} at step {step}, {was:g} without a load"
-        )
+    was, scale = (ranks[0].metrics.get("scale") for ranks in steps)
+    if was != scale:
+        what = f"it is {scale:g} at step {step}, {was:g} without a load"
+        raise Differs(f"the loss scale was not loaded: {what}")
 
 
 # ------------------------------------------------------------------------------------- deciding

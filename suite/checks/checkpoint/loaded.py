@@ -10,10 +10,9 @@ from torch import Tensor
 
 from shardproof.case import Case
 from shardproof.checks.causes import state
-from shardproof.checks.checkpoint.steps import KINDS
 from shardproof.checks.numbers import Differs
 from shardproof.checks.one_update import MASTER
-from shardproof.checks.two_runs import of_rank_0, without_masters
+from shardproof.checks.two_runs import KINDS, of_rank_0, without_masters
 from shardproof.contract import Kind
 from shardproof.evidence.assembled import Assembled, Continued, Evidence
 from shardproof.evidence.records import ComparisonRow
