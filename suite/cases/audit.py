@@ -97,10 +97,8 @@ def _denied(figures: Figures) -> str:
         norm = truth[row.name]
         # What is noise where the truth is 0 is small beside the whole model.
         if not abs(row.norm - norm) <= ROUNDING * math.hypot(norm, *truth.values()):
-            return (
-                f"passes, though the norm of {row.name!r} at step {row.step} ({phase}) is "
-                f"{row.norm:.17g}, and the oracle's {norm:.17g}"
-            )
+            what = f"the norm of {row.name!r} at step {row.step} ({phase})"
+            return f"passes, though {what} is {row.norm:.17g}, and the oracle's {norm:.17g}"
     return "" if seen else "passes, though no record of the ranks holds a tensor"
 
 
@@ -114,10 +112,8 @@ def _global_norm_denied(figures: Figures) -> str:
     norm, bound = math.hypot(*first.values()), NORM_BOUNDS[figures.case.lowest_dtype]
     if oracle.skipped or abs(norm - oracle.norm) <= bound * oracle.norm:
         return ""
-    return (
-        f"passes, though the norm of all gradients at step 0 is {norm:.9g}, and the oracle's "
-        f"{oracle.norm:.9g}"
-    )
+    what = "the norm of all gradients at step 0"
+    return f"passes, though {what} is {norm:.9g}, and the oracle's {oracle.norm:.9g}"
 
 
 def _phase(figures: Figures, row: TensorRow, replayed: bool) -> str:

@@ -114,9 +114,8 @@ class _Rank:
                 record.steps = self._load(record)
             for step in range(len(record.steps), self.case.steps):
                 if step:
-                    self.implementation = self.members.change(
-                        step, self.implementation, self._set_up
-                    )
+                    held, join = self.implementation, self._set_up
+                    self.implementation = self.members.change(step, held, join)
                 if step == self.case.reload_at:
                     self._reload()
                 if self._evaluates_before(step) and self._judged_between_steps():

@@ -100,10 +100,8 @@ def _why_not_in_this_lane(case: Case, declaration: Declaration) -> str:
     exact = declaration.exactness == "bitwise" and in_order and cutting("layers") not in case.mesh
     if case.lane == "bitwise" and (exact or case.world == 1):
         return ""
-    return (
-        f"lane {case.lane!r}: what {case.system} loses is emulated, and compared in lane fp64 (in "
-        "lane bitwise where it declares equal bits); write lane: fp64"
-    )
+    lanes = "lane fp64 (in lane bitwise where it declares equal bits); write lane: fp64"
+    return f"lane {case.lane!r}: what {case.system} loses is emulated, and compared in {lanes}"
 
 
 def _why_it_cannot_fit(
@@ -117,11 +115,9 @@ def _why_it_cannot_fit(
     stages = claimed.stages if claimed else case.mesh.get(axis, 0)
     if stages <= units:
         return ""
-    return (
-        f"axis {axis!r} of {case.mesh[axis]} ranks asks for {stages} stages, but "
-        f"{case.workload.name} has {units} units (layers): a stage needs one at "
-        f"least; valid: up to {units} stages"
-    )
+    asks = f"axis {axis!r} of {case.mesh[axis]} ranks asks for {stages} stages"
+    has = f"{case.workload.name} has {units} units (layers)"
+    return f"{asks}, but {has}: a stage needs one at least; valid: up to {units} stages"
 
 
 # ----------------------------------------------------------------------------------- the case

@@ -82,11 +82,9 @@ def _names(evidence: Figures) -> str:
     shown = [r.steps[0].shown().get("parameters", {}) for r in evidence.records if r.steps]
     held = {name for own in shown for name in own}
     if whole <= expected <= whole | held:
-        return (
-            f"the pieces of {some(sorted(map(repr, expected - whole)), _NAMED)} make no whole "
-            "tensor after setup: every element belongs to one rank, or to copies that "
-            "Piece.replica numbers"
-        )
+        lost = some(sorted(map(repr, expected - whole)), _NAMED)
+        rule = "every element belongs to one rank, or to copies that Piece.replica numbers"
+        return f"the pieces of {lost} make no whole tensor after setup: {rule}"
     changed = ", ".join(sorted(whole ^ expected)[:4])
     return f"parameter names did not survive setup: {changed}"
 
@@ -128,10 +126,9 @@ def _sizes(evidence: Figures) -> str:
             own = {name: count for name, count in wanted.items() if count}
             odd = next((n for n in sorted({*own, *held}) if own.get(n, 0) != held.get(n, 0)), None)
             if odd is not None:
-                return (
-                    f"rank {record.rank} holds {held.get(odd, 0):,} elements of the {kind} of "
-                    f"{odd!r}, {strategy} promises {own.get(odd, 0):,}"
-                )
+                found = f"{held.get(odd, 0):,} elements of the {kind} of {odd!r}"
+                promise = f"{strategy} promises {own.get(odd, 0):,}"
+                return f"rank {record.rank} holds {found}, {promise}"
     return ""
 
 
@@ -151,10 +148,8 @@ def _buffer_dtypes(evidence: Figures) -> str:
         if row.kind != "buffers" or row.step != case.steps - 1:
             continue
         if row.dtype in ITEMSIZE and row.dtype not in allowed:
-            return (
-                f"ranks {row.owners} hold the buffer {row.name!r} in {row.dtype}, "
-                f"precision.buffers asks for {wanted}"
-            )
+            held = f"ranks {row.owners} hold the buffer {row.name!r} in {row.dtype}"
+            return f"{held}, precision.buffers asks for {wanted}"
     return ""
 
 
@@ -233,10 +228,8 @@ def _recomputation(evidence: Figures) -> str:
             wanted = begun["forward", unit] if every else 0
             again = begun["recompute", unit]
             if again != wanted:
-                return (
-                    f"{unit!r} is recomputed {again} times in backward, {wanted} asked for "
-                    f"(recompute_every: {every})"
-                )
+                asked = f"{wanted} asked for (recompute_every: {every})"
+                return f"{unit!r} is recomputed {again} times in backward, {asked}"
         return ""
 
     return first_problem(evidence, wrong)

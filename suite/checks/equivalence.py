@@ -348,11 +348,8 @@ def _compare_all(
             if actual.dtype in rounded:
                 expected = expected.to(actual.dtype)
             if actual.shape != expected.shape or actual.dtype != expected.dtype:
-                text = (
-                    f"{name!r} is {actual.dtype} {tuple(actual.shape)}, "
-                    f"expected {expected.dtype} {tuple(expected.shape)}"
-                )
-                moment.problem(name, ranks, text)
+                held, want_of = (f"{t.dtype} {tuple(t.shape)}" for t in (actual, expected))
+                moment.problem(name, ranks, f"{name!r} is {held}, expected {want_of}")
                 continue
             have, silent = numbers.split_zero(actual, parts)
             result = known.get(id(actual))

@@ -54,10 +54,9 @@ def _lived(figures: Figures) -> str:
     """Why a death did not take place (empty: all did)."""
     for death in figures.case.deaths:
         if death.rank in _attempts(figures, death.step).get("lived", ()):
-            return (
-                f"rank {death.rank} was to die before its call {death.call} of step {death.step}, "
-                "which it ended with fewer calls: name an earlier one"
-            )
+            what = f"was to die before its call {death.call} of step {death.step}"
+            why = "which it ended with fewer calls: name an earlier one"
+            return f"rank {death.rank} {what}, {why}"
     return ""
 
 

@@ -74,10 +74,8 @@ def decide(evidence: Figures) -> Outcome:
                 continue
             wanted = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             distance, owner = float(max(low - held, held - high)), f"rank {record.rank}"
-            message = (
-                f"{owner}, step {step}, {place}: {kind}: {held:,} bytes {what}, {wanted} promised "
-                f"({strategy}, {accounting.id})"
-            )
+            promise = f"{wanted} promised ({strategy}, {accounting.id})"
+            message = f"{owner}, step {step}, {place}: {kind}: {held:,} bytes {what}, {promise}"
             if record.unmatched:
                 message += f"; computed for the observation: {', '.join(record.unmatched[:3])}"
             worst = Worst(f"{kind} bytes", step, place, owner, distance, 0.0)
@@ -85,12 +83,10 @@ def decide(evidence: Figures) -> Outcome:
         # After the classes that have formulas: those name what is wrong more exactly.
         if found := unattributed.exceeds(evidence, record):
             step, phase, held, high = found
-            message = (
-                f"rank {record.rank}, step {step}, {phase}: {held:,} bytes of temporaries at the "
-                f"peak, at most {high:,}: those of one process, the model's largest unit and its "
-                "largest parameter"
-            )
-            worst = Worst("temporary bytes", step, phase, f"rank {record.rank}", held - high, 0.0)
+            owner, found = f"rank {record.rank}", f"{held:,} bytes of temporaries at the peak"
+            of = "those of one process, the model's largest unit and its largest parameter"
+            message = f"{owner}, step {step}, {phase}: {found}, at most {high:,}: {of}"
+            worst = Worst("temporary bytes", step, phase, owner, held - high, 0.0)
             return Outcome("memory", "fail", message, worst, figures.to_dict())
     return Outcome("memory", "pass", "", None, figures.to_dict())
 
@@ -117,12 +113,10 @@ def _at_family(evidence: Figures) -> Outcome:
             held = sum(classes.get(kind, 0) for classes in spaces.values() for kind in kinds)
             held_most = max(held, held_most)
             if held > limit:
-                message = (
-                    f"rank {record.rank}, step {step}, after_update: {held:,} bytes held besides "
-                    f"buffers, at most {limit:,}: {overhead:g} times those of the pieces that it "
-                    "shows (Capabilities.overhead)"
-                )
-                worst = Worst("bytes", step, "after_update", f"rank {record.rank}", held - limit, 0)
+                owner, found = f"rank {record.rank}", f"{held:,} bytes held besides buffers"
+                of = f"{overhead:g} times those of the pieces that it shows (Capabilities.overhead)"
+                message = f"{owner}, step {step}, after_update: {found}, at most {limit:,}: {of}"
+                worst = Worst("bytes", step, "after_update", owner, held - limit, 0)
                 return Outcome("memory", "fail", message, worst)
     return Outcome("memory", "pass", "", None, {"bytes_held": held_most, "bytes_shown": shown_most})
 

@@ -145,22 +145,18 @@ def _wrong_reductions(made: _Reductions, most: int | None, watched: bool, unhidd
     """
     calls, late, early, exposed = made.calls, made.late, made.early, made.exposed
     if most is not None and len(late) > most:
-        return (
-            f"{len(late)} of {len(calls)} gradient reductions start after backward has "
-            f"ended, when nothing computes beside them ({most} allowed)"
-        )
+        when = f"after backward has ended, when nothing computes beside them ({most} allowed)"
+        return f"{len(late)} of {len(calls)} gradient reductions start {when}"
     if most is not None and exposed and watched:
-        return (
-            f"{len(exposed)} of {len(early)} gradient reductions that start early enough "
-            "are waited for at once: no unit begins its backward while they are under way"
-        )
+        count = f"{len(exposed)} of {len(early)} gradient reductions that start early enough"
+        why = "no unit begins its backward while they are under way"
+        return f"{count} are waited for at once: {why}"
     # Gradients that wait for a round in which only others compute leave late, and a single
     # unit has no other behind it.
     if len(calls) > 2 and not early and not unhidden:
-        return (
-            f"none of {len(calls)} gradient reductions starts before the last unit begins "
-            "its backward: all other units compute while nothing is under way"
-        )
+        when = "before the last unit begins its backward"
+        why = "all other units compute while nothing is under way"
+        return f"none of {len(calls)} gradient reductions starts {when}: {why}"
     return ""
 
 
@@ -171,10 +167,8 @@ def _wrong_gathers(ahead: Prefetch, rounds: int, early: int, deepest: Mapping[st
     for phase, (least, most) in ahead.depth.items():
         if not least <= deepest[phase] <= most:
             wanted = str(least) if least == most else f"{least} to {most}"
-            return (
-                f"when a unit's {phase} begins at most {deepest[phase]} gathers are under way, "
-                f"{wanted} promised"
-            )
+            found = f"at most {deepest[phase]} gathers are under way"
+            return f"when a unit's {phase} begins {found}, {wanted} promised"
     return ""
 
 

@@ -260,10 +260,8 @@ def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
                     peaks[row.step] += row.bytes
         # Equal is wrong, too: then recomputation saved nothing.
         for step in (step for step, most in there.items() if here[step] >= most):
-            return (
-                f"rank {record.rank}, step {step}: a forward keeps {here[step]:,} bytes of "
-                f"activations, {there[step]:,} without recomputation"
-            )
+            kept = f"{here[step]:,} bytes of activations, {there[step]:,} without recomputation"
+            return f"rank {record.rank}, step {step}: a forward keeps {kept}"
     return ""
 
 

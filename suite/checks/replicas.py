@@ -34,11 +34,9 @@ def decide(figures: Figures) -> Outcome:
     moments = _moments(figures)
     steps = figures.oracle.steps
     if figures.declaration.trains_alone and not any(step.met for step in steps):
-        text = (
-            f"ranks that train alone meet in none of the {len(steps)} steps: whether they meet as "
-            "they say is not seen; meet more often, or take more steps"
-        )
-        return Outcome("replicas", "precondition", text)
+        text = f"ranks that train alone meet in none of the {len(steps)} steps"
+        then = "whether they meet as they say is not seen; meet more often, or take more steps"
+        return Outcome("replicas", "precondition", f"{text}: {then}")
     initial = moments.get((-1, "initial", "parameters"), {})
     compared = parted = 0
     for (step, point, kind), tensors in moments.items():
@@ -64,12 +62,10 @@ def decide(figures: Figures) -> Outcome:
                 wrong.setdefault(name, set()).update(row.owners)
                 if first_wrong is None:
                     worst = Worst(name, step, phase, f"replica {replica}", row.differs, 0.0)
-                    meets = truth is not None and truth.met
-                    message = (
-                        f"replicas {first} and {replica} differ in {row.differs} of "
-                        f"{math.prod(row.shape)} elements of {name!r} at step {step} ({phase}"
-                        f"{', where ranks that train alone meet' if meets else ''})"
-                    )
+                    meets = ", where ranks that train alone meet" if truth and truth.met else ""
+                    where = f"at step {step} ({phase}{meets})"
+                    count = f"{row.differs} of {math.prod(row.shape)} elements of {name!r}"
+                    message = f"replicas {first} and {replica} differ in {count} {where}"
                     first_wrong = Outcome("replicas", "fail", message, worst)
         if first_wrong is not None:
             ranks = len(set().union(*wrong.values()))

@@ -74,23 +74,19 @@ def decide(evidence: Figures) -> Outcome:
                 value += _payload(evidence, step, floating=False)
             if low and not value:
                 return Outcome("traffic", "undecidable", _ELSEWHERE, None, figures.to_dict())
-            message = (
-                "" if low <= value <= high else _out_of_family(evidence, step, value, low, high)
-            )
-            if not message:
+            if low <= value <= high:
                 continue
+            message = _out_of_family(evidence, step, value, low, high)
             # The bound that is broken, so that the distance shows by how much.
             expected = Fraction(low if value < low else high)
         else:
             what = f"nothing is promised of what strategy {strategy!r} sends"
             return Outcome("traffic", "skip", what, None, figures.to_dict())
-        figures.bytes_expected = str(expected)
+        figures.bytes_expected, figures.bytes_sent = str(expected), str(value)
         if message:
             distance = float(abs(value - expected))
             worst = Worst("payload bytes", step, "step", "all ranks", distance, 0.0)
-            figures.bytes_sent = str(value)
             return Outcome("traffic", "fail", message, worst, figures.to_dict())
-        figures.bytes_sent = str(value)
     problem = "" if compressed and not own else _too_much_control(evidence, promises)
     problem = problem or _too_many_agreements(evidence)
     return Outcome("traffic", "fail" if problem else "pass", problem, None, figures.to_dict())
@@ -251,11 +247,10 @@ def _between_differs(rows: Sequence[Between], step: int, strategy: str) -> str:
     """The first flow of which other bytes cross nodes than the formula says."""
     for row in rows:
         if row.promised not in (None, row.across):
-            return (
-                f"step {step}, axis {row.axis}, {row.operation}: "
-                f"{_text(Fraction(row.across))} bytes go between nodes over all ranks, {strategy} "
-                f"promises {_text(Fraction(row.promised or 0))} (the axis lies {row.lies})"
-            )
+            across, promised = (_text(Fraction(n or 0)) for n in (row.across, row.promised))
+            found = f"{across} bytes go between nodes over all ranks"
+            promise = f"{strategy} promises {promised} (the axis lies {row.lies})"
+            return f"step {step}, axis {row.axis}, {row.operation}: {found}, {promise}"
     return ""
 
 
@@ -349,11 +344,9 @@ def _flow_differs(
         axis, operation = key
         where = f"step {step}, axis {axis}, {operation}{of}"
         if total != expected:
-            return (
-                f"{where}: {_text(total)} bytes in {calls} calls over all ranks, "
-                f"{strategy} promises {_text(expected)}"
-                f"{_by_how_much(total, expected, calls, low <= calls <= high)}"
-            )
+            by = _by_how_much(total, expected, calls, low <= calls <= high)
+            found = f"{_text(total)} bytes in {calls} calls over all ranks"
+            return f"{where}: {found}, {strategy} promises {_text(expected)}{by}"
         if not low <= calls <= high:
             wish = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             return f"{where}: {calls:,} calls over all ranks, {strategy} promises {wish}"
@@ -375,11 +368,9 @@ def _rank_differs(evidence: Figures, step: int, strategy: str, promised: Sequenc
             calls, size = sent.get((axis, operation), (0, Fraction(0)))
             most, total = sum(n for n, _ in own), sum((size for _, size in own), Fraction(0))
             if (calls, size) != (most, total):
-                return (
-                    f"step {step}, axis {axis}, {operation}: rank {record.rank} sends "
-                    f"{_text(size)} bytes in {calls} calls, {strategy} promises {_text(total)} in "
-                    f"{most}"
-                )
+                found = f"rank {record.rank} sends {_text(size)} bytes in {calls} calls"
+                promise = f"{strategy} promises {_text(total)} in {most}"
+                return f"step {step}, axis {axis}, {operation}: {found}, {promise}"
     return ""
 
 
@@ -446,22 +437,15 @@ def _too_many_agreements(evidence: Figures) -> str:
     if cost_model is None:
         return ""
     for record in evidence.records:
-        limits = cost_model.agreements(record.rank)
-        made = [
-            step
-            for step in evidence.steps
-            for call in step_calls(record, step, floating=False)
-            if (call.operation, call.phase) == ("broadcast", "update")
-        ]
-        if limits is None or not made:
-            continue
-        step, often = Counter(made).most_common(1)[0]
-        if often > limits[0] or len(made) > limits[1]:
-            return (
-                f"rank {record.rank} broadcasts integers {len(made)} times after updates, "
-                f"{often} times after that of step {step}: at most {limits[1]}, and {limits[0]}, "
-                "agree on anything new"
-            )
+        limits, made = cost_model.agreements(record.rank), Counter[int]()
+        for step in evidence.steps:
+            calls = step_calls(record, step, floating=False)
+            made[step] += sum((c.operation, c.phase) == ("broadcast", "update") for c in calls)
+        step, often = made.most_common(1)[0]
+        if limits is not None and (often > limits[0] or made.total() > limits[1]):
+            count = f"{made.total()} times after updates, {often} times after that of step {step}"
+            most = f"at most {limits[1]}, and {limits[0]}, agree on anything new"
+            return f"rank {record.rank} broadcasts integers {count}: {most}"
     return ""
 
 

@@ -61,10 +61,8 @@ class Budget(Stored):
         if self.bits >= _UNBOUNDED:
             return f"not exact in any dtype: {self.where}"
         if self.bits + ranks > have:
-            return (
-                f"exact sums need {self.bits} bits and {ranks} for {world} ranks, {dtype} has "
-                f"{have}; widest: {self.where}"
-            )
+            need = f"{self.bits} bits and {ranks} for {world} ranks"
+            return f"exact sums need {need}, {dtype} has {have}; widest: {self.where}"
         return ""
 
 

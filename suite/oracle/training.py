@@ -333,11 +333,10 @@ def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
         weights = precision.get("parameters", tensor_bytes.dtype_name(part.weight))
         statistics = precision.get("buffers", tensor_bytes.dtype_name(part.running_mean))
         if weights != statistics:
-            return (
-                f"the policy leaves {name!r} ({type(part).__name__}) with weights in {weights} and "
-                f"running statistics in {statistics}, which torch cannot compute on one device "
-                f"either: there is nothing to compare with; give precision.buffers = {weights}"
-            )
+            dtypes = f"weights in {weights} and running statistics in {statistics}"
+            what = f"the policy leaves {name!r} ({type(part).__name__}) with {dtypes}"
+            remedy = f"there is nothing to compare with; give precision.buffers = {weights}"
+            return f"{what}, which torch cannot compute on one device either: {remedy}"
     return ""
 
 

@@ -30,10 +30,8 @@ def of_sent(
     due, come = want != 0, got != 0
     missing, extra = int((due & ~come).sum()), int((come & ~due).sum())
     if missing + extra > _FEW * len(got):
-        return (
-            f"other elements are sent: {missing} of {int(due.sum())} that are due are missing, "
-            f"{extra} others are there"
-        )
+        lost = f"{missing} of {int(due.sum())} that are due are missing"
+        return f"other elements are sent: {lost}, {extra} others are there"
     if bool((want < 0).any()) and not bool((got < 0).any()):
         return "signs are lost: nothing is negative"
     if torch.allclose(got.abs(), want.abs(), rtol=_ROUNDED, atol=0.0):

@@ -56,10 +56,8 @@ def of_start(evidence: Evidence, state: Assembled, truth: Tensors) -> str:
             built = _built(evidence, source)
             if all(fits.same(p.tensor, part(p, built[p.name])) for p in bad):
                 who = "itself" if source == rank else f"on rank {source}"
-                return (
-                    f"rank {rank} starts {some(names)} from the values that were built {who}, "
-                    "not from those given"
-                )
+                built_by = f"the values that were built {who}"
+                return f"rank {rank} starts {some(names)} from {built_by}, not from those given"
         for other, there in places[names[0]]:
             if all(
                 any(

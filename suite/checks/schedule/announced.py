@@ -126,33 +126,29 @@ def _not_as_published(schedule: Schedule) -> str:
         for kind, wanted in (("span", form.span(setting)), ("makespan", form.makespan(setting))):
             bubble = getattr(played, kind)
             if wanted is not None and abs(bubble - float(wanted)) > allowed:
-                return (
-                    f"{schedule.name} on {setting.ranks} ranks: {kind} bubble {bubble:g} at "
-                    f"{in_words(setting)}, the closed form gives {float(wanted):g} ({form.source})"
-                )
+                found = f"{kind} bubble {bubble:g} at {in_words(setting)}"
+                right = f"the closed form gives {float(wanted):g} ({form.source})"
+                return f"{schedule.name} on {setting.ranks} ranks: {found}, {right}"
     for rank in range(schedule.ranks):
         # Any setting will do: micro-batches in flight do not depend on times.
         most = form.held(setting, rank)
         if most is not None and schedule.peak(rank) != most:
-            return (
-                f"{schedule.name}: rank {rank} holds up to {schedule.peak(rank)} micro-batches "
-                f"(counted for each chunk), the closed form gives {most} ({form.source})"
-            )
+            held = f"up to {schedule.peak(rank)} micro-batches (counted for each chunk)"
+            right = f"the closed form gives {most} ({form.source})"
+            return f"{schedule.name}: rank {rank} holds {held}, {right}"
     return ""
 
 
 def bubble_unjudged(schedule: Schedule) -> str:
     """Why no closed form was held against the bubble of ``schedule``; empty: one was."""
-    form = FORMS.get(schedule.name)
+    form, what = FORMS.get(schedule.name), f"no closed form of {schedule.name!r} is known"
     if form is None:
-        return f"bubble not judged: no closed form of {schedule.name!r} is known"
+        return f"bubble not judged: {what}"
     for setting in settings_of(schedule):
         if form.span(setting) is not None or form.makespan(setting) is not None:
             return ""
-    return (
-        f"bubble not judged: no closed form of {schedule.name!r} is known with "
-        f"{schedule.micro_batches} micro-batches on {schedule.ranks} ranks ({form.source})"
-    )
+    size = f"{schedule.micro_batches} micro-batches on {schedule.ranks} ranks"
+    return f"bubble not judged: {what} with {size} ({form.source})"
 
 
 class Bubbles(NamedTuple):

@@ -93,13 +93,11 @@ def kept_too_long(messages: Sequence[Message], log: Sequence[Done], over: int) -
         needed = sum(
             m.call.issued < limit < other for m, other in zip(messages, limits, strict=True)
         )
-        before = next((row for row in log if row.begin == limit), None)
-        begins_then = before and f"when {before.op}{before.micro}@{before.stage} begins"
-        return (
-            f"boundary tensors alive {begins_then or 'after the last window'}: {held}, needed: "
-            f"{needed}; {_in_words(action)}, {call.payload_bytes:,} bytes, was not let go after "
-            "its last use"
-        )
+        begun = [f"when {r.op}{r.micro}@{r.stage} begins" for r in log if r.begin == limit]
+        when = begun[0] if begun else "after the last window"
+        tensor = f"{_in_words(action)}, {call.payload_bytes:,} bytes"
+        counts = f"boundary tensors alive {when}: {held}, needed: {needed}"
+        return f"{counts}; {tensor}, was not let go after its last use"
     return ""
 
 
@@ -183,10 +181,9 @@ def _slower(played: Schedule, plan: Schedule) -> str:
         for kind in Bubbles._fields:
             bubble, least = getattr(found, kind), getattr(wanted, kind)
             if bubble > least + CLOCK * float(setting.ideal):
-                return (
-                    f"with the waits that were logged the {kind} bubble is {bubble:g} at "
-                    f"{in_words(setting)}, that of {plan.name} is {least:g}{_early(played)}"
-                )
+                found = f"the {kind} bubble is {bubble:g} at {in_words(setting)}"
+                right = f"that of {plan.name} is {least:g}{_early(played)}"
+                return f"with the waits that were logged {found}, {right}"
     return ""
 
 

@@ -149,12 +149,11 @@ class Buffer:
         places = differing(got, right)
         place = tuple(places.nonzero()[0].tolist())
         index = f"[{', '.join(map(str, place))}]" if place else ""
-        text = (
-            f"{self.role}{index} is {_shown(got[place])}, expected {_shown(right[place])} "
-            f"({int(places.sum())} of {got.numel()} elements)"
-        )
-        cause = self._cause(got)
-        return int(places.sum()), f"{text}: {cause}" if cause else text
+        held, due = _shown(got[place]), _shown(right[place])
+        count, cause = int(places.sum()), self._cause(got)
+        of = f"({count} of {got.numel()} elements)"
+        text = f"{self.role}{index} is {held}, expected {due} {of}"
+        return count, f"{text}: {cause}" if cause else text
 
     def _cause(self, got: Tensor) -> str:
         poisoned = poison_of(got)

@@ -163,10 +163,9 @@ class _Caller:
         if waits and group.rank in flight.asks:
             for _ in range(3):
                 if flight.works and all(work.is_completed() for work in flight.works):
-                    flight.trouble = (
-                        f"its work says that it is done, before rank {group.ranks[flight.late]} "
-                        "has called: the fault is the backend's, not the program's"
-                    )
+                    early = f"before rank {group.ranks[flight.late]} has called"
+                    fault = "the fault is the backend's, not the program's"
+                    flight.trouble = f"its work says that it is done, {early}: {fault}"
                 time.sleep(LATE / 4)
             self.store.add(f"{flight.key}/asked", 1)
 
@@ -201,10 +200,9 @@ class _Caller:
         for buffer in flight.buffers:
             count, sentence = buffer.problem()
             if count and flight.works and self.looks and self._appears(buffer):
-                sentence += (
-                    "; the right result came later: its work said that it was done before it was, "
-                    "which is the backend's fault, not the program's"
-                )
+                early = "its work said that it was done before it was"
+                fault = "which is the backend's fault, not the program's"
+                sentence += f"; the right result came later: {early}, {fault}"
             if count:
                 return count, f"{where}: {sentence}"
         return 0, ""

@@ -147,15 +147,11 @@ def _best(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
         bests = [own[step].best for own in told]
         if len({*bests}) > 1:
             other = next(rank for rank, best in enumerate(bests) if best != bests[0])
-            return (
-                f"ranks 0 and {other} have different best checkpoints at vote {step}: those of "
-                f"steps {bests[0]} and {bests[other]}"
-            )
+            steps = f"those of steps {bests[0]} and {bests[other]}"
+            return f"ranks 0 and {other} have different best checkpoints at vote {step}: {steps}"
         if bests[0] != right[step].best:
-            return (
-                f"all ranks have the checkpoint of step {bests[0]} for the best at vote {step}, "
-                f"it is that of step {right[step].best}"
-            )
+            found = f"the checkpoint of step {bests[0]} for the best at vote {step}"
+            return f"all ranks have {found}, it is that of step {right[step].best}"
     return ""
 
 
@@ -165,15 +161,11 @@ def _metric(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
         metrics, mean = [own[step].metric for own in told], right[step].metric
         for rank, metric in enumerate(metrics):
             if not _is_same(metric, metrics[0]):
-                return (
-                    f"ranks 0 and {rank} are told different metrics at vote {step}: {metrics[0]!r} "
-                    f"and {metric!r}; over all data it is {mean!r}"
-                )
+                told_of = f"{metrics[0]!r} and {metric!r}; over all data it is {mean!r}"
+                return f"ranks 0 and {rank} are told different metrics at vote {step}: {told_of}"
         if not _is_same(metrics[0], mean):
-            return (
-                f"all ranks are told the metric {metrics[0]!r} at vote {step}, over all data it is "
-                f"{mean!r}"
-            )
+            right_is = f"over all data it is {mean!r}"
+            return f"all ranks are told the metric {metrics[0]!r} at vote {step}, {right_is}"
     return ""
 
 
