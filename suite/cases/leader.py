@@ -119,8 +119,7 @@ def _evidence(account: Account, launcher: Launcher) -> Evidence | None:
     # 1. Load the system, and hold what it declares and announces against the case.
     if case.skip or (found := _announced(account)) is None:
         return None
-    work = kinds.of(case.workload).work(account, *found)
-    if work is None:
+    if (work := kinds.of(case.workload).work(account, *found)) is None:
         return None
     # 2. Run the ranks, as the plans of the case want the first run.
     own_plans, first = plans_of(case), case

@@ -186,8 +186,7 @@ def _broken_leader(leader: LeaderEnd) -> str:
 
 
 def _run_check(name: str, figures: Figures) -> Outcome:
-    broke = next((row.broke for row in figures.compared.get(name, ()) if row.broke), "")
-    if broke:
+    if broke := next((row.broke for row in figures.compared.get(name, ()) if row.broke), ""):
         return Outcome(name, "judge error", f"the check itself broke: {broke}")
     try:
         return checks.decide(name, figures)
@@ -204,8 +203,7 @@ def verdict_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     what it judged.
     """
     for status in ("fail", JUDGE_ERROR, "undecidable", "precondition"):
-        lines = [f"{o.check}: {o.message}" for o in outcomes if o.status == status]
-        if lines:
+        if lines := [f"{o.check}: {o.message}" for o in outcomes if o.status == status]:
             return status, "\n".join(lines)
     passed = {outcome.check: outcome for outcome in outcomes if outcome.status == "pass"}
     if not outcomes:

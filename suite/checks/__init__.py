@@ -145,8 +145,7 @@ def first_problem(figures: Figures, wrong: Callable[[RankRecord, int], str]) -> 
     """What ``wrong`` says of the first rank and step of which it says something."""
     for record in figures.records:
         for step in figures.steps:
-            problem = wrong(record, step)
-            if problem:
+            if problem := wrong(record, step):
                 return f"rank {record.rank}, step {step}: {problem}"
     return ""
 

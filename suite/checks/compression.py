@@ -82,8 +82,7 @@ def _cause(wrong: Sequence[Slot]) -> str:
 
 def decide(figures: Figures) -> Outcome:
     """The first comparison beyond its bound fails."""
-    rows = figures.compared.get("compression", [])
-    if not rows:
+    if not (rows := figures.compared.get("compression", [])):
         return Outcome("compression", "skip", "no reduction keeps what it does not send")
     tally, bits = numbers.Tally.of(rows), sum(row.bound == 0 for row in rows)
     return tally.outcome("compression", {"compared": tally.compared, "bitwise": bits})

@@ -108,8 +108,7 @@ def compare_steps(evidence: Evidence, rows: list[ComparisonRow], buffers: bool =
 
 def decide(figures: Figures) -> Outcome:
     """The first comparison beyond its bound fails; so does a problem that ended the comparing."""
-    lacking = _precondition(figures)
-    if lacking:
+    if lacking := _precondition(figures):
         budget = {"budget": figures.oracle.budget} if over_budget(figures) else {}
         return Outcome("equivalence", "precondition", lacking, None, budget)
     tally, lane = numbers.Tally.of(figures.compared.get("equivalence", [])), judged_lane(figures)

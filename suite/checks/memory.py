@@ -53,8 +53,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("memory", "skip", "members change: no strategy promises memory")
     if evidence.family is not None:
         return _at_family(evidence)
-    cost_model = evidence.cost_model()
-    if cost_model is None:
+    if (cost_model := evidence.cost_model()) is None:
         return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
     if cost_model.why_not_measured():
         return Outcome("memory", "skip", cost_model.why_not_measured())

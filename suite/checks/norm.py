@@ -45,8 +45,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
 
 def decide(evidence: Figures) -> Outcome:
     """Compare ``StepResult.norm`` of every rank and step with the oracle's pre-clip norm."""
-    limit = evidence.case.optimizer.clip_norm
-    if limit is None:
+    if (limit := evidence.case.optimizer.clip_norm) is None:
         return Outcome("norm", "skip", "clipping is off")
     bound = BOUNDS[evidence.case.lowest_dtype]
     compared, active = list[Worst](), 0
@@ -66,8 +65,7 @@ def decide(evidence: Figures) -> Outcome:
             compared.append(Worst("gradient norm", step, "gradients_final", owner, error, bound))
     worst = max(compared, key=lambda this: this.error)
     figures = {"clipped_steps": active, "steps": len(evidence.steps)}
-    wrong = [this for this in compared if this.error > bound]
-    if wrong:
+    if wrong := [this for this in compared if this.error > bound]:
         counts = [sum(one.step == wrong[0].step for one in of) for of in (wrong, compared)]
         told = [row.problem for row in evidence.compared.get("norm", ()) if row.problem]
         message = ": ".join([*told, f"pre-clip global norm is wrong: {wrong[0]}"])

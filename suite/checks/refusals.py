@@ -32,7 +32,6 @@ def judge_errors(expected: str, errors: Sequence[Any]) -> Outcome:
 
 def decide(evidence: Any) -> Outcome:
     """With complete records every rank ran to its end, so nothing was refused."""
-    expected = evidence.case.expect.get("refuses")
-    if expected is None:
+    if (expected := evidence.case.expect.get("refuses")) is None:
         return Outcome("refusals", "skip", "the scenario expects no refusal")
     return judge_errors(expected, ())

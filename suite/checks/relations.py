@@ -158,8 +158,7 @@ def _not_defined(evidence: Figures, relation: str) -> str:
 
 def _not_splittable(evidence: Figures) -> str:
     spec = evidence.case.workload
-    by_cut = [trait for trait in spec.traits if trait in _BY_MICRO_BATCH]
-    if by_cut:
+    if by_cut := [trait for trait in spec.traits if trait in _BY_MICRO_BATCH]:
         return f"{by_cut[0]}: what runs depends on the micro-batch"
     if workloads.make(spec, evidence.case.dtype, evidence.case.lane).depends_on_cut:
         return "gradients depend, by definition, on how the batch is cut"

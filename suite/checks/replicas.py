@@ -73,8 +73,7 @@ def decide(figures: Figures) -> Outcome:
             first_wrong.message += f" (different: {counts})"
             first_wrong.figures = {"compared": compared}
             return first_wrong
-        lone = _lone(tensors, initial)
-        if lone:
+        if lone := _lone(tensors, initial):
             return Outcome("replicas", "fail", f"step {step} ({phase}): {lone}")
     if not compared:
         return Outcome("replicas", "skip", "no tensor has more than one replica")

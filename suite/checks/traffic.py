@@ -272,8 +272,7 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 def _promise(evidence: Figures, step: int) -> CostModel | None:
     """The cost model for ``step`` and its members; a skipped update clips nothing."""
-    facts = evidence.model_facts
-    if facts is not None:
+    if (facts := evidence.model_facts) is not None:
         facts = in_step(facts, step, _was_skipped(evidence, step))
         if evidence.case.changes_members:
             count = len(evidence.members[step].members)
@@ -433,8 +432,7 @@ def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -
 
 def _too_many_agreements(evidence: Figures) -> str:
     """What is wrong if a rank broadcasts integers after more updates than there is cause for."""
-    cost_model = evidence.cost_model()
-    if cost_model is None:
+    if (cost_model := evidence.cost_model()) is None:
         return ""
     for record in evidence.records:
         limits, made = cost_model.agreements(record.rank), Counter[int]()

@@ -77,8 +77,7 @@ class Pair:
         meshes = [run.case.mesh for run in (self.base, self.other)]
         if kind == "buffers" and (rules[0] != rules[1] or meshes[0] != meshes[1]):
             base, other = of_rank_0(base), of_rank_0(other)
-        problem = mismatch(base, other, self.copies_differ)
-        if problem:
+        if problem := mismatch(base, other, self.copies_differ):
             return [ComparisonRow(problem=f"step {step}, {phase}: {problem}")]
         regions = self.base.workload.zero_gradient if kind == "gradients" else {}
         floor = 0.0
@@ -166,8 +165,7 @@ def same_step(base: Evidence, other: Evidence, step: int, rows: list[ComparisonR
             # Two NaNs are the same here: bits are compared, not sizes.
             if was != now and not (was != was and now != now):
                 raise numbers.Differs(f"{where}: the {name} is {now!r}, not {was!r}")
-        odd = [name for name, digest in one.draws.items() if two.draws.get(name) != digest]
-        if odd:
+        if odd := [name for name, digest in one.draws.items() if two.draws.get(name) != digest]:
             raise numbers.Differs(f"{where}: the RNG ({odd[0]}) is in another state")
     pair = Pair(base, other, numbers.bitwise, masters=True)
     for point, kind in MOMENTS:
@@ -182,8 +180,7 @@ def same_step(base: Evidence, other: Evidence, step: int, rows: list[ComparisonR
         told = pair.moment(step, point, kind)
         if problem := next((row.problem for row in told if row.problem), ""):
             raise numbers.Differs(problem)
-        failed = numbers.Tally.of(told).failed
-        if failed is not None:
+        if (failed := numbers.Tally.of(told).failed) is not None:
             raise numbers.Differs(f"differs: {failed}")
         rows += told
 

@@ -110,8 +110,7 @@ class Account(Stored):
 
 def whole_tensors(evidence: Evidence, step: int, phase: str, name: str) -> list[WholeTensor]:
     """Every copy, and the oracle's, of the tensor that a failing check names."""
-    place = _place(step, phase)
-    if place is None:
+    if (place := _place(step, phase)) is None:
         return []
     step, point, kind = place
     name = name.removesuffix(" (zero slice)")

@@ -77,8 +77,7 @@ def assemble(per_rank: Mapping[int, Iterable[Piece]]) -> Assembled:
                 owners.append(rank)
     for (name, replica), own in sorted(parts.items(), key=lambda item: item[0][1]):
         first = result.tensors.get(name, {}).get(0)
-        tensor = _merge(name, replica, own, result.problems, first)
-        if tensor is not None:
+        if (tensor := _merge(name, replica, own, result.problems, first)) is not None:
             result.tensors.setdefault(name, {})[replica] = tensor
             result.holders[name, replica] = sorted({rank for rank, _ in own})
     return result

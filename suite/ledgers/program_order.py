@@ -217,8 +217,7 @@ _Versions = dict[int, tuple[Tensor, int | None]]
 def _forward_begins(
     unit: str, before: _Versions, module: nn.Module, inputs: Any, named: Mapping[str, Any]
 ) -> None:
-    log = current()
-    if log is not None:
+    if (log := current()) is not None:
         log.unit("forward", unit)
         before.clear()
         if torch.is_grad_enabled():

@@ -125,8 +125,7 @@ class _Models:
     def gradients(self, worker: int, step: int, owners: Sequence[_Owner]) -> Tensors | None:
         """Of the versions that were read; ``None``: one of them does not exist yet."""
         for owner in owners:
-            version = owner.reads.get((worker, step))
-            if version is None:
+            if (version := owner.reads.get((worker, step))) is None:
                 raise ValueError(f"worker {worker} gave step {step} to some servers only")
             if version >= len(owner.versions):
                 return None

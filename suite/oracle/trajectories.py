@@ -34,8 +34,7 @@ def train_apart(
     kept = meeting.begin({name: record.initial[name] for name in trained})
     for number in range(steps):
         apart = [one_step(coordinate, number) for coordinate in range(coordinates)]
-        met = meeting.meets(number)
-        if met:
+        if met := meeting.meets(number):
             ends = [{name: step.parameters[name] for name in trained} for step in apart]
             together, kept = meeting.meet(ends, kept)
             for one in alone:

@@ -49,8 +49,7 @@ def of_members(evidence: Evidence, step: int, wrong: Collection[int]) -> str:
     if wrong and wrong <= set(joined):
         which = f"{name_ranks(sorted(wrong))}, which joined before step {step}"
         return f"only {which}, differs: it lacks something that the others have"
-    dead = [rank for rank in now.begin if rank not in now.members]
-    if dead:
+    if dead := [rank for rank in now.begin if rank not in now.members]:
         return f"step {step} was taken again without {name_ranks(dead)}, which died in it"
     if before is not None and now.members != before.members:
         there, were = name_ranks(now.members), name_ranks(before.members)

@@ -93,8 +93,7 @@ def multiple(held: Tensors, truth: Tensors, limit: float) -> float | None:
 
     Exactly 1 where ``truth`` itself is as near but for ``limit``.
     """
-    names = [name for name in held if name in truth]
-    if not names:
+    if not (names := [name for name in held if name in truth]):
         return None
     got, want = flat(held, truth, names), flat(truth, truth, names)
     size = float(want @ want)

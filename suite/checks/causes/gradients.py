@@ -44,8 +44,7 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
     Gradients that have been clipped are no sums any more: see :func:`of_clipping`.
     """
     sums = _Sums(evidence, step, state)
-    bad = [n for n, tensor in sums.held.items() if not bool(tensor.isfinite().all())]
-    if bad:
+    if bad := [n for n, tensor in sums.held.items() if not bool(tensor.isfinite().all())]:
         return f"not finite: {some(bad)}"
     if not sums.are_whole:
         return ""
@@ -144,8 +143,7 @@ class _Sums:
 
     def _counted(self, got: Tensor, want: Tensor, columns: Sequence[Tensor]) -> str:
         """What a fit of ``got`` says; empty: it leaves something over."""
-        counted = fitted(got, want, columns, self.limit)
-        if counted is None:
+        if (counted := fitted(got, want, columns, self.limit)) is None:
             return ""
         numbers = iter(range(len(columns)))
         rows = [[counted.get(next(numbers)) for _ in share] for share in self.parts]
@@ -192,8 +190,7 @@ class _Sums:
         """What the fit says of the pieces of each rank that holds wrong ones."""
         found: dict[int, str] = {}
         for rank, own in fits.pieces(self.evidence, self.step, "gradients_final", "gradients"):
-            bad = [p for p in own if p.name in self.wrong and p.tensor.numel()]
-            if not bad:
+            if not (bad := [p for p in own if p.name in self.wrong and p.tensor.numel()]):
                 continue
             zeros = {p.name: torch.zeros_like(self.truth[p.name]) for p in bad}
             got = fits.end_to_end(p.tensor for p in bad)
@@ -265,8 +262,7 @@ class _Sums:
                 if not fits.equal(piece.tensor, part(piece, self.truth[piece.name]), self.limit):
                     bad.setdefault(rank, []).append(piece.name)
                     zero = zero and not bool(piece.tensor.any())
-        ranks = sorted(bad)
-        if not ranks:
+        if not (ranks := sorted(bad)):
             return ""
         is_zero = " and is zero" if zero else ""
         if set(ranks) != holders:
@@ -322,8 +318,7 @@ def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
         if _once(held, truth.gradients, limit):
             return "nothing was clipped"
         return f"clipped by a norm that is {number(1 / times)} times the true one"
-    by_rank = _clipped_by_rank(evidence, step, truth.clipped, truth.gradients, limit)
-    if by_rank:
+    if by_rank := _clipped_by_rank(evidence, step, truth.clipped, truth.gradients, limit):
         return by_rank
     left = [n for n in held if not _once({n: held[n]}, truth.clipped, limit)]
     if left and all(_once({n: held[n]}, truth.gradients, limit) for n in left):

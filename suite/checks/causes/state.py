@@ -138,8 +138,7 @@ def of_load(load: Load) -> str:
         names = [name for name in load.saved.tensors if belongs(name.rpartition(".")[2])]
         if told := _of_sort(load, noun, names):
             found.append(told)
-    extra = [name for name in load.held.tensors if name not in load.saved.tensors]
-    if extra:
+    if extra := [name for name in load.held.tensors if name not in load.saved.tensors]:
         found.append(f"after the load there is {some(extra)}, which was not saved")
     return "; ".join(found)
 
@@ -162,8 +161,7 @@ def _of_sort(load: Load, noun: str, names: Sequence[str]) -> str:
     right: set[int] = set()
     for name in names:
         pairs = {n: (want, have) for n, want, have in both(saved[name], held[name])}
-        odd = [n for n, pair in pairs.items() if not bitwise(*pair).ok]
-        if odd:
+        if odd := [n for n, pair in pairs.items() if not bitwise(*pair).ok]:
             wrong[name] = pairs[min(odd)]
             copies.update(odd)
             right |= pairs.keys() - odd

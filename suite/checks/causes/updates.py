@@ -83,8 +83,7 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
     found = {rank: _multiple_of_all(places, limit) for rank, places in wrong.items()}
     bad = list(dict.fromkeys(place.piece.name for own in wrong.values() for place in own))
     for make, sentence in _tries(evidence, update, step, bad) if wrong else ():
-        left = [rank for rank in wrong if not found[rank]]
-        if not left:
+        if not (left := [rank for rank in wrong if not found[rank]]):
             break
         made = make()
         for rank in left:
@@ -133,8 +132,7 @@ def _tries(
             yield of(spec=_decayed(spec, order)), other
     if update.slots:
         yield of(slots={}), "the update began with an empty optimizer state"
-        counters = {n: t for n, t in update.slots.items() if n.endswith(".step")}
-        if counters:
+        if counters := {n: t for n, t in update.slots.items() if n.endswith(".step")}:
             begun = {**update.slots, **{n: torch.zeros_like(t) for n, t in counters.items()}}
             yield of(slots=begun), "the optimizer's step counter had started again"
             once = {**update.slots, **{n: t + 1 for n, t in counters.items()}}
@@ -196,8 +194,7 @@ def _of_meeting(evidence: CoordinateEvidence, step: int) -> str:
         gap = float((held[name] - truth.parameters[name]).double().norm())
         return gap > _LEFT_OVER_OF_A_MEETING * apart
 
-    names = [name for name in evidence.workload.trainable_names if is_wrong(name)]
-    if not names:
+    if not (names := [name for name in evidence.workload.trainable_names if is_wrong(name)]):
         return ""
 
     def flat(tensors: Tensors) -> Tensor:

@@ -103,8 +103,7 @@ def _not_defined(evidence: Figures) -> str:
 
 
 def _saving_changes_nothing(evidence: Evidence, rows: list[ComparisonRow]) -> None:
-    beside = evidence.beside.get("unsaved")
-    if beside is None:
+    if (beside := evidence.beside.get("unsaved")) is None:
         return  # a fault ended the case
     if beside.evidence is None:
         raise Differs(beside.problem)

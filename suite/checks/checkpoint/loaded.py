@@ -72,8 +72,7 @@ def _progress(base: Evidence, other: Continued) -> None:
             apart = f"step {steps[rank]}, another rank that of step {other.first_step}"
             raise Differs(f"rank {rank} loaded the checkpoint of {apart}")
         given = plan.extra(other.first_step)
-        odd = [key for key in {**given, **extra} if given.get(key) != extra.get(key)]
-        if odd:
+        if odd := [key for key in {**given, **extra} if given.get(key) != extra.get(key)]:
             was, now = given.get(odd[0]), extra.get(odd[0])
             raise Differs(f"extra was not loaded on rank {rank}: {odd[0]!r} is {now}, not {was}")
 

@@ -188,8 +188,7 @@ def _wrong_order(evidence: Figures, record: RankRecord, log: Log, windows: Seque
     rank = record.coordinate.get(axes.cutting("layers"), 0)
     claimed: list[tuple[int, Action]] = []
     for window, size in enumerate(windows):
-        schedule = evidence.schedules.get(size)
-        if schedule is None:
+        if (schedule := evidence.schedules.get(size)) is None:
             return f"no schedule is claimed for its window of {size} micro-batches"
         claimed += [(window, action) for action in schedule.computed(rank)]
     if claimed and not log:

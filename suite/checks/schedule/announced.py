@@ -118,8 +118,7 @@ def in_words(setting: Setting) -> str:
 
 def _not_as_published(schedule: Schedule) -> str:
     """Bubbles at three sets of times, and micro-batches in flight, against the closed forms."""
-    form = FORMS.get(schedule.name)
-    if form is None:
+    if (form := FORMS.get(schedule.name)) is None:
         return ""
     for setting in settings_of(schedule):
         played, allowed = bubbles(schedule, setting), CLOCK * float(setting.ideal)

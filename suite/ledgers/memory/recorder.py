@@ -211,8 +211,7 @@ class MemoryLedger(TorchDispatchMode):
         for tensor in (result,) if isinstance(result, Tensor) else nested_tensors(result):
             for part in self._countable(tensor):
                 storage = part.untyped_storage()
-                ref = self._known.get(id(storage))
-                if ref is None:
+                if (ref := self._known.get(id(storage))) is None:
                     given = kind == operators.EITHER and self._given(storage, args, kwargs)
                     mapped = kind in (operators.EITHER, operators.FOREIGN) and _of_file(storage)
                     self._born(part, storage, name, "before" if given else "own", mapped)

@@ -39,8 +39,7 @@ def covering(
 
     def filled(row: Row) -> Row | None:
         """A whole row with ``row`` in it, in the factors' order; ``None``: there is none."""
-        name = next((name for name in order if name not in row), None)
-        if name is None:
+        if (name := next((name for name in order if name not in row), None)) is None:
             return {name: row[name] for name in order}
         values = [v for v in factors[name] if fits({**row, name: v})]
         draw.shuffle(values)

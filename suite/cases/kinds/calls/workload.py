@@ -116,8 +116,7 @@ def within(offered: Offered, takes: Mapping[str, Mapping[str, Sequence[str]] | N
     """What is ``offered`` of what a backend ``takes`` (:attr:`Backend.takes`)."""
     both = {}
     for operation, factors in offered.items():
-        limits = takes.get(operation, {})
-        if limits is not None:
+        if (limits := takes.get(operation, {})) is not None:
             own = {name: factors.get(name, values) for name, values in limits.items()}
             common = {name: [v for v in own[name] if v in limits[name]] for name in own}
             both[operation] = {**factors, **common}

@@ -102,8 +102,7 @@ class _Judged:
         self._row(0, "whole", "coordinates", _parted(leg))
         before: dict[int, Shares] = {}
         for epoch in range(self.params["epochs"]):
-            shares = leg.shares("whole", epoch)
-            if shares is None:
+            if (shares := leg.shares("whole", epoch)) is None:
                 continue
             self._row(epoch, "whole", "coverage", self._coverage(leg, epoch, shares))
             if not self.shuffle or self._tells_orders_apart():
