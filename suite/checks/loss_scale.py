@@ -76,11 +76,9 @@ def _moved(rows: list[TensorRow], step: int, truth: OracleStep) -> Worst | None:
     earlier = (step - 1, "after_update" if step else "initial")
     for row in rows:
         key = (row.kind, row.name, row.replica)
-        if row.kind not in ("parameters", "optimizer"):
-            continue
-        if alone and not alone[row.replica]:
-            continue
-        if truth.met and (row.kind == "parameters" or is_outer(row.name)):
+        met = truth.met and (row.kind == "parameters" or is_outer(row.name))
+        is_asked = row.kind in ("parameters", "optimizer") and not met
+        if not is_asked or (alone and not alone[row.replica]):
             continue
         if (row.step, row.point) == earlier:
             before[key] = row.digest
@@ -90,7 +88,6 @@ def _moved(rows: list[TensorRow], step: int, truth: OracleStep) -> Worst | None:
         # Masters and outer slots exist from the first update on: there is none to keep before.
         is_fresh = not step and (row.name.endswith(".master") or is_outer(row.name))
         if not is_fresh and before.get(key) != row.digest:
-            phase = f"after_update {row.kind}"
-            owner = f"ranks {row.owners}"
+            phase, owner = f"after_update {row.kind}", f"ranks {row.owners}"
             return Worst(row.name, step, phase, owner, float("inf"), 0.0)
     return None

@@ -163,12 +163,12 @@ def is_thin(tensor: torch.Tensor) -> bool:
 def noise(held: Tensors, truth: Tensors, regions: Regions, unit: float) -> dict[str, float]:
     """Root mean square of what should be 0, over its floor: 100 round-offs of the model's."""
     floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
-    result = {}
-    for name, parts in regions.items():
-        if name in truth:
-            for part in split_zero(held[name], parts)[1]:
-                result[name] = _ratio(root_mean_square([part]), floor)
-    return result
+    return {
+        name: _ratio(root_mean_square([part]), floor)
+        for name, parts in regions.items()
+        if name in truth
+        for part in split_zero(held[name], parts)[1]
+    }
 
 
 def loss_ratio(loss: float, single: float, truth: float, unit: float, shares: int) -> float:

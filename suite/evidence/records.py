@@ -279,15 +279,13 @@ class ComparisonRow(Stored):
     def to_dict(self) -> dict[str, Any]:
         """The stored form: what is not set is left out."""
         place = {"step": self.step, "phase": self.phase, "name": self.name}
+        numbers = {"owner": self.owner, "error": self.error, "bound": self.bound}
         if self.problem and self.owner:
-            place |= {"owner": self.owner, "error": self.error, "bound": self.bound}
-            return place | {"problem": self.problem}
+            return place | numbers | {"problem": self.problem}
         for name in ("problem", "skip", "broke"):
             if getattr(self, name):
                 return {name: getattr(self, name)}
-        if not self.tested:
-            return place | {"tested": False}
-        return place | {"owner": self.owner, "error": self.error, "bound": self.bound}
+        return place | (numbers if self.tested else {"tested": False})
 
 
 #: A row as records keep it.

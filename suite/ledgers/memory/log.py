@@ -86,10 +86,8 @@ class MemoryLog(Stored):
 
         :raises KeyError: no such mark.
         """
-        levels: Levels = {}
-        for _, after, _ in islice(self.replay(), self._position(at, step)):
-            levels = after
-        return _by_class(levels)
+        moments = [levels for _, levels, _ in islice(self.replay(), self._position(at, step))]
+        return _by_class(moments[-1] if moments else {})
 
     def peak(self, phase: str, step: int, kind: str | None = None) -> Peak:
         """The most that was held in ``phase`` of ``step``, in all or of class ``kind``.

@@ -172,30 +172,27 @@ def fits_for(operation: str) -> covering.Fits:
     def fits(row: Mapping[str, str]) -> bool:
         dtype, reduce = row.get("dtype"), row.get("reduce")
         form, layout, completion = row.get("form"), row.get("layout"), row.get("completion")
+        group, inside = row.get("group"), row.get("place") == "inside"
+        parts = form in ("tensor", "uneven") or (operation, form) == ("reduce_scatter", "coalesced")
         if dtype and reduce and not reducible(dtype, reduce):
             return False
-        if completion == "late" and row.get("group") == "single":
-            return False  # nobody else is there to be late
-        if completion == "late" and (layout == "empty" or form == "coalesced"):
-            return False  # nothing to wait for; futures, which cannot be asked
-        if operation == "broadcast" and form == "coalesced" and completion not in (None, "sync"):
-            return False  # it has no asynchronous form
-        whole = form in ("tensor", "uneven") or (operation, form) == ("reduce_scatter", "coalesced")
-        if operation in _CHUNKED and layout == "zero_dim" and whole:
-            return False  # a number has no parts
-        if row.get("place") == "inside" and form in ("list", "uneven", "coalesced"):
-            return False
-        if row.get("place") == "inside" and layout in SPREAD:
-            return False  # a part of it is no tensor of that layout
-        if layout == "transposed" and form == "uneven":
-            return False
-        messages = operation in ("send_recv", "batch")
-        if messages and row.get("group") == "single":
-            return False  # nobody to send to
-        if operation == "batch" and completion == "sync":
-            return False  # it is asynchronous
-        # Blocking messages of two tags would wait for each other.
-        return not (form == "tagged" and completion == "sync")
+        starts = completion not in (None, "sync")
+        return not any(
+            (
+                # Somebody must be late, and there must be something to wait for that can be asked.
+                completion == "late" and (group == "single" or layout == "empty"),
+                completion == "late" and form == "coalesced",
+                # Blocking messages of two tags would wait for each other; batches do not block.
+                completion == "sync" and (form == "tagged" or operation == "batch"),
+                # A coalesced broadcast has no asynchronous form.
+                operation == "broadcast" and form == "coalesced" and starts,
+                operation in _CHUNKED and layout == "zero_dim" and parts,  # a number has no parts
+                # Spread: a part of such a tensor is none of that layout.
+                inside and (form in ("list", "uneven", "coalesced") or layout in SPREAD),
+                layout == "transposed" and form == "uneven",
+                operation in ("send_recv", "batch") and group == "single",  # nobody to send to
+            )
+        )
 
     return fits
 
