@@ -43,7 +43,7 @@ from shardproof.bench.subjects import (
     WatchedStep,
 )
 from shardproof.comm import Comm
-from shardproof.ledgers.memory import MemoryLedger
+from shardproof.ledgers.memory.recorder import MemoryLedger
 
 #: Steps before the one whose memory is looked at: optimizer state is there from the first on.
 MEMORY_STEPS = 3

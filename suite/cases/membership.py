@@ -21,6 +21,8 @@ from shardproof.registry import answers
 
 #: How a step that a member dies in ends on a rank: what it did when the others were to stop.
 Attempt = str
+#: Sets up a rank that joins alone, and begins a step that may end nowhere.
+Join, Begin = Callable[[Mesh], Implementation], Callable[[Implementation], object]
 DIED, STOPPED, COMMITTED, LIVED = "died", "stopped", "committed", "lived"
 
 
@@ -67,10 +69,7 @@ class Membership:
         return (self.steps[step].first if progress is None else progress), size
 
     def change(
-        self,
-        step: int,
-        implementation: Implementation | None,
-        join: Callable[[Mesh], Implementation],
+        self, step: int, implementation: Implementation | None, join: Join
     ) -> Implementation | None:
         """Let members leave and join before ``step``; the implementation that this rank now has.
 
@@ -98,10 +97,7 @@ class Membership:
         return implementation
 
     def attempt(
-        self,
-        step: int,
-        implementation: Implementation | None,
-        begin: Callable[[Implementation], object],
+        self, step: int, implementation: Implementation | None, begin: Begin
     ) -> tuple[Attempt, Implementation | None]:
         """The step in which members die, as far as ``begin`` gets, and the new group of the others.
 
@@ -122,10 +118,7 @@ class Membership:
         return end, implementation
 
     def _until_death(
-        self,
-        dead: dict[int, Death],
-        implementation: Implementation,
-        begin: Callable[[Implementation], object],
+        self, dead: dict[int, Death], implementation: Implementation, begin: Begin
     ) -> Attempt:
         if self._rank in dead:
             try:

@@ -34,9 +34,9 @@ from shardproof.evidence.records import Evaluation, Pieces, RankRecord, StepReco
 from shardproof.launch.nodes import node_here
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
-from shardproof.ledgers.memory import MemoryLedger, summary
-from shardproof.ledgers.memory import watch as watch_memory
-from shardproof.ledgers.memory.summary import MemoryRow
+from shardproof.ledgers.memory.installed import watch as watch_memory
+from shardproof.ledgers.memory.recorder import MemoryLedger
+from shardproof.ledgers.memory.summary import MemoryRow, summary
 from shardproof.registry import answers
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads import Workload

@@ -29,7 +29,7 @@ from torch import Tensor
 from shardproof import axes
 from shardproof.backends import BACKENDS
 from shardproof.checks import Needs, Outcome, causes, numbers
-from shardproof.checks.causes.compressed import of_kept
+from shardproof.checks.causes.gradients import of_kept
 from shardproof.checks.numbers import FP64_BOUND, Compare, Comparison, root_mean_square
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.evidence.records import ComparisonRow

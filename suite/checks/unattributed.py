@@ -29,7 +29,7 @@ from shardproof.costs.stages import comes_apart
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import ComparisonRow, RankRecord
 from shardproof.ledgers import program_order
-from shardproof.ledgers.memory import MemoryLedger
+from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.memory.summary import PHASES
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardproof.contract import Event, OptimizerSpec
-from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
+from shardproof.oracle.optimizers import Named, build_optimizer, set_learning_rate
 from shardproof.oracle.truth import Truth
 from shardproof.workloads import Workload
 
@@ -34,11 +34,7 @@ class _Owner:
     """One server's parameters (``keys``; empty: all), and its updates in order."""
 
     def __init__(
-        self,
-        spec: OptimizerSpec,
-        named: Mapping[str, torch.nn.Parameter],
-        updates: Updates,
-        by_worker: bool,
+        self, spec: OptimizerSpec, named: Named, updates: Updates, by_worker: bool
     ) -> None:
         self.spec, self.named, self.updates, self.by_worker = spec, named, updates, by_worker
         #: One for all, or one of each worker.

@@ -39,6 +39,8 @@ from shardproof.workloads import Workload, for_case, make
 from shardproof.workloads.draws import read_draws, restore_draws
 
 Tensors = dict[str, Tensor]
+#: Policy of mixed precision, as in ``Case.precision``.
+Precision = Mapping[str, str]
 #: From a step's number and its gradients per coordinate, in order, to the gradient that is applied.
 Fold = Callable[[int, Sequence[Tensors]], Tensors]
 
@@ -62,7 +64,7 @@ class Way:
     of its own.
     """
 
-    precision: Mapping[str, str] = field(default_factory=dict)
+    precision: Precision = field(default_factory=dict)
     members: Sequence[StepMembers] = ()
     fold: Fold | None = None
     by_round: bool = False
@@ -105,7 +107,7 @@ class Trainee:
         self,
         workload: Workload,
         optimizer: OptimizerSpec,
-        precision: Mapping[str, str],
+        precision: Precision,
         coordinate: int = 0,
     ) -> None:
         # Models draw apart only where they have a stateful dropout; values are loaded.
@@ -229,7 +231,7 @@ class Device:
         self,
         module: nn.Module,
         loss: Callable[[Tensor, MicroBatch], Tensor],
-        precision: Mapping[str, str],
+        precision: Precision,
         scaler: ScalerSpec | None,
     ) -> None:
         self.module, self.loss, self.scaler = module, loss, scaler
@@ -321,7 +323,7 @@ class Device:
         return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
 
-def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
+def no_oracle_because(workload: Workload, precision: Precision) -> str:
     """Why one device cannot compute under ``precision`` (empty: it can).
 
     torch's batch norms want weights and running statistics of one dtype.  A system may leave its
@@ -398,7 +400,7 @@ def _joint(
     return losses, [device.take_gradients({})]
 
 
-def _device(workload: Workload, precision: Mapping[str, str], training_mode: bool = True) -> Device:
+def _device(workload: Workload, precision: Precision, training_mode: bool = True) -> Device:
     """A device without an optimizer, whose model is to be given a state."""
     build = workload.build_for(0)
     module = build()
@@ -407,9 +409,7 @@ def _device(workload: Workload, precision: Mapping[str, str], training_mode: boo
 
 
 def evaluator(
-    workload: Workload,
-    precision: Mapping[str, str] = MappingProxyType({}),
-    training_mode: bool = False,
+    workload: Workload, precision: Precision = MappingProxyType({}), training_mode: bool = False
 ) -> Callable[[Tensors, Sequence[MicroBatch]], float]:
     """Tells the loss of micro-batches with a state (parameters and buffers), in evaluation mode."""
     device = _device(workload, precision, training_mode)
@@ -422,9 +422,7 @@ def evaluator(
     return loss
 
 
-def parts(
-    workload: Workload, precision: Mapping[str, str], state: Tensors, batch: Batch
-) -> list[Tensors]:
+def parts(workload: Workload, precision: Precision, state: Tensors, batch: Batch) -> list[Tensors]:
     """Gradients by name of each micro-batch of ``batch``, from ``state``, in training mode."""
     device = _device(workload, precision)
     found = []
@@ -436,10 +434,7 @@ def parts(
 
 
 def buffers_after(
-    workload: Workload,
-    precision: Mapping[str, str],
-    state: Tensors,
-    micro_batches: Sequence[MicroBatch],
+    workload: Workload, precision: Precision, state: Tensors, micro_batches: Sequence[MicroBatch]
 ) -> Tensors:
     """Buffers after forwards of ``micro_batches`` in training mode, from ``state``."""
     device = _device(workload, precision)

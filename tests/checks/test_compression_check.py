@@ -12,7 +12,7 @@ from torch import Tensor
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import compression
-from shardproof.checks.causes.compressed import of_kept, of_sent
+from shardproof.checks.causes.gradients import of_kept, of_sent
 from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
 from shardproof.contract import OptimizerSpec
 

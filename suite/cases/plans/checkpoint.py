@@ -21,8 +21,7 @@ from shardproof.cases.launcher import Launcher
 from shardproof.cases.plans.plan import Plan
 from shardproof.cases.rank_program import workload_facts
 from shardproof.cases.training import beside, without_oracle
-from shardproof.checks.checkpoint import PROMISES, who_loads
-from shardproof.checks.checkpoint.loaded import is_same
+from shardproof.checks.checkpoint import PROMISES, is_same, who_loads
 from shardproof.contract import Refused
 from shardproof.costs.expression import facts_of
 from shardproof.evidence.assembled import Beside, Continued, Evidence

@@ -9,7 +9,7 @@ such sum explains is looked for by tensor, by copy and by rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from statistics import median
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shardproof.checks.causes import fits
-from shardproof.checks.causes.compressed import of_sent
 from shardproof.checks.causes.fits import Tensors, multiple, number, some
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.held import part
@@ -36,6 +35,10 @@ _ROUNDED = {"float32": (1e-9, 1e-6, 1e-4), "bfloat16 or float16": (1e-5, 1e-2, 0
 _WIDER = {"float32": ("float64",), "bfloat16 or float16": ("float64", "float32")}
 #: How far from a whole number the counts of an exchange are at most.
 _MOST_OFF = 0.1
+#: What rounding on the way leaves over of compressed sums, relative.
+_ROUNDED_ON_THE_WAY = 1e-3
+#: A share of elements that are zero by chance.
+_FEW = 0.01
 
 
 def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
@@ -391,3 +394,50 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
     a, b = (t.sort().values for t in flat)
     is_much = (a - b).norm() <= fits.MUCH * (flat[0] - flat[1]).norm()
     return bool(is_much) and torch.allclose(a, b, rtol=1e-9, atol=0.0)
+
+
+# ---------------------------------------------------------------------------- compressed gradients
+
+
+def of_sent(held: Tensors, truth: Tensors, wrong: Sequence[str], known: Mapping[str, float]) -> str:
+    """A sentence on sums of which ``wrong`` are not those of one process; empty: nothing fits."""
+    times = multiple({n: held[n] for n in wrong}, truth, _ROUNDED_ON_THE_WAY)
+    if times is not None and abs(times - 1) > _ROUNDED_ON_THE_WAY and len(wrong) == len(held):
+        return fits.factor(times, known, _ROUNDED_ON_THE_WAY)
+    got, want = fits.flat(held, truth, wrong), fits.flat(truth, truth, wrong)
+    # Sparse methods send few elements: which ones are not zero tells which ones were chosen.
+    due, come = want != 0, got != 0
+    missing, extra = int((due & ~come).sum()), int((come & ~due).sum())
+    if missing + extra > _FEW * len(got):
+        lost = f"{missing} of {int(due.sum())} that are due are missing"
+        return f"other elements are sent: {lost}, {extra} others are there"
+    if bool((want < 0).any()) and not bool((got < 0).any()):
+        return "signs are lost: nothing is negative"
+    if torch.allclose(got.abs(), want.abs(), rtol=_ROUNDED_ON_THE_WAY, atol=0.0):
+        return f"{int((got * want < 0).sum())} of {len(got)} signs are turned round"
+    return ""
+
+
+#: Parameter, what is kept, what was wanted to be sent, what was sent.
+Kept = tuple[str, Tensor, Tensor, Tensor]
+
+
+def of_kept(kept: Sequence[Kept]) -> str:
+    """A sentence on residuals, all of which are wrong; empty: nothing fits."""
+    limit, (_, *tensors) = fits.LEFT_OVER["float64"], zip(*kept, strict=True)
+    have, wanted, sent = map(fits.end_to_end, tensors)
+    due = wanted - sent
+    if not have.any():
+        return "nothing is kept"
+    if fits.equal(have, wanted, limit):
+        return "what was sent is still in what is kept"
+    times = multiple({"kept": have}, {"kept": due}, limit)
+    if times is not None and abs(times - 1) > limit:
+        return f"what is kept is {times:.4g} times what was not sent"
+    # Gaps of all coordinates, added by parameter: where they cancel, only the sum is right.
+    sums: dict[str, Tensor] = {}
+    for name, own, gradient, told in kept:
+        sums[name] = sums.get(name, torch.zeros_like(own)) + (own - (gradient - told))
+    if all(float(gap.norm()) <= limit * float(due.norm()) for gap in sums.values()):
+        return "only the sum over ranks of what is kept is right: each lacks what all lack together"
+    return ""

@@ -204,12 +204,12 @@ def _why(load: Load, noun: str, wrong: Wrong) -> str:
     return f"{odd:.0f} of {want.numel()} elements of {name!r} are others"
 
 
-def of_draws(
-    saved: Sequence[Mapping[str, str]],
-    held: Sequence[Mapping[str, str]],
-    before: Sequence[Mapping[str, str]],
-) -> str:
-    """A sentence on generators, from digests by rank and name; empty: all are as when saved."""
+#: Of generators: digests by rank and name.
+Draws = Sequence[Mapping[str, str]]
+
+
+def of_draws(saved: Draws, held: Draws, before: Draws) -> str:
+    """A sentence on generators; empty: all are as when saved."""
     for rank, (was, now) in enumerate(zip(saved, held, strict=True)):
         for name, digest in was.items():
             if now.get(name, digest) == digest:

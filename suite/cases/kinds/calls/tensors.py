@@ -17,6 +17,8 @@ from shardproof.cases.kinds.calls.buffers import Buffer, dtype_of, made, operand
 from shardproof.cases.kinds.calls.workload import Cell
 from shardproof.comm import ANY, Recv, Send
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class CallGroup:
@@ -94,11 +96,7 @@ class _Tensors:
         return [self._values(member, salt) for member in self.members]
 
     def _buffer(
-        self,
-        role: str,
-        values: Tensor | None,
-        expected: Tensor | None,
-        shape: tuple[int, ...] | None = None,
+        self, role: str, values: Tensor | None, expected: Tensor | None, shape: Shape | None = None
     ) -> Buffer:
         """A tensor of the call that holds ``values``, later ``expected`` (``None``: the same)."""
         buffer = made(role, self.dtype, self.layout, self.part if shape is None else shape)
@@ -107,7 +105,7 @@ class _Tensors:
         self.flight.buffers.append(buffer)
         return buffer
 
-    def _input(self, values: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    def _input(self, values: Tensor, shape: Shape | None = None) -> Tensor:
         return self._buffer("its input", values, None, shape).view
 
     def _inputs(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -307,7 +305,7 @@ class _Tensors:
     _batch = _send_recv
 
 
-def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+def _joined(parts: Sequence[Tensor], shape: Shape) -> Tensor:
     """Parts one after the other."""
     return torch.cat([part.reshape(-1) for part in parts]).reshape(shape)
 
