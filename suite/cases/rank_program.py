@@ -226,20 +226,16 @@ class _Rank:
         """The suite copies inside, and nobody keeps what it makes."""
         return self.memory.unseen() if self.memory else nullcontext()
 
-    def _measure_memory(self, point: str, pieces: Local) -> None:
-        """Label what the rank holds at this moment, and mark it."""
-        assert self.memory is not None
-        modules = [module for made in self.built if (module := made()) is not None]
-        self.unmatched |= dict.fromkeys(self.memory.classify(pieces, modules))
-        self.memory.mark(point)
-
     def _holds(self, kinds: tuple[Kind, ...], point: str = "") -> Pieces:
         """Copies of ``kinds``; at an observation ``point`` all kinds are weighed."""
         assert self.implementation is not None
         looked_at = contract.KINDS if point and self.memory else kinds
         pieces: Local = {kind: answers.pieces(self.implementation, kind) for kind in looked_at}
         if point and self.memory:
-            self._measure_memory(point, pieces)
+            # Label what the rank holds at this moment, and mark it.
+            modules = [module for made in self.built if (module := made()) is not None]
+            self.unmatched |= dict.fromkeys(self.memory.classify(pieces, modules))
+            self.memory.mark(point)
         with self._unseen():
             try:
                 return {kind: Held.copied(pieces[kind]) for kind in kinds}
@@ -297,13 +293,11 @@ class _Rank:
         observed: dict[str, Pieces] = {}
         attempt = ""
         if any(death.step == step for death in self.case.deaths):
-            attempt, self.implementation = self.members.attempt(
-                step, self.implementation, partial(self._begin_step, step)
-            )
+            held, begin = self.implementation, partial(self._begin_step, step)
+            attempt, self.implementation = self.members.attempt(step, held, begin)
         if self.implementation is None:
-            nothing = {point: {} for point in contract.POINTS}
-            record = StepRecord(step, None, None, None, present=False, attempt=attempt)
-            return dataclasses.replace(record, observed=nothing)
+            absent = StepRecord(step, None, None, None, present=False, attempt=attempt)
+            return dataclasses.replace(absent, observed={point: {} for point in contract.POINTS})
         ledger, log = traffic.current(), self.log
         batch, share = self._batch(step)
 

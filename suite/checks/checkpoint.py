@@ -42,7 +42,7 @@ from shardproof.case import Case, Lane
 from shardproof.checks import Needs, Outcome, causes
 from shardproof.checks.causes import state
 from shardproof.checks.equivalence import compare_steps, exact
-from shardproof.checks.numbers import Differs, Tally
+from shardproof.checks.numbers import Differs, Tally, saying
 from shardproof.checks.one_update import MASTER
 from shardproof.checks.two_runs import KINDS, of_rank_0, same_step, with_other, without_masters
 from shardproof.contract import Kind
@@ -85,13 +85,11 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         # load gives back, and what training makes of that.
         _saving_changes_nothing(evidence, rows)
         _newest_are_left(evidence, rows)
-        if loaded.evidence is None:
-            raise Differs(loaded.problem)
-        assert isinstance(loaded.evidence, Continued)
-        what_was_loaded(evidence, loaded.evidence, rows)
-        _what_follows(evidence, loaded.evidence, rows)
-        _is_as_promised(loaded.evidence, rows)
-        _is_saved_again(evidence.beside.get("again"), loaded.evidence, rows)
+        found = _goes_on(evidence, loaded, rows)
+        # It has the shape of who loads.
+        if (again := evidence.beside.get("again")) is not None:
+            with saying("of what was saved after a load, "):
+                _goes_on(found, again, rows)
     except Differs as failure:
         rows.append(ComparisonRow(problem=str(failure)))
     return rows
@@ -114,11 +112,9 @@ def _saving_changes_nothing(evidence: Evidence, rows: list[ComparisonRow]) -> No
         return  # a fault ended the case
     if beside.evidence is None:
         raise Differs(beside.problem)
-    for step in evidence.steps:
-        try:
+    with saying("saving changes the run that saves: "):
+        for step in evidence.steps:
             same_step(evidence, beside.evidence, step, rows)
-        except Differs as failure:
-            raise Differs(f"saving changes the run that saves: {failure}") from None
 
 
 def _newest_are_left(evidence: Evidence, rows: list[ComparisonRow]) -> None:
@@ -155,25 +151,19 @@ def _what_follows(base: Evidence, other: Continued, rows: list[ComparisonRow]) -
         wide = other.case.lowest_dtype == "float64"
         lane: Lane = "fp64" if wide else "working_precision"
         other.case = replace(other.case, lane=lane)
-    try:
+    with saying("after the load, "):
         compare_steps(other, rows, buffers=buffers_go_on(base, other))
-    except Differs as failure:
-        raise Differs(f"after the load, {failure}") from None
 
 
-def _is_saved_again(again: Beside | None, loaded: Continued, rows: list[ComparisonRow]) -> None:
-    """Whether what ``loaded`` saved is loaded as well; it has the shape of who loads."""
-    if again is None:
-        return
-    try:
-        if again.evidence is None:
-            raise Differs(again.problem or again.skip)
-        assert isinstance(again.evidence, Continued)
-        what_was_loaded(loaded, again.evidence, rows)
-        _what_follows(loaded, again.evidence, rows)
-        _is_as_promised(again.evidence, rows)
-    except Differs as failure:
-        raise Differs(f"of what was saved after a load, {failure}") from None
+def _goes_on(base: Evidence, beside: Beside, rows: list[ComparisonRow]) -> Continued:
+    """The run that loads what ``base`` saved, if it goes on as it must."""
+    if beside.evidence is None:
+        raise Differs(beside.problem or beside.skip)
+    assert isinstance(beside.evidence, Continued)
+    what_was_loaded(base, beside.evidence, rows)
+    _what_follows(base, beside.evidence, rows)
+    _is_as_promised(beside.evidence, rows)
+    return beside.evidence
 
 
 def _is_as_promised(loaded: Continued, rows: list[ComparisonRow]) -> None:
@@ -237,17 +227,12 @@ def what_was_loaded(base: Evidence, other: Continued, rows: list[ComparisonRow])
             raise Differs(f"step {step}: 'after_update' was never observed")
         load = _load(base, other, kind)
         told = load.saved.problems or load.held.problems
-        sentence = "; ".join(told[:3]) or state.of_load(load)
-        if sentence:
-            found.append(sentence)
-        wrong = float(bool(sentence))
+        found.append(sentence := "; ".join(told[:3]) or state.of_load(load))
         place = (step, f"after the load, {kind}", "all that was saved", "all ranks")
         if load.saved.tensors:
-            rows.append(ComparisonRow(*place, error=wrong, bound=0.0))
-    found += _ties(other)
-    found += _draws(base, other)
-    if found:
-        raise Differs("; ".join(found))
+            rows.append(ComparisonRow(*place, error=float(bool(sentence)), bound=0.0))
+    if wrong := "; ".join(filter(None, (*found, _ties(other), _draws(base, other)))):
+        raise Differs(wrong)
 
 
 def _progress(base: Evidence, other: Continued) -> None:
@@ -260,10 +245,9 @@ def _progress(base: Evidence, other: Continued) -> None:
     saved = [plan.save_at] if "unsaved" in base.beside else [*plan.saved_at]
     for rank, step in steps.items():
         if step not in saved:
-            raise Differs(
-                f"progress was not loaded: rank {rank} would go on from step {step}, the newest "
-                f"checkpoint is of step {plan.save_at}"
-            )
+            newest = f"the newest checkpoint is of step {plan.save_at}"
+            where = f"rank {rank} would go on from step {step}"
+            raise Differs(f"progress was not loaded: {where}, {newest}")
     for rank, extra in extras.items():
         if steps[rank] != other.first_step:
             apart = f"step {steps[rank]}, another rank that of step {other.first_step}"
@@ -287,7 +271,8 @@ def _load(base: Evidence, other: Continued, kind: Kind) -> state.Load:
     before = other.initial(kind).first() if kind != "optimizer" else {}
     moments = state.moments_of(base, kind, other.first_step)
     # What other ranks hold is dead where each step begins with rank 0's.
-    if kind == "buffers" and not (buffers_go_on(base, other) and _keeps_own(other)):
+    keeps_own = buffers_go_on(base, other) and other.declaration.buffers != "rank0"
+    if kind == "buffers" and not keeps_own:
         saved, held = of_rank_0(saved), of_rank_0(held)
     if not is_same(base.case, other.case):
         saved = _between_precisions(base, step, kind, saved, held)
@@ -309,11 +294,6 @@ def buffers_go_on(base: Evidence, other: Evidence) -> bool:
     """Whether every data coordinate has its own buffers, or rank 0's, again."""
     rules = {run.declaration.buffers for run in (base, other)}
     return base.case.data_coordinates == other.case.data_coordinates and len(rules) == 1
-
-
-def _keeps_own(run: Evidence) -> bool:
-    """Whether what a rank holds of buffers means anything to the next step."""
-    return run.declaration.buffers != "rank0"
 
 
 def _between_precisions(
@@ -349,24 +329,22 @@ def _rounded(tensor: Tensor, master: Tensor | None, held: Mapping[int, Tensor] |
     return (tensor if master is None else master).to(dtype)
 
 
-def _ties(other: Continued) -> list[str]:
+def _ties(other: Continued) -> str:
     for record in other.records:
-        assert record.loaded is not None
-        for names in record.loaded.parted:
+        for names in record.loaded.parted if record.loaded else ():
             shown = " and ".join(map(repr, names[:3]))
-            return [f"the load parted {shown} on rank {record.rank}, which were one parameter"]
-    return []
+            return f"the load parted {shown} on rank {record.rank}, which were one parameter"
+    return ""
 
 
-def _draws(base: Evidence, other: Continued) -> list[str]:
+def _draws(base: Evidence, other: Continued) -> str:
     """What is said of generators; ranks of another mesh have none of the ranks that saved."""
     if dict(base.case.mesh) != dict(other.case.mesh):
-        return []
+        return ""
     step = other.first_step - 1
     saved, held = ([r.steps[step].draws for r in run.records] for run in (base, other))
     before = [r.loaded.before if r.loaded else {} for r in other.records]
-    told = state.of_draws(saved, held, before)
-    return [told] if told else []
+    return state.of_draws(saved, held, before)
 
 
 # ------------------------------------------------------------------------------------- deciding

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,6 +96,15 @@ class Differs(Exception):
 
 class Lacking(Differs):
     """There is nothing to compare: names or pieces are missing, or there are too many."""
+
+
+@contextmanager
+def saying(text: str) -> Iterator[None]:
+    """Put ``text`` in front of what differs inside."""
+    try:
+        yield
+    except Differs as failure:
+        raise Differs(f"{text}{failure}") from None
 
 
 class Moment:

@@ -200,8 +200,7 @@ def _of_meeting(evidence: CoordinateEvidence, step: int) -> str:
     def flat(tensors: Tensors) -> Tensor:
         return fits.end_to_end(tensors[name] for name in names)
 
-    have, want = flat(held), flat(truth.parameters)
-    each_end = [*map(flat, ends)]
+    have, want, each_end = flat(held), flat(truth.parameters), [*map(flat, ends)]
     own, mean = each_end[evidence.coordinate], torch.stack(each_end).mean(0)
     # Relative to how far the ranks are apart: parameters themselves are much larger.
     apart = float(torch.stack([(end - mean).norm() for end in each_end]).max())
@@ -213,9 +212,8 @@ def _of_meeting(evidence: CoordinateEvidence, step: int) -> str:
     if not truth.met:
         early = is_near(mean) and not is_near(own)
         return "ranks have met before it was time: these are means" if early else ""
-    everywhere = [*map(flat, shown)]
     for number, end in enumerate(each_end):
-        if all(is_near(end, each) for each in everywhere):
+        if all(is_near(end, flat(each)) for each in shown):
             return f"no mean: all have those of data coordinate {number}"
     if is_near(own):
         return "no meeting took place: this is what the rank's own update makes"
