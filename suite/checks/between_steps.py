@@ -69,8 +69,7 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
     total = sum(shares.values())
     error = abs(total - truth) / (abs(truth) or 1.0)
     result = Comparison(error if error == error else float("inf"), bound)
-    place = (step, "evaluation", "loss", "all ranks")
-    rows = [ComparisonRow(*place, result.error, result.bound)]
+    rows = [ComparisonRow(step, "evaluation", "loss", "all ranks", result.error, result.bound)]
     if not result.ok:
         sentence = causes.told(lambda: of_evaluation(evidence, step, total, truth))
         worst = Worst("loss", step, "evaluation", "all ranks", result.error, result.bound)

@@ -410,11 +410,9 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
     truth = evidence.oracle.steps[step].loss
     factor = _loss_factor(evidence)
     shares: dict[int | None, float] = {}
-    wanted = set()
+    wanted = {record.steps[step].share for record in evidence.records} - {None}
     for record in evidence.records:
         rank, coordinate, loss = record.rank, record.steps[step].share, record.steps[step].loss
-        if coordinate is not None:
-            wanted.add(coordinate)
         if loss is None:
             continue
         loss /= factor

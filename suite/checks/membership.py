@@ -30,9 +30,8 @@ def decide(figures: Figures) -> Outcome:
     if lacking := _lived(figures):
         return Outcome("membership", "precondition", lacking)
     for step in figures.steps:
-        for problem in (_commits(figures, step), _samples(figures, step)):
-            if problem:
-                return Outcome("membership", "fail", f"step {step}: {problem}")
+        if problem := _commits(figures, step) or _samples(figures, step):
+            return Outcome("membership", "fail", f"step {step}: {problem}")
     last = figures.members[-1]
     numbers = {
         "changes": sum(a.members != b.begin for a, b in pairwise(figures.members)),
@@ -42,18 +41,10 @@ def decide(figures: Figures) -> Outcome:
     return Outcome("membership", "pass", figures=numbers)
 
 
-def _attempts(figures: Figures, step: int) -> dict[str, list[int]]:
-    """How the attempt at a step that was to end nowhere ended -> the ranks where it did."""
-    ends: dict[str, list[int]] = {}
-    for record in figures.records:
-        ends.setdefault(record.steps[step].attempt, []).append(record.rank)
-    return ends
-
-
 def _lived(figures: Figures) -> str:
     """Why a death did not take place (empty: all did)."""
     for death in figures.case.deaths:
-        if death.rank in _attempts(figures, death.step).get("lived", ()):
+        if figures.ranks[death.rank].steps[death.step].attempt == "lived":
             what = f"was to die before its call {death.call} of step {death.step}"
             why = "which it ended with fewer calls: name an earlier one"
             return f"rank {death.rank} {what}, {why}"
@@ -61,8 +52,12 @@ def _lived(figures: Figures) -> str:
 
 
 def _commits(figures: Figures, step: int) -> str:
-    ends = _attempts(figures, step)
-    dead, committed, stopped = (ends.get(how, []) for how in ("died", "committed", "stopped"))
+    # How the attempt at a step that was to end nowhere ended, on each rank.
+    ends = {record.rank: record.steps[step].attempt for record in figures.records}
+    dead, committed, stopped = (
+        [rank for rank, end in ends.items() if end == how]
+        for how in ("died", "committed", "stopped")
+    )
     if not committed:
         return ""
     what = f"{name_ranks(dead)} died in it, and {name_ranks(committed)} committed it all the same"

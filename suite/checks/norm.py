@@ -31,13 +31,11 @@ BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16":
 def measure(evidence: Evidence) -> list[ComparisonRow]:
     """What explains the first wrong norm, where one is wrong."""
     outcome = decide(evidence)
-    if outcome.status != "fail" or outcome.worst is None:
+    if outcome.status != "fail" or (worst := outcome.worst) is None:
         return []
-    worst = outcome.worst
     rank = int(worst.owner.removeprefix("rank "))
-    held = evidence.ranks[rank].steps[worst.step].norm
     true = _truths(evidence)[worst.step][rank]
-    if held is None:
+    if (held := evidence.ranks[rank].steps[worst.step].norm) is None:
         return []
     sentence = causes.told(lambda: of_norm(evidence, worst.step, rank, held, true))
     return [ComparisonRow(worst.step, worst.phase, worst.name, worst.owner, problem=sentence)]

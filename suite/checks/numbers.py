@@ -208,11 +208,9 @@ class Tally:
 
 def _share(worst: Worst) -> float:
     """The error as a part of its bound."""
-    if math.isnan(worst.error):
+    if math.isnan(worst.error) or (worst.error and not worst.bound):
         return math.inf
-    if worst.bound:
-        return worst.error / worst.bound
-    return math.inf if worst.error else 0.0
+    return worst.error / worst.bound if worst.error else 0.0
 
 
 def _bitwise(actual: Tensor, truth: Tensor) -> Comparison:

@@ -76,11 +76,9 @@ def update_of(evidence: Evidence, step: int) -> Update:
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"
     skipped = evidence.truth.steps[step].skipped
     gradients = {} if skipped else evidence.observed(step, point, "gradients").first()
-    own: dict[str, Tensor] = {}
-    if step:
-        held = evidence.observed(step - 1, "after_update", "optimizer").first()
-        # Alone, a master would pass for the state of a parameter that nobody has updated yet.
-        own = {n: t for n, t in held.items() if not (n.endswith(f".{MASTER}") or is_outer(n))}
+    held = evidence.observed(step - 1, "after_update", "optimizer").first() if step else {}
+    # Alone, a master would pass for the state of a parameter that nobody has updated yet.
+    own = {n: t for n, t in held.items() if not (n.endswith(f".{MASTER}") or is_outer(n))}
     trainable = tuple(evidence.workload.trainable_names)
     return Update(spec, step, trainable, wide(evidence, step - 1), gradients, own)
 

@@ -187,8 +187,6 @@ def round_off(dtype: str) -> float:
 
 
 def _ratio(error: float, scale: float) -> float:
-    if math.isnan(error):
+    if math.isnan(error) or (error and not scale):
         return math.inf
-    if not scale:
-        return 0.0 if not error else math.inf
-    return error / scale
+    return error / scale if error else 0.0

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -77,56 +77,48 @@ def assemble(per_rank: Mapping[int, Iterable[Piece]]) -> Assembled:
                 owners.append(rank)
     for (name, replica), own in sorted(parts.items(), key=lambda item: item[0][1]):
         first = result.tensors.get(name, {}).get(0)
-        if (tensor := _merge(name, replica, own, result.problems, first)) is not None:
-            result.tensors.setdefault(name, {})[replica] = tensor
-            result.holders[name, replica] = sorted({rank for rank, _ in own})
+        try:
+            tensor = _merge(own, first)
+        except _Unsound as error:
+            result.problems += [f"{name!r} (replica {replica}): {text}" for text in error.args]
+            continue
+        result.tensors.setdefault(name, {})[replica] = tensor
+        result.holders[name, replica] = sorted({rank for rank, _ in own})
     return result
 
 
-def _merge(
-    name: str,
-    replica: int,
-    pieces: list[tuple[int, Piece]],
-    problems: list[str],
-    first: Tensor | None,
-) -> Tensor | None:
+class _Unsound(Exception):
+    """Pieces make no tensor; the arguments say why, each in a sentence."""
+
+
+def _merge(pieces: list[tuple[int, Piece]], first: Tensor | None) -> Tensor:
     """The tensor that ``pieces`` make; an incomplete copy is filled up from ``first``."""
     shape = tuple(pieces[0][1].global_shape)
-    where = f"{name!r} (replica {replica})"
-    if any(tuple(piece.global_shape) != shape for _, piece in pieces):
-        shapes = {rank: tuple(piece.global_shape) for rank, piece in pieces}
-        problems.append(f"{where}: ranks disagree on the global shape: {shapes}")
-        return None
     if len(pieces) == 1 and tuple(pieces[0][1].tensor.shape) == shape:
         return pieces[0][1].tensor
+    shapes = {rank: tuple(piece.global_shape) for rank, piece in pieces}
+    if any(tuple(piece.global_shape) != shape for _, piece in pieces):
+        raise _Unsound(f"ranks disagree on the global shape: {shapes}")
     full = torch.zeros(shape, dtype=pieces[0][1].tensor.dtype)
     count = torch.zeros(shape, dtype=torch.int16)
     for rank, piece in pieces:
-        tensor = piece.tensor
         expected, is_inside = _region(piece, shape)
         if not is_inside:
-            problems.append(f"{where}: rank {rank} claims {expected}, outside shape {shape}")
-            return None
+            raise _Unsound(f"rank {rank} claims {expected}, outside shape {shape}")
         target, tally = part(piece, full), part(piece, count)
-        if tuple(tensor.shape) != tuple(target.shape):
-            problems.append(
-                f"{where}: rank {rank} holds shape {tuple(tensor.shape)} for {expected}, "
-                f"which has shape {tuple(target.shape)}"
-            )
-            return None
-        target.copy_(tensor)
+        held, due = tuple(piece.tensor.shape), tuple(target.shape)
+        if held != due:
+            raise _Unsound(f"rank {rank} holds shape {held} for {expected}, which has shape {due}")
+        target.copy_(piece.tensor)
         tally.add_(1)
     if first is not None and any(piece.incomplete for _, piece in pieces):
         full = torch.where(count > 0, full, first.to(full.dtype))
         count.clamp_(min=1)
     if full.numel() and (int(count.min()) != 1 or int(count.max()) != 1):
         missing, double = int((count == 0).sum()), int((count > 1).sum())
-        ranks = sorted({rank for rank, _ in pieces})
-        if missing:
-            problems.append(f"{where}: {missing} of {full.numel()} elements owned by no rank")
-        if double:
-            problems.append(f"{where}: {double} elements owned more than once, by ranks {ranks}")
-        return None
+        lost = f"{missing} of {full.numel()} elements owned by no rank"
+        twice = f"{double} elements owned more than once, by ranks {sorted(shapes)}"
+        raise _Unsound(*([lost] if missing else []), *([twice] if double else []))
     return full
 
 
@@ -374,6 +366,8 @@ class Evidence(Figures):
                 continue
             state = self._assemble(step, point, kind)
             for name, copies in state.tensors.items():
+                row = partial(TensorRow, step, point, kind, name)
+                owners = state.owners.get(name, [])
                 first: tuple[Tensor, str] | None = None
                 for replica in sorted(copies):
                     tensor = copies[replica]
@@ -383,22 +377,9 @@ class Evidence(Figures):
                     if digest not in norms:
                         norms[digest] = sizes(tensor)
                     norm, largest = norms[digest]
-                    rows.append(
-                        TensorRow(
-                            step=step,
-                            point=point,
-                            kind=kind,
-                            name=name,
-                            replica=replica,
-                            owners=state.owners.get(name, []),
-                            norm=norm,
-                            largest=largest,
-                            digest=digest,
-                            shape=list(tensor.shape),
-                            dtype=tensor_bytes.dtype_name(tensor),
-                            differs=0 if first is None else differing(tensor, digest, *first),
-                        )
-                    )
+                    shape, dtype = list(tensor.shape), tensor_bytes.dtype_name(tensor)
+                    differs = 0 if first is None else differing(tensor, digest, *first)
+                    rows.append(row(replica, owners, norm, largest, digest, shape, dtype, differs))
                     first = (tensor, digest) if first is None else first
         return rows
 

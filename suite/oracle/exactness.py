@@ -158,9 +158,5 @@ def _quantum(value: Any) -> int:
 
 def _bits(size: Any, grain: int) -> int:
     """Bits of numbers up to ``size`` in steps of ``2 ** grain``."""
-    if not isinstance(size, Tensor) or not size.numel():
-        return 0
-    largest = float(size.max())
-    if largest == 0.0:
-        return 0
-    return math.floor(math.log2(largest)) + 1 - grain
+    largest = float(size.max()) if isinstance(size, Tensor) and size.numel() else 0.0
+    return math.floor(math.log2(largest)) + 1 - grain if largest else 0

@@ -396,11 +396,12 @@ def _peak(record: RankRecord, step: int) -> int:
     return max(phases.values(), default=0)
 
 
+#: What of a micro-batch, its stage and its name -> bytes.
+Sizes = Mapping[tuple[str, str, str], int]
+
+
 def _bounds(
-    record: RankRecord,
-    step: int,
-    names: Sequence[Sequence[str]],
-    sizes: Mapping[tuple[str, str, str], int],
+    record: RankRecord, step: int, names: Sequence[Sequence[str]], sizes: Sizes
 ) -> tuple[int, int]:
     """Least and most bytes of activations at the peak of one rank and step."""
     log = actions_of(record, step)

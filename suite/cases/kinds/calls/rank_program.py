@@ -77,20 +77,16 @@ class _Caller:
         wanted: dict[str, list[tuple[int, ...]]] = {"single": [(r,) for r in every]}
         if self.world > 1:
             wanted |= {"part": [every[1:]], "overlapping": [first, second]}
-        found: dict[str, list[CallGroup]] = {
-            "world": [self._group("world", dist.group.WORLD, every)]
-        }
-        for name, members in wanted.items():
-            pairs = [(ranks, dist.new_group(list(ranks))) for ranks in members]
-            found[name] = [
-                self._group(f"{name}{number}", group, ranks)
-                for number, (ranks, group) in enumerate(pairs)
-                if self.rank in ranks
+        made = {name: [dist.new_group([*own]) for own in each] for name, each in wanted.items()}
+        wanted["world"], made["world"] = [every], [dist.group.WORLD]
+        return {
+            name: [
+                CallGroup(f"{name}{n}", self.system.group(group, own), own, own.index(self.rank))
+                for n, (own, group) in enumerate(zip(members, made[name], strict=True))
+                if self.rank in own
             ]
-        return found
-
-    def _group(self, name: str, group: Any, ranks: tuple[int, ...]) -> CallGroup:
-        return CallGroup(name, self.system.group(group, ranks), ranks, ranks.index(self.rank))
+            for name, members in wanted.items()
+        }
 
     def _judged(self, index: int, cell: Cell, groups: Sequence[CallGroup]) -> ComparisonRow:
         """A call that is right."""

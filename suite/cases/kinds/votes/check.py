@@ -106,9 +106,9 @@ def _differ(one: Sequence[Right], other: Sequence[Right]) -> bool:
 
 def _mean(casts: Sequence[Cast]) -> float:
     """Over all data; infinities of both signs have none."""
-    counted = [cast for cast in casts if cast.weight]
-    weight = sum(cast.weight for cast in counted)
-    return sum(cast.weight * cast.metric for cast in counted) / weight if weight else math.nan
+    total = sum(cast.weight * cast.metric for cast in casts if cast.weight)
+    weight = sum(cast.weight for cast in casts)
+    return total / weight if weight else math.nan
 
 
 def _is_gain(rule: StopRule, metric: float, best: float | None) -> bool:
