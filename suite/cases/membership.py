@@ -21,8 +21,9 @@ from shardproof.registry import answers
 
 #: How a step that a member dies in ends on a rank: what it did when the others were to stop.
 Attempt = str
-#: Sets up a rank that joins alone, and begins a step that may end nowhere.
-Join, Begin = Callable[[Mesh], Implementation], Callable[[Implementation], object]
+#: What sets up a rank that joins alone, and what begins a step that may end nowhere.
+Join = Callable[[Mesh], Implementation]
+Begin = Callable[[Implementation], object]
 DIED, STOPPED, COMMITTED, LIVED = "died", "stopped", "committed", "lived"
 
 

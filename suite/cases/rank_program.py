@@ -171,8 +171,8 @@ class _Rank:
         """Go on with a fresh instance: set up from other values, it loads what this one holds."""
         assert self.implementation is not None
         self.implementation.drain()
-        pieces = {kind: answers.pieces(self.implementation, kind) for kind in LOADED}
-        held = {kind: [*map(_copy, own)] for kind, own in pieces.items()}
+        own = {kind: answers.pieces(self.implementation, kind) for kind in LOADED}
+        held = {kind: [*map(_copy, pieces)] for kind, pieces in own.items()}
         self.implementation.close()
         self._set_up(self.members.mesh, self._state(other=True))
         for kind, pieces in held.items():

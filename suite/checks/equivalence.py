@@ -410,7 +410,8 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
     truth = evidence.oracle.steps[step].loss
     factor = _loss_factor(evidence)
     shares: dict[int | None, float] = {}
-    wanted = {record.steps[step].share for record in evidence.records} - {None}
+    given = [record.steps[step].share for record in evidence.records]
+    wanted = {share for share in given if share is not None}
     for record in evidence.records:
         rank, coordinate, loss = record.rank, record.steps[step].share, record.steps[step].loss
         if loss is None:

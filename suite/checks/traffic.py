@@ -171,7 +171,7 @@ def _against(
     # Integers that were sent by operations of which some are promised; the rest is control.
     kinds = {(flow.axis, flow.operation) for flow in integers}
     others = flows_of(evidence, step, floating=False) if kinds else {}
-    counted = {key: flow for key, flow in others.items() if key in kinds}
+    counted: Flows = {key: flow for key, flow in others.items() if key in kinds}
     value += sum((size for _, size in counted.values()), Fraction(0))
     if step == evidence.steps[-1]:
         figures.sent = [*figures.sent, *_rows(counted)]

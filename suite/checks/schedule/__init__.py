@@ -96,10 +96,9 @@ def decide(evidence: Figures) -> Outcome:
         str(record.rank): _most_in_flight(record, evidence.steps[-1]) for record in evidence.records
     }
     if not schedules:
-        what = "no schedule is claimed"
-        what += ": its soundness, its bubble and the order of its run are not judged"
-        if not any(record.actions for record in evidence.records):
-            what += "; nothing was traced"
+        unjudged = "its soundness, its bubble and the order of its run are not judged"
+        traced = any(record.actions for record in evidence.records)
+        what = f"no schedule is claimed: {unjudged}{'' if traced else '; nothing was traced'}"
         return Outcome("schedule", "skip", what, None, figures.to_dict())
     figures.measured = measured(evidence, evidence.steps[-1]) or {}
     if why_not := why_not_measured(evidence):

@@ -180,9 +180,9 @@ def _slower(played: Schedule, plan: Schedule) -> str:
         for kind in Bubbles._fields:
             bubble, least = getattr(found, kind), getattr(wanted, kind)
             if bubble > least + CLOCK * float(setting.ideal):
-                found = f"the {kind} bubble is {bubble:g} at {in_words(setting)}"
+                is_now = f"the {kind} bubble is {bubble:g} at {in_words(setting)}"
                 right = f"that of {plan.name} is {least:g}{_early(played)}"
-                return f"with the waits that were logged {found}, {right}"
+                return f"with the waits that were logged {is_now}, {right}"
     return ""
 
 

@@ -43,9 +43,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     """A row per question and epoch, with what is wrong."""
     if not evidence.records or not evidence.records[0].drawn:
         return []
-    legs = zip(
-        [evidence.records, *evidence.later_legs], workload.meshes(evidence.case), strict=True
-    )
+    legs = [evidence.records, *evidence.later_legs]
     found = _Judged(workload.resolve(evidence.case.workload), evidence.case.workload.seed)
     for records, mesh in zip(legs, workload.meshes(evidence.case), strict=True):
         found.add_leg(_Leg(records, workload.coordinates(mesh)))

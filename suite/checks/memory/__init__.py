@@ -12,7 +12,7 @@ that stand on every rank, where a cost model tells them apart.  The accounting (
 named.
 
 Temporaries, which nobody shows, may at their largest exceed those of one process by the model's
-largest unit and its largest parameter (:mod:`shardproof.checks.unattributed`).
+largest unit and its largest parameter (:mod:`~shardproof.checks.memory.unattributed`).
 
 *Cannot see* how large activations and buffers grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems
@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from shardproof import axes
-from shardproof.checks import Needs, Outcome, Worst, unattributed
+from shardproof.checks import Needs, Outcome, Worst
+from shardproof.checks.memory import unattributed
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED
@@ -82,9 +83,10 @@ def decide(evidence: Figures) -> Outcome:
         # After the classes that have formulas: those name what is wrong more exactly.
         if found := unattributed.exceeds(evidence, record):
             step, phase, held, high = found
-            owner, found = f"rank {record.rank}", f"{held:,} bytes of temporaries at the peak"
+            owner, most = f"rank {record.rank}", f"at most {high:,}"
             of = "those of one process, the model's largest unit and its largest parameter"
-            message = f"{owner}, step {step}, {phase}: {found}, at most {high:,}: {of}"
+            peak = f"{held:,} bytes of temporaries at the peak"
+            message = f"{owner}, step {step}, {phase}: {peak}, {most}: {of}"
             worst = Worst("temporary bytes", step, phase, owner, held - high, 0.0)
             return Outcome("memory", "fail", message, worst, figures.to_dict())
     return Outcome("memory", "pass", "", None, figures.to_dict())
