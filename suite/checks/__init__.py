@@ -156,7 +156,4 @@ def _module(name: str) -> ModuleType:
 
 def summaries() -> Mapping[str, str]:
     """Name -> first paragraph of the check's docstring."""
-    return {
-        name: (importlib.import_module(module).__doc__ or "").strip().split("\n\n")[0]
-        for name, module in CHECKS.items()
-    }
+    return {name: (_module(name).__doc__ or "").strip().split("\n\n")[0] for name in CHECKS}

@@ -191,10 +191,10 @@ def _silent_accumulation(evidence: Figures) -> str:
     return first_problem(evidence, wrong)
 
 
-def _over_send_recv(evidence: Figures) -> bool:
-    """Whether gradients are summed by an algorithm over send and recv."""
+def _over_send_recv(evidence: Figures, operation: str = "all_reduce") -> bool:
+    """Whether ``operation``, which sums gradients, is an algorithm over send and recv."""
     facts = evidence.model_facts
-    return facts is not None and collectives.over_send_recv(facts, "all_reduce")
+    return facts is not None and collectives.over_send_recv(facts, operation)
 
 
 def _sums_by_sending(evidence: Figures, call: Call) -> bool:
@@ -202,11 +202,8 @@ def _sums_by_sending(evidence: Figures, call: Call) -> bool:
 
     Along shards it may be a part of gathering parameters; that is not told apart.
     """
-    facts = evidence.model_facts
-    if call.operation != "send" or facts is None or not _over_send_recv(evidence):
-        return False
-    gathers = collectives.over_send_recv(facts, "all_gather")
-    return not (gathers and _along_shards(call, evidence))
+    gathers = _over_send_recv(evidence, "all_gather") and _along_shards(call, evidence)
+    return call.operation == "send" and _over_send_recv(evidence) and not gathers
 
 
 def _along_shards(call: Call, evidence: Figures) -> bool:

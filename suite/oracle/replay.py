@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardproof.contract import Event, OptimizerSpec
 from shardproof.oracle.optimizers import Named, build_optimizer, set_learning_rate
+from shardproof.oracle.training import copies
 from shardproof.oracle.truth import Truth
 from shardproof.workloads import Workload
 
@@ -39,12 +40,9 @@ class _Owner:
         self.spec, self.named, self.updates, self.by_worker = spec, named, updates, by_worker
         #: One for all, or one of each worker.
         self.optimizers: dict[int | None, torch.optim.Optimizer] = {}
-        self.versions = [self.snapshot()]
+        self.versions = [copies(named)]
         #: Worker and step -> the version that its gradient is of.
         self.reads = {(e.worker, e.step): e.version for update in updates for e in update}
-
-    def snapshot(self) -> Tensors:
-        return {name: p.detach().clone() for name, p in self.named.items()}
 
     def apply(self, gradients: Sequence[Tensors], last: Event) -> None:
         whose = last.worker if self.by_worker else None
@@ -55,7 +53,7 @@ class _Owner:
             parameter.grad = sum(parts[1:], parts[0].clone()) if parts else None
         set_learning_rate(self.optimizers[whose], self.spec, last.step)
         self.optimizers[whose].step()
-        self.versions.append(self.snapshot())
+        self.versions.append(copies(self.named))
 
 
 def replay(
@@ -116,7 +114,7 @@ class _Models:
         self.named = {n: p for n, p in self.writer.named_parameters() if p.requires_grad}
 
     def snapshot(self) -> Tensors:
-        return {name: p.detach().clone() for name, p in self.writer.named_parameters()}
+        return copies(dict(self.writer.named_parameters()))
 
     def gradients(self, worker: int, step: int, owners: Sequence[_Owner]) -> Tensors | None:
         """Of the versions that were read; ``None``: one of them does not exist yet."""
