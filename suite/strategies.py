@@ -48,7 +48,7 @@ class Strategy:
     in_buckets: bool = False
     #: Its options name schedule and stages in the words of ``costs/stages.py``.
     own_stages: bool = False
-    #: Its temporaries are bounded by those of one process (``checks/unattributed.py``).
+    #: Its temporaries are bounded by those of one process (``checks/memory/unattributed.py``).
     bounds_temporaries: bool = False
     #: Options with which it shards nothing and is of the family of plain replication.
     unsharded: Mapping[str, Any] = field(default_factory=dict)

@@ -30,7 +30,8 @@ from shardproof.backends.backend import Backend
 from shardproof.backends.errors import CollectiveMismatch, differing_calls, name_ranks
 from shardproof.backends.request import Request, chunks, listed, reduction, root_of, rows
 from shardproof.comm import BACKGROUND
-from shardproof.ledgers import memory, program_order, traffic
+from shardproof.ledgers import program_order, traffic
+from shardproof.ledgers.memory import installed
 from shardproof.ledgers.program_order import inside_backward
 
 #: Called like the heartbeat when the calling rank begins or ends to be blocked (``shardproof
@@ -232,7 +233,7 @@ class GroupBase(dist.ProcessGroup):
         noted = self._note(request)
         ledger, calls = traffic.current(), list[traffic.Call]()
         tensors = [t for item in (*request.inputs, *request.outputs) for t in item]
-        memory.communicated(tensors)
+        installed.communicated(tensors)
         if ledger is not None:
             loads = request.loads(self._size, self._rank)
             ranks, peer = self.global_ranks, request.peer
@@ -242,7 +243,7 @@ class GroupBase(dist.ProcessGroup):
             calls = ledger.record(request.operation, ranks, self.axis, loads, peer, strided)
             if request.operation in ("send", "recv"):
                 ((tensor,),) = request.inputs or request.outputs
-                if memory.at_release(tensor, partial(ledger.released, calls)):
+                if installed.at_release(tensor, partial(ledger.released, calls)):
                     ledger.released(calls, traffic.NEVER)
         handle = self._start(request)
         handle.noted, handle.ledger, handle.rows = noted, ledger, calls

@@ -35,7 +35,7 @@ from shardproof.bench.arm import Arm, assert_nothing_is_recorded, comms_along, e
 from shardproof.bench.model import probes, step_time
 from shardproof.bench.stats import TimedStep
 from shardproof.comm import Comm
-from shardproof.ledgers.memory import MemoryLedger
+from shardproof.ledgers.memory.recorder import MemoryLedger
 
 #: Steps before the one whose memory is looked at: optimizer state is there from the first on.
 MEMORY_STEPS = 3

@@ -36,27 +36,21 @@ def audited(outcome: Outcome, figures: Figures) -> Outcome:
     if outcome.check not in ("equivalence", "compression") or outcome.status != "pass":
         return outcome
     rows = figures.compared.get(outcome.check, [])
-    is_kept = outcome.check == "compression"
-    problem = _beyond(rows) or _not_compared(
-        _kept(figures) if is_kept else _expected(figures), rows
-    )
-    problem = problem or ("" if is_kept else _denied(figures))
+    if outcome.check == "compression":
+        problem = _uncovered(_kept(figures), rows)
+    else:
+        problem = _uncovered(_expected(figures), rows) or _denied(figures)
     return replace(outcome, status=JUDGE_ERROR, message=problem) if problem else outcome
 
 
-def _beyond(rows: list[ComparisonRow]) -> str:
+def _uncovered(expected: Iterable[Place], rows: list[ComparisonRow]) -> str:
+    """A comparison beyond its bound, or one of ``expected`` that was not made."""
     for row in rows:
         if row.error is not None and row.bound is not None and not row.error <= row.bound:
             return f"passes, though {row.name!r} errs by {row.error} (bound {row.bound})"
-    return ""
-
-
-def _not_compared(expected: Iterable[Place], rows: list[ComparisonRow]) -> str:
     compared = {(row.step, row.phase, row.name) for row in rows if row.error is not None}
-    for place in expected:
-        if place not in compared:
-            step, phase, name = place
-            return f"passes, though {name!r} was not compared at step {step} ({phase})"
+    for step, phase, name in (place for place in expected if place not in compared):
+        return f"passes, though {name!r} was not compared at step {step} ({phase})"
     return ""
 
 
@@ -103,10 +97,8 @@ def _denied(figures: Figures) -> str:
         norm = truth[row.name]
         # What is noise where the truth is 0 is small beside the whole model.
         if not abs(row.norm - norm) <= ROUNDING * math.hypot(norm, *truth.values()):
-            return (
-                f"passes, though the norm of {row.name!r} at step {row.step} ({phase}) is "
-                f"{row.norm:.17g}, and the oracle's {norm:.17g}"
-            )
+            what = f"the norm of {row.name!r} at step {row.step} ({phase})"
+            return f"passes, though {what} is {row.norm:.17g}, and the oracle's {norm:.17g}"
     return "" if seen else "passes, though no record of the ranks holds a tensor"
 
 
@@ -120,10 +112,8 @@ def _global_norm_denied(figures: Figures) -> str:
     norm, bound = math.hypot(*first.values()), NORM_BOUNDS[figures.case.lowest_dtype]
     if oracle.skipped or abs(norm - oracle.norm) <= bound * oracle.norm:
         return ""
-    return (
-        f"passes, though the norm of all gradients at step 0 is {norm:.9g}, and the oracle's "
-        f"{oracle.norm:.9g}"
-    )
+    what = "the norm of all gradients at step 0"
+    return f"passes, though {what} is {norm:.9g}, and the oracle's {oracle.norm:.9g}"
 
 
 def _phase(figures: Figures, row: TensorRow, replayed: bool) -> str:

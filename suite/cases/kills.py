@@ -94,25 +94,22 @@ def why_not_killed(pair: PlantedPair, own: CaseResult | None, parent: CaseResult
     Of the mutant this needs what a line of its kill has, too.
     """
     fails = failing(own) if own else ()
-    why_not, crash_says = "", pair.mutant.crash_says
+    killed_by, crash_says = pair.mutant.killed_by, pair.mutant.crash_says
     if own is None or parent is None:
-        why_not = "left out: no budget"
-    elif parent.verdict not in ("pass", WORKING_PRECISION_ONLY):
-        why_not = f"its parent is {parent.verdict}: {parent.reason}"
-    elif pair.case.depth == "family":
-        why_not = "" if fails else f"survives there [{own.verdict}: {own.reason}]"
-    else:
-        silent = [name for name in pair.mutant.killed_by if name not in fails]
-        passed = (*VERDICT_KILLERS, *(o.check for o in parent.checks if o.status == "pass"))
-        skipped = [name for name in pair.mutant.killed_by if name not in passed]
-        if skipped:
-            why_not = f"{', '.join(skipped)} does not judge the parent here"
-        elif silent:
-            seen = f"; failing: {', '.join(fails)}" if fails else ""
-            why_not = f"survives {', '.join(silent)}{seen} [{own.verdict}: {own.reason}]"
-        elif own.verdict == "crash" and crash_says not in own.reason:
-            why_not = f"crashes, but does not say {crash_says!r} [{own.reason}]"
-    return why_not
+        return "left out: no budget"
+    if parent.verdict not in ("pass", WORKING_PRECISION_ONLY):
+        return f"its parent is {parent.verdict}: {parent.reason}"
+    if pair.case.depth == "family":
+        return "" if fails else f"survives there [{own.verdict}: {own.reason}]"
+    passed = (*VERDICT_KILLERS, *(o.check for o in parent.checks if o.status == "pass"))
+    if skipped := [name for name in killed_by if name not in passed]:
+        return f"{', '.join(skipped)} does not judge the parent here"
+    if silent := [name for name in killed_by if name not in fails]:
+        seen = f"; failing: {', '.join(fails)}" if fails else ""
+        return f"survives {', '.join(silent)}{seen} [{own.verdict}: {own.reason}]"
+    if own.verdict == "crash" and crash_says not in own.reason:
+        return f"crashes, but does not say {crash_says!r} [{own.reason}]"
+    return ""
 
 
 def judge_kill(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | None) -> Kill:
@@ -139,19 +136,14 @@ def judge_kill(pair: PlantedPair, own: CaseResult | None, parent: CaseResult | N
 
 def failing(result: CaseResult) -> tuple[str, ...]:
     """The checks that fail, and the verdict where that kills; empty: nothing speaks against it."""
-    names = [outcome.check for outcome in result.checks if outcome.status == "fail"]
-    if result.verdict in VERDICT_KILLERS:
-        names.append(result.verdict)
-    return tuple(names)
+    names = (outcome.check for outcome in result.checks if outcome.status == "fail")
+    return (*names, *([result.verdict] if result.verdict in VERDICT_KILLERS else []))
 
 
 def _margin(result: CaseResult) -> float | None:
     """How far beyond its bound the worst tensor is (error / bound); ``None`` where not numeric."""
-    for outcome in result.checks:
-        worst = outcome.worst
-        if outcome.status == "fail" and worst is not None and worst.bound:
-            return worst.error / worst.bound
-    return None
+    failed = (outcome.worst for outcome in result.checks if outcome.status == "fail")
+    return next((worst.error / worst.bound for worst in failed if worst and worst.bound), None)
 
 
 # ----------------------------------------------------------------------------------------- running

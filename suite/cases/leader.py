@@ -103,19 +103,14 @@ def refusals(cases: Sequence[Case]) -> list[str]:
     """Task of a leader: why each of ``cases`` is refused for its options, before any rank starts;
     empty: it is not.
     """
-    return [*map(_refusal, cases)]
-
-
-def _refusal(case: Case) -> str:
-    account = Account(case)
-    try:
-        found = _announced(account)
-    except BrokenContract:
-        return ""  # no fault of an option: its cases tell it
-    if found is None and (account.refused or account.cannot_fit):
-        result = decide_case(account)
-        return result.reason if result.verdict == "refused" else ""
-    return ""
+    reasons = []
+    for account in map(Account, cases):
+        result = None
+        with suppress(BrokenContract):  # no fault of an option: its cases tell it
+            if _announced(account) is None and (account.refused or account.cannot_fit):
+                result = decide_case(account)
+        reasons.append(result.reason if result and result.verdict == "refused" else "")
+    return reasons
 
 
 def _evidence(account: Account, launcher: Launcher) -> Evidence | None:
@@ -124,8 +119,7 @@ def _evidence(account: Account, launcher: Launcher) -> Evidence | None:
     # 1. Load the system, and hold what it declares and announces against the case.
     if case.skip or (found := _announced(account)) is None:
         return None
-    work = kinds.of(case.workload).work(account, *found)
-    if work is None:
+    if (work := kinds.of(case.workload).work(account, *found)) is None:
         return None
     # 2. Run the ranks, as the plans of the case want the first run.
     own_plans, first = plans_of(case), case
@@ -164,9 +158,8 @@ def _announced(account: Account) -> tuple[type[Implementation], Schedules] | Non
         return None
     except Refused as error:
         account.refused = [type(error).__name__, str(error)]
-        if (
-            case.is_borrowed and case.precision
-        ):  # what it is without the cell's policy says whether the cell fits
+        # What it is without the cell's policy says whether the cell fits.
+        if case.is_borrowed and case.precision:
             with suppress(Refused):
                 account.declaration = Declaration.of(system, {})
                 account.missing = account.declaration.missing_here(case.backend, case.world)
@@ -189,9 +182,7 @@ def _timed(account: Account, what: str) -> Iterator[None]:
 
 def _failing_tensors(evidence: Evidence, result: CaseResult) -> list[WholeTensor]:
     tensors: list[WholeTensor] = []
-    for outcome in result.checks:
-        worst = outcome.worst
-        if outcome.status == "fail" and worst is not None:
-            named = whole_tensors(evidence, worst.step, worst.phase, worst.name)
-            tensors += [tensor for tensor in named if tensor not in tensors]
+    for worst in (outcome.worst for outcome in result.checks if outcome.status == "fail"):
+        named = whole_tensors(evidence, worst.step, worst.phase, worst.name) if worst else ()
+        tensors += [tensor for tensor in named if tensor not in tensors]
     return tensors

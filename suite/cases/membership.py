@@ -21,6 +21,9 @@ from shardproof.registry import answers
 
 #: How a step that a member dies in ends on a rank: what it did when the others were to stop.
 Attempt = str
+#: What sets up a rank that joins alone, and what begins a step that may end nowhere.
+Join = Callable[[Mesh], Implementation]
+Begin = Callable[[Implementation], object]
 DIED, STOPPED, COMMITTED, LIVED = "died", "stopped", "committed", "lived"
 
 
@@ -54,26 +57,20 @@ class Membership:
         shares = data_shares(self.mesh.axes, ranks, workers)
         if self._rank not in shares:
             return None, 0
-        share = shares[self._rank]
-        if self._case.shares:
-            share = self._case.shares[share]
-        return share, max(shares.values()) + 1
+        share, orders = shares[self._rank], self._case.shares
+        return orders[share] if orders else share, max(shares.values()) + 1
 
     def place(self, step: int, progress: int | None) -> tuple[int, int]:
         """The first sample of ``step``, and how many there are; ``progress``: what a system says.
 
         Of members who begin a step in which some die: as if all lived.
         """
-        size = members.batch_size(
-            self._case, self._rule, len(self.mesh.ranks), len(self.steps[0].begin)
-        )
+        count, started = len(self.mesh.ranks), len(self.steps[0].begin)
+        size = members.batch_size(self._case, self._rule, count, started)
         return (self.steps[step].first if progress is None else progress), size
 
     def change(
-        self,
-        step: int,
-        implementation: Implementation | None,
-        join: Callable[[Mesh], Implementation],
+        self, step: int, implementation: Implementation | None, join: Join
     ) -> Implementation | None:
         """Let members leave and join before ``step``; the implementation that this rank now has.
 
@@ -101,10 +98,7 @@ class Membership:
         return implementation
 
     def attempt(
-        self,
-        step: int,
-        implementation: Implementation | None,
-        begin: Callable[[Implementation], object],
+        self, step: int, implementation: Implementation | None, begin: Begin
     ) -> tuple[Attempt, Implementation | None]:
         """The step in which members die, as far as ``begin`` gets, and the new group of the others.
 
@@ -125,10 +119,7 @@ class Membership:
         return end, implementation
 
     def _until_death(
-        self,
-        dead: dict[int, Death],
-        implementation: Implementation,
-        begin: Callable[[Implementation], object],
+        self, dead: dict[int, Death], implementation: Implementation, begin: Begin
     ) -> Attempt:
         if self._rank in dead:
             try:

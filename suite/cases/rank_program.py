@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -18,42 +19,24 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardproof import registry, tensor_bytes
+from shardproof import contract, registry, tensor_bytes
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.cases.membership import Membership
 from shardproof.cases.saving import Saving
 from shardproof.checks import weighs
 from shardproof.comm import Mesh
-from shardproof.contract import (
-    KINDS,
-    POINTS,
-    Batch,
-    Build,
-    Implementation,
-    Kind,
-    MicroBatch,
-    Piece,
-    Point,
-    Refused,
-)
+from shardproof.contract import Batch, Implementation, Kind, MicroBatch, Piece, Point, Refused
+from shardproof.evidence import records
 from shardproof.evidence.assembled import KEPT
 from shardproof.evidence.held import Held
-from shardproof.evidence.records import (
-    SHOWN_AT,
-    Evaluation,
-    Pieces,
-    RankRecord,
-    StepRecord,
-    TensorDigest,
-    WorkloadFacts,
-)
+from shardproof.evidence.records import Evaluation, Pieces, RankRecord, StepRecord, TensorDigest
 from shardproof.launch.nodes import node_here
 from shardproof.launch.process_control import cores
 from shardproof.ledgers import program_order, traffic
-from shardproof.ledgers.memory import MemoryLedger, summary
-from shardproof.ledgers.memory import watch as watch_memory
-from shardproof.ledgers.memory.summary import MemoryRow
+from shardproof.ledgers.memory.installed import watch as watch_memory
+from shardproof.ledgers.memory.recorder import MemoryLedger
+from shardproof.ledgers.memory.summary import MemoryRow, summary
 from shardproof.registry import answers
 from shardproof.registry.declaration import BrokenContract, Declaration
 from shardproof.workloads import Workload
@@ -120,7 +103,9 @@ class _Rank:
                 if self.case.checkpoint is not None:
                     self.saving = Saving(self.case, self.rank, self.members.mesh.device)
             if self.members.includes_me:
-                self._begin()
+                with self._aside():
+                    state = self._state(other=bool(self.case.loads_from))
+                self._set_up(self.members.mesh, state)
             record.coordinate = self.members.mesh.coordinate
             if self.implementation is not None:
                 with self._aside():
@@ -129,9 +114,8 @@ class _Rank:
                 record.steps = self._load(record)
             for step in range(len(record.steps), self.case.steps):
                 if step:
-                    self.implementation = self.members.change(
-                        step, self.implementation, self._set_up
-                    )
+                    held, join = self.implementation, self._set_up
+                    self.implementation = self.members.change(step, held, join)
                 if step == self.case.reload_at:
                     self._reload()
                 if self._evaluates_before(step) and self._judged_between_steps():
@@ -156,24 +140,21 @@ class _Rank:
                     self.implementation.abort()
             raise
         ledger = traffic.current()
-        record.traffic = ledger.named_calls() if ledger else []
+        record.traffic = [dataclasses.replace(c) for c in ledger.calls] if ledger else []
         if self.log:
             record.events, record.actions = self.log.events, self.log.actions
 
-    def _begin(self) -> None:
-        """Set the implementation up; ranks that expect a broadcast get no state."""
-        with self._aside():
-            values = self._other_values if self.case.loads_from else self.workload.state
-            state = values() if self._gets_state() else None
-        self._set_up(self.members.mesh, state)
+    def _state(self, other: bool) -> Mapping[str, Tensor] | None:
+        """What a rank is set up from; ranks that expect a broadcast get nothing.
 
-    def _gets_state(self) -> bool:
-        return self.declaration.initial_state == "everywhere" or self.members.is_first
-
-    def _other_values(self) -> dict[str, Tensor]:
-        """A state that training never has: what is loaded over it shows."""
-        other = self.workload.build_for(self.members.mesh.ranks[0], 0)()
-        named = itertools.chain(other.named_parameters(), other.named_buffers())
+        ``other``: a state that training never has, so that what is loaded over it shows.
+        """
+        if self.declaration.initial_state != "everywhere" and not self.members.is_first:
+            return None
+        if not other:
+            return self.workload.state()
+        other_model = self.workload.build_for(self.members.mesh.ranks[0], 0)()
+        named = itertools.chain(other_model.named_parameters(), other_model.named_buffers())
         return {name: tensor.detach() for name, tensor in named}
 
     def _set_up(self, mesh: Mesh, state: Mapping[str, Tensor] | None = None) -> Implementation:
@@ -181,9 +162,8 @@ class _Rank:
         if self.log:
             self.implementation.trace = self.log.action
         coordinate = self.members.share()[0] or 0
-        build = _WatchedBuild(
-            self.workload.build_for(self.rank, coordinate), self._watch, self.outputs
-        )
+        own = self.workload.build_for(self.rank, coordinate)
+        build = _WatchedBuild(own, self._watch, self.outputs)
         self.implementation.setup(build, state, self.case.optimizer, mesh, self.case.options)
         return self.implementation
 
@@ -191,11 +171,10 @@ class _Rank:
         """Go on with a fresh instance: set up from other values, it loads what this one holds."""
         assert self.implementation is not None
         self.implementation.drain()
-        held = {
-            kind: [_copy(p) for p in answers.pieces(self.implementation, kind)] for kind in LOADED
-        }
+        own = {kind: answers.pieces(self.implementation, kind) for kind in LOADED}
+        held = {kind: [*map(_copy, pieces)] for kind, pieces in own.items()}
         self.implementation.close()
-        self._set_up(self.members.mesh, self._other_values() if self._gets_state() else None)
+        self._set_up(self.members.mesh, self._state(other=True))
         for kind, pieces in held.items():
             try:
                 self.implementation.load_pieces(kind, pieces)
@@ -247,20 +226,16 @@ class _Rank:
         """The suite copies inside, and nobody keeps what it makes."""
         return self.memory.unseen() if self.memory else nullcontext()
 
-    def _measure_memory(self, point: str, pieces: Local) -> None:
-        """Label what the rank holds at this moment, and mark it."""
-        assert self.memory is not None
-        modules = [module for made in self.built if (module := made()) is not None]
-        self.unmatched |= dict.fromkeys(self.memory.classify(pieces, modules))
-        self.memory.mark(point)
-
     def _holds(self, kinds: tuple[Kind, ...], point: str = "") -> Pieces:
         """Copies of ``kinds``; at an observation ``point`` all kinds are weighed."""
         assert self.implementation is not None
-        looked_at = KINDS if point and self.memory else kinds
+        looked_at = contract.KINDS if point and self.memory else kinds
         pieces: Local = {kind: answers.pieces(self.implementation, kind) for kind in looked_at}
         if point and self.memory:
-            self._measure_memory(point, pieces)
+            # Label what the rank holds at this moment, and mark it.
+            modules = [module for made in self.built if (module := made()) is not None]
+            self.unmatched |= dict.fromkeys(self.memory.classify(pieces, modules))
+            self.memory.mark(point)
         with self._unseen():
             try:
                 return {kind: Held.copied(pieces[kind]) for kind in kinds}
@@ -295,10 +270,8 @@ class _Rank:
             after = self._holds(LOADED)
         with self._unseen():
             like = {kind: before[kind].likeness(after[kind]) for kind in LOADED}
-        changed, retold = (
-            [kind for kind, how in like.items() if how == word]
-            for word in ("changed", "told otherwise")
-        )
+        changed = [kind for kind, how in like.items() if how == "changed"]
+        retold = [kind for kind, how in like.items() if how == "told otherwise"]
         return [Evaluation(step, share, loss, [*changed], [*retold])]
 
     def _full_state(self) -> dict[str, TensorDigest] | None:
@@ -310,30 +283,26 @@ class _Rank:
                 state = answers.full_state(self.implementation, "parameters")
             except Refused:
                 return None
+        digests = {name: tensor_bytes.digest(tensor) for name, tensor in state.items()}
         return {
-            name: TensorDigest(
-                tensor_bytes.digest(tensor), list(tensor.shape), tensor_bytes.dtype_name(tensor)
-            )
-            for name, tensor in state.items()
+            name: TensorDigest(digests[name], list(t.shape), tensor_bytes.dtype_name(t))
+            for name, t in state.items()
         }
 
     def _step(self, step: int) -> StepRecord:
         observed: dict[str, Pieces] = {}
         attempt = ""
         if any(death.step == step for death in self.case.deaths):
-            attempt, self.implementation = self.members.attempt(
-                step, self.implementation, partial(self._begin_step, step)
-            )
+            held, begin = self.implementation, partial(self._begin_step, step)
+            attempt, self.implementation = self.members.attempt(step, held, begin)
         if self.implementation is None:
-            observed |= {point: {} for point in POINTS}
-            return StepRecord(
-                step, None, None, None, present=False, observed=observed, attempt=attempt
-            )
+            absent = StepRecord(step, None, None, None, present=False, attempt=attempt)
+            return dataclasses.replace(absent, observed={point: {} for point in contract.POINTS})
         ledger, log = traffic.current(), self.log
         batch, share = self._batch(step)
 
         def observe(point: Point) -> None:
-            if point not in POINTS:
+            if point not in contract.POINTS:
                 raise BrokenContract(f"step {step}: {point!r} was observed, which is no point")
             if point in observed:
                 raise BrokenContract(f"step {step}: {point!r} was observed twice")
@@ -389,7 +358,7 @@ def _samples(batch: Batch) -> list[int]:
 
 def _places(observed: Mapping[str, Pieces]) -> dict[str, str]:
     """Where the pieces of each parameter lie that the rank holds after the update."""
-    held = observed.get(SHOWN_AT["parameters"], {}).get("parameters")
+    held = observed.get(records.SHOWN_AT["parameters"], {}).get("parameters")
     return {} if held is None else held.places()
 
 
@@ -401,10 +370,10 @@ def _elements(kinds: Pieces) -> dict[str, dict[str, int]]:
     """
     by_kind: dict[str, dict[str, int]] = {}
     for kind, pieces in kinds.items():
-        sizes: dict[str, int] = {}
+        total = Counter[str]()
         for name, size in pieces.sizes():
-            if size:
-                sizes[name] = sizes.get(name, 0) + size
+            total[name] += size
+        sizes = dict(+total)
         if kind == "optimizer":
             slots: dict[str, int] = {}
             for name, size in sizes.items():
@@ -439,13 +408,11 @@ class _WatchedBuild:
 
     def __init__(
         self,
-        build: Build,
+        build: contract.Build,
         watch: Callable[[nn.Module, Sequence[str]], None],
         outputs: set[str],
     ) -> None:
-        self._build = build
-        self._watch = watch
-        self._outputs = outputs
+        self._build, self._watch, self._outputs = build, watch, outputs
         self.units, self.roles = build.units, build.roles
         self.cross_entropy = build.cross_entropy
 
@@ -462,9 +429,9 @@ class _WatchedBuild:
         return self._build.loss(outputs, micro)
 
 
-def workload_facts(workload: Workload) -> WorkloadFacts:
+def workload_facts(workload: Workload) -> records.WorkloadFacts:
     """What the checks need to know of the workload."""
-    return WorkloadFacts(
+    return records.WorkloadFacts(
         zero_gradient=workload.zero_gradient,
         parameter_names=list(workload.parameter_names),
         trainable_names=list(workload.trainable_names),

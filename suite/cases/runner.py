@@ -116,7 +116,7 @@ class Session:
         course: Course = WHOLE,
     ) -> tuple[list[CaseResult], list[Case]]:
         """As :func:`run_cases`."""
-        return _collect(self.judge, cases, on_result, on_account, course)
+        return run_cases(cases, 1, on_result, on_account, course, judge=self.judge)
 
     def judge(self, cases: Iterable[Case]) -> Generator[Judged, None, None]:
         """Judge them in leaders of this machine; a :data:`Judge`."""
@@ -167,9 +167,8 @@ class Session:
     def places(self, implementation: str, options: Options) -> tuple[list[str], list[str]]:
         """Mesh axes and backends that it declares under ``options``; none if it cannot be asked."""
         items = [("places", (implementation, options), JUDGING_SECONDS)]
-        with closing(self._pool.run(declaration.places, items)) as ends:
-            (end,) = ends
-        axes, backends = end.value or ((), ())
+        with closing(self._pool.run(declaration.places, items)) as (end,):
+            axes, backends = end.value or ((), ())
         return list(axes), list(backends)
 
 
@@ -209,27 +208,14 @@ def run_cases(
 ) -> tuple[list[CaseResult], list[Case]]:
     """Run ``cases``; ``on_account``, then ``on_result`` see each result as it ends.
 
-    ``nodes``: as of a :class:`Session`; ``judge``: who judges them, if not such a session.  Returns
-    the results and the cases that were left out.
+    ``jobs``, ``nodes``: as of a :class:`Session`; ``judge``: who judges them if not a session.  A
+    case that the judge itself failed to judge (its process was killed, or memory or descriptors
+    were exhausted) is run once more, after all others.  Returns the results and the cases that were
+    left out.
     """
-    if judge is not None:
-        return _collect(judge, cases, on_result, on_account, course)
-    with Session(jobs, nodes) as session:
-        return session.run(cases, on_result, on_account, course)
-
-
-def _collect(
-    judge: Judge,
-    cases: Sequence[Case],
-    on_result: OnResult,
-    on_account: OnAccount | None,
-    course: Course,
-) -> tuple[list[CaseResult], list[Case]]:
-    """As :func:`run_cases`.
-
-    A case that the judge itself failed to judge (its process was killed, or memory or
-    descriptors were exhausted) is run once more, after all others.
-    """
+    if judge is None:
+        with Session(jobs, nodes) as session:
+            return session.run(cases, on_result, on_account, course)
     results: list[CaseResult] = []
     again: list[Case] = []
     if len({case.id for case in cases}) != len(cases):

@@ -60,8 +60,10 @@ def prepare(
     case, declaration = account.case, account.declaration
     assert declaration is not None
     try:
-        workload = workloads.for_case(case)
-        account.cannot_fit = _why_it_has_no_stages(case, workload)
+        workload, axis = workloads.for_case(case), cutting("layers")
+        # A pipeline may be unable to cut a user's own model.
+        if axis in case.mesh and (why := workload.family.unstaged(workload.params)):
+            account.cannot_fit = f"axis {axis!r} of {case.mesh[axis]} ranks: {why}"
         account.data_digest = workload.digest
     except workloads.WorkloadError as error:  # a user's own, which nobody has tried before
         account.cannot_fit = str(error)
@@ -82,12 +84,9 @@ def _announced_schedules(case: Case, system: type[Implementation]) -> Schedules:
         return {}
     ranks = parts(case.mesh, "layers")
     cut = case.workload.cut(case.data_coordinates)
-    schedules = {}
-    for size in sorted({len(window) for share in cut for window in share}):
-        claimed = announced.claimed(system, case.options, ranks, size)
-        if claimed is not None:
-            schedules[size] = claimed
-    return schedules
+    sizes = sorted({len(window) for share in cut for window in share})
+    claimed = {size: announced.claimed(system, case.options, ranks, size) for size in sizes}
+    return {size: schedule for size, schedule in claimed.items() if schedule is not None}
 
 
 def _why_not_in_this_lane(case: Case, declaration: Declaration) -> str:
@@ -101,17 +100,8 @@ def _why_not_in_this_lane(case: Case, declaration: Declaration) -> str:
     exact = declaration.exactness == "bitwise" and in_order and cutting("layers") not in case.mesh
     if case.lane == "bitwise" and (exact or case.world == 1):
         return ""
-    return (
-        f"lane {case.lane!r}: what {case.system} loses is emulated, and compared in lane fp64 (in "
-        "lane bitwise where it declares equal bits); write lane: fp64"
-    )
-
-
-def _why_it_has_no_stages(case: Case, workload: Workload) -> str:
-    """Why a pipeline cannot cut a user's own model; empty: it can."""
-    axis = cutting("layers")
-    reason = workload.family.unstaged(workload.params) if axis in case.mesh else ""
-    return f"axis {axis!r} of {case.mesh[axis]} ranks: {reason}" if reason else ""
+    lanes = "lane fp64 (in lane bitwise where it declares equal bits); write lane: fp64"
+    return f"lane {case.lane!r}: what {case.system} loses is emulated, and compared in {lanes}"
 
 
 def _why_it_cannot_fit(
@@ -125,11 +115,9 @@ def _why_it_cannot_fit(
     stages = claimed.stages if claimed else case.mesh.get(axis, 0)
     if stages <= units:
         return ""
-    return (
-        f"axis {axis!r} of {case.mesh[axis]} ranks asks for {stages} stages, but "
-        f"{case.workload.name} has {units} units (layers): a stage needs one at "
-        f"least; valid: up to {units} stages"
-    )
+    asks = f"axis {axis!r} of {case.mesh[axis]} ranks asks for {stages} stages"
+    has = f"{case.workload.name} has {units} units (layers)"
+    return f"{asks}, but {has}: a stage needs one at least; valid: up to {units} stages"
 
 
 # ----------------------------------------------------------------------------------- the case

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardproof import axes, checks
 from shardproof.backends.errors import CollectiveMismatch, name_ranks
@@ -84,11 +84,9 @@ def _decided(account: Account) -> CaseResult:
         error = RankOutcome(rank=0, status="raised", error_type=kind, message=message)
         return _refused(case, [error])
     assert account.declaration is not None
-    reason = problem_of(account.declaration)
-    if reason:
+    if reason := problem_of(account.declaration):
         return _apply_xfail(case, "fail", reason)
-    reason = _excluded(account.declaration, account)
-    if reason:
+    if reason := _excluded(account.declaration, account):
         return _result(case, "skip", reason)
     rank_outcomes: Sequence[RankOutcome] = account.outcomes
     is_foreign = case.is_borrowed or (case.is_moved and "refuses" not in case.expect)
@@ -113,10 +111,15 @@ def _decided(account: Account) -> CaseResult:
         return _apply_xfail(case, *_broken(cause, rank_outcomes))
     if account.no_oracle_because:
         return _apply_xfail(case, "precondition", account.no_oracle_because)
+    outcomes = _judged(account, case.checks)
+    return _apply_xfail(case, *verdict_of(outcomes), outcomes)
+
+
+def _judged(account: Account, names: Iterable[str]) -> list[Outcome]:
+    """What the checks ``names`` say of the figures, audited."""
     figures = account.figures
     assert figures is not None
-    outcomes = [audited(_run_check(name, figures), figures) for name in case.checks]
-    return _apply_xfail(case, *verdict_of(outcomes), outcomes)
+    return [audited(_run_check(name, figures), figures) for name in names]
 
 
 def _under_fault(case: Case, account: Account, cause: RankOutcome | None) -> CaseResult:
@@ -129,10 +132,8 @@ def _under_fault(case: Case, account: Account, cause: RankOutcome | None) -> Cas
     elif account.no_oracle_because:
         verdict, reason = "precondition", account.no_oracle_because
     else:
-        figures = account.figures
-        assert figures is not None
-        others = [name for name in case.checks if name != "faults"]
-        verdict, reason = verdict_of([audited(_run_check(n, figures), figures) for n in others])
+        others = (name for name in case.checks if name != "faults")
+        verdict, reason = verdict_of(_judged(account, others))
     most = most_idle_looks(case.deadline)
     outcome = faults.judge_end(case.fault, verdict, reason, blamed, account.outcomes, most)
     if outcome.status == "pass" and cause is not None and case.fault.phase != "load":
@@ -150,11 +151,8 @@ def _after_fault(case: Case, account: Account, end: Outcome) -> tuple[str, str, 
     else:
         loaded = _run_check("checkpoint", account.figures)
     if loaded.status == "pass":
-        return (
-            end.status,
-            f"{end.message}; the last checkpoint that was committed loads",
-            [end, loaded],
-        )
+        message = f"{end.message}; the last checkpoint that was committed loads"
+        return end.status, message, [end, loaded]
     return loaded.status, f"checkpoint: {loaded.message} [{end.message}]", [end, loaded]
 
 
@@ -188,8 +186,7 @@ def _broken_leader(leader: LeaderEnd) -> str:
 
 
 def _run_check(name: str, figures: Figures) -> Outcome:
-    broke = next((row.broke for row in figures.compared.get(name, ()) if row.broke), "")
-    if broke:
+    if broke := next((row.broke for row in figures.compared.get(name, ()) if row.broke), ""):
         return Outcome(name, "judge error", f"the check itself broke: {broke}")
     try:
         return checks.decide(name, figures)
@@ -206,16 +203,14 @@ def verdict_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     what it judged.
     """
     for status in ("fail", JUDGE_ERROR, "undecidable", "precondition"):
-        lines = [f"{o.check}: {o.message}" for o in outcomes if o.status == status]
-        if lines:
+        if lines := [f"{o.check}: {o.message}" for o in outcomes if o.status == status]:
             return status, "\n".join(lines)
     passed = {outcome.check: outcome for outcome in outcomes if outcome.status == "pass"}
+    if not outcomes:
+        return "undecidable", "no check judged this case"
     if not passed:
-        if not outcomes:
-            return "undecidable", "no check judged this case"
         return "skip", "; ".join(f"{o.check}: {o.message}" for o in outcomes)
-    numbers = passed.get("equivalence")
-    if numbers is not None:
+    if (numbers := passed.get("equivalence")) is not None:
         return WORKING_PRECISION_ONLY if "factor" in numbers.figures else "pass", ""
     if "replicas" in passed:
         return REPLICAS_ONLY, "nothing was compared with the oracle; judged: " + ", ".join(passed)
@@ -262,11 +257,8 @@ def _broken(cause: RankOutcome, outcomes: Sequence[RankOutcome]) -> tuple[str, s
     message += f"{_where(cause)}{newline}{more}"
     if cause.error_type == CollectiveMismatch.__name__:
         return "crash", cause.autopsy or f"desync: {message}"  # it names the calls
-    text = f"rank {cause.rank} {cause.status}"
-    if cause.error_type:
-        text += f" {cause.error_type}"
-    if message:
-        text += f": {message}"
+    text = f"rank {cause.rank} {cause.status} {cause.error_type}".rstrip()
+    text += f": {message}" if message else ""
     if len({outcome.last_call for outcome in outcomes}) > 1:
         text += _last_calls(outcomes)
     elif cause.last_call:
@@ -302,8 +294,7 @@ def _apply_xfail(
     """
     if case.xfail is not None:
         if verdict in ("fail", "crash", "hang", "refused"):
-            unsaid = [words for words in case.xfail_says if words not in reason]
-            if unsaid:
+            if unsaid := [words for words in case.xfail_says if words not in reason]:
                 reason = f"expected was a failure that says {unsaid[0]!r}: {reason}"
             else:
                 verdict, reason = "xfail", f"{case.xfail} [{reason}]"
@@ -324,7 +315,6 @@ def _result(case: Case, verdict: str, reason: str, outcomes: Sequence[Outcome] =
         verdict=verdict,
         reason=reason,
         checks=list(outcomes),
-        seconds=0.0,
         worst_error=worst.error if worst else None,
         bound=worst.bound if worst else None,
         bytes_sent=sent.get("bytes_sent"),

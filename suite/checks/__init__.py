@@ -145,8 +145,7 @@ def first_problem(figures: Figures, wrong: Callable[[RankRecord, int], str]) -> 
     """What ``wrong`` says of the first rank and step of which it says something."""
     for record in figures.records:
         for step in figures.steps:
-            problem = wrong(record, step)
-            if problem:
+            if problem := wrong(record, step):
                 return f"rank {record.rank}, step {step}: {problem}"
     return ""
 
@@ -157,7 +156,4 @@ def _module(name: str) -> ModuleType:
 
 def summaries() -> Mapping[str, str]:
     """Name -> first paragraph of the check's docstring."""
-    return {
-        name: (importlib.import_module(module).__doc__ or "").strip().split("\n\n")[0]
-        for name, module in CHECKS.items()
-    }
+    return {name: (_module(name).__doc__ or "").strip().split("\n\n")[0] for name in CHECKS}

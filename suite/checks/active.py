@@ -41,21 +41,15 @@ _NAMED = 3
 
 def decide(evidence: Figures) -> Outcome:
     """Compare what the strategy claims with what it left in calls, names and sizes."""
-    if problem := _profile(evidence) or _names(evidence):
-        return Outcome("active", "fail", problem)
-    problem = _sizes(evidence) or _buffer_dtypes(evidence) or _output_dtypes(evidence)
-    if problem:
+    looks = (_profile, _names, _sizes, _buffer_dtypes, _output_dtypes)
+    if problem := next(filter(None, (look(evidence) for look in looks)), ""):
         return Outcome("active", "fail", problem)
     if unlogged := lacking(("calls",), evidence.case, evidence.declaration):
         return Outcome("active", "skip", unlogged)
     figures: dict[str, object] = {}
-    for problem in (
-        _silent_accumulation(evidence),
-        _recomputation(evidence),
-        _buckets(evidence, figures),
-    ):
-        if problem:
-            return Outcome("active", "fail", problem, None, figures)
+    problems = _silent_accumulation(evidence), _recomputation(evidence), _buckets(evidence, figures)
+    for problem in filter(None, problems):
+        return Outcome("active", "fail", problem, None, figures)
     if evidence.depth == "family" and evidence.family is None:
         return Outcome("active", "skip", no_family(evidence), None, figures)
     return Outcome("active", "pass", "", None, figures)
@@ -88,11 +82,9 @@ def _names(evidence: Figures) -> str:
     shown = [r.steps[0].shown().get("parameters", {}) for r in evidence.records if r.steps]
     held = {name for own in shown for name in own}
     if whole <= expected <= whole | held:
-        return (
-            f"the pieces of {some(sorted(map(repr, expected - whole)), _NAMED)} make no whole "
-            "tensor after setup: every element belongs to one rank, or to copies that "
-            "Piece.replica numbers"
-        )
+        lost = some(sorted(map(repr, expected - whole)), _NAMED)
+        rule = "every element belongs to one rank, or to copies that Piece.replica numbers"
+        return f"the pieces of {lost} make no whole tensor after setup: {rule}"
     changed = ", ".join(sorted(whole ^ expected)[:4])
     return f"parameter names did not survive setup: {changed}"
 
@@ -134,10 +126,9 @@ def _sizes(evidence: Figures) -> str:
             own = {name: count for name, count in wanted.items() if count}
             odd = next((n for n in sorted({*own, *held}) if own.get(n, 0) != held.get(n, 0)), None)
             if odd is not None:
-                return (
-                    f"rank {record.rank} holds {held.get(odd, 0):,} elements of the {kind} of "
-                    f"{odd!r}, {strategy} promises {own.get(odd, 0):,}"
-                )
+                found = f"{held.get(odd, 0):,} elements of the {kind} of {odd!r}"
+                promise = f"{strategy} promises {own.get(odd, 0):,}"
+                return f"rank {record.rank} holds {found}, {promise}"
     return ""
 
 
@@ -157,10 +148,8 @@ def _buffer_dtypes(evidence: Figures) -> str:
         if row.kind != "buffers" or row.step != case.steps - 1:
             continue
         if row.dtype in ITEMSIZE and row.dtype not in allowed:
-            return (
-                f"ranks {row.owners} hold the buffer {row.name!r} in {row.dtype}, "
-                f"precision.buffers asks for {wanted}"
-            )
+            held = f"ranks {row.owners} hold the buffer {row.name!r} in {row.dtype}"
+            return f"{held}, precision.buffers asks for {wanted}"
     return ""
 
 
@@ -185,8 +174,8 @@ def _silent_accumulation(evidence: Figures) -> str:
 
     def reduces(call: Call) -> bool:
         # Shards are gathered by such calls as well: those are not told apart.
-        other = call.operation in ("all_gather", "all_to_all")
-        by_other = compressed and other and not _along_shards(call, evidence)
+        other = compressed and call.operation in ("all_gather", "all_to_all")
+        by_other = other and not _along_shards(call, evidence)
         return call.operation in REDUCTIONS or by_other or _sums_by_sending(evidence, call)
 
     def wrong(record: RankRecord, step: int) -> str:
@@ -202,10 +191,10 @@ def _silent_accumulation(evidence: Figures) -> str:
     return first_problem(evidence, wrong)
 
 
-def _over_send_recv(evidence: Figures) -> bool:
-    """Whether gradients are summed by an algorithm over send and recv."""
+def _over_send_recv(evidence: Figures, operation: str = "all_reduce") -> bool:
+    """Whether ``operation``, which sums gradients, is an algorithm over send and recv."""
     facts = evidence.model_facts
-    return facts is not None and collectives.over_send_recv(facts, "all_reduce")
+    return facts is not None and collectives.over_send_recv(facts, operation)
 
 
 def _sums_by_sending(evidence: Figures, call: Call) -> bool:
@@ -213,11 +202,8 @@ def _sums_by_sending(evidence: Figures, call: Call) -> bool:
 
     Along shards it may be a part of gathering parameters; that is not told apart.
     """
-    facts = evidence.model_facts
-    if call.operation != "send" or facts is None or not _over_send_recv(evidence):
-        return False
-    gathers = collectives.over_send_recv(facts, "all_gather")
-    return not (gathers and _along_shards(call, evidence))
+    gathers = _over_send_recv(evidence, "all_gather") and _along_shards(call, evidence)
+    return call.operation == "send" and _over_send_recv(evidence) and not gathers
 
 
 def _along_shards(call: Call, evidence: Figures) -> bool:
@@ -239,10 +225,8 @@ def _recomputation(evidence: Figures) -> str:
             wanted = begun["forward", unit] if every else 0
             again = begun["recompute", unit]
             if again != wanted:
-                return (
-                    f"{unit!r} is recomputed {again} times in backward, {wanted} asked for "
-                    f"(recompute_every: {every})"
-                )
+                asked = f"{wanted} asked for (recompute_every: {every})"
+                return f"{unit!r} is recomputed {again} times in backward, {asked}"
         return ""
 
     return first_problem(evidence, wrong)
@@ -256,14 +240,10 @@ def _buckets(evidence: Figures, figures: dict[str, object]) -> str:
         return ""
     if _over_send_recv(evidence) or is_compressed(evidence):
         return ""  # calls of several buckets are alike; ``traffic`` bounds their number
-    last = evidence.steps[-1]
-    counts = [
-        sum(call.operation in REDUCTIONS for call in step_calls(record, last))
-        for record in evidence.records
-    ]
-    figures["buckets"] = max(counts)
+    calls = (step_calls(record, evidence.steps[-1]) for record in evidence.records)
+    counts = [sum(call.operation in REDUCTIONS for call in own) for own in calls]
     parameters = len(evidence.workload.trainable_names)
-    figures["parameters"] = parameters
+    figures.update(buckets=max(counts), parameters=parameters)
     if len(set(counts)) > 1:
         return f"ranks reduce different numbers of buckets: {counts}"
     least = int(evidence.case.expect.get("buckets", 1))

@@ -13,6 +13,8 @@ import math
 from collections.abc import Collection
 
 from shardproof.checks import Worst, causes
+from shardproof.checks.causes.scalars import of_evaluation
+from shardproof.checks.causes.state import of_full_state
 from shardproof.checks.numbers import Comparison
 from shardproof.evidence.assembled import Evidence
 from shardproof.evidence.records import ComparisonRow
@@ -67,10 +69,9 @@ def _evaluation(evidence: Evidence, step: int, bound: float) -> list[ComparisonR
     total = sum(shares.values())
     error = abs(total - truth) / (abs(truth) or 1.0)
     result = Comparison(error if error == error else float("inf"), bound)
-    place = (step, "evaluation", "loss", "all ranks")
-    rows = [ComparisonRow(*place, result.error, result.bound)]
+    rows = [ComparisonRow(step, "evaluation", "loss", "all ranks", result.error, result.bound)]
     if not result.ok:
-        sentence = causes.told(lambda: causes.of_evaluation(evidence, step, total, truth))
+        sentence = causes.told(lambda: of_evaluation(evidence, step, total, truth))
         worst = Worst("loss", step, "evaluation", "all ranks", result.error, result.bound)
         rows += _problem(f"{sentence}: differs: {worst}") if sentence else []
     return rows
@@ -94,9 +95,9 @@ def _full_state(evidence: Evidence) -> list[ComparisonRow]:
         for name, row in gathered.items():
             held = want[name]
             if (row.digest, row.shape, row.dtype) != (held.digest, held.shape, held.dtype):
-                of = causes.of_full_state(evidence, name, row.digest)
-                when = f": {of}" if of else ""
-                return _problem(f"full_state on rank {rank} is not what is held: {name!r}{when}")
+                of = f"full_state on rank {rank} is not what is held: {name!r}"
+                when = of_full_state(evidence, name, row.digest)
+                return _problem(f"{of}: {when}" if when else of)
     return []
 
 

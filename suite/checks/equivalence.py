@@ -20,7 +20,7 @@ copies of the truth; where it cannot, the tensor counts as not tested.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -30,36 +30,15 @@ from torch import Tensor
 from shardproof import axes
 from shardproof.backends import BACKENDS
 from shardproof.case import Lane
-from shardproof.checks import (
-    Needs,
-    Outcome,
-    between_steps,
-    causes,
-    replayed_buffers,
-    working_precision,
-)
+from shardproof.checks import Needs, Outcome, between_steps, causes, numbers, working_precision
+from shardproof.checks.causes.buffers import of_buffers
 from shardproof.checks.causes.fits import some
-from shardproof.checks.numbers import (
-    FP64_BOUND,
-    ZERO_FLOOR,
-    Compare,
-    Comparison,
-    Differs,
-    Lacking,
-    Moment,
-    Region,
-    Tally,
-    bitwise,
-    parts_within_ulps,
-    powerless,
-    relative_frobenius,
-    replay_ulps,
-    root_mean_square,
-    split_zero,
-    take,
-    within_ulps,
-)
-from shardproof.checks.one_update import MASTER, made_of, update_of
+from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
+from shardproof.checks.causes.scalars import of_loss
+from shardproof.checks.causes.state import of_start
+from shardproof.checks.causes.updates import of_update
+from shardproof.checks.numbers import FP64_BOUND, Compare, Comparison, Differs, Lacking, Moment
+from shardproof.checks.one_update import MASTER, buffers_after, made_of, update_of
 from shardproof.contract import is_outer
 from shardproof.costs.expression import FormulaError, evaluate
 from shardproof.costs.stages import DESCENDING, schedule_name, stages_of
@@ -74,7 +53,7 @@ LOSS_BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05, "float16": 0
 
 #: Units of a comparison in working precision, and how a slice whose gradient is 0 is called.
 _TIMES_ONE, _OF_NOISE = "times one device's", "times its noise"
-_ZERO_SLICE = " (zero slice)"
+_ZERO_SLICE, _IS_ZERO = " (zero slice)", "true gradient is zero, but"
 
 
 #: What was compared so far; the first moment with a failure ends the check.
@@ -90,20 +69,7 @@ def _told(cause: Callable[[], str]) -> Iterator[None]:
     except Lacking:
         raise
     except Differs as failure:
-        sentence = causes.told(cause)
-        text = f"{sentence}: {failure}" if sentence else str(failure)
-        raise Differs(text, failure.ranks) from None
-
-
-@contextmanager
-def _of_members(evidence: Evidence, step: int) -> Iterator[None]:
-    """Put in front of a failure what changes of members have to do with it."""
-    try:
-        yield
-    except Differs as failure:
-        sentence = causes.told(partial(causes.of_members, evidence, step, failure.ranks))
-        text = f"{sentence}: {failure}" if sentence else str(failure)
-        raise type(failure)(text, failure.ranks) from None
+        raise Differs(causes.before(cause, failure), failure.ranks) from None
 
 
 def measure(evidence: Evidence) -> list[ComparisonRow]:
@@ -115,8 +81,8 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         # After ``setup`` every replica holds the initial parameters, bit for bit.
         state, initial = evidence.initial("parameters"), evidence.truth.initial
         # First of all: with other initial values everything that follows differs, too.
-        with _told(partial(causes.of_start, evidence, state, initial)):
-            _compare_all(evidence, state, initial, bitwise, rows, -1, "initial parameters")
+        with _told(partial(of_start, evidence, state, initial)):
+            _compare_all(evidence, state, initial, numbers.bitwise, rows, -1, "initial parameters")
         if evidence.declaration.oracle == "replay":
             _replayed(evidence, rows)
         else:
@@ -142,32 +108,24 @@ def compare_steps(evidence: Evidence, rows: list[ComparisonRow], buffers: bool =
 
 def decide(figures: Figures) -> Outcome:
     """The first comparison beyond its bound fails; so does a problem that ended the comparing."""
-    lacking = _precondition(figures)
-    if lacking:
+    if lacking := _precondition(figures):
         budget = {"budget": figures.oracle.budget} if over_budget(figures) else {}
         return Outcome("equivalence", "precondition", lacking, None, budget)
-    tally = Tally.of(figures.compared.get("equivalence", []))
-    problem = tally.problem or (f"differs: {tally.failed}" if tally.failed else "")
-    numbers: dict[str, object] = {
-        "compared": tally.compared,
-        "not_tested": sorted(tally.not_tested),
-    }
-    lane = judged_lane(figures)
+    tally, lane = numbers.Tally.of(figures.compared.get("equivalence", [])), judged_lane(figures)
+    found: dict[str, object] = {"compared": tally.compared, "not_tested": sorted(tally.not_tested)}
     if lane != figures.case.lane:
-        numbers["judged_in"] = lane
+        found["judged_in"] = lane
     if lane == "working_precision":
-        numbers["factor"] = working_precision.factor(figures)
+        found["factor"] = working_precision.factor(figures)
     replayed = {name: getattr(figures.oracle, name) for name in ("updates", "stale", "behind")}
-    numbers |= {name: value for name, value in replayed.items() if value is not None}
-    if problem:
-        return Outcome("equivalence", "fail", problem, tally.worst, numbers)
+    found |= {name: value for name, value in replayed.items() if value is not None}
     replay = figures.declaration.oracle == "replay"
     expected = {-1, figures.steps[-1]} if replay else {-1, *figures.steps}
     missing = sorted(expected - tally.steps)
-    if missing:
+    if missing and not tally.wrong:
         message = f"nothing could be compared at steps {missing}"
-        return Outcome("equivalence", "undecidable", message, tally.worst, numbers)
-    return Outcome("equivalence", "pass", "", tally.worst, numbers)
+        return Outcome("equivalence", "undecidable", message, tally.worst, found)
+    return tally.outcome("equivalence", found)
 
 
 def judged_lane(figures: Figures) -> Lane:
@@ -193,10 +151,10 @@ def over_budget(figures: Figures) -> str:
 
 def _against_oracle(evidence: Evidence, rows: Rows, buffers: bool) -> None:
     """Every step's loss, gradients, update and buffers."""
-    compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
+    compare = _compare(evidence)
     replays = not exact(evidence) and evidence.case.optimizer.name == "adamw"
     for step in evidence.steps:
-        with _of_members(evidence, step):
+        try:
             _loss(evidence, step, rows)
             for own in evidence.trajectories:
                 _gradients(own, step, compare, rows)
@@ -208,6 +166,14 @@ def _against_oracle(evidence: Evidence, rows: Rows, buffers: bool) -> None:
                     _trajectory(own, step, compare, rows)
             if buffers:
                 _buffers(evidence, step, compare, rows, replays)
+        except Differs as failure:
+            cause = partial(causes.of_members, evidence, step, failure.ranks)
+            raise type(failure)(causes.before(cause, failure), failure.ranks) from None
+
+
+def _compare(evidence: Evidence) -> Compare:
+    """How the lane compares a trajectory with the oracle's."""
+    return numbers.bitwise if exact(evidence) else numbers.relative_frobenius(FP64_BOUND)
 
 
 def _replayed(evidence: Evidence, rows: Rows) -> None:
@@ -221,10 +187,8 @@ def _replayed(evidence: Evidence, rows: Rows) -> None:
     several = several and not evidence.case.options.get("dies")  # after whom one may be left
     if bound and not behind and several and len(evidence.steps) > 1:
         raise Differs(f"no gradient was ever stale, though max_staleness = {bound} allows it")
-    compare: Compare = bitwise if exact(evidence) else relative_frobenius(FP64_BOUND)
-    state, last = evidence.final("parameters"), evidence.steps[-1]
-    final = evidence.truth.final
-    _compare_all(evidence, state, final, compare, rows, last, "drained parameters")
+    state, final, last = evidence.final("parameters"), evidence.truth.final, evidence.steps[-1]
+    _compare_all(evidence, state, final, _compare(evidence), rows, last, "drained parameters")
 
 
 def _working_precision(evidence: Evidence, rows: Rows) -> None:
@@ -236,14 +200,9 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
     for step in evidence.steps:
         truth, single = truths[step], singles[step]
         shares = _loss_shares(evidence, step, LOSS_BOUNDS[case.lowest_dtype])
-        moment = Moment(rows, step, "forward", failure)
-        error = working_precision.loss_ratio(
-            sum(shares.values()),
-            single.loss,
-            truth.loss,
-            unit,
-            sum(case.workload.micro_batch_counts(case.data_coordinates)),
-        )
+        moment, total = Moment(rows, step, "forward", failure), sum(shares.values())
+        count = sum(case.workload.micro_batch_counts(case.data_coordinates))
+        error = working_precision.loss_ratio(total, single.loss, truth.loss, unit, count)
         moment.note(Comparison(error, bound), "loss", "all ranks", unit=_TIMES_ONE)
         _end_of_loss(evidence, step, shares, moment)
         for point, kind in (("gradients_final", "gradients"), ("after_clip", "clipped")):
@@ -256,16 +215,13 @@ def _working_precision(evidence: Evidence, rows: Rows) -> None:
             ratios = working_precision.ratios(held, alone, wanted, regions)
             noise = working_precision.noise(held, wanted, regions, unit)
             if working_precision.is_unrounded(case, ratios):
-                text = (
-                    f"nothing has the rounding of {case.compute_dtype}, which 'precision' asks for"
-                )
-                moment.problem("gradients", (), text)
+                text = f"nothing has the rounding of {case.compute_dtype}"
+                moment.problem("gradients", (), f"{text}, which 'precision' asks for")
             for errors, limit, of in ((ratios, bound, _TIMES_ONE), (noise, 1.0, _OF_NOISE)):
                 for name, error in errors.items():
-                    ranks = state.owners.get(name, [])
-                    result, owner = Comparison(error, limit), _owner(state, name)
-                    moment.note(result, name, owner, ranks, unit=of)
-            cause = causes.of_clipping if point == "after_clip" else causes.of_gradients
+                    ranks, result = state.owners.get(name, []), Comparison(error, limit)
+                    moment.note(result, name, _owner(state, name), ranks, unit=of)
+            cause = of_clipping if point == "after_clip" else of_gradients
             with _told(partial(cause, evidence, step, state)):
                 moment.end(case.world)
         _replay(evidence, step, rows)
@@ -300,10 +256,16 @@ def promises_bits(evidence: Figures) -> bool:
 
 def stages_add_in_order(evidence: Figures) -> bool:
     """Whether the stages of a pipeline, if there are any, add gradients up as one process does."""
-    if not _ascends(evidence):
-        return False  # an order of the user's own, which adds micro-batches up in another one
-    # Each stage would add up its own part: (a + c) + (b + d), not (a + b) + (c + d).
-    return not _tied_over_stages(evidence)
+    name, facts = schedule_name(evidence.case.options), evidence.model_facts
+    own = [schedule.ascends for schedule in evidence.schedules.values()] if name is None else []
+    if name in DESCENDING or not all(own):
+        return False  # an order that takes micro-batches otherwise than ascending
+    if facts is None or axes.cutting("layers") not in facts.axes:
+        return True
+    # Each stage would add up its own part of a parameter that several share; one rank may have
+    # several of them: (a + c) + (b + d), not (a + b) + (c + d).
+    stages = stages_of(facts)
+    return all(len(stages.homes(t)) <= 1 for t in facts.trainable if len(t.units) > 1)
 
 
 def _adds_up_first(evidence: Figures) -> bool:
@@ -318,40 +280,15 @@ def _adds_up_first(evidence: Figures) -> bool:
     return own or claims or max(counts, default=1) == 1
 
 
-def _ascends(evidence: Figures) -> bool:
-    """Whether a pipeline is to take micro-batches in ascending order; most named schedules are."""
-    name = schedule_name(evidence.case.options)
-    if name is not None:
-        return name not in DESCENDING
-    return all(schedule.ascends for schedule in evidence.schedules.values())
-
-
-def _tied_over_stages(evidence: Figures) -> bool:
-    """Whether stages of a pipeline share a parameter; one rank may have several of them."""
-    facts = evidence.model_facts
-    if facts is None or axes.cutting("layers") not in facts.axes:
-        return False
-    stages = stages_of(facts)
-    shared = (tensor for tensor in facts.trainable if len(tensor.units) > 1)
-    return any(len(stages.homes(tensor)) > 1 for tensor in shared)
-
-
-def _check_names(
-    state: Assembled, expected: Mapping[str, object] | set[str], step: int, phase: str
-) -> None:
+def _check_names(state: Assembled, expected: Mapping[str, object], step: int, phase: str) -> None:
     if state.problems:
         raise Lacking(f"step {step}, {phase}: " + "; ".join(state.problems[:3]))
     missing = [name for name in expected if name not in state.tensors]
     extra = [name for name in state.tensors if name not in expected]
-    if missing or extra:
-        text = f"step {step}, {phase}: "
-        if missing:
-            text += f"no rank holds {some(missing)}"
-        if missing and extra:
-            text += ", but there is "
-        if extra:
-            text += f"{some(extra)}, which the oracle does not have"
-        raise Lacking(text)
+    texts = [f"no rank holds {some(missing)}"] if missing else []
+    texts += [f"{some(extra)}, which the oracle does not have"] if extra else []
+    if texts:
+        raise Lacking(f"step {step}, {phase}: {', but there is '.join(texts)}")
 
 
 def _must_be_observed(evidence: Evidence, step: int, point: str) -> None:
@@ -362,6 +299,13 @@ def _must_be_observed(evidence: Evidence, step: int, point: str) -> None:
 def _owner(state: Assembled, name: str) -> str:
     ranks = state.owners.get(name, [])
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+
+
+def _copies(state: Assembled, name: str) -> Iterator[tuple[Tensor, list[int], str]]:
+    """Every copy of a tensor, the ranks that hold it, and whose it is, in words."""
+    for replica, actual in state.tensors[name].items():
+        owner = _owner(state, name) + (f", replica {replica}" if replica else "")
+        yield actual, state.holders.get((name, replica), []), owner
 
 
 def _compare_all(
@@ -382,56 +326,42 @@ def _compare_all(
     rounded = {getattr(torch, evidence.case.compute_dtype)} if phase.endswith("parameters") else ()
     if zeros and not exact(evidence):
         unit = working_precision.round_off(evidence.case.dtype)
-        floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
-    silent_parts = {
-        name: [part for part in _declared(regions, name) if _is_silent(expected, part, floor)]
-        for name, expected in truth.items()
-    }
-    wants = {name: split_zero(truth[name], parts)[0] for name, parts in silent_parts.items()}
+        floor = numbers.ZERO_FLOOR * unit * numbers.root_mean_square(list(truth.values()))
+    silent_parts: dict[str, list[numbers.Region]] = {}
+    for name, expected in truth.items():
+        # A slot ``<parameter>.<slot>`` has the regions of its parameter.  Such a region is noise
+        # only if it is small: momentum with weight decay, for one, is not.
+        declared = regions.get(name) or regions.get(name.rpartition(".")[0]) or ()
+        noisy = ((r, numbers.take(expected, r)) for r in declared if floor)
+        silent_parts[name] = [r for r, part in noisy if numbers.root_mean_square([part]) <= floor]
+    wants = {n: numbers.split_zero(truth[n], parts)[0] for n, parts in silent_parts.items()}
     for name, want in wants.items():
         for actual in state.tensors[name].values():
             wants[name] = want.to(actual.dtype) if actual.dtype in rounded else want
-    passing = powerless(wants, evidence.case.world, compare.parts)
+    passing = numbers.powerless(wants, evidence.case.world, compare.parts)
     moment = Moment(rows, step, phase, "differs from the oracle")
     for name, expected in truth.items():
         parts, want = silent_parts[name], wants[name]
         known: dict[int, Comparison] = {}  # equal copies are one object: compared once
-        for replica, actual in state.tensors[name].items():
-            ranks = state.holders.get((name, replica), [])
+        for actual, ranks, owner in _copies(state, name):
             if actual.dtype in rounded:
                 expected = expected.to(actual.dtype)
             if actual.shape != expected.shape or actual.dtype != expected.dtype:
-                text = (
-                    f"{name!r} is {actual.dtype} {tuple(actual.shape)}, "
-                    f"expected {expected.dtype} {tuple(expected.shape)}"
-                )
-                moment.problem(name, ranks, text)
+                held, want_of = (f"{t.dtype} {tuple(t.shape)}" for t in (actual, expected))
+                moment.problem(name, ranks, f"{name!r} is {held}, expected {want_of}")
                 continue
-            have, silent = split_zero(actual, parts)
-            owner = _owner(state, name) + (f", replica {replica}" if replica else "")
+            have, silent = numbers.split_zero(actual, parts)
             result = known.get(id(actual))
             if result is None and zeros and not exact(evidence) and not bool(expected.any()):
-                result = Comparison(root_mean_square([actual]), floor)
+                result = Comparison(numbers.root_mean_square([actual]), floor)
             known[id(actual)] = result = result or compare(have, want)
             moment.note(result, name, owner, ranks)
             for part in silent:
-                size, zero = root_mean_square([part]), "true gradient is zero, but"
-                moment.note(
-                    *(Comparison(size, floor), name, owner, ranks), part=_ZERO_SLICE, failure=zero
-                )
+                result, why = Comparison(numbers.root_mean_square([part]), floor), _IS_ZERO
+                moment.note(result, name, owner, ranks, part=_ZERO_SLICE, failure=why)
         if passing[name]:
             rows.append(ComparisonRow(step, phase, name, tested=False))
     moment.end(evidence.case.world)
-
-
-def _declared(regions: Mapping[str, Sequence[Region]], name: str) -> Sequence[Region]:
-    """Zero-gradient regions of a parameter, or of the optimizer slot ``<parameter>.<slot>``."""
-    return regions.get(name) or regions.get(name.rpartition(".")[0]) or ()
-
-
-def _is_silent(truth: Tensor, region: Region, floor: float) -> bool:
-    """Whether ``region`` is noise: momentum with weight decay, for one, is not."""
-    return bool(floor) and root_mean_square([take(truth, region)]) <= floor
 
 
 def _loss(evidence: Evidence, step: int, rows: Rows) -> None:
@@ -455,10 +385,10 @@ def _end_of_loss(
     except Lacking:
         raise
     except Differs as failure:
-        loss = causes.told(partial(causes.of_loss, evidence, step, shares))
+        loss = causes.told(partial(of_loss, evidence, step, shares))
         times = sum(shares.values()) / (evidence.oracle.steps[step].loss or math.inf)
-        beside = causes.told(partial(causes.beside_loss, evidence, step, loss, times))
-        told = f"{loss}: {failure}" if loss else str(failure)
+        beside = causes.told(partial(beside_loss, evidence, step, loss, times))
+        told = causes.before(lambda: loss, failure)
         raise Differs(f"{told}; and of the gradients: {beside}" if beside else told) from None
 
 
@@ -480,11 +410,10 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
     truth = evidence.oracle.steps[step].loss
     factor = _loss_factor(evidence)
     shares: dict[int | None, float] = {}
-    wanted = set()
+    given = [record.steps[step].share for record in evidence.records]
+    wanted = {share for share in given if share is not None}
     for record in evidence.records:
         rank, coordinate, loss = record.rank, record.steps[step].share, record.steps[step].loss
-        if coordinate is not None:
-            wanted.add(coordinate)
         if loss is None:
             continue
         loss /= factor
@@ -496,8 +425,7 @@ def _loss_shares(evidence: Evidence, step: int, bound: float) -> dict[int | None
                 f"step {step}: ranks of data coordinate {coordinate} disagree on its loss: "
                 f"{known!r} and, on rank {rank}, {loss!r}"
             )
-    if wanted - set(shares):
-        missing = sorted(wanted - set(shares))
+    if missing := sorted(wanted - set(shares)):
         raise Differs(f"step {step}: no rank tells the loss of data coordinates {missing}")
     return shares
 
@@ -512,7 +440,7 @@ def _gradients(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> N
             continue
         _must_be_observed(evidence, step, point)
         state = evidence.observed(step, point, "gradients")
-        cause = causes.of_clipping if point == "after_clip" else causes.of_gradients
+        cause = of_clipping if point == "after_clip" else of_gradients
         with _told(partial(cause, evidence, step, state)):
             _compare_all(evidence, state, expected, compare, rows, step, point, zeros=True)
 
@@ -528,7 +456,7 @@ def _trajectory(evidence: Evidence, step: int, compare: Compare, rows: Rows) -> 
     for kind, zeros in (("parameters", False), ("optimizer", True)):
         state = evidence.observed(step, "after_update", kind)
         phase = f"after_update {kind}"
-        with _told(partial(causes.of_update, evidence, step, truth.parameters)):
+        with _told(partial(of_update, evidence, step, truth.parameters)):
             _compare_all(evidence, state, expected[kind], compare, rows, step, phase, zeros)
 
 
@@ -562,40 +490,34 @@ def _replay(evidence: Evidence, step: int, rows: Rows) -> None:
     #     state -----+--> one step on one device --> master --rounded--> parameter
     #     master ----+
     exact_values = {name: value for name, value in before.items() if name not in update.trainable}
-    for name in masters:
-        held_as = name.removesuffix(f".{MASTER}")
-        exact_values[held_as] = slots.first()[name]
+    held_as = {name: name.removesuffix(f".{MASTER}") for name in masters}
+    exact_values |= {held_as[name]: slots.first()[name] for name in masters}
     held = made.parameters | {n: t.to(after.first()[n].dtype) for n, t in exact_values.items()}
-    expected_slots = made.slots | {
-        name: made.parameters[name.removesuffix(f".{MASTER}")] for name in masters
-    }
+    expected_slots = made.slots | {n: made.parameters[own] for n, own in held_as.items()}
     earlier = made.terms | {f"{name}.{MASTER}": tensor for name, tensor in before.items()}
     # Where ranks meet there are the last places of the updates, and those of a sum of them.
     on_gpu = BACKENDS[evidence.case.backend].device != "cpu"
-    once = partial(replay_ulps, evidence.case.optimizer.name, on_gpu=on_gpu)
-    with _told(partial(causes.of_update, evidence, step, held)):
+    once = partial(numbers.replay_ulps, evidence.case.optimizer.name, on_gpu=on_gpu)
+    passes = partial(numbers.parts_within_ulps, ulps=once(False))
+    with _told(partial(of_update, evidence, step, held)):
         for state, wanted, reference, phase in (
             (after, held, {**before, **made.terms}, "replayed update of parameters"),
             (slots, expected_slots, earlier, "replayed update of optimizer"),
         ):
             _check_names(state, wanted, step, phase)
-            passing = powerless(
-                wanted, evidence.case.world, partial(parts_within_ulps, ulps=once(False))
-            )
+            passing = numbers.powerless(wanted, evidence.case.world, passes)
             moment = Moment(rows, step, phase, "differs from a one-step replay")
             for name, value in wanted.items():
                 like = reference.get(name, value).to(value.dtype)
                 is_slot = state is slots and not name.endswith(f".{MASTER}") and not is_outer(name)
                 met = 2 if truth.met and (state is after or is_outer(name)) else 1
                 ulps = 0 if name in exact_values else met * once(is_slot)
-                compare = partial(within_ulps, reference=like, ulps=ulps)
+                compare = partial(numbers.within_ulps, reference=like, ulps=ulps)
                 if passing[name]:
                     rows.append(ComparisonRow(step, phase, name, tested=False))
                 known: dict[int, Comparison] = {}
-                for replica, actual in state.tensors[name].items():
-                    owner = _owner(state, name) + (f", replica {replica}" if replica else "")
+                for actual, ranks, owner in _copies(state, name):
                     known[id(actual)] = result = known.get(id(actual)) or compare(actual, value)
-                    ranks = state.holders.get((name, replica), [])
                     moment.note(result, name, owner, ranks, unit="ULP")
             moment.end(evidence.case.world)
 
@@ -623,12 +545,12 @@ def _buffers(evidence: Evidence, step: int, compare: Compare, rows: Rows, replay
             coordinate = min(replica // each, len(truth) - 1)
             coordinate = shares.get(ranks[0], coordinate) if ranks else coordinate
             expected = truth[coordinate][name]
-            how = compare if expected.is_floating_point() else bitwise
+            how = compare if expected.is_floating_point() else numbers.bitwise
             result = how(actual, expected)
             if replays and how is compare and step > evidence.steps[0] and not result.ok:
-                made = replayed_buffers.after_step(evidence, step, replica, coordinate)
+                made = buffers_after(evidence, step, replica, coordinate)
                 result = how(actual, made[name]) if name in made else result
             wrong = wrong if wrong or result.ok else (name, coordinate, actual)
             moment.note(result, name, f"data coordinate {coordinate}", ranks)
-    with _told(lambda: causes.of_buffers(evidence, step, *wrong) if wrong else ""):
+    with _told(lambda: of_buffers(evidence, step, *wrong) if wrong else ""):
         moment.end(evidence.case.world)

@@ -35,13 +35,11 @@ def decide(figures: Figures) -> Outcome:
         for record in figures.records:
             if record.steps[step].present:
                 own = truth[step].of_share(record.steps[step].share)
-                problem = _metrics(record.steps[step].metrics, own)
-                if problem:
+                if problem := _metrics(record.steps[step].metrics, own):
                     where = f"step {step}, rank {record.rank}: {problem}"
                     return Outcome("loss_scale", "fail", where, figures=numbers)
     for step in skipped:
-        worst = _moved(figures.tensors, step, truth[step])
-        if worst is not None:
+        if (worst := _moved(figures.tensors, step, truth[step])) is not None:
             text = f"{worst.name!r} changed in step {step}, which overflowed and is no update"
             return Outcome("loss_scale", "fail", text, worst, numbers)
     if TRAIT in figures.workload.traits and not skipped:
@@ -52,8 +50,7 @@ def decide(figures: Figures) -> Outcome:
 
 def _metrics(metrics: Mapping[str, float], truth: OracleStep) -> str:
     """What is wrong with one rank's metrics (``""``: nothing)."""
-    missing = [name for name in ("scale", "skipped") if name not in metrics]
-    if missing:
+    if missing := [name for name in ("scale", "skipped") if name not in metrics]:
         return f"its metrics lack {missing[0]!r}, which loss scaling must report"
     if bool(metrics["skipped"]) != bool(truth.skipped):
         did = "skipped the update" if metrics["skipped"] else "made the update"
@@ -79,11 +76,9 @@ def _moved(rows: list[TensorRow], step: int, truth: OracleStep) -> Worst | None:
     earlier = (step - 1, "after_update" if step else "initial")
     for row in rows:
         key = (row.kind, row.name, row.replica)
-        if row.kind not in ("parameters", "optimizer"):
-            continue
-        if alone and not alone[row.replica]:
-            continue
-        if truth.met and (row.kind == "parameters" or is_outer(row.name)):
+        met = truth.met and (row.kind == "parameters" or is_outer(row.name))
+        is_asked = row.kind in ("parameters", "optimizer") and not met
+        if not is_asked or (alone and not alone[row.replica]):
             continue
         if (row.step, row.point) == earlier:
             before[key] = row.digest
@@ -93,7 +88,6 @@ def _moved(rows: list[TensorRow], step: int, truth: OracleStep) -> Worst | None:
         # Masters and outer slots exist from the first update on: there is none to keep before.
         is_fresh = not step and (row.name.endswith(".master") or is_outer(row.name))
         if not is_fresh and before.get(key) != row.digest:
-            phase = f"after_update {row.kind}"
-            owner = f"ranks {row.owners}"
+            phase, owner = f"after_update {row.kind}", f"ranks {row.owners}"
             return Worst(row.name, step, phase, owner, float("inf"), 0.0)
     return None

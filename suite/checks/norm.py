@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 from shardproof.checks import Needs, Outcome, Worst, causes
+from shardproof.checks.causes.scalars import of_norm
 from shardproof.checks.equivalence import judged_lane
 from shardproof.checks.numbers import FP64_BOUND
 from shardproof.evidence.assembled import Evidence, Figures
@@ -30,22 +31,19 @@ BOUNDS = {"float64": FP64_BOUND, "float32": 1.2e-5, "bfloat16": 0.05, "float16":
 def measure(evidence: Evidence) -> list[ComparisonRow]:
     """What explains the first wrong norm, where one is wrong."""
     outcome = decide(evidence)
-    if outcome.status != "fail" or outcome.worst is None:
+    if outcome.status != "fail" or (worst := outcome.worst) is None:
         return []
-    worst = outcome.worst
     rank = int(worst.owner.removeprefix("rank "))
-    held = evidence.ranks[rank].steps[worst.step].norm
     true = _truths(evidence)[worst.step][rank]
-    if held is None:
+    if (held := evidence.ranks[rank].steps[worst.step].norm) is None:
         return []
-    sentence = causes.told(lambda: causes.of_norm(evidence, worst.step, rank, held, true))
+    sentence = causes.told(lambda: of_norm(evidence, worst.step, rank, held, true))
     return [ComparisonRow(worst.step, worst.phase, worst.name, worst.owner, problem=sentence)]
 
 
 def decide(evidence: Figures) -> Outcome:
     """Compare ``StepResult.norm`` of every rank and step with the oracle's pre-clip norm."""
-    limit = evidence.case.optimizer.clip_norm
-    if limit is None:
+    if (limit := evidence.case.optimizer.clip_norm) is None:
         return Outcome("norm", "skip", "clipping is off")
     bound = BOUNDS[evidence.case.lowest_dtype]
     compared, active = list[Worst](), 0
@@ -56,18 +54,16 @@ def decide(evidence: Figures) -> Outcome:
             truth = truths.get(record.rank)
             if truth is None or not record.steps[step].present:
                 continue
-            value = record.steps[step].norm
+            value, owner = record.steps[step].norm, f"rank {record.rank}"
             if value is None:
-                return Outcome("norm", "fail", f"rank {record.rank} reports no norm at {step=}")
-            error = abs(value - truth) / truth if truth else abs(value)
+                return Outcome("norm", "fail", f"{owner} reports no norm at {step=}")
+            error = abs(value - truth) / (truth or 1.0)
             # NaN would compare as neither larger nor smaller, and max would pass it over.
-            error = error if error == error else math.inf
-            owner = f"rank {record.rank}"
+            error = math.inf if math.isnan(error) else error
             compared.append(Worst("gradient norm", step, "gradients_final", owner, error, bound))
     worst = max(compared, key=lambda this: this.error)
     figures = {"clipped_steps": active, "steps": len(evidence.steps)}
-    wrong = [this for this in compared if this.error > bound]
-    if wrong:
+    if wrong := [this for this in compared if this.error > bound]:
         counts = [sum(one.step == wrong[0].step for one in of) for of in (wrong, compared)]
         told = [row.problem for row in evidence.compared.get("norm", ()) if row.problem]
         message = ": ".join([*told, f"pre-clip global norm is wrong: {wrong[0]}"])
@@ -82,20 +78,16 @@ def decide(evidence: Figures) -> Outcome:
 
 def _truths(evidence: Figures) -> dict[int, dict[int, float]]:
     """Step -> rank -> the norm to clip by; an overflow has none."""
-    shown = _shown(evidence) if judged_lane(evidence) == "working_precision" else {}
+    # One copy of every gradient that is shown before clipping.
+    shown: dict[int, dict[str, float]] = {}
+    for row in evidence.tensors if judged_lane(evidence) == "working_precision" else ():
+        if (row.point, row.kind) == ("gradients_final", "gradients"):
+            shown.setdefault(row.step, {}).setdefault(row.name, row.norm**2)
     truths: dict[int, dict[int, float]] = {}
     for step in evidence.steps:
         for record in evidence.records:
             truth = evidence.oracle.steps[step].of_share(record.steps[step].share)
             if not truth.skipped:
-                truths.setdefault(step, {})[record.rank] = shown.get(step, truth.norm)
+                norm = math.sqrt(sum(shown[step].values())) if step in shown else truth.norm
+                truths.setdefault(step, {})[record.rank] = norm
     return truths
-
-
-def _shown(evidence: Figures) -> dict[int, float]:
-    """Step -> global norm of one copy of every gradient that is shown before clipping."""
-    squares: dict[int, dict[str, float]] = {}
-    for row in evidence.tensors:
-        if (row.point, row.kind) == ("gradients_final", "gradients"):
-            squares.setdefault(row.step, {}).setdefault(row.name, row.norm**2)
-    return {step: math.sqrt(sum(names.values())) for step, names in squares.items()}

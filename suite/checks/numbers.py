@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardproof.checks import Worst, against
+from shardproof.checks import Outcome, Worst, against
 from shardproof.evidence.records import ComparisonRow
 
 #: Largest relative Frobenius error of a tensor in the fp64 lane: 600 x above the worst clean run
@@ -97,6 +98,15 @@ class Lacking(Differs):
     """There is nothing to compare: names or pieces are missing, or there are too many."""
 
 
+@contextmanager
+def saying(text: str) -> Iterator[None]:
+    """Put ``text`` in front of what differs inside."""
+    try:
+        yield
+    except Differs as failure:
+        raise Differs(f"{text}{failure}") from None
+
+
 class Moment:
     """The comparisons of one moment.
 
@@ -167,6 +177,15 @@ class Tally:
     problem: str = ""
     not_tested: set[str] = field(default_factory=set)
 
+    @property
+    def wrong(self) -> str:
+        """What is wrong, as a sentence; empty: nothing."""
+        return self.problem or (f"differs: {self.failed}" if self.failed else "")
+
+    def outcome(self, check: str, figures: Mapping[str, object]) -> Outcome:
+        """What ``check`` says: the first thing that is wrong fails."""
+        return Outcome(check, "fail" if self.wrong else "pass", self.wrong, self.worst, figures)
+
     @classmethod
     def of(cls, rows: Iterable[ComparisonRow]) -> Tally:
         """The tally of ``rows``."""
@@ -189,11 +208,9 @@ class Tally:
 
 def _share(worst: Worst) -> float:
     """The error as a part of its bound."""
-    if math.isnan(worst.error):
+    if math.isnan(worst.error) or (worst.error and not worst.bound):
         return math.inf
-    if worst.bound:
-        return worst.error / worst.bound
-    return math.inf if worst.error else 0.0
+    return worst.error / worst.bound if worst.error else 0.0
 
 
 def _bitwise(actual: Tensor, truth: Tensor) -> Comparison:

@@ -1,4 +1,11 @@
-"""One optimizer step on one device, from what a system shows: what its update must have made."""
+"""One step on one device, from what a system shows: what its update, and its buffers, must be.
+
+AdamW divides by the root of a second moment: where that is near ``eps``, round-off of a gradient
+is a visible part of the update.  So parameters are never compared across trajectories under AdamW,
+and buffers follow parameters: one that leaves its bound is made again from the system's own state.
+
+*Cannot see* a buffer behind a stateful dropout, whose draws are not held: such a one stays wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shardproof.checks.causes import fits
 from shardproof.contract import OptimizerSpec, is_outer
 from shardproof.evidence.assembled import CoordinateEvidence, Evidence
-from shardproof.oracle.optimizers import (
-    build_optimizer,
-    largest_terms,
-    load_slots,
-    read_slots,
-    set_learning_rate,
-)
+from shardproof.oracle import optimizers, training
+from shardproof.workloads import for_case
 
 Tensors = Mapping[str, Tensor]
 
@@ -56,15 +59,14 @@ class Update:
         for name, parameter in named.items():
             gradient = self.gradients.get(name)
             parameter.grad = None if gradient is None else gradient.clone()
-        optimizer = build_optimizer(self.spec, named)
-        load_slots(optimizer, named, self.slots)
-        set_learning_rate(optimizer, self.spec, self.step)
+        optimizer = optimizers.build_optimizer(self.spec, named)
+        optimizers.load_slots(optimizer, named, self.slots)
+        optimizers.set_learning_rate(optimizer, self.spec, self.step)
         # Before the step, from what it starts from.
-        terms = largest_terms(optimizer, named)
+        terms = optimizers.largest_terms(optimizer, named)
         optimizer.step()
-        updated = {name: p.detach() for name, p in named.items()}
-        parameters = {name: updated.get(name, self.before[name]) for name in self.before}
-        return Made(parameters, read_slots(optimizer, named), terms)
+        parameters = {**self.before, **{name: p.detach() for name, p in named.items()}}
+        return Made(parameters, optimizers.read_slots(optimizer, named), terms)
 
 
 def update_of(evidence: Evidence, step: int) -> Update:
@@ -74,11 +76,9 @@ def update_of(evidence: Evidence, step: int) -> Update:
     point = "after_clip" if spec.clip_norm is not None else "gradients_final"
     skipped = evidence.truth.steps[step].skipped
     gradients = {} if skipped else evidence.observed(step, point, "gradients").first()
-    own: dict[str, Tensor] = {}
-    if step:
-        held = evidence.observed(step - 1, "after_update", "optimizer").first()
-        # Alone, a master would pass for the state of a parameter that nobody has updated yet.
-        own = {n: t for n, t in held.items() if not (n.endswith(f".{MASTER}") or is_outer(n))}
+    held = evidence.observed(step - 1, "after_update", "optimizer").first() if step else {}
+    # Alone, a master would pass for the state of a parameter that nobody has updated yet.
+    own = {n: t for n, t in held.items() if not (n.endswith(f".{MASTER}") or is_outer(n))}
     trainable = tuple(evidence.workload.trainable_names)
     return Update(spec, step, trainable, wide(evidence, step - 1), gradients, own)
 
@@ -121,3 +121,24 @@ def wide(evidence: Evidence, step: int) -> dict[str, Tensor]:
     held = evidence.observed(step, "after_update", "parameters").first()
     slots = evidence.observed(step, "after_update", "optimizer").first()
     return {name: slots.get(f"{name}.{MASTER}", tensor) for name, tensor in held.items()}
+
+
+def buffers_after(evidence: Evidence, step: int, replica: int, coordinate: int) -> Tensors:
+    """Buffers of copy ``replica``, of ``coordinate``, by the declared rule; empty: it had none."""
+    held = fits.state_before(evidence, step)
+    rule = evidence.declaration.buffers
+    start = {name: copies[min(copies)] for name, copies in held["parameters"].items()}
+    for name, copies in held["buffers"].items():
+        #     per_rank    each copy goes on from itself
+        #     others      all go on from the first copy, which is broadcast, or equal on all ranks
+        source = replica if rule == "per_rank" else min(copies)
+        if source not in copies:
+            return {}
+        start[name] = copies[source]
+    batches = [share.micro_batches for share in evidence.shares(step)]
+    mine = batches[coordinate]
+    if rule == "synced":
+        # Micro-batches of equal index run as one; only their inputs are asked for.
+        joined = zip(*batches, strict=True)
+        mine = [replace(one[0], inputs=torch.cat([m.inputs for m in one])) for one in joined]
+    return training.buffers_after(for_case(evidence.case), evidence.case.precision, start, mine)

@@ -61,7 +61,7 @@ def decide(evidence: Figures) -> Outcome:
             #     issued . . . . unit begins . . . . waited for      hidden
             #     issued . waited for . unit begins                  exposed
             #     last unit begins . . . . issued                    nothing is left to hide it
-            made = _reductions(record, step, units)
+            made = _Reductions(step_calls(record, step), units)
             counts.reductions += len(made.calls)
             counts.issued_inside_backward += len(made.calls) - len(made.late)
             counts.hidden += len(made.early) - len(made.exposed)
@@ -71,7 +71,10 @@ def decide(evidence: Figures) -> Outcome:
                 rounds = begun.count(("forward", ""))  # passes of the whole model
                 idle = cost_model.facts.rounds - rounds
                 allowed, waits = ahead.after_backward(rounds, idle), idle > 0
-                gathers.append(_gathers_ahead(record, step))
+                # Those that are under way while some unit begins to compute.
+                computes = _begins(record, step, ("forward", "backward", "recompute"))
+                issued = _gathers(record, step, ("forward", "backward"))
+                gathers.append(sum(_computed_while_under_way(call, computes) for call in issued))
                 deepest = {phase: _depth(record, step, phase) for phase in ahead.depth}
                 depths = {phase: max(most, depths.get(phase, 0)) for phase, most in deepest.items()}
                 problem = _wrong_gathers(ahead, rounds, gathers[-1], deepest)
@@ -83,9 +86,8 @@ def decide(evidence: Figures) -> Outcome:
                 message = f"rank {record.rank}, step {step}: {problem}"
                 return Outcome("overlap", "fail", message, None, counts.to_dict())
     if not counts.reductions and unlearned:
-        return Outcome(
-            "overlap", "precondition", "in every settled step ranks compute for the first time"
-        )
+        message = "in every settled step ranks compute for the first time"
+        return Outcome("overlap", "precondition", message)
     if not counts.reductions:
         return Outcome("overlap", "fail", "no gradient reduction was logged in backward")
     figures = replace(counts, gathers_ahead=min(gathers, default=None), depth=depths or None)
@@ -119,31 +121,20 @@ def _not_judged(evidence: Figures) -> Outcome | None:
     return None
 
 
-@dataclass(frozen=True)
 class _Reductions:
-    """Gradient reductions of one rank and step, by when they start and are waited for.
+    """Gradient reductions in one backward of a rank, by when they start and are waited for.
 
     ``late``: after backward has ended; ``early``: before the last unit begins its backward;
     ``exposed``: early ones that are waited for before another unit begins.
     """
 
-    calls: list[Call]
-    late: list[Call]
-    early: list[Call]
-    exposed: list[Call]
-
-
-def _reductions(record: RankRecord, step: int, units: list[int]) -> _Reductions:
-    """The reductions in backward of ``step``; ``units``: where units begin their backward."""
-    calls = [
-        call
-        for call in step_calls(record, step)
-        if call.operation in REDUCTIONS and call.phase == "backward"
-    ]
-    late = [call for call in calls if not call.inside_backward]
-    early = [call for call in calls if call.issued < units[-1]]
-    exposed = [call for call in early if not _computed_while_under_way(call, units)]
-    return _Reductions(calls, late, early, exposed)
+    def __init__(self, calls: list[Call], units: list[int]) -> None:
+        """``calls`` of a step; ``units``: where units begin their backward."""
+        inside = [call for call in calls if call.phase == "backward"]
+        self.calls = [call for call in inside if call.operation in REDUCTIONS]
+        self.late = [call for call in self.calls if not call.inside_backward]
+        self.early = [call for call in self.calls if call.issued < units[-1]]
+        self.exposed = [c for c in self.early if not _computed_while_under_way(c, units)]
 
 
 def _wrong_reductions(made: _Reductions, most: int | None, watched: bool, unhidden: bool) -> str:
@@ -154,48 +145,31 @@ def _wrong_reductions(made: _Reductions, most: int | None, watched: bool, unhidd
     """
     calls, late, early, exposed = made.calls, made.late, made.early, made.exposed
     if most is not None and len(late) > most:
-        return (
-            f"{len(late)} of {len(calls)} gradient reductions start after backward has "
-            f"ended, when nothing computes beside them ({most} allowed)"
-        )
+        when = f"after backward has ended, when nothing computes beside them ({most} allowed)"
+        return f"{len(late)} of {len(calls)} gradient reductions start {when}"
     if most is not None and exposed and watched:
-        return (
-            f"{len(exposed)} of {len(early)} gradient reductions that start early enough "
-            "are waited for at once: no unit begins its backward while they are under way"
-        )
+        count = f"{len(exposed)} of {len(early)} gradient reductions that start early enough"
+        why = "no unit begins its backward while they are under way"
+        return f"{count} are waited for at once: {why}"
     # Gradients that wait for a round in which only others compute leave late, and a single
     # unit has no other behind it.
     if len(calls) > 2 and not early and not unhidden:
-        return (
-            f"none of {len(calls)} gradient reductions starts before the last unit begins "
-            "its backward: all other units compute while nothing is under way"
-        )
+        when = "before the last unit begins its backward"
+        why = "all other units compute while nothing is under way"
+        return f"none of {len(calls)} gradient reductions starts {when}: {why}"
     return ""
 
 
 def _wrong_gathers(ahead: Prefetch, rounds: int, early: int, deepest: Mapping[str, int]) -> str:
     """What is wrong with the gathers of one rank and step (``""``: nothing)."""
-    if early < ahead.gathers * rounds:
-        return (
-            f"{early} gathers are issued while another unit computes, "
-            f"{ahead.gathers * rounds} promised"
-        )
+    if early < (most := ahead.gathers * rounds):
+        return f"{early} gathers are issued while another unit computes, {most} promised"
     for phase, (least, most) in ahead.depth.items():
         if not least <= deepest[phase] <= most:
             wanted = str(least) if least == most else f"{least} to {most}"
-            return (
-                f"when a unit's {phase} begins at most {deepest[phase]} gathers are under way, "
-                f"{wanted} promised"
-            )
+            found = f"at most {deepest[phase]} gathers are under way"
+            return f"when a unit's {phase} begins {found}, {wanted} promised"
     return ""
-
-
-def _gathers_ahead(record: RankRecord, step: int) -> int:
-    """Gathers that are under way while some unit begins to compute."""
-    kinds = ("forward", "backward", "recompute")
-    units = _begins(record, step, kinds)
-    gathers = _gathers(record, step, ("forward", "backward"))
-    return sum(_computed_while_under_way(call, units) for call in gathers)
 
 
 def _depth(record: RankRecord, step: int, phase: str) -> int:

@@ -24,17 +24,14 @@ def judge_errors(expected: str, errors: Sequence[Any]) -> Outcome:
             return Outcome("refusals", "pass", f"rank {error.rank}: {error.message.strip()[:300]}")
     if raised:
         first = raised[0]
-        message = (
-            f"expected a refusal that says {expected!r}, but rank {first.rank} raised "
-            f"{first.error_type}: {first.message.strip()[:300]}"
-        )
+        what = f"rank {first.rank} raised {first.error_type}: {first.message.strip()[:300]}"
+        message = f"expected a refusal that says {expected!r}, but {what}"
         return Outcome("refusals", "fail", message)
     return Outcome("refusals", "fail", f"nothing was refused; expected {expected!r}")
 
 
 def decide(evidence: Any) -> Outcome:
     """With complete records every rank ran to its end, so nothing was refused."""
-    expected = evidence.case.expect.get("refuses")
-    if expected is None:
+    if (expected := evidence.case.expect.get("refuses")) is None:
         return Outcome("refusals", "skip", "the scenario expects no refusal")
     return judge_errors(expected, ())

@@ -35,7 +35,7 @@ or a branch by micro-batch under *split*, a generator that no piece holds under 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,12 +44,12 @@ from shardproof import axes, workloads
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks import Needs, Outcome, causes, weighs
+from shardproof.checks.causes.state import of_reload
 from shardproof.checks.equivalence import stages_add_in_order
 from shardproof.checks.numbers import FP64_BOUND, Tally, bitwise, relative_frobenius
 from shardproof.checks.two_runs import Pair, with_other
 from shardproof.evidence.assembled import Beside, Evidence, Figures
 from shardproof.evidence.records import ComparisonRow
-from shardproof.ledgers.memory.summary import MemoryRow
 
 NEEDS: Needs = ("values", "every rank")
 
@@ -78,12 +78,10 @@ def derive(evidence: Figures) -> tuple[Case | None, str]:
     """
     case = evidence.case
     relation = name_of(case.expect.get("relation"))
-    why = _not_defined(evidence, relation)
-    if why:
+    if why := _not_defined(evidence, relation):
         return None, why
-    return _DERIVE[relation](
-        replace(case, id=f"{case.id}::{relation}", checks=(), ledgers=False), evidence
-    ), ""
+    plain = replace(case, id=f"{case.id}::{relation}", checks=(), ledgers=False)
+    return _DERIVE[relation](plain, evidence), ""
 
 
 def _scale(case: Case, _: Figures) -> Case:
@@ -104,14 +102,9 @@ def _scale(case: Case, _: Figures) -> Case:
 
 def _recompute(case: Case, evidence: Figures) -> Case:
     """Without recomputation; its memory is measured where this run's is, to compare them."""
-    options = {**case.options, "recompute_every": 0}
-    if not weighs(evidence.case, evidence.declaration):
-        return replace(case, options=options)
-    return replace(case, options=options, checks=("memory",), ledgers=True)
-
-
-def _same_as(case: Case, _: Figures) -> Case:
-    return with_other(case, case.expect["relation"]["same_as"])
+    case = replace(case, options={**case.options, "recompute_every": 0})
+    is_weighed = weighs(evidence.case, evidence.declaration)
+    return replace(case, checks=("memory",), ledgers=True) if is_weighed else case
 
 
 _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
@@ -125,7 +118,7 @@ _DERIVE: dict[str, Callable[[Case, Figures], Case]] = {
     "scale": _scale,
     "recompute": _recompute,
     "reload": lambda case, _: replace(case, reload_at=case.steps // 2),
-    "same_as": _same_as,
+    "same_as": lambda case, _: with_other(case, case.expect["relation"]["same_as"]),
     AGAIN: lambda case, _: case,
 }
 
@@ -165,8 +158,7 @@ def _not_defined(evidence: Figures, relation: str) -> str:
 
 def _not_splittable(evidence: Figures) -> str:
     spec = evidence.case.workload
-    by_cut = [trait for trait in spec.traits if trait in _BY_MICRO_BATCH]
-    if by_cut:
+    if by_cut := [trait for trait in spec.traits if trait in _BY_MICRO_BATCH]:
         return f"{by_cut[0]}: what runs depends on the micro-batch"
     if workloads.make(spec, evidence.case.dtype, evidence.case.lane).depends_on_cut:
         return "gradients depend, by definition, on how the batch is cut"
@@ -250,7 +242,7 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
         if step == other.case.reload_at:
             first = Tally.of(rows).failed
             if first and first.step == step:  # a reload explains nothing that came before it
-                cause = causes.told(partial(causes.of_reload, evidence, other, step))
+                cause = causes.told(partial(of_reload, evidence, other, step))
                 # After a failure that is told first, it says why.
                 return [*rows, *([ComparisonRow(problem=cause)] if cause else [])]
     return rows
@@ -259,24 +251,17 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
 def _kept_as_well(evidence: Evidence, other: Evidence) -> str:
     """Where a recomputed forward keeps no fewer bytes than one without recomputation."""
     for record, without in zip(evidence.ranks.values(), other.ranks.values(), strict=True):
-        here, there = (_activations(run.memory) for run in (record, without))
-        for step, most in there.items():
-            # Equal is wrong, too: then recomputation saved nothing.
-            if here.get(step, 0) >= most:
-                return (
-                    f"rank {record.rank}, step {step}: a forward keeps {here[step]:,} bytes of "
-                    f"activations, {most:,} without recomputation"
-                )
+        # Bytes at the peak of the forward of every step, on all devices.
+        here, there = Counter[int](), Counter[int]()
+        for peaks, memory in ((here, record.memory), (there, without.memory)):
+            for row in memory:
+                if (row.moment, row.where, row.kind) == ("peak", "forward", "activations"):
+                    peaks[row.step] += row.bytes
+        # Equal is wrong, too: then recomputation saved nothing.
+        for step in (step for step, most in there.items() if here[step] >= most):
+            kept = f"{here[step]:,} bytes of activations, {there[step]:,} without recomputation"
+            return f"rank {record.rank}, step {step}: a forward keeps {kept}"
     return ""
-
-
-def _activations(memory: Sequence[MemoryRow]) -> dict[int, int]:
-    """Bytes at the peak of the forward of every step, on all devices."""
-    peaks = Counter[int]()
-    for row in memory:
-        if (row.moment, row.where, row.kind) == ("peak", "forward", "activations"):
-            peaks[row.step] += row.bytes
-    return peaks
 
 
 # ------------------------------------------------------------------------------------- deciding
@@ -290,15 +275,12 @@ def decide(figures: Figures) -> Outcome:
         if row.skip:
             return Outcome("relations", "skip", row.skip)
     tally = Tally.of(rows)
-    numbers = {
-        "relation": relation,
-        "compared": tally.compared,
-        "not_tested": sorted(tally.not_tested),
-    }
+    tested = {"compared": tally.compared, "not_tested": sorted(tally.not_tested)}
+    numbers = {"relation": relation, **tested}
     problem = tally.problem
     if tally.failed:
-        cause = f"{problem}: " if problem and relation == "reload" else ""
-        problem = f"{cause}{tally.failed}"
+        cause = [problem] if problem and relation == "reload" else []
+        problem = ": ".join([*cause, str(tally.failed)])
     if problem:
         message = f"{relation} does not hold: {problem}"
         return Outcome("relations", "fail", message, tally.worst, numbers)

@@ -34,16 +34,15 @@ def decide(figures: Figures) -> Outcome:
     moments = _moments(figures)
     steps = figures.oracle.steps
     if figures.declaration.trains_alone and not any(step.met for step in steps):
-        text = (
-            f"ranks that train alone meet in none of the {len(steps)} steps: whether they meet as "
-            "they say is not seen; meet more often, or take more steps"
-        )
-        return Outcome("replicas", "precondition", text)
+        text = f"ranks that train alone meet in none of the {len(steps)} steps"
+        then = "whether they meet as they say is not seen; meet more often, or take more steps"
+        return Outcome("replicas", "precondition", f"{text}: {then}")
     initial = moments.get((-1, "initial", "parameters"), {})
     compared = parted = 0
     for (step, point, kind), tensors in moments.items():
         phase = f"{point} {kind}" if point == "after_update" else point
-        if step >= 0 and steps and steps[step].parted and kind == "parameters":
+        truth = steps[step] if step >= 0 and steps else None
+        if truth is not None and truth.parted and kind == "parameters":
             if not any(row.differs for copies in tensors.values() for row in copies.values()):
                 text = "replicas are equal, though ranks train alone and have not met"
                 return Outcome("replicas", "fail", f"step {step} ({phase}): {text}")
@@ -63,11 +62,10 @@ def decide(figures: Figures) -> Outcome:
                 wrong.setdefault(name, set()).update(row.owners)
                 if first_wrong is None:
                     worst = Worst(name, step, phase, f"replica {replica}", row.differs, 0.0)
-                    message = (
-                        f"replicas {first} and {replica} differ in {row.differs} of "
-                        f"{math.prod(row.shape)} elements of {name!r} at step {step} ({phase}"
-                        f"{', where ranks that train alone meet' if _meets(figures, step) else ''})"
-                    )
+                    meets = ", where ranks that train alone meet" if truth and truth.met else ""
+                    where = f"at step {step} ({phase}{meets})"
+                    count = f"{row.differs} of {math.prod(row.shape)} elements of {name!r}"
+                    message = f"replicas {first} and {replica} differ in {count} {where}"
                     first_wrong = Outcome("replicas", "fail", message, worst)
         if first_wrong is not None:
             ranks = len(set().union(*wrong.values()))
@@ -75,8 +73,7 @@ def decide(figures: Figures) -> Outcome:
             first_wrong.message += f" (different: {counts})"
             first_wrong.figures = {"compared": compared}
             return first_wrong
-        lone = _lone(tensors, initial)
-        if lone:
+        if lone := _lone(tensors, initial):
             return Outcome("replicas", "fail", f"step {step} ({phase}): {lone}")
     if not compared:
         return Outcome("replicas", "skip", "no tensor has more than one replica")
@@ -84,26 +81,16 @@ def decide(figures: Figures) -> Outcome:
     return Outcome("replicas", "pass", figures=found)
 
 
-def _meets(figures: Figures, step: int) -> bool:
-    """Whether ranks that train alone meet at the end of ``step``."""
-    return step >= 0 and bool(figures.oracle.steps) and figures.oracle.steps[step].met
-
-
-def _is_shared_slot(row: TensorRow) -> bool:
-    return row.kind == "optimizer" and is_outer(row.name)
-
-
 def _moments(figures: Figures) -> dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]]:
     """The stored copies that must be equal, by moment."""
-    kinds = ["parameters", "gradients", "optimizer"]
-    alone = figures.declaration.trains_alone
-    if figures.declaration.buffers == "synced":
-        kinds.append("buffers")
+    alone, synced = figures.declaration.trains_alone, figures.declaration.buffers == "synced"
+    kinds = ["parameters", "gradients", "optimizer", *(["buffers"] if synced else [])]
     moments: dict[tuple[int, str, str], dict[str, dict[int, TensorRow]]] = {}
     for row in figures.tensors:
         if row.kind not in kinds or (row.step < 0 and row.kind != "parameters"):
             continue
-        if alone and not (row.kind == "parameters" or _is_shared_slot(row)):
+        shared = row.kind == "parameters" or (row.kind == "optimizer" and is_outer(row.name))
+        if alone and not shared:
             continue
         moment = moments.setdefault((row.step, row.point, row.kind), {})
         moment.setdefault(row.name, {})[row.replica] = row

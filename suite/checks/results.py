@@ -39,8 +39,7 @@ class _Line(Stored):
             of another type.
         """
         kind: Any = cls
-        lacking = {each.name for each in fields(kind)} - {*data, *cls.OPTIONAL}
-        if lacking:
+        if lacking := {each.name for each in fields(kind)} - {*data, *cls.OPTIONAL}:
             raise TypeError(f"lacks {', '.join(sorted(lacking))}")
         case = data.get("case")
         if isinstance(case, Mapping):

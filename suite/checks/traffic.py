@@ -17,7 +17,7 @@ between them (``ledgers/places.py``), and the latter compared alike: HYBRID_SHAR
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -59,7 +59,9 @@ def decide(evidence: Figures) -> Outcome:
     for step, value, cost_model in zip(evidence.steps, sent, promises, strict=True):
         if own:
             expected = evaluate(own, evidence.facts)
-            message = _sum_differs(step, value, own, expected)
+            sent_of = f"step {step} sends {_text(value)} bytes of floating-point payload"
+            asked = f"{own} promises {_text(expected)}"
+            message = f"{sent_of} over all ranks, {asked}" if value != expected else ""
         elif cost_model is not None:
             try:
                 expected = cost_model.payload()
@@ -72,23 +74,19 @@ def decide(evidence: Figures) -> Outcome:
                 value += _payload(evidence, step, floating=False)
             if low and not value:
                 return Outcome("traffic", "undecidable", _ELSEWHERE, None, figures.to_dict())
-            message = (
-                "" if low <= value <= high else _out_of_family(evidence, step, value, low, high)
-            )
-            if not message:
+            if low <= value <= high:
                 continue
+            message = _out_of_family(evidence, step, value, low, high)
             # The bound that is broken, so that the distance shows by how much.
             expected = Fraction(low if value < low else high)
         else:
             what = f"nothing is promised of what strategy {strategy!r} sends"
             return Outcome("traffic", "skip", what, None, figures.to_dict())
-        figures.bytes_expected = str(expected)
+        figures.bytes_expected, figures.bytes_sent = str(expected), str(value)
         if message:
             distance = float(abs(value - expected))
             worst = Worst("payload bytes", step, "step", "all ranks", distance, 0.0)
-            figures.bytes_sent = str(value)
             return Outcome("traffic", "fail", message, worst, figures.to_dict())
-        figures.bytes_sent = str(value)
     problem = "" if compressed and not own else _too_much_control(evidence, promises)
     problem = problem or _too_many_agreements(evidence)
     return Outcome("traffic", "fail" if problem else "pass", problem, None, figures.to_dict())
@@ -151,10 +149,7 @@ def _counted(evidence: Figures, formula: str, last_sent: Fraction) -> TrafficFig
     return TrafficFigures(
         formula=formula,
         bytes_sent=str(last_sent),
-        sent=[
-            Sent(*key, calls, str(size))
-            for key, (calls, size) in sorted(flows_of(evidence, last).items())
-        ],
+        sent=_rows(flows_of(evidence, last)),
         calls_per_step=len(step_calls(evidence.records[0], last)),
         setup_bytes=str(_bytes(evidence, lambda r: (c for c in r.traffic if c.phase == "setup"))),
         control_bytes=str(_bytes(evidence, _control_calls)),
@@ -173,16 +168,20 @@ def _against(
     figures.flows = [Sent(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
     _set_textbook(figures, cost_model)
     floats, integers = ([f for f in flows if f.integers is kind] for kind in (False, True))
-    counted = _integers(evidence, step, integers)
+    # Integers that were sent by operations of which some are promised; the rest is control.
+    kinds = {(flow.axis, flow.operation) for flow in integers}
+    others = flows_of(evidence, step, floating=False) if kinds else {}
+    counted: Flows = {key: flow for key, flow in others.items() if key in kinds}
     value += sum((size for _, size in counted.values()), Fraction(0))
     if step == evidence.steps[-1]:
-        rows = sorted(counted.items())
-        figures.sent = [*figures.sent, *(Sent(*k, n, str(size)) for k, (n, size) in rows)]
+        figures.sent = [*figures.sent, *_rows(counted)]
     # From coarse to fine, and the first sentence counts: all ranks, each rank, between nodes.
     message = _flow_differs(step, strategy, flows_of(evidence, step), floats)
     message = message or _flow_differs(step, strategy, counted, integers, " of integers")
     message = message or _rank_differs(evidence, step, strategy, floats)
-    if not message and _has_nodes(evidence):
+    homes = {record.node for record in evidence.records}
+    # Where members change groups are not those of the mesh.
+    if not message and None not in homes and len(homes) > 1 and not evidence.case.changes_members:
         figures.between_nodes = _between_nodes(evidence, step, flows)
         message = _between_differs(figures.between_nodes, step, strategy)
     return value, message
@@ -193,18 +192,15 @@ Flows = dict[tuple[str, str], tuple[int, Fraction]]
 
 
 def flows_of(
-    evidence: Figures,
-    step: int,
-    records: Sequence[RankRecord] | None = None,
-    floating: bool = True,
+    evidence: Figures, step: int, one: RankRecord | None = None, floating: bool = True
 ) -> Flows:
-    """What the ranks (``records``: these of them) sent in ``step``; groups of one rank send nothing
-    and do not count.
+    """What the ranks (or ``one`` of them) sent in ``step``; groups of one rank send nothing and do
+    not count.
     """
     flows: Flows = {}
-    for record in evidence.records if records is None else records:
+    for record in evidence.records if one is None else [one]:
         # A record may stand for several ranks that run alike.
-        times = len(record.ranks) if records is None else 1
+        times = len(record.ranks) if one is None else 1
         for call in step_calls(record, step, floating):
             if len(call.group) > 1:
                 key = axis_of(call.group, evidence.case.mesh), call.operation
@@ -213,10 +209,8 @@ def flows_of(
     return flows
 
 
-def _has_nodes(evidence: Figures) -> bool:
-    """Whether ranks were on several nodes, and groups are those of the mesh."""
-    homes = {record.node for record in evidence.records}
-    return None not in homes and len(homes) > 1 and not evidence.case.changes_members
+def _rows(flows: Flows) -> list[Sent]:
+    return [Sent(*key, calls, str(size)) for key, (calls, size) in sorted(flows.items())]
 
 
 def _between_nodes(evidence: Figures, step: int, promised: Sequence[Flow]) -> list[Between]:
@@ -253,21 +247,11 @@ def _between_differs(rows: Sequence[Between], step: int, strategy: str) -> str:
     """The first flow of which other bytes cross nodes than the formula says."""
     for row in rows:
         if row.promised not in (None, row.across):
-            return (
-                f"step {step}, axis {row.axis}, {row.operation}: "
-                f"{_text(Fraction(row.across))} bytes go between nodes over all ranks, {strategy} "
-                f"promises {_text(Fraction(row.promised or 0))} (the axis lies {row.lies})"
-            )
+            across, promised = (_text(Fraction(n or 0)) for n in (row.across, row.promised))
+            found = f"{across} bytes go between nodes over all ranks"
+            promise = f"{strategy} promises {promised} (the axis lies {row.lies})"
+            return f"step {step}, axis {row.axis}, {row.operation}: {found}, {promise}"
     return ""
-
-
-def _integers(evidence: Figures, step: int, promised: Sequence[Flow]) -> Flows:
-    """Integers that were sent by operations of which some are ``promised``; the rest is control."""
-    kinds = {(flow.axis, flow.operation) for flow in promised}
-    if not kinds:
-        return {}
-    sent = flows_of(evidence, step, floating=False)
-    return {key: flow for key, flow in sent.items() if key in kinds}
 
 
 def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
@@ -288,8 +272,7 @@ def axis_of(group: Sequence[int], mesh: Mapping[str, int]) -> str:
 
 def _promise(evidence: Figures, step: int) -> CostModel | None:
     """The cost model for ``step`` and its members; a skipped update clips nothing."""
-    facts = evidence.model_facts
-    if facts is not None:
+    if (facts := evidence.model_facts) is not None:
         facts = in_step(facts, step, _was_skipped(evidence, step))
         if evidence.case.changes_members:
             count = len(evidence.members[step].members)
@@ -341,15 +324,6 @@ def _set_textbook(figures: TrafficFigures, cost_model: CostModel) -> None:
         figures.textbook, figures.textbook_bytes = textbook.strategy, str(total)
 
 
-def _sum_differs(step: int, value: Fraction, formula: str, expected: Fraction) -> str:
-    if value == expected:
-        return ""
-    return (
-        f"step {step} sends {_text(value)} bytes of floating-point payload over all ranks, "
-        f"{formula} promises {_text(expected)}"
-    )
-
-
 #: Above it a ratio says nothing any more.
 _LARGEST_RATIO = 64
 
@@ -369,11 +343,9 @@ def _flow_differs(
         axis, operation = key
         where = f"step {step}, axis {axis}, {operation}{of}"
         if total != expected:
-            return (
-                f"{where}: {_text(total)} bytes in {calls} calls over all ranks, "
-                f"{strategy} promises {_text(expected)}"
-                f"{_by_how_much(total, expected, calls, low <= calls <= high)}"
-            )
+            by = _by_how_much(total, expected, calls, low <= calls <= high)
+            found = f"{_text(total)} bytes in {calls} calls over all ranks"
+            return f"{where}: {found}, {strategy} promises {_text(expected)}{by}"
         if not low <= calls <= high:
             wish = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             return f"{where}: {calls:,} calls over all ranks, {strategy} promises {wish}"
@@ -382,29 +354,22 @@ def _flow_differs(
 
 def _rank_differs(evidence: Figures, step: int, strategy: str, promised: Sequence[Flow]) -> str:
     """The first rank whose calls or bytes are not its own, where each is promised its own."""
-    wanted: dict[tuple[str, str], list[tuple[int, Fraction]] | None] = {}
+    wanted = defaultdict[tuple[str, str], list[Flow]](list)
     for flow in promised:
-        key = flow.axis, flow.operation
-        before = wanted.get(key, [(0, Fraction(0))] * evidence.case.world)
-        # One flow that any rank may send leaves the whole sum of its key unpromised by rank.
-        if before is None or flow.by_rank is None:
-            wanted[key] = None
-            continue
-        pairs = zip(before, flow.by_rank, strict=True)
-        wanted[key] = [(a + calls, b + size) for (a, b), (calls, size) in pairs]
+        wanted[flow.axis, flow.operation].append(flow)
     for record in evidence.records:
-        sent = flows_of(evidence, step, (record,))
-        for (axis, operation), own in wanted.items():
-            if own is None:
+        sent = flows_of(evidence, step, record)
+        for (axis, operation), flows in wanted.items():
+            own = [flow.by_rank[record.rank] for flow in flows if flow.by_rank is not None]
+            # One flow that any rank may send leaves the whole sum unpromised by rank.
+            if len(own) < len(flows):
                 continue
             calls, size = sent.get((axis, operation), (0, Fraction(0)))
-            if (calls, size) != own[record.rank]:
-                most, total = own[record.rank]
-                return (
-                    f"step {step}, axis {axis}, {operation}: rank {record.rank} sends "
-                    f"{_text(size)} bytes in {calls} calls, {strategy} promises {_text(total)} in "
-                    f"{most}"
-                )
+            most, total = sum(n for n, _ in own), sum((size for _, size in own), Fraction(0))
+            if (calls, size) != (most, total):
+                found = f"rank {record.rank} sends {_text(size)} bytes in {calls} calls"
+                promise = f"{strategy} promises {_text(total)} in {most}"
+                return f"step {step}, axis {axis}, {operation}: {found}, {promise}"
     return ""
 
 
@@ -467,26 +432,18 @@ def _too_much_control(evidence: Figures, promises: Sequence[CostModel | None]) -
 
 def _too_many_agreements(evidence: Figures) -> str:
     """What is wrong if a rank broadcasts integers after more updates than there is cause for."""
-    cost_model = evidence.cost_model()
-    if cost_model is None:
+    if (cost_model := evidence.cost_model()) is None:
         return ""
     for record in evidence.records:
-        limits = cost_model.agreements(record.rank)
-        made = [
-            step
-            for step in evidence.steps
-            for call in step_calls(record, step, floating=False)
-            if (call.operation, call.phase) == ("broadcast", "update")
-        ]
-        if limits is None or not made:
-            continue
-        step, often = Counter(made).most_common(1)[0]
-        if often > limits[0] or len(made) > limits[1]:
-            return (
-                f"rank {record.rank} broadcasts integers {len(made)} times after updates, "
-                f"{often} times after that of step {step}: at most {limits[1]}, and {limits[0]}, "
-                "agree on anything new"
-            )
+        limits, made = cost_model.agreements(record.rank), Counter[int]()
+        for step in evidence.steps:
+            calls = step_calls(record, step, floating=False)
+            made[step] += sum((c.operation, c.phase) == ("broadcast", "update") for c in calls)
+        step, often = made.most_common(1)[0]
+        if limits is not None and (often > limits[0] or made.total() > limits[1]):
+            count = f"{made.total()} times after updates, {often} times after that of step {step}"
+            most = f"at most {limits[1]}, and {limits[0]}, agree on anything new"
+            return f"rank {record.rank} broadcasts integers {count}: {most}"
     return ""
 
 

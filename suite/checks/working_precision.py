@@ -27,13 +27,8 @@ import torch
 
 from shardproof import axes
 from shardproof.case import Case
-from shardproof.checks.numbers import (
-    WORKING_PRECISION_FACTOR_DATA_PARALLEL,
-    WORKING_PRECISION_FACTORS,
-    ZERO_FLOOR,
-    root_mean_square,
-    split_zero,
-)
+from shardproof.checks import numbers
+from shardproof.checks.numbers import ZERO_FLOOR, root_mean_square, split_zero
 from shardproof.evidence.assembled import Evidence, Figures
 from shardproof.oracle import training
 from shardproof.oracle.truth import Tensors, TruthStep
@@ -56,8 +51,8 @@ def factor(evidence: Figures) -> float:
     wide = case.precision.get("reduce") == "float32"
     wide = wide or "fp32_reduction" in evidence.declaration.features
     if case.lowest_dtype in ("bfloat16", "float16") and data_parallel and wide:
-        return WORKING_PRECISION_FACTOR_DATA_PARALLEL
-    return WORKING_PRECISION_FACTORS[case.lowest_dtype]
+        return numbers.WORKING_PRECISION_FACTOR_DATA_PARALLEL
+    return numbers.WORKING_PRECISION_FACTORS[case.lowest_dtype]
 
 
 def teachers(evidence: Evidence) -> tuple[list[TruthStep], list[TruthStep]]:
@@ -168,12 +163,12 @@ def is_thin(tensor: torch.Tensor) -> bool:
 def noise(held: Tensors, truth: Tensors, regions: Regions, unit: float) -> dict[str, float]:
     """Root mean square of what should be 0, over its floor: 100 round-offs of the model's."""
     floor = ZERO_FLOOR * unit * root_mean_square(list(truth.values()))
-    result = {}
-    for name, parts in regions.items():
-        if name in truth:
-            for part in split_zero(held[name], parts)[1]:
-                result[name] = _ratio(root_mean_square([part]), floor)
-    return result
+    return {
+        name: _ratio(root_mean_square([part]), floor)
+        for name, parts in regions.items()
+        if name in truth
+        for part in split_zero(held[name], parts)[1]
+    }
 
 
 def loss_ratio(loss: float, single: float, truth: float, unit: float, shares: int) -> float:
@@ -192,8 +187,6 @@ def round_off(dtype: str) -> float:
 
 
 def _ratio(error: float, scale: float) -> float:
-    if math.isnan(error):
+    if math.isnan(error) or (error and not scale):
         return math.inf
-    if not scale:
-        return 0.0 if not error else math.inf
-    return error / scale
+    return error / scale if error else 0.0

@@ -10,9 +10,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
-
-from torch import Tensor
 
 from shardproof import tensor_bytes
 from shardproof.case import Case
@@ -110,31 +109,21 @@ class Account(Stored):
 
 def whole_tensors(evidence: Evidence, step: int, phase: str, name: str) -> list[WholeTensor]:
     """Every copy, and the oracle's, of the tensor that a failing check names."""
-    place = _place(step, phase)
-    if place is None:
+    if (place := _place(step, phase)) is None:
         return []
     step, point, kind = place
     name = name.removesuffix(" (zero slice)")
     state = evidence.final(kind) if point == "final" else evidence.observed(step, point, kind)
-    copies: dict[str, Tensor] = {
-        f"replica {replica}": tensor for replica, tensor in state.tensors.get(name, {}).items()
-    }
+    copies = {f"replica {replica}": t for replica, t in state.tensors.get(name, {}).items()}
     truth = _truth(evidence.truth, step, point, kind).get(name)
     if truth is not None and not phase.startswith("replayed"):
         copies["oracle"] = truth
+    small = {o: t for o, t in copies.items() if t.numel() * t.element_size() <= WHOLE_BYTES}
+    make = partial(WholeTensor, step, point, kind, name)
+    dtype_name, raw = tensor_bytes.dtype_name, tensor_bytes.raw
     return [
-        WholeTensor(
-            step,
-            point,
-            kind,
-            name,
-            owner,
-            tensor_bytes.dtype_name(tensor),
-            list(tensor.shape),
-            base64.b64encode(tensor_bytes.raw(tensor)).decode(),
-        )
-        for owner, tensor in copies.items()
-        if tensor.numel() * tensor.element_size() <= WHOLE_BYTES
+        make(owner, dtype_name(t), list(t.shape), base64.b64encode(raw(t)).decode())
+        for owner, t in small.items()
     ]
 
 
@@ -147,9 +136,8 @@ def _place(step: int, phase: str) -> tuple[int, str, str] | None:
     if phase.startswith("drained "):
         return step, "final", phase.split()[-1]
     kind = phase.split()[-1]
-    if kind in ("parameters", "optimizer", "buffers"):
-        return step, "after_update", kind
-    return None
+    known = kind in ("parameters", "optimizer", "buffers")
+    return (step, "after_update", kind) if known else None
 
 
 def _truth(truth: Truth, step: int, point: str, kind: str) -> Tensors:
@@ -158,7 +146,6 @@ def _truth(truth: Truth, step: int, point: str, kind: str) -> Tensors:
         return truth.initial if point == "initial" else truth.final
     if kind == "buffers" or step >= len(truth.steps):
         return {}
-    tensors: Tensors | None = getattr(
-        truth.steps[step], "clipped" if point == "after_clip" else kind
-    )
+    shown = "clipped" if point == "after_clip" else kind
+    tensors: Tensors | None = getattr(truth.steps[step], shown)
     return tensors or {}

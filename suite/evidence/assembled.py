@@ -11,12 +11,13 @@ and decide from the second, so that a stored run is judged by the code that judg
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from shardproof.evidence.held import part
 from shardproof.evidence.records import (
     ComparisonRow,
     OracleFacts,
-    Pieces,
     RankRecord,
     TensorRow,
     WorkloadFacts,
@@ -61,10 +61,6 @@ class Assembled:
     holders: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def replica(self, name: str, replica: int = 0) -> Tensor:
-        """The assembled tensor ``name`` of one replica."""
-        return self.tensors[name][replica]
-
     def first(self) -> dict[str, Tensor]:
         """One copy of every tensor: that of the lowest replica."""
         return {name: copies[min(copies)] for name, copies in self.tensors.items()}
@@ -77,80 +73,65 @@ def assemble(per_rank: Mapping[int, Iterable[Piece]]) -> Assembled:
     for rank, pieces in per_rank.items():
         for piece in pieces:
             parts[piece.name, piece.replica].append((rank, piece))
-            owners = result.owners.setdefault(piece.name, [])
-            if rank not in owners:
+            if rank not in (owners := result.owners.setdefault(piece.name, [])):
                 owners.append(rank)
     for (name, replica), own in sorted(parts.items(), key=lambda item: item[0][1]):
         first = result.tensors.get(name, {}).get(0)
-        tensor = _merge(name, replica, own, result.problems, first)
-        if tensor is not None:
-            result.tensors.setdefault(name, {})[replica] = tensor
-            result.holders[name, replica] = sorted({rank for rank, _ in own})
+        try:
+            tensor = _merge(own, first)
+        except _Unsound as error:
+            result.problems += [f"{name!r} (replica {replica}): {text}" for text in error.args]
+            continue
+        result.tensors.setdefault(name, {})[replica] = tensor
+        result.holders[name, replica] = sorted({rank for rank, _ in own})
     return result
 
 
-def _merge(
-    name: str,
-    replica: int,
-    pieces: list[tuple[int, Piece]],
-    problems: list[str],
-    first: Tensor | None,
-) -> Tensor | None:
+class _Unsound(Exception):
+    """Pieces make no tensor; the arguments say why, each in a sentence."""
+
+
+def _merge(pieces: list[tuple[int, Piece]], first: Tensor | None) -> Tensor:
     """The tensor that ``pieces`` make; an incomplete copy is filled up from ``first``."""
     shape = tuple(pieces[0][1].global_shape)
-    where = f"{name!r} (replica {replica})"
-    if any(tuple(piece.global_shape) != shape for _, piece in pieces):
-        shapes = {rank: tuple(piece.global_shape) for rank, piece in pieces}
-        problems.append(f"{where}: ranks disagree on the global shape: {shapes}")
-        return None
     if len(pieces) == 1 and tuple(pieces[0][1].tensor.shape) == shape:
         return pieces[0][1].tensor
+    shapes = {rank: tuple(piece.global_shape) for rank, piece in pieces}
+    if any(tuple(piece.global_shape) != shape for _, piece in pieces):
+        raise _Unsound(f"ranks disagree on the global shape: {shapes}")
     full = torch.zeros(shape, dtype=pieces[0][1].tensor.dtype)
     count = torch.zeros(shape, dtype=torch.int16)
     for rank, piece in pieces:
-        tensor = piece.tensor
-        target, tally, expected = _region(full, count, piece)
-        if target is None or tally is None:
-            problems.append(f"{where}: rank {rank} claims {expected}, outside shape {shape}")
-            return None
-        if tuple(tensor.shape) != tuple(target.shape):
-            problems.append(
-                f"{where}: rank {rank} holds shape {tuple(tensor.shape)} for {expected}, "
-                f"which has shape {tuple(target.shape)}"
-            )
-            return None
-        target.copy_(tensor)
+        expected, is_inside = _region(piece, shape)
+        if not is_inside:
+            raise _Unsound(f"rank {rank} claims {expected}, outside shape {shape}")
+        target, tally = part(piece, full), part(piece, count)
+        held, due = tuple(piece.tensor.shape), tuple(target.shape)
+        if held != due:
+            raise _Unsound(f"rank {rank} holds shape {held} for {expected}, which has shape {due}")
+        target.copy_(piece.tensor)
         tally.add_(1)
     if first is not None and any(piece.incomplete for _, piece in pieces):
         full = torch.where(count > 0, full, first.to(full.dtype))
         count.clamp_(min=1)
     if full.numel() and (int(count.min()) != 1 or int(count.max()) != 1):
         missing, double = int((count == 0).sum()), int((count > 1).sum())
-        ranks = sorted({rank for rank, _ in pieces})
-        if missing:
-            problems.append(f"{where}: {missing} of {full.numel()} elements owned by no rank")
-        if double:
-            problems.append(f"{where}: {double} elements owned more than once, by ranks {ranks}")
-        return None
+        lost = f"{missing} of {full.numel()} elements owned by no rank"
+        twice = f"{double} elements owned more than once, by ranks {sorted(shapes)}"
+        raise _Unsound(*([lost] if missing else []), *([twice] if double else []))
     return full
 
 
-def _region(full: Tensor, count: Tensor, piece: Piece) -> tuple[Tensor | None, Tensor | None, str]:
-    """Views of the part of ``full`` and ``count`` that ``piece`` covers (None: out of range)."""
+def _region(piece: Piece, shape: tuple[int, ...]) -> tuple[str, bool]:
+    """What ``piece`` covers of a tensor of ``shape``, in words, and whether it lies in it."""
     if piece.flat_range is not None:
         start, stop = piece.flat_range
-        text = f"flat range {start}:{stop}"
-        if not 0 <= start <= stop <= full.numel():
-            return None, None, text
-        return part(piece, full), part(piece, count), text
-    bounds = piece.slices if piece.slices is not None else [(0, n) for n in full.shape]
-    text = "[" + ", ".join(f"{start}:{stop}" for start, stop in bounds) + "]"
-    inside = len(bounds) == full.dim() and all(
-        0 <= a <= b <= n for (a, b), n in zip(bounds, full.shape, strict=True)
-    )
-    if not inside:
-        return None, None, text
-    return part(piece, full), part(piece, count), text
+        return f"flat range {start}:{stop}", 0 <= start <= stop <= math.prod(shape)
+    bounds = piece.slices if piece.slices is not None else [(0, n) for n in shape]
+    text = ", ".join(f"{start}:{stop}" for start, stop in bounds)
+    pairs = zip(bounds, shape, strict=False)
+    inside = len(bounds) == len(shape) and all(0 <= a <= b <= n for (a, b), n in pairs)
+    return f"[{text}]", inside
 
 
 @dataclass(eq=False, repr=False)
@@ -366,13 +347,13 @@ class Evidence(Figures):
 
     def moments(self) -> Iterator[tuple[int, str, str]]:
         """``(step, point, kind)`` of everything that some rank observed, in program order."""
-        for kind in _kinds(record.initial for record in self.records):
+        for kind in dict.fromkeys(kind for record in self.records for kind in record.initial):
             yield -1, "initial", kind
         for step in self.steps:
             by_rank = [record.steps[step].observed for record in self.records]
             for point in dict.fromkeys(point for points in by_rank for point in points):
-                for kind in _kinds(points.get(point, {}) for points in by_rank):
-                    yield step, point, kind
+                kinds = (kind for points in by_rank for kind in points.get(point, ()))
+                yield from ((step, point, kind) for kind in dict.fromkeys(kinds))
 
     @cached_property
     def tensors(self) -> list[TensorRow]:
@@ -385,6 +366,8 @@ class Evidence(Figures):
                 continue
             state = self._assemble(step, point, kind)
             for name, copies in state.tensors.items():
+                row = partial(TensorRow, step, point, kind, name)
+                owners = state.owners.get(name, [])
                 first: tuple[Tensor, str] | None = None
                 for replica in sorted(copies):
                     tensor = copies[replica]
@@ -394,35 +377,20 @@ class Evidence(Figures):
                     if digest not in norms:
                         norms[digest] = sizes(tensor)
                     norm, largest = norms[digest]
-                    rows.append(
-                        TensorRow(
-                            step=step,
-                            point=point,
-                            kind=kind,
-                            name=name,
-                            replica=replica,
-                            owners=state.owners.get(name, []),
-                            norm=norm,
-                            largest=largest,
-                            digest=digest,
-                            shape=list(tensor.shape),
-                            dtype=tensor_bytes.dtype_name(tensor),
-                            differs=0 if first is None else differing(tensor, digest, *first),
-                        )
-                    )
+                    shape, dtype = list(tensor.shape), tensor_bytes.dtype_name(tensor)
+                    differs = 0 if first is None else differing(tensor, digest, *first)
+                    rows.append(row(replica, owners, norm, largest, digest, shape, dtype, differs))
                     first = (tensor, digest) if first is None else first
         return rows
 
     def _assemble(self, step: int, point: str, kind: str) -> Assembled:
         key = (step, point, kind)
         if key not in self._assembled:
-            per_rank = {
-                record.rank: (
-                    record.initial if step < 0 else record.steps[step].observed[point]
-                ).get(kind, ())
+            kinds = {
+                record.rank: record.initial if step < 0 else record.steps[step].observed[point]
                 for record in self.records
             }
-            self._assembled[key] = assemble(per_rank)
+            self._assembled[key] = assemble({r: own.get(kind, ()) for r, own in kinds.items()})
         return self._assembled[key]
 
 
@@ -479,10 +447,6 @@ class Beside:
     evidence: Evidence | None = None
     problem: str = ""
     skip: str = ""
-
-
-def _kinds(states: Iterable[Pieces]) -> list[str]:
-    return list(dict.fromkeys(kind for state in states for kind in state))
 
 
 def differing(tensor: Tensor, digest: str, first: Tensor, first_digest: str) -> int:

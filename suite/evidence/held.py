@@ -161,11 +161,11 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 @cache
 def _rows(layout: str) -> list[Any]:
     """The rows of a layout, with tuples for lists."""
-    return [_tuples(row) for row in json.loads(layout)]
 
+    def tuples(value: Any) -> Any:
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return [*map(tuples, json.loads(layout))]
 
 
 def _parts(rows: list[Any], flats: dict[str, Tensor]) -> dict[str, list[Tensor]]:

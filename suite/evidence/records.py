@@ -279,15 +279,13 @@ class ComparisonRow(Stored):
     def to_dict(self) -> dict[str, Any]:
         """The stored form: what is not set is left out."""
         place = {"step": self.step, "phase": self.phase, "name": self.name}
+        numbers = {"owner": self.owner, "error": self.error, "bound": self.bound}
         if self.problem and self.owner:
-            place |= {"owner": self.owner, "error": self.error, "bound": self.bound}
-            return place | {"problem": self.problem}
+            return place | numbers | {"problem": self.problem}
         for name in ("problem", "skip", "broke"):
             if getattr(self, name):
                 return {name: getattr(self, name)}
-        if not self.tested:
-            return place | {"tested": False}
-        return place | {"owner": self.owner, "error": self.error, "bound": self.bound}
+        return place | (numbers if self.tested else {"tested": False})
 
 
 #: A row as records keep it.
@@ -364,13 +362,11 @@ class OracleFacts(SparselyStored):
         """
         steps = [(n, one) for n, step in enumerate(self.steps) for one in step.apart or (step,)]
         for number, step in steps:
-            for phase, norms in step.norms.items():
-                for name, norm in norms.items():
-                    if not math.isfinite(norm):
-                        return (
-                            f"the oracle itself diverges: {name!r} at step {number} ({phase}) is "
-                            "not finite, so nothing can differ from it"
-                        )
+            norms = ((phase, *one) for phase, own in step.norms.items() for one in own.items())
+            for phase, name, _ in (each for each in norms if not math.isfinite(each[2])):
+                place = f"{name!r} at step {number} ({phase})"
+                what = f"{place} is not finite, so nothing can differ from it"
+                return f"the oracle itself diverges: {what}"
             if not math.isfinite(step.loss) and not step.skipped:
                 return f"the oracle itself diverges: its loss at step {number} is {step.loss}"
         return ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardproof.evidence.assembled import Figures
-    from shardproof.evidence.records import RankRecord
+    from shardproof.evidence.records import RankRecord, StepRecord
     from shardproof.ledgers.traffic import Call
 
 #: Phases of a step.
@@ -30,40 +30,32 @@ def _of_calls(holds: Callable[[Call], bool]) -> Callable[[Figures], bool]:
     return lambda figures: any(map(holds, _calls(figures)))
 
 
-def _inside_a_larger_world(figures: Figures) -> bool:
-    world = figures.case.world
-    return any(1 < len(call.group) < world for call in _calls(figures))
+def _of_steps(holds: Callable[[StepRecord], bool]) -> Callable[[Figures], bool]:
+    return lambda figures: any(holds(step) for each in figures.records for step in each.steps)
 
 
-def _in_flight(figures: Figures) -> Iterator[tuple[Call, Call]]:
-    """Calls of a rank and the next one, where that was issued before the first was waited for."""
+def _in_flight(figures: Figures) -> Iterator[tuple[int, int | None]]:
+    """Of each call that was waited for after the next one was issued: when both were waited for."""
     for record in figures.records:
         for one, other in pairwise(record.traffic):
             if one.waited is not None and one.issued < other.issued < one.waited:
-                yield one, other
-
-
-def _waited_in_another_order(figures: Figures) -> bool:
-    return any(
-        other.waited is not None and one.waited is not None and other.waited < one.waited
-        for one, other in _in_flight(figures)
-    )
+                yield one.waited, other.waited
 
 
 def _cut_anew(figures: Figures) -> bool:
     """Whether calls inside of backward have other sizes than in the step before."""
+
+    def sizes(record: RankRecord, step: int) -> list[int]:
+        """Bytes of the reductions that begin inside of backward, in order."""
+        calls = record.calls_of(step)
+        return [c.payload_bytes for c in calls if c.inside_backward and c.operation == "all_reduce"]
+
     return any(
-        _sizes(record, step) != _sizes(record, step + 1) != []
+        sizes(record, step) != sizes(record, step + 1) != []
         for record in figures.records
-        for step in range(len(record.steps) - 1)
-        if record.steps[step].windows == record.steps[step + 1].windows
+        for step, (now, then) in enumerate(pairwise(record.steps))
+        if now.windows == then.windows
     )
-
-
-def _sizes(record: RankRecord, step: int) -> list[int]:
-    """Bytes of the reductions that begin inside of backward, in order."""
-    calls = record.calls_of(step)
-    return [c.payload_bytes for c in calls if c.inside_backward and c.operation == "all_reduce"]
 
 
 def _silent_step(figures: Figures) -> bool:
@@ -78,12 +70,8 @@ def _silent_step(figures: Figures) -> bool:
 
 def _unlike_ranks(figures: Figures) -> bool:
     """Whether ranks make different numbers of calls in a step."""
-    first, *others = figures.records
-    return any(
-        len(record.calls_of(step)) != len(first.calls_of(step))
-        for record in others
-        for step in range(min(len(first.steps), len(record.steps)))
-    )
+    steps = range(min(len(record.steps) for record in figures.records))
+    return any(len({len(each.calls_of(step)) for each in figures.records}) > 1 for step in steps)
 
 
 def _of_norm(holds: Callable[[float, float], bool]) -> Callable[[Figures], bool]:
@@ -95,15 +83,11 @@ def _of_norm(holds: Callable[[float, float], bool]) -> Callable[[Figures], bool]
     return found
 
 
-def _without_gradient(figures: Figures) -> bool:
+def _lacks_a_gradient(step: StepRecord) -> bool:
     """Whether a rank has a parameter and no gradient of it when they are final."""
-    for record in figures.records:
-        for step in record.steps:
-            gradients = step.held.get("gradients_final", {}).get("gradients")
-            parameters = step.held.get("after_update", {}).get("parameters", {})
-            if gradients is not None and not parameters.keys() <= gradients.keys():
-                return True
-    return False
+    gradients = step.held.get("gradients_final", {}).get("gradients")
+    parameters = step.held.get("after_update", {}).get("parameters", {})
+    return gradients is not None and not parameters.keys() <= gradients.keys()
 
 
 #: By name: whether it occurred in a case.
@@ -115,39 +99,36 @@ EVENTS: Mapping[str, Callable[[Figures], bool]] = {
     "a call of integers": _of_calls(lambda call: not call.floating and call.payload_bytes > 0),
     "a call in a narrow dtype": _of_calls(lambda call: call.dtype in _NARROW),
     "a call of one rank alone": _of_calls(lambda call: len(call.group) == 1),
-    "a call of some of the ranks": _inside_a_larger_world,
+    "a call of some of the ranks": lambda figures: any(
+        1 < len(call.group) < figures.case.world for call in _calls(figures)
+    ),
     "a message between two ranks": _of_calls(lambda call: call.operation == "send"),
     "a call inside of backward": _of_calls(lambda call: call.inside_backward),
     "two calls in flight": lambda figures: any(True for _ in _in_flight(figures)),
-    "calls waited for in another order": _waited_in_another_order,
+    "calls waited for in another order": lambda figures: any(
+        other is not None and other < one for one, other in _in_flight(figures)
+    ),
     "a call that nobody waited for": _of_calls(lambda call: call.waited is None),
     "buckets cut anew in a later step": _cut_anew,
     "a step that sends nothing": _silent_step,
     "ranks that make different calls": _unlike_ranks,
-    "a window without micro-batches": lambda figures: any(
-        0 in step.windows or (step.present and not step.windows)
-        for record in figures.records
-        for step in record.steps
-        if step.share is not None
+    "a window without micro-batches": _of_steps(
+        lambda step: (
+            step.share is not None and (0 in step.windows or (step.present and not step.windows))
+        )
     ),
-    "a step that is skipped": lambda figures: any(
-        step.skipped for record in figures.records for step in record.steps
-    ),
+    "a step that is skipped": _of_steps(lambda step: step.skipped),
     "gradients that are clipped": _of_norm(lambda norm, limit: norm > limit),
     "gradients below the clip": _of_norm(lambda norm, limit: norm < limit),
-    "a parameter without a gradient": _without_gradient,
+    "a parameter without a gradient": _of_steps(_lacks_a_gradient),
     "a unit that is computed again": lambda figures: any(
         kind == "recompute" for record in figures.records for _, kind, _ in record.events
     ),
     "a weight gradient by itself": lambda figures: any(
         done.op == "W" for record in figures.records for done in record.actions
     ),
-    "members that change": lambda figures: any(
-        not step.present for record in figures.records for step in record.steps
-    ),
-    "a step taken again": lambda figures: any(
-        step.attempt for record in figures.records for step in record.steps
-    ),
+    "members that change": _of_steps(lambda step: not step.present),
+    "a step taken again": _of_steps(lambda step: bool(step.attempt)),
 }
 
 
@@ -161,12 +142,8 @@ _LAYOUTS = {
 def of(figures: Figures) -> tuple[str, ...]:
     """The events that occurred in a case that trains or calls; what only draws has none."""
     if not figures.case.steps:
-        words = {
-            word
-            for record in figures.records
-            for row in record.calls
-            for word in row.name.split(", ")
-        }
+        names = (row.name.split(", ") for record in figures.records for row in record.calls)
+        words = {word for name in names for word in name}
         return tuple(event for layout, event in _LAYOUTS.items() if layout in words)
     if not figures.records:
         return ()

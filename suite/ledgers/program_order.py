@@ -217,8 +217,7 @@ _Versions = dict[int, tuple[Tensor, int | None]]
 def _forward_begins(
     unit: str, before: _Versions, module: nn.Module, inputs: Any, named: Mapping[str, Any]
 ) -> None:
-    log = current()
-    if log is not None:
+    if (log := current()) is not None:
         log.unit("forward", unit)
         before.clear()
         if torch.is_grad_enabled():
@@ -244,14 +243,13 @@ def _forward_ended(
     given = {id(tensor) for tensor in nested_tensors((inputs, named))}
     versions = {key: version for key, (_, version) in before.items()}
     before.clear()
-    computed = [
-        tensor
-        for tensor in nested_tensors(outputs)
-        if tensor.requires_grad
-        and (
-            id(tensor) not in given or versions.get(id(tensor), tensor._version) != tensor._version
-        )
-    ]
+
+    def is_handed_on(tensor: Tensor) -> bool:
+        known = versions.get(id(tensor), tensor._version)
+        return id(tensor) in given and known == tensor._version
+
+    found = (tensor for tensor in nested_tensors(outputs) if tensor.requires_grad)
+    computed = [tensor for tensor in found if not is_handed_on(tensor)]
     first: list[int] = []  # the output whose gradient comes first, in each backward
 
     def arrived(number: int, gradient: Tensor) -> None:
@@ -274,24 +272,21 @@ def watch(module: nn.Module, names: Iterable[str] = ()) -> None:
     for name in dict.fromkeys(("", *names)):
         unit = module.get_submodule(name)
         before: _Versions = {}
-        began, ended = (
-            partial(_forward_begins, name, before),
-            partial(_forward_ended, name, before),
-        )
-        unit.register_forward_pre_hook(began, with_kwargs=True)
-        unit.register_forward_hook(ended, with_kwargs=True)
+        unit.register_forward_pre_hook(partial(_forward_begins, name, before), with_kwargs=True)
+        unit.register_forward_hook(partial(_forward_ended, name, before), with_kwargs=True)
 
 
 def nested_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in nested arguments or results."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from nested_tensors(item)
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        items = value
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from nested_tensors(item)
+        items = value.values()
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from nested_tensors(getattr(value, field.name, None))
+        items = (getattr(value, field.name, None) for field in fields(value))
+    for item in items:
+        yield from nested_tensors(item)

@@ -12,7 +12,7 @@ What goes over the wire is another figure: gloo's reduce-scatter moves the bytes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from shardproof.files import Exact, Stored
@@ -59,11 +59,6 @@ class TrafficLedger:
 
     log: RankLog
     calls: list[Call] = field(default_factory=list)
-    axes: dict[tuple[int, ...], str] = field(default_factory=dict)
-
-    def name_group(self, ranks: tuple[int, ...], axis: str) -> None:
-        """Calls on the group of these global ranks are along ``axis`` (also those already made)."""
-        self.axes[ranks] = axis
 
     def record(
         self,
@@ -109,10 +104,6 @@ class TrafficLedger:
         """Note that the storage that ``calls`` were made with is freed now, on whatever thread."""
         for call in calls:
             call.released = self.log.now if number is None else number
-
-    def named_calls(self) -> list[Call]:
-        """Copies of all calls, with the axes named by :meth:`name_group`."""
-        return [replace(call, axis=self.axes.get(call.group, call.axis)) for call in self.calls]
 
 
 def share_sent(operation: str, size: int, rank: int, root: int | None, payload: int) -> Fraction:

@@ -13,7 +13,7 @@ An operation that is not known to be exact (a division, an exponential, a norm) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,8 @@ class Budget(Stored):
         if self.bits >= _UNBOUNDED:
             return f"not exact in any dtype: {self.where}"
         if self.bits + ranks > have:
-            return (
-                f"exact sums need {self.bits} bits and {ranks} for {world} ranks, {dtype} has "
-                f"{have}; widest: {self.where}"
-            )
+            need = f"{self.bits} bits and {ranks} for {world} ranks"
+            return f"exact sums need {need}, {dtype} has {have}; widest: {self.where}"
         return ""
 
 
@@ -98,13 +96,7 @@ class _Meter(TorchDispatchMode):
         super().__init__()
         self.bits, self.where, self.phase = 0, "nothing", ""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         needed = 0
@@ -113,7 +105,9 @@ class _Meter(TorchDispatchMode):
         elif name in _ADDITIONS:
             needed = self._addition(args, kwargs.get("alpha", 1))
         elif name in _SUMS and _is_float(args[0]):
-            needed = _bits(func(*_absolute(args), **kwargs), min(_quanta(args)))
+            sizes = [value.abs() if _is_float(value) else value for value in args]
+            grain = min(_quantum(value) for value in args if _is_float(value))
+            needed = _bits(func(*sizes, **kwargs), grain)
         out = func(*args, **kwargs)
         if name in _SELECTIONS:
             needed = _bits(out, _quantum(out))
@@ -132,10 +126,10 @@ class _Meter(TorchDispatchMode):
         left, right = args[:2]
         if not (_is_float(left) or _is_float(right)):
             return 0
-        multiply: Callable[..., Tensor] = torch.mul if name == "mul_" else func
-        if not isinstance(right, Tensor):
-            return _bits(left.abs() * abs(right), _quantum(left) + _quantum(right))
-        return _bits(multiply(left.abs(), right.abs()), _quantum(left) + _quantum(right))
+        grain = _quantum(left) + _quantum(right)
+        if name == "mul_" or not isinstance(right, Tensor):
+            return _bits(left.abs() * abs(right), grain)
+        return _bits(func(left.abs(), right.abs()), grain)
 
     def _addition(self, args: Sequence[Any], alpha: Any) -> int:
         left, right = args[:2]
@@ -147,14 +141,6 @@ class _Meter(TorchDispatchMode):
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _absolute(args: Sequence[Any]) -> list[Any]:
-    return [value.abs() if _is_float(value) else value for value in args]
-
-
-def _quanta(args: Sequence[Any]) -> list[int]:
-    return [_quantum(value) for value in args if _is_float(value)] or [0]
 
 
 def _quantum(value: Any) -> int:
@@ -172,9 +158,5 @@ def _quantum(value: Any) -> int:
 
 def _bits(size: Any, grain: int) -> int:
     """Bits of numbers up to ``size`` in steps of ``2 ** grain``."""
-    if not isinstance(size, Tensor) or not size.numel():
-        return 0
-    largest = float(size.max())
-    if largest == 0.0:
-        return 0
-    return math.floor(math.log2(largest)) + 1 - grain
+    largest = float(size.max()) if isinstance(size, Tensor) and size.numel() else 0.0
+    return math.floor(math.log2(largest)) + 1 - grain if largest else 0

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from shardproof.contract import OptimizerSpec
 
+#: Trainable parameters by name.
+Named = Mapping[str, torch.nn.Parameter]
 
-def build_optimizer(
-    spec: OptimizerSpec, named: Mapping[str, torch.nn.Parameter]
-) -> torch.optim.Optimizer:
+
+def build_optimizer(spec: OptimizerSpec, named: Named) -> torch.optim.Optimizer:
     """A torch optimizer over ``named`` trainable parameters, one group per matching pattern.
 
     ``foreach=False``: one kernel a parameter, so that a sharded update can repeat it bit for bit.
@@ -36,9 +37,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, spec: OptimizerSpec, ste
         group["lr"] = spec.lr_at(step) * group["lr_scale"]
 
 
-def read_slots(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]
-) -> dict[str, Tensor]:
+def read_slots(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Tensor]:
     """Optimizer state as ``{"<parameter>.<slot>": tensor}``; empty slots are left out."""
     return {
         f"{name}.{slot}": value
@@ -48,9 +47,7 @@ def read_slots(
     }
 
 
-def largest_terms(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter]
-) -> dict[str, Tensor]:
+def largest_terms(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, Tensor]:
     """Per slot that the next step makes a sum of terms of either sign: the largest of them.
 
     Where terms cancel, the sum's own last place says nothing of the error of adding them.
@@ -73,11 +70,7 @@ def largest_terms(
     return largest
 
 
-def load_slots(
-    optimizer: torch.optim.Optimizer,
-    named: Mapping[str, torch.nn.Parameter],
-    slots: Mapping[str, Tensor],
-) -> None:
+def load_slots(optimizer: torch.optim.Optimizer, named: Named, slots: Mapping[str, Tensor]) -> None:
     """Put state read by :func:`read_slots` (or observed elsewhere) into ``optimizer``."""
     for full_name, value in slots.items():
         name, _, slot = full_name.rpartition(".")

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from shardproof.contract import Event, OptimizerSpec
-from shardproof.oracle.optimizers import build_optimizer, set_learning_rate
+from shardproof.oracle.optimizers import Named, build_optimizer, set_learning_rate
+from shardproof.oracle.training import copies
 from shardproof.oracle.truth import Truth
 from shardproof.workloads import Workload
 
@@ -34,21 +35,14 @@ class _Owner:
     """One server's parameters (``keys``; empty: all), and its updates in order."""
 
     def __init__(
-        self,
-        spec: OptimizerSpec,
-        named: Mapping[str, torch.nn.Parameter],
-        updates: Updates,
-        by_worker: bool,
+        self, spec: OptimizerSpec, named: Named, updates: Updates, by_worker: bool
     ) -> None:
         self.spec, self.named, self.updates, self.by_worker = spec, named, updates, by_worker
         #: One for all, or one of each worker.
         self.optimizers: dict[int | None, torch.optim.Optimizer] = {}
-        self.versions = [self.snapshot()]
+        self.versions = [copies(named)]
         #: Worker and step -> the version that its gradient is of.
         self.reads = {(e.worker, e.step): e.version for update in updates for e in update}
-
-    def snapshot(self) -> Tensors:
-        return {name: p.detach().clone() for name, p in self.named.items()}
 
     def apply(self, gradients: Sequence[Tensors], last: Event) -> None:
         whose = last.worker if self.by_worker else None
@@ -59,7 +53,7 @@ class _Owner:
             parameter.grad = sum(parts[1:], parts[0].clone()) if parts else None
         set_learning_rate(self.optimizers[whose], self.spec, last.step)
         self.optimizers[whose].step()
-        self.versions.append(self.snapshot())
+        self.versions.append(copies(self.named))
 
 
 def replay(
@@ -79,7 +73,10 @@ def replay(
     """
     models = _Models(workload, shares)
     histories = _histories(events, shares, by_worker)
-    _require_owners(histories, models.named)
+    count = Counter(name for keys in histories for name in keys or models.named)
+    odd = [n for n in {**models.named, **count} if count[n] != 1 or n not in models.named]
+    if histories and odd:
+        raise ValueError(f"{odd[0]!r} has {count[odd[0]]} owners among the servers")
     owners = [
         _Owner(spec, {n: models.named[n] for n in keys or models.named}, updates, by_worker)
         for keys, updates in histories.items()
@@ -117,20 +114,18 @@ class _Models:
         self.named = {n: p for n, p in self.writer.named_parameters() if p.requires_grad}
 
     def snapshot(self) -> Tensors:
-        return {name: p.detach().clone() for name, p in self.writer.named_parameters()}
+        return copies(dict(self.writer.named_parameters()))
 
     def gradients(self, worker: int, step: int, owners: Sequence[_Owner]) -> Tensors | None:
         """Of the versions that were read; ``None``: one of them does not exist yet."""
         for owner in owners:
-            version = owner.reads.get((worker, step))
-            if version is None:
+            if (version := owner.reads.get((worker, step))) is None:
                 raise ValueError(f"worker {worker} gave step {step} to some servers only")
             if version >= len(owner.versions):
                 return None
         reader = self.readers[worker]
         with torch.no_grad():
-            for parameter in reader.parameters():
-                parameter.grad = None
+            reader.zero_grad(set_to_none=True)
             held = dict(reader.named_parameters())
             for owner in owners:
                 for name, value in owner.versions[owner.reads[worker, step]].items():
@@ -149,37 +144,19 @@ def _histories(
     for event in sorted(events, key=lambda e: (e.order, e.worker)):
         updates = histories.setdefault(event.keys, [])
         is_new = applied[event.keys, event.worker, event.step] == 1
-        _require_possible(event, updates, shares, is_new)
-        if event.order == len(updates):
+        # After these updates it is the next, or a part of the last, whose gradients are all of one
+        # step, by whose rate they are applied.
+        place = len(updates)
+        joins = place and event.order == place - 1 and event.step == updates[-1][0].step
+        is_possible = 0 <= event.version <= event.order and 0 <= event.worker < shares
+        if not is_possible or not is_new or not (event.order == place or joins):
+            raise ValueError(f"update {min(event.order, place)} cannot have happened: {event}")
+        if event.order == place:
             updates.append([])
         updates[-1].append(event)
         if by_worker and len(updates[-1]) > 1:
             raise ValueError(f"update {event.order} is by several workers, each with its own state")
     return histories
-
-
-def _require_possible(event: Event, updates: Updates, shares: int, is_new: bool) -> None:
-    """After ``updates`` of these parameters ``event`` is the next, or a part of the last, whose
-    gradients are all of one step, by whose rate they are applied.
-    """
-    place = len(updates)
-    joins = place and event.order == place - 1 and event.step == updates[-1][0].step
-    if (
-        not (event.order == place or joins)
-        or not 0 <= event.version <= event.order
-        or not 0 <= event.worker < shares
-        or not is_new
-    ):
-        raise ValueError(f"update {min(event.order, place)} cannot have happened: {event}")
-
-
-def _require_owners(
-    histories: Mapping[tuple[str, ...], Updates], named: Mapping[str, Tensor]
-) -> None:
-    count = Counter(name for keys in histories for name in keys or named)
-    odd = [name for name in {**named, **count} if count[name] != 1 or name not in named]
-    if histories and odd:
-        raise ValueError(f"{odd[0]!r} has {count[odd[0]]} owners among the servers")
 
 
 def behind(events: Sequence[Event]) -> int:
@@ -223,10 +200,10 @@ def truth(
         text = f"{len(events)} updates are reported, {sum(fed) * len(servers)} batches were fed"
         return Truth(problem=text, updates=len(events))
     told = {(event.worker, event.step) for event in events}
-    for worker, step in ((w, step) for w, steps in enumerate(fed) for step in range(steps)):
-        if (worker, step) not in told:
-            text = f"no update by the gradient of worker {worker} in step {step} is reported"
-            return Truth(problem=text, updates=len(events))
+    due = ((worker, step) for worker, steps in enumerate(fed) for step in range(steps))
+    for worker, step in (each for each in due if each not in told):
+        text = f"no update by the gradient of worker {worker} in step {step} is reported"
+        return Truth(problem=text, updates=len(events))
     try:
         versions = replay(workload, spec, len(fed), events, by_worker)
     except ValueError as error:

@@ -29,14 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardproof import tensor_bytes
 from shardproof.case import Case
-from shardproof.contract import (
-    Batch,
-    BatchRule,
-    BufferRule,
-    MicroBatch,
-    OptimizerSpec,
-    ScalerSpec,
-)
+from shardproof.contract import Batch, BatchRule, BufferRule, MicroBatch, OptimizerSpec, ScalerSpec
 from shardproof.oracle.exactness import budget
 from shardproof.oracle.members import StepMembers, heirs, sources
 from shardproof.oracle.members import of as members_of
@@ -46,6 +39,8 @@ from shardproof.workloads import Workload, for_case, make
 from shardproof.workloads.draws import read_draws, restore_draws
 
 Tensors = dict[str, Tensor]
+#: Policy of mixed precision, as in ``Case.precision``.
+Precision = Mapping[str, str]
 #: From a step's number and its gradients per coordinate, in order, to the gradient that is applied.
 Fold = Callable[[int, Sequence[Tensors]], Tensors]
 
@@ -69,7 +64,7 @@ class Way:
     of its own.
     """
 
-    precision: Mapping[str, str] = field(default_factory=dict)
+    precision: Precision = field(default_factory=dict)
     members: Sequence[StepMembers] = ()
     fold: Fold | None = None
     by_round: bool = False
@@ -112,7 +107,7 @@ class Trainee:
         self,
         workload: Workload,
         optimizer: OptimizerSpec,
-        precision: Mapping[str, str],
+        precision: Precision,
         coordinate: int = 0,
     ) -> None:
         # Models draw apart only where they have a stateful dropout; values are loaded.
@@ -182,10 +177,8 @@ class _Training:
         if self.draws[0]:
             if rule == "synced":
                 raise ValueError("synced buffers join coordinates, whose dropouts draw apart")
-            self.draws = [
-                read_draws(workload.build_for(0, number)("meta"))
-                for number, _ in enumerate(self.ranks)
-            ]
+            builds = (workload.build_for(0, number) for number, _ in enumerate(self.ranks))
+            self.draws = [read_draws(build("meta")) for build in builds]
 
     def step(self, step: int) -> TruthStep:
         """One step of all."""
@@ -221,7 +214,7 @@ class _Training:
         module = self.model.module
         if number == 0 and self.rule == "rank0":
             self.buffers = [self.buffers[0]] * len(self.ranks)
-        _restore(module, self.buffers[number])
+        force(dict(module.named_buffers()), self.buffers[number])
         restore_draws(module, self.draws[number])
         found = self.model.device.accumulate(batch, apart=self.way.by_round)
         self.buffers[number], self.draws[number] = buffers_of(module), read_draws(module)
@@ -238,7 +231,7 @@ class Device:
         self,
         module: nn.Module,
         loss: Callable[[Tensor, MicroBatch], Tensor],
-        precision: Mapping[str, str],
+        precision: Precision,
         scaler: ScalerSpec | None,
     ) -> None:
         self.module, self.loss, self.scaler = module, loss, scaler
@@ -330,7 +323,7 @@ class Device:
         return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
 
-def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
+def no_oracle_because(workload: Workload, precision: Precision) -> str:
     """Why one device cannot compute under ``precision`` (empty: it can).
 
     torch's batch norms want weights and running statistics of one dtype.  A system may leave its
@@ -342,11 +335,10 @@ def no_oracle_because(workload: Workload, precision: Mapping[str, str]) -> str:
         weights = precision.get("parameters", tensor_bytes.dtype_name(part.weight))
         statistics = precision.get("buffers", tensor_bytes.dtype_name(part.running_mean))
         if weights != statistics:
-            return (
-                f"the policy leaves {name!r} ({type(part).__name__}) with weights in {weights} and "
-                f"running statistics in {statistics}, which torch cannot compute on one device "
-                f"either: there is nothing to compare with; give precision.buffers = {weights}"
-            )
+            dtypes = f"weights in {weights} and running statistics in {statistics}"
+            what = f"the policy leaves {name!r} ({type(part).__name__}) with {dtypes}"
+            remedy = f"there is nothing to compare with; give precision.buffers = {weights}"
+            return f"{what}, which torch cannot compute on one device either: {remedy}"
     return ""
 
 
@@ -408,7 +400,7 @@ def _joint(
     return losses, [device.take_gradients({})]
 
 
-def _device(workload: Workload, precision: Mapping[str, str], training_mode: bool = True) -> Device:
+def _device(workload: Workload, precision: Precision, training_mode: bool = True) -> Device:
     """A device without an optimizer, whose model is to be given a state."""
     build = workload.build_for(0)
     module = build()
@@ -417,9 +409,7 @@ def _device(workload: Workload, precision: Mapping[str, str], training_mode: boo
 
 
 def evaluator(
-    workload: Workload,
-    precision: Mapping[str, str] = MappingProxyType({}),
-    training_mode: bool = False,
+    workload: Workload, precision: Precision = MappingProxyType({}), training_mode: bool = False
 ) -> Callable[[Tensors, Sequence[MicroBatch]], float]:
     """Tells the loss of micro-batches with a state (parameters and buffers), in evaluation mode."""
     device = _device(workload, precision, training_mode)
@@ -432,9 +422,7 @@ def evaluator(
     return loss
 
 
-def parts(
-    workload: Workload, precision: Mapping[str, str], state: Tensors, batch: Batch
-) -> list[Tensors]:
+def parts(workload: Workload, precision: Precision, state: Tensors, batch: Batch) -> list[Tensors]:
     """Gradients by name of each micro-batch of ``batch``, from ``state``, in training mode."""
     device = _device(workload, precision)
     found = []
@@ -446,10 +434,7 @@ def parts(
 
 
 def buffers_after(
-    workload: Workload,
-    precision: Mapping[str, str],
-    state: Tensors,
-    micro_batches: Sequence[MicroBatch],
+    workload: Workload, precision: Precision, state: Tensors, micro_batches: Sequence[MicroBatch]
 ) -> Tensors:
     """Buffers after forwards of ``micro_batches`` in training mode, from ``state``."""
     device = _device(workload, precision)
@@ -470,12 +455,6 @@ def buffers_of(module: nn.Module) -> Tensors:
     return copies(dict(module.named_buffers()))
 
 
-def _restore(module: nn.Module, buffers: Tensors) -> None:
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
-
-
 # ---------------------------------------------------------------------------------------- cache
 
 
@@ -488,15 +467,15 @@ def load_or_train(
     It appears by an atomic rename, so that many processes may share the folder; an unreadable file
     is trained anew.
     """
-    path = cache_dir / f"{_cache_key(case, buffers_rule, batch_rule)}.oracle"
+    key = f"{case.oracle_key(buffers_rule, batch_rule)} {_code()}"
+    path = cache_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.oracle"
     if path.is_file():
         try:
             return Truth.from_dict(tensor_bytes.load(path))
         except (OSError, TypeError, tensor_bytes.DamagedFile):
             path.unlink(missing_ok=True)
     workload = for_case(case)
-    members = members_of(case, batch_rule) if case.changes_members else ()
-    way = Way(case.precision, members)
+    way = Way(case.precision, members_of(case, batch_rule) if case.changes_members else ())
     size = case.data_coordinates, case.steps
     record = train(workload, case.optimizer, *size, buffers_rule, way)
     if case.lane == "dyadic":
@@ -507,20 +486,11 @@ def load_or_train(
     return record
 
 
-def _cache_key(case: Case, buffers_rule: BufferRule, batch_rule: BatchRule) -> str:
-    key = case.oracle_key(buffers_rule, batch_rule)
-    return hashlib.sha256(f"{key} {_code()}".encode()).hexdigest()[:32]
-
-
 @lru_cache(maxsize=1)
 def _code() -> str:
     """Digest of what the numbers depend on besides the case."""
     here = Path(__file__).parent
     files = [here / name for name in ("training.py", "truth.py", "optimizers.py", "exactness.py")]
     files += sorted((here.parent / "workloads").glob("*.py"))
-    digest = hashlib.sha256(
-        f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()
-    )
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    versions = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode()
+    return hashlib.sha256(b"".join([versions, *(file.read_bytes() for file in files)])).hexdigest()

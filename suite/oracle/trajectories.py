@@ -16,37 +16,29 @@ from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.workloads import Workload
 
 
-class _Coordinate:
-    """One data coordinate of several, as if it were alone."""
-
-    def __init__(self, workload: Workload, spec: OptimizerSpec, number: int, count: int) -> None:
-        self.workload, self.spec, self.number, self.count = workload, spec, number, count
-        self.model = Trainee(workload, spec, {}, number)
-
-    def step(self, step: int) -> TruthStep:
-        """One step from this coordinate's own parameters."""
-        batch = self.workload.batch(step, self.count)[self.number]
-        losses, (gradients,) = self.model.device.accumulate(batch)
-        whole = {name: gradient * self.count for name, gradient in gradients.items()}
-        done = self.model.update(step, self.spec, whole, losses)
-        return replace(done, buffers=[buffers_of(self.model.module)])
-
-
 def train_apart(
     workload: Workload, spec: OptimizerSpec, coordinates: int, steps: int, meeting: Meeting
 ) -> Truth:
     """Train ``steps`` steps of ``coordinates`` that meet as ``meeting`` says; record everything."""
-    alone = [_Coordinate(workload, spec, number, coordinates) for number in range(coordinates)]
-    record, trained = Truth(copies(alone[0].model.parameters)), alone[0].model.named
+    alone = [Trainee(workload, spec, {}, number) for number in range(coordinates)]
+    record, trained = Truth(copies(alone[0].parameters)), alone[0].named
+
+    def one_step(number: int, step: int) -> TruthStep:
+        """One step of a coordinate from its own parameters."""
+        model, batch = alone[number], workload.batch(step, coordinates)[number]
+        losses, (gradients,) = model.device.accumulate(batch)
+        whole = {name: gradient * coordinates for name, gradient in gradients.items()}
+        done = model.update(step, spec, whole, losses)
+        return replace(done, buffers=[buffers_of(model.module)])
+
     kept = meeting.begin({name: record.initial[name] for name in trained})
     for number in range(steps):
-        apart = [one.step(number) for one in alone]
-        met = meeting.meets(number)
-        if met:
+        apart = [one_step(coordinate, number) for coordinate in range(coordinates)]
+        if met := meeting.meets(number):
             ends = [{name: step.parameters[name] for name in trained} for step in apart]
             together, kept = meeting.meet(ends, kept)
             for one in alone:
-                force(one.model.named, together)
+                force(one.named, together)
             apart = [replace(step, parameters={**step.parameters, **together}) for step in apart]
         slots = [{**step.optimizer, **kept} for step in apart]
         apart = [replace(s, optimizer=o, met=met) for s, o in zip(apart, slots, strict=True)]

@@ -20,7 +20,7 @@ from shardproof.impls.reference.checkpoint.reading.checkpoint import Checkpoint
 from shardproof.impls.reference.checkpoint.reading.regions import Place
 from shardproof.impls.reference.checkpoint.root import Branch, Root
 from shardproof.impls.reference.checkpoint.writing import write_pair
-from shardproof.ledgers.memory import MemoryLedger
+from shardproof.ledgers.memory.recorder import MemoryLedger
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"width": 512, "layers": 1}

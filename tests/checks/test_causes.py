@@ -12,8 +12,8 @@ from made_case import made_case
 from shardproof import registry
 from shardproof.cases.kills import pair
 from shardproof.cases.runner import run_cases
-from shardproof.checks.causes import fits, said
-from shardproof.checks.causes.words import same_of_loss
+from shardproof.checks.causes import fits
+from shardproof.checks.causes.fits import said, same_of_loss
 from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
 

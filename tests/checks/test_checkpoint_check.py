@@ -22,7 +22,8 @@ from shardproof import registry
 from shardproof.case import Case, CheckpointPlan, Fault, WorkloadSpec
 from shardproof.cases.kills import pair
 from shardproof.cases.runner import run_cases
-from shardproof.checks import causes, checkpoint
+from shardproof.checks import checkpoint
+from shardproof.checks.causes import state
 from shardproof.checks.results import CaseResult
 from shardproof.commands.verify import verify
 from shardproof.contract import OptimizerSpec, ScalerSpec
@@ -292,11 +293,11 @@ def test_traffic_of_saves_is_not_training_s(run: Any) -> None:
 # --------------------------------------------------------------------------------- sentences
 
 
-def load(kind: str, saved: dict[str, Tensor], held: dict[str, Tensor], **more: Any) -> causes.Load:
+def load(kind: str, saved: dict[str, Tensor], held: dict[str, Tensor], **more: Any) -> state.Load:
     """Of one copy of every tensor."""
     states = [Assembled({n: {0: t} for n, t in tensors.items()}) for tensors in (saved, held)]
     fields: dict[str, Any] = {"before": {}, "moments": {}} | more
-    return causes.Load(kind, 2, *states, **fields)
+    return state.Load(kind, 2, *states, **fields)
 
 
 W, V = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
@@ -343,8 +344,8 @@ TWO = torch.tensor(2.0)
         ),
     ],
 )
-def test_sentences_say_what_was_not_loaded(told: causes.Load, says: str) -> None:
-    assert causes.of_load(told) == says
+def test_sentences_say_what_was_not_loaded(told: state.Load, says: str) -> None:
+    assert state.of_load(told) == says
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_sentences_say_what_was_not_loaded(told: causes.Load, says: str) -> None
 )
 def test_sentences_on_generators_name_the_rank(held: tuple[str, str], says: str) -> None:
     saved, now, before = ([{"torch": d} for d in own] for own in (("a", "b"), held, ("y", "z")))
-    assert causes.of_draws(saved, now, before) == says
+    assert state.of_draws(saved, now, before) == says
 
 
 # ----------------------------------------------------------------------------------- deciding

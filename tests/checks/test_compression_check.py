@@ -12,8 +12,7 @@ from torch import Tensor
 from shardproof.case import Case, WorkloadSpec
 from shardproof.cases.runner import run_cases
 from shardproof.checks import compression
-from shardproof.checks.causes.compressed import of_kept, of_sent
-from shardproof.checks.compression import slots
+from shardproof.checks.causes.gradients import of_kept, of_sent
 from shardproof.checks.numbers import FP64_BOUND, relative_frobenius
 from shardproof.contract import OptimizerSpec
 
@@ -127,5 +126,5 @@ def test_the_bound_of_a_factor_follows_the_condition(moved: float, off: float, o
 
     evidence = SimpleNamespace(truth=kept(0.0), rounded=kept(moved))
     close = relative_frobenius(FP64_BOUND)
-    compare = slots._conditioned(evidence, 0, "w.factor@0", close)  # type: ignore[arg-type]
+    compare = compression._conditioned(evidence, 0, "w.factor@0", close)  # type: ignore[arg-type]
     assert compare(factor * (1 + off), factor).ok == ok

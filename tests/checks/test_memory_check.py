@@ -24,8 +24,8 @@ from shardproof.costs import CostModel, NoCostModel, cost_model_class
 from shardproof.costs.expression import CaseFacts
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord, StepRecord, WorkloadFacts
-from shardproof.ledgers.memory import MemoryLedger, summary
-from shardproof.ledgers.memory.summary import MemoryRow
+from shardproof.ledgers.memory.recorder import MemoryLedger
+from shardproof.ledgers.memory.summary import MemoryRow, summary
 from shardproof.ledgers.traffic import Call
 from shardproof.registry.declaration import Declaration
 from shardproof.report.memory import MEASURED, with_figures

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shardproof.case import WorkloadSpec
 from shardproof.cases.rank_program import workload_facts
-from shardproof.checks import equivalence, replayed_buffers
+from shardproof.checks import equivalence
 from shardproof.checks.numbers import Differs, relative_frobenius
+from shardproof.checks.one_update import buffers_after
 from shardproof.contract import BufferRule, OptimizerSpec
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.records import ComparisonRow
@@ -74,7 +75,7 @@ def test_a_step_is_replayed_by_the_declared_rule(rule: BufferRule) -> None:
     others = [_trained(other) for other in RULES if other != rule]
     for step in range(1, STEPS):
         for coordinate, buffers in enumerate(own.steps[step].buffers):
-            made = replayed_buffers.after_step(held, step, coordinate, coordinate)
+            made = buffers_after(held, step, coordinate, coordinate)
             for name, value in buffers.items():
                 assert torch.allclose(made[name], value, rtol=1e-13), (rule, name)
         name = "blocks.0.norm.running_mean"

@@ -18,6 +18,7 @@ from shardproof.cases.leader import judge_case
 from shardproof.cases.verdict import decide_case
 from shardproof.checks import schedule as check
 from shardproof.checks.results import CaseResult
+from shardproof.checks.schedule import announced
 from shardproof.contract import Capabilities, Implementation, OptimizerSpec, Refused
 from shardproof.costs.expression import CaseFacts
 from shardproof.evidence.account import Account
@@ -175,7 +176,7 @@ def test_a_pass_says_where_no_closed_form_was_held_against_the_bubble(
 
 def test_orders_of_ones_own_have_no_closed_form() -> None:
     own = replace(SCHEDULES["1f1b"](2, 4), name="mine")
-    assert check.bubble_unjudged(own) == "bubble not judged: no closed form of 'mine' is known"
+    assert announced.bubble_unjudged(own) == "bubble not judged: no closed form of 'mine' is known"
 
 
 def test_both_bubbles_are_told_over_both_denominators() -> None:

@@ -12,7 +12,7 @@ from test_costs import plan
 
 from shardproof.case import WorkloadSpec
 from shardproof.cases.runner import run_cases
-from shardproof.checks import unattributed
+from shardproof.checks.memory import unattributed
 from shardproof.checks.results import CaseResult
 from shardproof.contract import OptimizerSpec
 from shardproof.costs import cost_model_class

@@ -28,24 +28,24 @@ def rows(start: int, stop: int, **more: Any) -> Piece:
 
 def test_slices_and_flat_ranges_make_the_whole_again() -> None:
     by_rows = assemble({0: [rows(0, 1)], 1: [rows(1, 4)]})
-    assert not by_rows.problems and torch.equal(by_rows.replica("w"), FULL)
+    assert not by_rows.problems and torch.equal(by_rows.tensors["w"][0], FULL)
     flat = FULL.reshape(-1)
     by_range = assemble(
         {0: [piece(flat[:5], flat_range=[0, 5])], 1: [piece(flat[5:], flat_range=[5, 12])]}
     )
-    assert not by_range.problems and torch.equal(by_range.replica("w"), FULL)
+    assert not by_range.problems and torch.equal(by_range.tensors["w"][0], FULL)
     assert by_range.owners["w"] == [0, 1]
 
 
 def test_replicas_are_kept_apart() -> None:
     both = assemble({0: [rows(0, 4)], 1: [piece(FULL + 1, replica=1)]})
-    assert torch.equal(both.replica("w", 1), FULL + 1)
+    assert torch.equal(both.tensors["w"][1], FULL + 1)
     assert torch.equal(both.first()["w"], FULL)
 
 
 def test_an_empty_shard_is_fine() -> None:
     found = assemble({0: [rows(0, 4)], 1: [rows(4, 4)]})
-    assert not found.problems and torch.equal(found.replica("w"), FULL)
+    assert not found.problems and torch.equal(found.tensors["w"][0], FULL)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def one_of_each(rank: int, n: int) -> Any:
     if n > 1 and rank == 1:
         dist.recv(one, 0)
     dist.barrier()
-    return [call.to_dict() for call in ledger().named_calls()]
+    return [call.to_dict() for call in ledger().calls]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -144,7 +144,7 @@ def three_ddp_steps(rank: int, _: int) -> Any:
             optimizer.step()
         bounds.append((first, len(ledger().calls)))
     return {
-        "calls": [call.to_dict() for call in ledger().named_calls()],
+        "calls": [call.to_dict() for call in ledger().calls],
         "bounds": bounds,
         "events": log().events,
     }
@@ -191,7 +191,7 @@ def two_fsdp2_steps(rank: int, world: int, reshard: bool) -> Any:
             x, y = inputs(rank, step)
             nn.functional.mse_loss(built(x), y).backward()
     kinds = [[kind, name] for _, kind, name in log().events]
-    return {"calls": [call.to_dict() for call in ledger().named_calls()][first:], "events": kinds}
+    return {"calls": [call.to_dict() for call in ledger().calls][first:], "events": kinds}
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -219,8 +219,7 @@ def calls_on_sub_groups(rank: int, world: int) -> Any:
     group = dist.new_group([0, 1])
     if rank < 2:
         dist.all_reduce(torch.ones(3), group=group)
-    ledger().name_group((0, 1), "pair")
-    return [call.to_dict() for call in ledger().named_calls()]
+    return [call.to_dict() for call in ledger().calls]
 
 
 def test_sub_groups_are_logged_by_axis(run: Any) -> None:
@@ -229,7 +228,6 @@ def test_sub_groups_are_logged_by_axis(run: Any) -> None:
         call["group"] = tuple(call["group"])
     assert total(records, group=(0, 1)) == 2 * 12
     assert {c["axis"] for c in records[2] if c["group"] == (2,)} == {"replicate"}
-    assert {c["axis"] for c in records[1] if c["group"] == (0, 1)} == {"pair"}
 
 
 def waits_out_of_order(rank: int, world: int) -> Any:
@@ -259,7 +257,7 @@ def functional_and_coalesced(rank: int, world: int) -> Any:
         for k in range(3):
             dist.all_reduce(torch.ones(k + 1))
     dist.all_gather_object([None] * world, rank)
-    return [call.to_dict() for call in ledger().named_calls()]
+    return [call.to_dict() for call in ledger().calls]
 
 
 def test_functional_and_coalesced_calls_are_logged(run: Any) -> None:

@@ -26,7 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardproof.backends.base import GroupBase, Request
 from shardproof.contract import Piece
-from shardproof.ledgers.memory import MemoryLedger, MemoryLog, communicated, watch
+from shardproof.ledgers.memory.installed import communicated, watch
+from shardproof.ledgers.memory.log import MemoryLog
+from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.memory.summary import summary
 
 STATE = ("parameters", "gradients", "optimizer_state")

@@ -24,7 +24,9 @@ from shardproof.impls.reference.engine.optimizer import (
 )
 from shardproof.impls.reference.zero1 import ReferenceZero1
 from shardproof.impls.reference.zero2 import ReferenceZero2
-from shardproof.ledgers.memory import MemoryLedger, MemoryLog, summary
+from shardproof.ledgers.memory.log import MemoryLog
+from shardproof.ledgers.memory.recorder import MemoryLedger
+from shardproof.ledgers.memory.summary import summary
 
 
 def test_files_without_names(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_initial_parameters_are_those_of_rank_0() -> None:
     found = succeed(body, 3)
     whole = assembled({rank: pieces for rank, (pieces, _) in enumerate(found)})
     for name, tensor in work.state().items():
-        assert torch.equal(whole.replica(name), tensor)
+        assert torch.equal(whole.tensors[name][0], tensor)
         for _, full in found:
             assert torch.equal(full[name], tensor)
 
@@ -212,7 +212,7 @@ def test_a_rank_may_hold_several_blocks_of_one_name() -> None:
 
     found = assembled({0: blocks(0), 1: blocks(1)})
     assert not found.problems
-    assert torch.equal(found.replica("qkv"), full)
+    assert torch.equal(found.tensors["qkv"][0], full)
     assert assembled({0: blocks(0), 1: blocks(0)}).problems
 
 

@@ -13,7 +13,7 @@ from shardproof import workloads
 from shardproof.case import WorkloadSpec
 from shardproof.contract import Refused
 from shardproof.impls.reference.engine.recompute import recompute_units
-from shardproof.ledgers.memory import MemoryLedger
+from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.workloads.draws import read_draws
 
 MIXES = {

@@ -18,8 +18,7 @@ def outcome(check: str, figures: Figures, nothing: str, noun: str = "comparisons
 
     ``nothing``: why there may be no rows.
     """
-    rows = figures.compared.get(check, [])
-    if not rows:
+    if not (rows := figures.compared.get(check, [])):
         return Outcome(check, "skip", nothing)
     wrong = [one for one in rows if one.problem]
     numbers = {noun: len(rows), "wrong": len(wrong)}

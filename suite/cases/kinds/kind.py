@@ -61,10 +61,6 @@ class Kind(ABC):
 Leg = tuple[int, "Callable[[Sequence[RankRecord]], Program]"]
 
 
-def _nothing(*_: object) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class UntrainedKind(Kind):
     """A kind that trains no model: it calls systems of one kind, and has one check.
@@ -81,7 +77,7 @@ class UntrainedKind(Kind):
     lacks: str
     resolve: Callable[[WorkloadSpec], Params]
     legs: Callable[[Case, Any], Sequence[Leg] | str]
-    declines: Callable[[Declaration, Case], str] = _nothing
+    declines: Callable[[Declaration, Case], str] = lambda declaration, case: ""
     also: frozenset[str] = frozenset()
     trains = False
 

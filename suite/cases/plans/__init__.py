@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from shardproof.case import Case
 from shardproof.cases.plans.checkpoint import Checkpoint
-from shardproof.cases.plans.plan import Plan
-from shardproof.cases.plans.relation import Relation
+from shardproof.cases.plans.plan import Plan, Relation
 
 #: In the order in which their runs are made.
 _ALL: tuple[Plan, ...] = (Relation(), Checkpoint())

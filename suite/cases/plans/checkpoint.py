@@ -21,8 +21,7 @@ from shardproof.cases.launcher import Launcher
 from shardproof.cases.plans.plan import Plan
 from shardproof.cases.rank_program import workload_facts
 from shardproof.cases.training import beside, without_oracle
-from shardproof.checks.checkpoint import PROMISES, who_loads
-from shardproof.checks.checkpoint.loaded import is_same
+from shardproof.checks.checkpoint import PROMISES, is_same, who_loads
 from shardproof.contract import Refused
 from shardproof.costs.expression import facts_of
 from shardproof.evidence.assembled import Beside, Continued, Evidence
@@ -98,12 +97,12 @@ def _load(evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
     except Refused as error:
         evidence.beside["loaded"] = Beside(problem=f"who loads cannot be made: {error}")
         return []
-    fault, root = _of_load(case), str(_root(launcher))
+    fault, root, plan = _of_load(case), str(_root(launcher)), loads.checkpoint
     promised = tuple(name for name in case.checks if name in PROMISES)
-    assert loads.checkpoint is not None
-    saves_again = loads.checkpoint.again_at and case.fault is None
+    assert plan is not None
+    saves_again = plan.again_at and case.fault is None
     # That step is saved already: a root has it once.
-    at_once = loads.checkpoint.again_at == loads.checkpoint.save_at
+    at_once = plan.again_at == plan.save_at
     loads = replace(
         loads,
         loads_from=root,
@@ -130,8 +129,7 @@ def _load(evidence: Evidence, launcher: Launcher) -> list[RankOutcome]:
             found.meeting = Meets(registry.load(loads.implementation), loads.options)
         return found
 
-    what = "the run that loads"
-    found, outcomes = beside(launcher, loads, "loaded", what, collect)
+    found, outcomes = beside(launcher, loads, "loaded", "the run that loads", collect)
     evidence.beside["loaded"] = found
     if saves_again and found.evidence is not None:
         evidence.beside["again"] = _load_again(found.evidence, launcher)

@@ -6,43 +6,16 @@ A sentence stands before the numbers of the check; it decides nothing, and it is
 nothing fits.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
-from shardproof.checks.causes.buffers import of_buffers
-from shardproof.checks.causes.compressed import of_kept
-from shardproof.checks.causes.gradients import beside_loss, of_clipping, of_gradients
-from shardproof.checks.causes.load import Load, moments_of, of_draws, of_load
-from shardproof.checks.causes.losses import of_evaluation, of_loss
-from shardproof.checks.causes.members import of_members
-from shardproof.checks.causes.norms import of_norm
-from shardproof.checks.causes.reload import of_reload
-from shardproof.checks.causes.start import of_start
-from shardproof.checks.causes.updates import of_update
-from shardproof.checks.causes.where import of_full_state
-from shardproof.checks.causes.words import said
+from collections.abc import Callable, Collection
+
+from shardproof.backends.errors import name_ranks
 from shardproof.errors import is_exhausted
+from shardproof.evidence.assembled import Evidence
 
-__all__ = [
-    "Load",
-    "beside_loss",
-    "moments_of",
-    "of_buffers",
-    "of_clipping",
-    "of_draws",
-    "of_evaluation",
-    "of_full_state",
-    "of_gradients",
-    "of_kept",
-    "of_load",
-    "of_members",
-    "of_loss",
-    "of_norm",
-    "of_reload",
-    "of_start",
-    "of_update",
-    "said",
-    "told",
-]
+#: Relative error of a member's own loss that counts.
+_APART = 1e-9
 
 
 def told(cause: Callable[[], str]) -> str:
@@ -56,3 +29,42 @@ def told(cause: Callable[[], str]) -> str:
         if is_exhausted(error):
             raise
         return f"no cause could be told ({error!r})"
+
+
+def before(cause: Callable[[], str], failure: object) -> str:
+    """``failure`` in words, and in front of it what ``cause`` says, if it says anything."""
+    return ": ".join(filter(None, (told(cause), str(failure))))
+
+
+def of_members(evidence: Evidence, step: int, wrong: Collection[int]) -> str:
+    """A sentence where ``step`` is the first of other members; ``wrong``: ranks that differ.
+
+    Empty ranks: those are asked whose own loss is another.
+    """
+    if not evidence.case.changes_members:
+        return ""
+    now, before = evidence.members[step], evidence.members[step - 1] if step else None
+    wrong = {*wrong} or _other_losses(evidence, step)
+    joined = now.joined(before)
+    if wrong and wrong <= set(joined):
+        which = f"{name_ranks(sorted(wrong))}, which joined before step {step}"
+        return f"only {which}, differs: it lacks something that the others have"
+    if dead := [rank for rank in now.begin if rank not in now.members]:
+        return f"step {step} was taken again without {name_ranks(dead)}, which died in it"
+    if before is not None and now.members != before.members:
+        there, were = name_ranks(now.members), name_ranks(before.members)
+        return f"step {step} is the first of {there}, after {were}"
+    return ""
+
+
+def _other_losses(evidence: Evidence, step: int) -> set[int]:
+    """Members whose share of the loss is not the oracle's."""
+    truth = evidence.truth.steps[step].losses
+    found = set()
+    for record in evidence.records:
+        loss, share = record.steps[step].loss, record.steps[step].share
+        if loss is None or share is None or share >= len(truth):
+            continue
+        if abs(loss - truth[share]) > _APART * abs(truth[share]):
+            found.add(record.rank)
+    return found

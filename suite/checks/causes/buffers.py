@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,22 +20,18 @@ _RULES: tuple[BufferRule, ...] = ("rank0", "per_rank", "synced")
 def of_buffers(evidence: Evidence, step: int, name: str, coordinate: int, held: Tensor) -> str:
     """A sentence on the buffer ``name`` of a data coordinate after ``step``."""
     truth = evidence.truth.steps[step].buffers
-    tries = _tries(evidence, step, name, coordinate)
+    rest = [(buffers[name], n) for n, buffers in enumerate(truth) if n != coordinate]
+    tries = chain(
+        ((value, f"{name!r} is that of data coordinate {number}") for value, number in rest),
+        _made_otherwise(evidence, step, name, coordinate),
+        (
+            (value, f"{name!r} has the values of {other!r}")
+            for other, value in truth[coordinate].items()
+            if other != name and value.is_floating_point()
+        ),
+    )
     found = fits.nearest(held, truth[coordinate][name], tries, fits.limit_of(evidence))
     return f"data coordinate {coordinate}: {found}" if found else ""
-
-
-def _tries(
-    evidence: Evidence, step: int, name: str, coordinate: int
-) -> Iterator[tuple[Tensor, str]]:
-    truth = evidence.truth.steps[step].buffers
-    for number, buffers in enumerate(truth):
-        if number != coordinate:
-            yield buffers[name], f"{name!r} is that of data coordinate {number}"
-    yield from _made_otherwise(evidence, step, name, coordinate)
-    for other, value in truth[coordinate].items():
-        if other != name and value.is_floating_point():
-            yield value, f"{name!r} has the values of {other!r}"
 
 
 def _made_otherwise(
@@ -50,48 +47,32 @@ def _made_otherwise(
     def after(state: dict[str, Tensor], micro_batches: list[MicroBatch]) -> dict[str, Tensor]:
         return training.buffers_after(workload, case.precision, state, micro_batches)
 
-    yield (
-        after(start, [micro for micro in batch for _ in range(2)])[name],
-        f"{name!r} counted every micro-batch twice",
-    )
+    twice = after(start, [micro for micro in batch for _ in range(2)])
+    yield twice[name], f"{name!r} counted every micro-batch twice"
     for other in (n for n in start if n != name and n not in workload.shapes):
         if start[other].shape == start[name].shape and start[other].dtype == start[name].dtype:
             mixed = {**start, name: start[other], other: start[name]}
             yield after(mixed, batch)[name], f"{name!r} was taken for {other!r}, and the other way"
     if any(one.step == step for record in evidence.records for one in record.evaluations):
-        yield (
-            after(start, [*batch, *batch])[name],
-            f"the evaluation before step {step} moved {name!r}",
-        )
+        twice = after(start, [*batch, *batch])
+        yield twice[name], f"the evaluation before step {step} moved {name!r}"
     own = evidence.initial("buffers").tensors.get(name, {}) if step == 0 else {}
     if len(own) > coordinate:
         yield own[coordinate], f"{name!r} stands as it was after setup"
     built = dict(workload.build_for(coordinate, coordinate)().named_buffers())
-    for first, told in ((built, "built on this rank"), (dict(workload.state()), "given")):
-        moved = first
+    for moved, told in ((built, "built on this rank"), (dict(workload.state()), "given")):
         for number in range(step + 1):
-            state = fits.states(evidence, number)[coordinate] | {
-                n: moved[n] for n in moved if n in built
-            }
+            kept = {n: moved[n] for n in moved if n in built}
             earlier = evidence.shares(number)[coordinate].micro_batches
-            moved = after(state, earlier)
-            if number == step:
-                yield (
-                    moved[name],
-                    f"{name!r} was never sent: it follows this rank's own batches from the values "
-                    f"{told}",
-                )
+            moved = after(fits.states(evidence, number)[coordinate] | kept, earlier)
+        own_way = f"it follows this rank's own batches from the values {told}"
+        yield moved[name], f"{name!r} was never sent: {own_way}"
+    counts = case.workload.micro_batch_counts(case.data_coordinates)
+    way = training.Way(case.precision, evidence.members if case.changes_members else ())
     for rule in _RULES:
-        if rule != evidence.declaration.buffers and _may(evidence, rule):
-            changing = evidence.members if case.changes_members else ()
-            size, way = (case.data_coordinates, step + 1), training.Way(case.precision, changing)
+        # One device can join micro-batches only where all have equally many.
+        if rule != evidence.declaration.buffers and (rule != "synced" or len(set(counts)) == 1):
+            size = case.data_coordinates, step + 1
             run = training.train(workload, case.optimizer, *size, rule, way)
             yield run.steps[step].buffers[coordinate][name], f"{name!r} follows the rule {rule!r}"
     yield torch.zeros_like(start[name]), f"{name!r} is zero"
-
-
-def _may(evidence: Evidence, rule: BufferRule) -> bool:
-    """Whether one device can follow ``rule`` here."""
-    case = evidence.case
-    counts = case.workload.micro_batch_counts(case.data_coordinates)
-    return rule != "synced" or len(set(counts)) == 1

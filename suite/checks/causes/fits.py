@@ -1,4 +1,4 @@
-"""What fits what a system holds: which of several values, or which multiple of the truth.
+"""What fits what a system holds: which of several values, or which multiple of the truth; in words.
 
 Small errors are like the truth, and so is a cause that changes nothing in this case.  So a cause
 counts only where it leaves over at most a tenth of what the truth leaves over.
@@ -21,6 +21,8 @@ from shardproof.workloads import for_case
 
 Tensors = Mapping[str, Tensor]
 Number = TypeVar("Number", Tensor, float)
+#: Coefficients by data coordinate and micro-batch; ``None``: the micro-batch has no gradient there.
+Rows = Sequence[Sequence[float | None]]
 
 #: What a fit may leave over, by dtype, relative to what is fitted.
 LEFT_OVER = {"float64": 1e-7, "float32": 1e-3, "bfloat16": 0.03, "float16": 0.01}
@@ -31,6 +33,10 @@ MUCH = 0.1
 #: What is left over of this part of a limit is round-off.
 _ROUND_OFF = 1e-5
 _SHOWN = 3
+#: How near a coefficient is to the number that it stands for.
+_CLOSE = 1e-5
+#: Said where several numbers of the case may be the factor.
+_ALIKE = ", as many here: another number of ranks tells which"
 
 
 def limit_of(evidence: Evidence) -> float:
@@ -46,12 +52,12 @@ def first(state: Assembled, like: Tensors) -> dict[str, Tensor]:
 
 def flat(tensors: Tensors, like: Tensors, names: Sequence[str]) -> Tensor:
     """The tensors ``names`` end to end in fp64; 0 where there is none."""
-    return torch.cat(
-        [
-            (tensors[n] if n in tensors else torch.zeros_like(like[n])).double().reshape(-1)
-            for n in names
-        ]
-    )
+    return end_to_end(tensors[n] if n in tensors else torch.zeros_like(like[n]) for n in names)
+
+
+def end_to_end(tensors: Iterable[Tensor]) -> Tensor:
+    """All elements in fp64, one tensor after the other."""
+    return torch.cat([tensor.double().reshape(-1) for tensor in tensors])
 
 
 def nearest(held: Number, truth: Number, tries: Iterable[tuple[Number, str]], limit: float) -> str:
@@ -87,8 +93,7 @@ def multiple(held: Tensors, truth: Tensors, limit: float) -> float | None:
 
     Exactly 1 where ``truth`` itself is as near but for ``limit``.
     """
-    names = [name for name in held if name in truth]
-    if not names:
+    if not (names := [name for name in held if name in truth]):
         return None
     got, want = flat(held, truth, names), flat(truth, truth, names)
     size = float(want @ want)
@@ -106,10 +111,12 @@ def multiple(held: Tensors, truth: Tensors, limit: float) -> float | None:
 
 def equal(held: Tensor, want: Tensor, limit: float) -> bool:
     """Whether they have one shape and differ by at most ``limit`` of the second's norm."""
-    if held.shape != want.shape:
-        return False
-    size = float(want.double().norm())
-    return float((held.double() - want.double()).norm()) <= limit * size
+    return _apart(held, want) <= limit * _size(want)
+
+
+def same(held: Tensor, want: Tensor) -> bool:
+    """Whether they have one shape and the same numbers, in whatever dtypes."""
+    return torch.equal(held.double(), want.double())
 
 
 def all_equal(held: Tensors, want: Tensors, names: Sequence[str], limit: float) -> bool:
@@ -119,14 +126,10 @@ def all_equal(held: Tensors, want: Tensors, names: Sequence[str], limit: float) 
 
 def state_before(evidence: Evidence, step: int) -> dict[str, dict[str, dict[int, Tensor]]]:
     """Kind -> name -> copies of what the system held before ``step``."""
-    return {
-        kind: (
-            evidence.initial(kind)
-            if step == 0
-            else evidence.observed(step - 1, "after_update", kind)
-        ).tensors
-        for kind in ("parameters", "buffers")
-    }
+    kinds = "parameters", "buffers"
+    if step:
+        return {kind: evidence.observed(step - 1, "after_update", kind).tensors for kind in kinds}
+    return {kind: evidence.initial(kind).tensors for kind in kinds}
 
 
 def states(evidence: Evidence, step: int) -> list[dict[str, Tensor]]:
@@ -145,12 +148,9 @@ def states(evidence: Evidence, step: int) -> list[dict[str, Tensor]]:
 
 def parts(evidence: Evidence, step: int) -> list[list[dict[str, Tensor]]]:
     """Gradients of every micro-batch of every data coordinate, from what the system held before."""
-    workload = for_case(evidence.case)
-    batches = evidence.shares(step)
-    return [
-        training.parts(workload, evidence.case.precision, state, batch)
-        for state, batch in zip(states(evidence, step), batches, strict=True)
-    ]
+    workload, precision = for_case(evidence.case), evidence.case.precision
+    pairs = zip(states(evidence, step), evidence.shares(step), strict=True)
+    return [training.parts(workload, precision, state, batch) for state, batch in pairs]
 
 
 def pieces(
@@ -181,3 +181,115 @@ def known(evidence: Evidence, step: int = 0) -> dict[str, float]:
 def some(names: Sequence[str]) -> str:
     """The first three of ``names``, and how many there are beside them."""
     return table.some([*map(repr, names)], _SHOWN)
+
+
+# ------------------------------------------------------------------------- coefficients in words
+
+
+def said(
+    rows: Rows, before: float, known: Mapping[str, float] | None = None, digits: int = 6
+) -> str:
+    """What the coefficients mean: ``rows[coordinate][micro-batch]``, and that of the step before.
+
+    ``None``: there was nothing to count.  Empty where all are 1.
+    """
+    found = [value for row in rows for value in row if value is not None]
+    largest = max(map(abs, (*found, before)), default=0.0)
+
+    def snapped(value: float) -> float:
+        return float(f"{value:.{digits}g}") if abs(value) > 10.0**-digits * largest else 0.0
+
+    # What is not there counts as whatever stands beside it.
+    usual = next(iter(found), 1.0)
+    filled = []
+    for row in rows:
+        own = next((value for value in row if value is not None), usual)
+        filled.append([snapped(own if value is None else value) for value in row])
+    values, before = [value for row in filled for value in row], snapped(before)
+    if before and not any(values):
+        times = "" if close(before, 1.0) else f", {before:.4g} times"
+        return f"this is the gradient of the step before{times}"
+    also = f"that of the step before is in it {before:.4g} times" if before else ""
+    if all(close(value, 1.0) for value in values):
+        return also
+    cause = _of_parts(filled, known or {}, 10.0 ** (1 - digits))
+    return "; ".join(filter(None, (cause, also)))
+
+
+def _of_parts(rows: Sequence[Sequence[float]], known: Mapping[str, float], within: float) -> str:
+    values = [value for row in rows for value in row]
+    if all(close(value, values[0]) for value in values):
+        return factor(values[0], known, within)
+    #     1 1      differs by coordinate      1 0      differs by micro-batch
+    #     0 0                                 1 0
+    if all(close(value, row[0]) for row in rows for value in row):
+        return _by("data coordinate", [row[0] for row in rows if row])
+    for one, which in ((-1, "last"), (0, "first")):
+        if all(close(v, at == one % len(row)) for row in rows for at, v in enumerate(row)):
+            return f"only the {which} micro-batch is in it"
+    columns = [[row[at] for row in rows if at < len(row)] for at in range(max(map(len, rows)))]
+    if all(close(value, column[0]) for column in columns for value in column):
+        return _by("micro-batch", [column[0] for column in columns])
+    odd = [
+        f"micro-batch {at} of data coordinate {number} counts {value:.4g} times"
+        for number, row in enumerate(rows)
+        for at, value in enumerate(row)
+        if not close(value, 1.0)
+    ]
+    return "; ".join(odd[:_SHOWN]) + (f"; {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
+
+
+def _by(what: str, values: Sequence[float]) -> str:
+    present = [number for number, value in enumerate(values) if value]
+    if len(present) == 1 and len(values) > 1:
+        value = values[present[0]]
+        times = "" if close(value, 1.0) else f", {value:.4g} times"
+        if what == "data coordinate":
+            return f"this is the gradient of {what} {present[0]} alone{times}: it was not reduced"
+        return f"only {what} {present[0]} is in it{times}"
+    odd = [
+        f"{what} {number} counts {values[number]:.4g} times"
+        for number in present
+        if not close(values[number], 1.0)
+    ]
+    lacks = [f"the share of {what} {n} is missing" for n, value in enumerate(values) if not value]
+    return "; ".join((*lacks, *odd)[: 2 * _SHOWN])
+
+
+def factor(value: float, known: Mapping[str, float], within: float = _CLOSE) -> str:
+    """What a factor of all gradients means, by the numbers that factors are made of."""
+    if abs(value) < 1e-9:
+        return "every gradient is zero"
+    if value < 0:
+        return f"every gradient has the wrong sign ({value:.4g} times the true one)"
+    #     value      4         1/4        the ratio of both is 4: it is looked up in ``known``
+    #     in words   too large too small
+    large = value > 1
+    size = f"{number(value if large else 1 / value)} times too {'large' if large else 'small'}"
+    ratio = max(value, 1 / value)
+    names = [n for n, k in known.items() if k > 1 and abs(ratio - k) <= within * k]
+    of = f" ({ratio:.4g} = {' or '.join(names)}{_ALIKE * (len(names) > 1)})" if names else ""
+    return f"every gradient is {size}{of}"
+
+
+def number(value: float) -> str:
+    """``value`` with four digits, or what it is more or less than 1 where these do not tell."""
+    short = f"{value:.4g}"
+    more = value - 1
+    return short if short != "1" or not more else f"1 {'-+'[more > 0]} {abs(more):.2g}"
+
+
+def same_of_loss(loss: str, gradients: str) -> bool:
+    """Whether what is said of the ``loss`` says what is said of ``gradients``, too."""
+    by_weight = "counts the same" in loss or "window" in loss
+    if by_weight and "every gradient" not in gradients:
+        return True  # other weights of micro-batches: the fit tells how often each is counted
+    whole = [("the loss of", "the share of"), ("the gradient of", "the share of")]
+    for words, plain in (*whole, ("every gradient", "it"), ("the loss", "it")):
+        loss, gradients = loss.replace(words, plain), gradients.replace(words, plain)
+    return gradients.removesuffix(": it was not reduced") == loss
+
+
+def close(value: float, number: float, within: float = _CLOSE) -> bool:
+    """Whether ``value`` is ``number`` but for noise."""
+    return abs(value - number) <= within * max(abs(number), 0.1)

@@ -9,19 +9,19 @@ such sum explains is looked for by tensor, by copy and by rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from shardproof.checks.causes import fits
-from shardproof.checks.causes.compressed import of_sent
-from shardproof.checks.causes.fits import Tensors, multiple, some
-from shardproof.checks.causes.where import Moment, of_place
-from shardproof.checks.causes.words import factor, number, said, same_of_loss
+from shardproof.checks.causes.fits import Tensors, multiple, number, some
 from shardproof.evidence.assembled import Assembled, Evidence
 from shardproof.evidence.held import part
+from shardproof.oracle.training import left_fold
+from shardproof.workloads import for_case
 
 #: What another order of the same sums changes at most, relative to the largest element.
 _REORDERED = {"float64": 1e-11, "float32": 1e-5}
@@ -35,6 +35,10 @@ _ROUNDED = {"float32": (1e-9, 1e-6, 1e-4), "bfloat16 or float16": (1e-5, 1e-2, 0
 _WIDER = {"float32": ("float64",), "bfloat16 or float16": ("float64", "float32")}
 #: How far from a whole number the counts of an exchange are at most.
 _MOST_OFF = 0.1
+#: What rounding on the way leaves over of compressed sums, relative.
+_ROUNDED_ON_THE_WAY = 1e-3
+#: A share of elements that are zero by chance.
+_FEW = 0.01
 
 
 def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
@@ -42,36 +46,27 @@ def of_gradients(evidence: Evidence, step: int, state: Assembled) -> str:
 
     Gradients that have been clipped are no sums any more: see :func:`of_clipping`.
     """
-    truth = evidence.truth.steps[step].gradients
-    limit = fits.limit_of(evidence)
-    held = fits.first(state, truth)
-    bad = [n for n in held if not bool(held[n].isfinite().all())]
-    if bad:
+    sums = _Sums(evidence, step, state)
+    if bad := [n for n, tensor in sums.held.items() if not bool(tensor.isfinite().all())]:
         return f"not finite: {some(bad)}"
-    if not held or any(c.shape != truth[n].shape for n in held for c in state.tensors[n].values()):
+    if not sums.are_whole:
         return ""
-    wrong = _wrong(evidence, state, held, truth)
-    if not wrong:
+    if not sums.wrong:
         exact = evidence.case.lane == "dyadic"
         return "" if exact else "no more is wrong than another order of sums explains"
     if evidence.declaration.oracle == "emulated" and (
-        found := of_sent(held, truth, wrong, fits.known(evidence, step))
+        found := of_sent(sums.held, sums.truth, sums.wrong, fits.known(evidence, step))
     ):
         return found
     # Sums of all come first: a factor or a lost rank explains every tensor with one sentence.
-    parts = fits.parts(evidence, step)
-    if found := _of_sums(evidence, step, held, truth, parts, wrong):
-        return found
-    rounded = _rounded(held, truth, wrong, evidence.case.lowest_dtype)
-    if rounded:
-        return rounded
-    moment = (step, "gradients_final", "gradients")
     return (
-        _copies(state, truth, wrong, limit)
-        or _by_rank(evidence, moment, truth, parts, wrong)
-        or _by_tensor(held, truth, wrong, parts, limit)
-        or _moved(held, truth, wrong)
-        or of_place(evidence, moment, truth, wrong)
+        sums.of_all()
+        or sums.rounded()
+        or sums.of_copies()
+        or sums.by_rank()
+        or sums.by_tensor()
+        or sums.moved()
+        or sums.place()
     )
 
 
@@ -83,53 +78,235 @@ def beside_loss(evidence: Evidence, step: int, loss: str, times: float) -> str:
     """
     if not evidence.has(step, "gradients_final") or evidence.truth.steps[step].skipped:
         return ""
-    state, truth = evidence.observed(step, "gradients_final", "gradients"), evidence.truth
-    tensors = truth.steps[step].gradients
-    held = fits.first(state, tensors)
-    if not held or any(
-        c.shape != tensors[n].shape or not bool(c.isfinite().all())
-        for n in held
-        for c in state.tensors[n].values()
-    ):
+    sums = _Sums(evidence, step, evidence.observed(step, "gradients_final", "gradients"))
+    copies = (copy for name in sums.held for copy in sums.state.tensors[name].values())
+    if not sums.are_whole or not all(bool(copy.isfinite().all()) for copy in copies):
         return ""
-    wrong = _wrong(evidence, state, held, tensors)
-    if not wrong:
+    if not sums.wrong:
         return ""
-    parts, moment = fits.parts(evidence, step), (step, "gradients_final", "gradients")
-    found = (
-        _of_sums(evidence, step, held, tensors, parts, wrong)
-        or _copies(state, tensors, wrong, fits.limit_of(evidence))
-        or _by_rank(evidence, moment, tensors, parts, wrong)
-    )
+    found = sums.of_all() or sums.of_copies() or sums.by_rank()
     within = 10.0 ** (1 - fits.DIGITS[evidence.case.lowest_dtype])
-    alike = factor(times, fits.known(evidence, step), within)
-    return "" if found == alike or same_of_loss(loss, found) else found
+    alike = fits.factor(times, fits.known(evidence, step), within)
+    return "" if found == alike or fits.same_of_loss(loss, found) else found
 
 
-def _wrong(evidence: Evidence, state: Assembled, held: Tensors, truth: Tensors) -> list[str]:
-    """Names of which some copy is further off than another order of the same sums explains."""
-    within = _REORDERED.get(evidence.case.lowest_dtype, 0.0)
-    return [
-        name
-        for name in held
-        if not all(_near(copy, truth[name], within) for copy in state.tensors[name].values())
-    ]
+class _Sums:
+    """The gradients that a system holds in one step, and what they must be.
 
+    A method says what explains those that are ``wrong``; empty: it does not.
+    """
 
-def _of_sums(
-    evidence: Evidence,
-    step: int,
-    held: Tensors,
-    truth: Tensors,
-    parts: Sequence[Sequence[Tensors]],
-    wrong: Sequence[str],
-) -> str:
-    """What the fit says of all gradients, or else of the wrong ones alone."""
-    for scope in (list(held), wrong):
-        if found := _explained(evidence, step, held, truth, parts, scope):
-            where = "" if len(scope) == len(held) else f"in {some(wrong)}: "
-            return where + found
-    return ""
+    def __init__(self, evidence: Evidence, step: int, state: Assembled) -> None:
+        self.evidence, self.step, self.state = evidence, step, state
+        self.truth = evidence.truth.steps[step].gradients
+        self.held, self.limit = fits.first(state, self.truth), fits.limit_of(evidence)
+        self.lowest = evidence.case.lowest_dtype
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether there are any, and every copy has the shape that it must have."""
+        shapes = {n: {c.shape for c in self.state.tensors[n].values()} for n in self.held}
+        return bool(shapes) and all(own == {self.truth[n].shape} for n, own in shapes.items())
+
+    @cached_property
+    def wrong(self) -> list[str]:
+        """Names of which some copy is further off than another order of the same sums explains."""
+        within = _REORDERED.get(self.lowest, 0.0)
+
+        def is_near(held: Tensor, truth: Tensor) -> bool:
+            size = float(truth.double().abs().max()) if truth.numel() else 0.0
+            return bool(((held.double() - truth.double()).abs() <= within * size).all())
+
+        copies = {name: self.state.tensors[name].values() for name in self.held}
+        return [n for n, own in copies.items() if not all(is_near(c, self.truth[n]) for c in own)]
+
+    @cached_property
+    def parts(self) -> list[list[dict[str, Tensor]]]:
+        """By data coordinate and micro-batch, as the oracle computes them."""
+        return fits.parts(self.evidence, self.step)
+
+    def of_all(self) -> str:
+        """What the fit says of all gradients, or else of the wrong ones alone."""
+        #     held = c00 g00 + c01 g01 + c10 g10 + c11 g11 + b g(step before)
+        #            coordinate 0        coordinate 1
+        #     all c = 1, b = 0      right
+        #     all c = 1/2           a mean over 2 ranks in place of the sum
+        #     c10 = c11 = 0         coordinate 1 was left out
+        #     c00 = c10 = 0         only the last micro-batch is in it
+        before = [self.evidence.truth.steps[self.step - 1].gradients] if self.step else []
+        whole = [*(micro for share in self.parts for micro in share), *filter(None, before)]
+        for scope in (list(self.held), self.wrong):
+            got, want, *columns = (
+                fits.flat(tensors, self.truth, scope) for tensors in (self.held, self.truth, *whole)
+            )
+            if found := self._counted(got, want, columns):
+                where = "" if len(scope) == len(self.held) else f"in {some(self.wrong)}: "
+                return where + found
+        return ""
+
+    def _counted(self, got: Tensor, want: Tensor, columns: Sequence[Tensor]) -> str:
+        """What a fit of ``got`` says; empty: it leaves something over."""
+        if (counted := fitted(got, want, columns, self.limit)) is None:
+            return ""
+        numbers = iter(range(len(columns)))
+        rows = [[counted.get(next(numbers)) for _ in share] for share in self.parts]
+        before = counted.get(next(numbers, -1)) or 0.0
+        return fits.said(
+            rows, before, fits.known(self.evidence, self.step), fits.DIGITS[self.lowest]
+        )
+
+    def rounded(self) -> str:
+        """Whether all that is wrong is wrong by the rounding of a narrower dtype."""
+        pairs = {n: (self.held[n].double(), self.truth[n].double()) for n in self.wrong}
+        multiples = {multiple({n: self.held[n]}, self.truth, limit=1.0) for n in pairs}
+        if not multiples & {None, 1.0}:
+            return ""
+        errors = sorted(
+            float((held - truth).norm() / truth.norm())
+            for held, truth in pairs.values()
+            if bool(truth.any())
+        )
+        # What is zero but for round-off has lost all its digits.
+        # Largest errors last, which is where those tensors are.
+        usual = errors[: max(3, len(errors) * 3 // 4)]
+        for dtype, (low, high, most) in _ROUNDED.items():
+            fits_it = len(errors) > 2 and low < median(errors) < high and usual[-1] < most
+            if fits_it and self.lowest in _WIDER[dtype]:
+                return f"{len(pairs)} gradients are as wrong as rounding to {dtype} makes them"
+        return ""
+
+    def of_copies(self) -> str:
+        """Whether copies that differ are the terms of a sum that nobody made."""
+        torn = {}
+        for name in self.wrong:
+            one, *others = self.state.tensors[name].values()
+            alike = all(other.shape == self.truth[name].shape for other in (one, *others))
+            if alike and not all(fits.equal(other, one, self.limit) for other in others):
+                torn[name] = torch.stack([copy.double() for copy in (one, *others)]).sum(0)
+        if not torn or not fits.all_equal(torn, self.truth, [*torn], self.limit):
+            return ""
+        ranks = sorted({rank for name in torn for rank in self.state.owners[name]})
+        who = f"the copies of {some([*torn])} on ranks {ranks}"
+        return f"{who} add up to the truth: they were not summed"
+
+    def by_rank(self) -> str:
+        """What the fit says of the pieces of each rank that holds wrong ones."""
+        found: dict[int, str] = {}
+        for rank, own in fits.pieces(self.evidence, self.step, "gradients_final", "gradients"):
+            if not (bad := [p for p in own if p.name in self.wrong and p.tensor.numel()]):
+                continue
+            zeros = {p.name: torch.zeros_like(self.truth[p.name]) for p in bad}
+            got = fits.end_to_end(p.tensor for p in bad)
+            want, *columns = (
+                fits.end_to_end(part(p, whole.get(p.name, zeros[p.name])) for p in bad)
+                for whole in (self.truth, *(micro for share in self.parts for micro in share))
+            )
+            if fits.equal(got, want, self.limit):
+                continue
+            if not (sentence := self._counted(got, want, columns)):
+                return ""
+            found[rank] = sentence
+        if not found:
+            return ""
+        (rank, sentence), *others = found.items()
+        also = f"; the like on ranks {[other for other, _ in others]}" if others else ""
+        return f"in what rank {rank} holds of {some(self.wrong)}: {sentence}{also}"
+
+    def by_tensor(self) -> str:
+        """Whether each wrong gradient is a multiple of its own truth, or holds another's."""
+        held, truth, wrong = self.held, self.truth, self.wrong
+        times = {n: multiple({n: held[n]}, truth, self.limit) for n in wrong}
+        if all(t is not None and t != 1 for t in times.values()):
+            factors = [number(t) for t in sorted({t for t in times.values() if t is not None})]
+            shown = [*dict.fromkeys(factors)][:4]
+            return f"{some(wrong)} are multiples of the truth, {' and '.join(shown)} times"
+        pairs = [
+            (name, other)
+            for name in wrong
+            for other in truth
+            if other != name and truth[other].numel() == truth[name].numel() > 1
+        ]
+        sums = [left_fold(share) for share in self.parts] if pairs else []
+        within = min(100 * self.limit, _MOST_OFF)
+        for name, other in pairs if len(pairs) <= _MOST_PAIRS else ():
+            #     other, own, other, own, ...      one pair for each data coordinate: own are [1::2]
+            columns = [s[n].double().reshape(-1) for s in sums for n in (other, name) if n in s]
+            got, want = (tensors[name].double().reshape(-1) for tensors in (held, truth))
+            if len(columns) < 2 or fitted(got, want, columns[1::2], self.limit) is not None:
+                continue  # its own are enough
+            counted = fitted(got, want, columns, self.limit) or {}
+            # An exchange: every share is there once or not at all.
+            if counted and all(min(abs(c), abs(c - 1)) <= within for c in counted.values()):
+                return f"in the gradient of {name!r} is a rank's gradient of {other!r}"
+        return ""
+
+    def moved(self) -> str:
+        """Whether elements are in another order."""
+        held, truth = self.held, self.truth
+        moved = [
+            n
+            for n in self.wrong
+            if held[n].numel() > 1
+            # Of names that are wrong on other ranks the first copy may be right but for round-off.
+            and not torch.allclose(held[n].double(), truth[n].double(), rtol=1e-9, atol=0.0)
+            and same_elements(held[n], truth[n])
+        ]
+        return f"the right elements in another order: {some(moved)}" if moved else ""
+
+    def place(self) -> str:
+        """What is common to all that is wrong, and to nothing that is right."""
+        bad: dict[int, list[str]] = {}
+        zero, holders = True, set[int]()
+        for rank, own in fits.pieces(self.evidence, self.step, "gradients_final", "gradients"):
+            for piece in own:
+                if piece.name not in self.wrong or not piece.tensor.numel():
+                    continue
+                holders.add(rank)
+                if not fits.equal(piece.tensor, part(piece, self.truth[piece.name]), self.limit):
+                    bad.setdefault(rank, []).append(piece.name)
+                    zero = zero and not bool(piece.tensor.any())
+        if not (ranks := sorted(bad)):
+            return ""
+        is_zero = " and is zero" if zero else ""
+        if set(ranks) != holders:
+            names = list(dict.fromkeys(name for rank in ranks for name in bad[rank]))
+            who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {ranks} hold"
+            return f"only what {who} of {some(names)} is wrong{is_zero}"
+        if kind := self._kind():
+            return f"only {kind} wrong{is_zero}: {some(self.wrong)}"
+        return self._boundary()
+
+    def _kind(self) -> str:
+        """What the wrong tensors are, of which the others are none."""
+        names, others = set(self.wrong), set(self.truth) - set(self.wrong)
+        if not others:
+            return ""
+        if names <= self._tied and not others & self._tied:
+            return "tensors that several modules share are"
+        if names == {name for name in self.truth if name.endswith("bias")}:
+            return "biases are"
+        for unit in for_case(self.evidence.case).units:
+            if names == {n for n in self.truth if n.startswith(f"{unit}.")}:
+                return f"what unit {unit!r} has is"
+        return ""
+
+    def _boundary(self) -> str:
+        """Where the wrong gradients end, if all that lie before it in forward order are wrong."""
+        #     forward    a -> b -> c -> d -> loss
+        #     backward   a <- b <- c <- d <- loss      a fault between c and b spoils b and a
+        # Tied tensors have several places in this order, so they are left out.
+        trainable = for_case(self.evidence.case).trainable_names
+        order = [n for n in trainable if n in self.truth and n not in self._tied]
+        bad = [n for n in order if n in self.wrong]
+        if not bad or len(bad) == len(order) or bad != order[: len(bad)]:
+            return ""
+        return f"all is wrong up to {bad[-1]!r} in forward order, and all is right behind it"
+
+    @property
+    def _tied(self) -> set[str]:
+        """Parameters that several modules have."""
+        facts = self.evidence.model_facts
+        return {t.name for t in facts.parameters if len(t.owners) > 1} if facts else set()
 
 
 def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
@@ -144,8 +321,7 @@ def of_clipping(evidence: Evidence, step: int, state: Assembled) -> str:
         if _once(held, truth.gradients, limit):
             return "nothing was clipped"
         return f"clipped by a norm that is {number(1 / times)} times the true one"
-    by_rank = _clipped_by_rank(evidence, step, truth.clipped, truth.gradients, limit)
-    if by_rank:
+    if by_rank := _clipped_by_rank(evidence, step, truth.clipped, truth.gradients, limit):
         return by_rank
     left = [n for n in held if not _once({n: held[n]}, truth.clipped, limit)]
     if left and all(_once({n: held[n]}, truth.gradients, limit) for n in left):
@@ -157,152 +333,28 @@ def _clipped_by_rank(
     evidence: Evidence, step: int, clipped: Tensors, whole: Tensors, limit: float
 ) -> str:
     """Ranks whose pieces are one multiple of the truth each, where they are not the same."""
-    norms: dict[int, str] = {}
+    norms: list[str] = []
     for rank, own in fits.pieces(evidence, step, "after_clip", "gradients"):
-        known = [p for p in own if p.name in clipped and p.tensor.numel()]
-        held = {str(n): p.tensor for n, p in enumerate(known)}
-        cut = {str(n): part(p, clipped[p.name]) for n, p in enumerate(known)}
-        times = multiple(held, cut, limit)
+        known = {str(n): p for n, p in enumerate(own) if p.name in clipped and p.tensor.numel()}
+        held = {n: p.tensor for n, p in known.items()}
+        times = multiple(held, {n: part(p, clipped[p.name]) for n, p in known.items()}, limit)
         if times is None:
             return ""
-        uncut = multiple(held, {str(n): part(p, whole[p.name]) for n, p in enumerate(known)}, limit)
         if abs(times - 1) <= limit:
-            norms[rank] = ""
-        elif uncut is not None and abs(uncut - 1) <= limit:
-            norms[rank] = "does not clip"
+            continue
+        if _once(held, {n: part(p, whole[p.name]) for n, p in known.items()}, limit):
+            norms.append(f"rank {rank} does not clip")
         elif times > 0:
-            norms[rank] = f"clips by a norm that is {1 / times:.4g} times the true one"
+            text = f"clips by a norm that is {1 / times:.4g} times the true one"
+            norms.append(f"rank {rank} {text}")
         else:
             return ""
-    said_of = [f"rank {rank} {text}" for rank, text in norms.items() if text]
-    return "; ".join(said_of[:3])
+    return "; ".join(norms[:3])
 
 
 def _once(held: Tensors, truth: Tensors, limit: float) -> bool:
     times = multiple(held, truth, limit)
     return times is not None and abs(times - 1) <= limit
-
-
-def _near(held: Tensor, truth: Tensor, within: float) -> bool:
-    """Whether every element is the true one but for ``within`` of the largest."""
-    size = float(truth.double().abs().max()) if truth.numel() else 0.0
-    return bool(((held.double() - truth.double()).abs() <= within * size).all())
-
-
-def _copies(state: Assembled, truth: Tensors, wrong: Sequence[str], limit: float) -> str:
-    """Whether copies that differ are the terms of a sum that nobody made."""
-    torn = []
-    for name in wrong:
-        one, *others = state.tensors[name].values()
-        alike = all(other.shape == truth[name].shape for other in (one, *others))
-        if alike and not all(fits.equal(other, one, limit) for other in others):
-            torn.append(name)
-    sums = {n: torch.stack([c.double() for c in state.tensors[n].values()]).sum(0) for n in torn}
-    if not torn or not fits.all_equal(sums, truth, torn, limit):
-        return ""
-    ranks = sorted({rank for n in torn for rank in state.owners[n]})
-    return f"the copies of {some(torn)} on ranks {ranks} add up to the truth: they were not summed"
-
-
-def _rounded(held: Tensors, truth: Tensors, wrong: Sequence[str], lowest: str) -> str:
-    """Whether all that is wrong is wrong by the rounding of a dtype narrower than ``lowest``."""
-    multiples = {multiple({n: held[n]}, truth, limit=1.0) for n in wrong}
-    if not multiples & {None, 1.0}:
-        return ""
-    errors = [
-        float((held[n].double() - truth[n].double()).norm() / truth[n].double().norm())
-        for n in wrong
-        if bool(truth[n].any())
-    ]
-    errors.sort()
-    for dtype, (low, high, most) in _ROUNDED.items():
-        if lowest not in _WIDER[dtype]:
-            continue
-        # What is zero but for round-off has lost all its digits.
-        # Largest errors last, which is where those tensors are.
-        usual = errors[: max(3, len(errors) * 3 // 4)]
-        if len(errors) > 2 and low < median(errors) < high and usual[-1] < most:
-            return f"{len(wrong)} gradients are as wrong as rounding to {dtype} makes them"
-    return ""
-
-
-def _explained(
-    evidence: Evidence,
-    step: int,
-    held: Tensors,
-    truth: Tensors,
-    parts: Sequence[Sequence[Tensors]],
-    names: Sequence[str],
-) -> str:
-    """What the fit over the tensors ``names`` says; empty: it leaves something over."""
-    #     held = c00 g00 + c01 g01 + c10 g10 + c11 g11 + b g(step before)
-    #            coordinate 0        coordinate 1
-    #     all c = 1, b = 0      right
-    #     all c = 1/2           a mean over 2 ranks in place of the sum
-    #     c10 = c11 = 0         coordinate 1 was left out
-    #     c00 = c10 = 0         only the last micro-batch is in it
-    before = evidence.truth.steps[step - 1].gradients if step else None
-    whole = [*(micro for share in parts for micro in share), *([before] if before else [])]
-    columns = [fits.flat(tensors, truth, names) for tensors in whole]
-    got, want = (fits.flat(tensors, truth, names) for tensors in (held, truth))
-    return _counts(evidence, step, got, want, columns, parts)
-
-
-def _counts(
-    evidence: Evidence,
-    step: int,
-    got: Tensor,
-    want: Tensor,
-    columns: Sequence[Tensor],
-    parts: Sequence[Sequence[Tensors]],
-) -> str:
-    counted = fitted(got, want, columns, fits.limit_of(evidence))
-    if counted is None:
-        return ""
-    numbers = iter(range(len(columns)))
-    rows = [[counted.get(next(numbers)) for _ in share] for share in parts]
-    before = counted.get(next(numbers, -1)) or 0.0
-    digits = fits.DIGITS[evidence.case.lowest_dtype]
-    return said(rows, before, fits.known(evidence, step), digits)
-
-
-def _by_rank(
-    evidence: Evidence,
-    moment: Moment,
-    truth: Tensors,
-    parts: Sequence[Sequence[Tensors]],
-    wrong: Sequence[str],
-) -> str:
-    """What the fit says of the pieces of each rank that holds wrong ones."""
-    found: dict[int, str] = {}
-    for rank, own in fits.pieces(evidence, *moment):
-        bad = [p for p in own if p.name in wrong and p.tensor.numel()]
-        if not bad:
-            continue
-        got = torch.cat([p.tensor.double().reshape(-1) for p in bad])
-        columns = [
-            torch.cat(
-                [
-                    part(p, micro.get(p.name, torch.zeros_like(truth[p.name]))).double().reshape(-1)
-                    for p in bad
-                ]
-            )
-            for share in parts
-            for micro in share
-        ]
-        want = torch.cat([part(p, truth[p.name]).double().reshape(-1) for p in bad])
-        if fits.equal(got, want, fits.limit_of(evidence)):
-            continue
-        sentence = _counts(evidence, moment[0], got, want, columns, parts)
-        if not sentence:
-            return ""
-        found[rank] = sentence
-    if not found:
-        return ""
-    rank, sentence = next(iter(found.items()))
-    rest = [other for other in found if other != rank]
-    also = f"; the like on ranks {rest}" if rest else ""
-    return f"in what rank {rank} holds of {some(wrong)}: {sentence}{also}"
 
 
 def fitted(
@@ -333,64 +385,6 @@ def fitted(
     return dict(zip(there, counts.tolist(), strict=True))
 
 
-def _by_tensor(
-    held: Tensors,
-    truth: Tensors,
-    wrong: Sequence[str],
-    parts: Sequence[Sequence[Tensors]],
-    limit: float,
-) -> str:
-    """Whether each wrong gradient is a multiple of its own truth, or holds another's."""
-    times = {n: multiple({n: held[n]}, truth, limit) for n in wrong}
-    if all(t is not None and t != 1 for t in times.values()):
-        factors = [number(t) for t in sorted({t for t in times.values() if t is not None})]
-        shown = [*dict.fromkeys(factors)][:4]
-        return f"{some(wrong)} are multiples of the truth, {' and '.join(shown)} times"
-    pairs = [
-        (name, other)
-        for name in wrong
-        for other in truth
-        if other != name and truth[other].numel() == truth[name].numel() > 1
-    ]
-    sums = [_sum(share) for share in parts] if pairs else []
-    for name, other in pairs if len(pairs) <= _MOST_PAIRS else ():
-        #     other, own, other, own, ...      one pair for each data coordinate: own are [1::2]
-        columns = [s[n].double().reshape(-1) for s in sums for n in (other, name) if n in s]
-        got, want = (tensors[name].double().reshape(-1) for tensors in (held, truth))
-        if len(columns) < 2 or fitted(got, want, columns[1::2], limit) is not None:
-            continue  # its own are enough
-        counted = fitted(got, want, columns, limit)
-        if counted and _is_exchange(list(counted.values()), limit):
-            return f"in the gradient of {name!r} is a rank's gradient of {other!r}"
-    return ""
-
-
-def _is_exchange(counts: Sequence[float], limit: float) -> bool:
-    """Whether every share is there once or not at all."""
-    within = min(100 * limit, _MOST_OFF)
-    return all(min(abs(count), abs(count - 1)) <= within for count in counts)
-
-
-def _sum(share: Sequence[Tensors]) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for micro in share:
-        for name, tensor in micro.items():
-            total[name] = total[name] + tensor if name in total else tensor
-    return total
-
-
-def _moved(held: Tensors, truth: Tensors, wrong: Sequence[str]) -> str:
-    moved = [
-        n
-        for n in wrong
-        if held[n].numel() > 1
-        # Of names that are wrong on other ranks the first copy may be right but for round-off.
-        and not torch.allclose(held[n].double(), truth[n].double(), rtol=1e-9, atol=0.0)
-        and same_elements(held[n], truth[n])
-    ]
-    return f"the right elements in another order: {some(moved)}" if moved else ""
-
-
 def same_elements(one: Tensor, other: Tensor) -> bool:
     """Whether both hold the same numbers, in another order."""
     if one.numel() != other.numel():
@@ -400,3 +394,50 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
     a, b = (t.sort().values for t in flat)
     is_much = (a - b).norm() <= fits.MUCH * (flat[0] - flat[1]).norm()
     return bool(is_much) and torch.allclose(a, b, rtol=1e-9, atol=0.0)
+
+
+# ---------------------------------------------------------------------------- compressed gradients
+
+
+def of_sent(held: Tensors, truth: Tensors, wrong: Sequence[str], known: Mapping[str, float]) -> str:
+    """A sentence on sums of which ``wrong`` are not those of one process; empty: nothing fits."""
+    times = multiple({n: held[n] for n in wrong}, truth, _ROUNDED_ON_THE_WAY)
+    if times is not None and abs(times - 1) > _ROUNDED_ON_THE_WAY and len(wrong) == len(held):
+        return fits.factor(times, known, _ROUNDED_ON_THE_WAY)
+    got, want = fits.flat(held, truth, wrong), fits.flat(truth, truth, wrong)
+    # Sparse methods send few elements: which ones are not zero tells which ones were chosen.
+    due, come = want != 0, got != 0
+    missing, extra = int((due & ~come).sum()), int((come & ~due).sum())
+    if missing + extra > _FEW * len(got):
+        lost = f"{missing} of {int(due.sum())} that are due are missing"
+        return f"other elements are sent: {lost}, {extra} others are there"
+    if bool((want < 0).any()) and not bool((got < 0).any()):
+        return "signs are lost: nothing is negative"
+    if torch.allclose(got.abs(), want.abs(), rtol=_ROUNDED_ON_THE_WAY, atol=0.0):
+        return f"{int((got * want < 0).sum())} of {len(got)} signs are turned round"
+    return ""
+
+
+#: Parameter, what is kept, what was wanted to be sent, what was sent.
+Kept = tuple[str, Tensor, Tensor, Tensor]
+
+
+def of_kept(kept: Sequence[Kept]) -> str:
+    """A sentence on residuals, all of which are wrong; empty: nothing fits."""
+    limit, (_, *tensors) = fits.LEFT_OVER["float64"], zip(*kept, strict=True)
+    have, wanted, sent = map(fits.end_to_end, tensors)
+    due = wanted - sent
+    if not have.any():
+        return "nothing is kept"
+    if fits.equal(have, wanted, limit):
+        return "what was sent is still in what is kept"
+    times = multiple({"kept": have}, {"kept": due}, limit)
+    if times is not None and abs(times - 1) > limit:
+        return f"what is kept is {times:.4g} times what was not sent"
+    # Gaps of all coordinates, added by parameter: where they cancel, only the sum is right.
+    sums: dict[str, Tensor] = {}
+    for name, own, gradient, told in kept:
+        sums[name] = sums.get(name, torch.zeros_like(own)) + (own - (gradient - told))
+    if all(float(gap.norm()) <= limit * float(due.norm()) for gap in sums.values()):
+        return "only the sum over ranks of what is kept is right: each lacks what all lack together"
+    return ""

@@ -1,4 +1,7 @@
-"""What made a wrong update: an optimizer step that was made otherwise, or not at all."""
+"""What made a wrong update: an optimizer step that was made otherwise, or not at all.
+
+Of ranks that train alone also what made a wrong meeting: forgotten, early, or of something else.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from torch import Tensor
 from shardproof.backends.errors import name_ranks
 from shardproof.checks.causes import fits
 from shardproof.checks.causes.fits import Tensors, some
-from shardproof.checks.causes.meetings import of_meeting
 from shardproof.checks.one_update import Update, update_of
 from shardproof.contract import OptimizerSpec, Piece
 from shardproof.evidence.assembled import CoordinateEvidence, Evidence
@@ -21,7 +23,8 @@ from shardproof.evidence.held import part
 
 #: What may be left over of an update, by dtype: differences of values have lost digits.
 _LEFT_OVER = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.1, "float16": 0.1}
-
+#: What a cause may leave over, relative to how far the ranks' own updates lie from the truth.
+_LEFT_OVER_OF_A_MEETING = 1e-6
 #: Parameters of one shape of which pairs are tried for an exchange.
 _MOST_OF_A_SHAPE = 12
 
@@ -34,28 +37,25 @@ class _Place:
     held: Tensor
     want: Tensor
     was: Tensor
+    limit: float
 
-    def is_wrong(self, limit: float) -> bool:
-        """Whether an element is not the right one."""
-        return bool(self._wrong(limit).any())
+    @property
+    def wrong(self) -> Tensor:
+        """Which elements are not the right ones, by the size of updates."""
+        return (self.held - self.want).abs() > self._within
 
-    def is_made(self, value: Tensor, limit: float) -> bool:
+    def is_made(self, value: Tensor) -> bool:
         """Whether every element is that of ``value`` or the right one, by the size of updates."""
-        wrong = self._wrong(limit)
+        wrong = self.wrong
         left, apart = ((self.held - other).abs()[wrong] for other in (value, self.want))
-        within = min(limit * self._size(), fits.MUCH * float(apart.norm()))
+        within = min(self._within, fits.MUCH * float(apart.norm()))
         return float(left.max()) <= within if len(left) else True
 
-    def _wrong(self, limit: float) -> Tensor:
-        return (self.held - self.want).abs() > limit * self._size()
-
-    def _size(self) -> float:
+    @property
+    def _within(self) -> float:
         # An update is much smaller than its parameter, which would make any error small.
-        return max(float((t - self.was).abs().max()) for t in (self.want, self.held))
-
-
-#: Of one rank: the wrong places of each parameter.
-_Wrong = dict[str, list[_Place]]
+        size = max(float((t - self.was).abs().max()) for t in (self.want, self.held))
+        return self.limit * size
 
 
 def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
@@ -63,34 +63,32 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
 
     ``truth``: what they must be.  Asked where the gradients of the step are right.
     """
-    if isinstance(evidence, CoordinateEvidence) and (said := of_meeting(evidence, step)):
+    if isinstance(evidence, CoordinateEvidence) and (said := _of_meeting(evidence, step)):
         return said
     limit = _LEFT_OVER[evidence.case.lowest_dtype]
     update = update_of(evidence, step)
     before = update.before
-    wrong: dict[int, _Wrong] = {}
+    wrong: dict[int, list[_Place]] = {}
     holders: set[int] = set()
     for rank, own in fits.pieces(evidence, step, "after_update", "parameters"):
         for piece in own:
             if piece.name not in truth or piece.name not in before or not piece.tensor.numel():
                 continue
             holders.add(rank)
-            values = (piece.tensor, part(piece, truth[piece.name]))
-            held, want, was = (t.double() for t in (*values, part(piece, before[piece.name])))
-            place = _Place(piece, held, want, was)
-            if held.shape == want.shape and place.is_wrong(limit):
-                wrong.setdefault(rank, {}).setdefault(piece.name, []).append(place)
+            want, was = (part(piece, each[piece.name]).double() for each in (truth, before))
+            place = _Place(piece, piece.tensor.double(), want, was, limit)
+            if piece.tensor.shape == want.shape and bool(place.wrong.any()):
+                wrong.setdefault(rank, []).append(place)
     # Per rank: ranks may have different causes, and those that are right have none.
-    found = {rank: _multiple_of_all(names, limit) for rank, names in wrong.items()}
-    bad = list(dict.fromkeys(name for own in wrong.values() for name in own))
-    tries = _tries(evidence, update, step, bad)
-    for make, sentence in tries if wrong else ():
-        left = [rank for rank in wrong if not found[rank]]
-        if not left:
+    found = {rank: _multiple_of_all(places, limit) for rank, places in wrong.items()}
+    bad = list(dict.fromkeys(place.piece.name for own in wrong.values() for place in own))
+    for make, sentence in _tries(evidence, update, step, bad) if wrong else ():
+        if not (left := [rank for rank in wrong if not found[rank]]):
             break
         made = make()
         for rank in left:
-            if _fits(wrong[rank], made, limit):
+            parts = ((place, part(place.piece, made[place.piece.name])) for place in wrong[rank])
+            if all(place.is_made(value.double()) for place, value in parts):
                 found[rank] = sentence
     if not wrong or not all(found.values()):
         return ""
@@ -102,16 +100,7 @@ def of_update(evidence: Evidence, step: int, truth: Tensors) -> str:
     return f"{where}{sentence}{what}"
 
 
-def _fits(wrong: _Wrong, made: Tensors, limit: float) -> bool:
-    return all(
-        place.is_made(part(place.piece, made[name]).double(), limit)
-        for name, places in wrong.items()
-        for place in places
-    )
-
-
-def _multiple_of_all(wrong: _Wrong, limit: float) -> str:
-    places = [place for own in wrong.values() for place in own]
+def _multiple_of_all(places: Sequence[_Place], limit: float) -> str:
     made = {str(n): place.held - place.was for n, place in enumerate(places)}
     wanted = {str(n): place.want - place.was for n, place in enumerate(places)}
     within = min(100 * limit, 1e-2)
@@ -133,14 +122,17 @@ def _tries(
     # Functions, because each costs an optimizer step and most are never asked.
     yield (lambda: update.before), "no update was made"
     yield from _swaps(update, wrong)
-    if _decays(spec):
-        yield of(spec=_without_decay(spec)), "weight decay was left out"
-    for other in _other_decays(spec):
-        yield of(spec=other), "the weight decay of another parameter group was applied"
+    decays = [spec.weight_decay, *(group.weight_decay for group in spec.groups)]
+    if any(decays):
+        yield of(spec=_decayed(spec, [0.0] * len(decays))), "weight decay was left out"
+    own = [spec.weight_decay if decay is None else decay for decay in decays]
+    for order in permutations(own) if 1 < len(own) <= 4 else ():
+        if list(order) != own:
+            other = "the weight decay of another parameter group was applied"
+            yield of(spec=_decayed(spec, order)), other
     if update.slots:
         yield of(slots={}), "the update began with an empty optimizer state"
-        counters = {n: t for n, t in update.slots.items() if n.endswith(".step")}
-        if counters:
+        if counters := {n: t for n, t in update.slots.items() if n.endswith(".step")}:
             begun = {**update.slots, **{n: torch.zeros_like(t) for n, t in counters.items()}}
             yield of(slots=begun), "the optimizer's step counter had started again"
             once = {**update.slots, **{n: t + 1 for n, t in counters.items()}}
@@ -156,9 +148,9 @@ def _tries(
         yield of(gradients=raw), "the update used gradients that had not been clipped"
     zeros = {n: torch.zeros_like(update.before[n]) for n in update.trainable}
     yield of(gradients=zeros), "the update used gradients of zero"
-    held = evidence.observed(step - 1, "after_update", "parameters") if step else None
-    if held is not None:
-        rounded = {n: t.to(update.before[n].dtype) for n, t in held.first().items()}
+    if step:
+        held = evidence.observed(step - 1, "after_update", "parameters").first()
+        rounded = {n: t.to(update.before[n].dtype) for n, t in held.items()}
         yield of(before=rounded), "the update began with the rounded parameters, not with masters"
 
 
@@ -174,26 +166,73 @@ def _swaps(update: Update, wrong: Sequence[str]) -> Iterator[tuple[Callable[[], 
             yield (lambda s=swapped: s), f"{one!r} and {other!r} hold each other's values"  # type: ignore[misc]
 
 
-def _decays(spec: OptimizerSpec) -> bool:
-    return bool(spec.weight_decay or any(group.weight_decay for group in spec.groups))
+def _decayed(spec: OptimizerSpec, decays: Sequence[float]) -> OptimizerSpec:
+    """``spec`` with these weight decays: its own, and that of each group."""
+    own, *rest = decays
+    groups = (replace(g, weight_decay=decay) for g, decay in zip(spec.groups, rest, strict=True))
+    return replace(spec, weight_decay=own, groups=tuple(groups))
 
 
-def _without_decay(spec: OptimizerSpec) -> OptimizerSpec:
-    groups = tuple(replace(group, weight_decay=0.0) for group in spec.groups)
-    return replace(spec, weight_decay=0.0, groups=groups)
+# -------------------------------------------------------------------------------------- meetings
 
 
-def _other_decays(spec: OptimizerSpec) -> Iterator[OptimizerSpec]:
-    decays = [spec.weight_decay, *(_decay(spec, n) for n in range(len(spec.groups)))]
-    for order in permutations(decays) if 1 < len(decays) <= 4 else ():
-        if list(order) != decays:
-            groups = tuple(
-                replace(group, weight_decay=decay)
-                for group, decay in zip(spec.groups, order[1:], strict=True)
-            )
-            yield replace(spec, weight_decay=order[0], groups=groups)
+def _of_meeting(evidence: CoordinateEvidence, step: int) -> str:
+    """A sentence on the parameters of one trajectory after ``step``; empty: nothing explains them.
 
+    Asked where the gradients of the step, and all before it, are right.
+    """
+    truth, alone = evidence.truth.steps[step], evidence.base.trajectories
+    ends = [update_of(other, step).make().parameters for other in alone]
+    shown = [each.observed(step, "after_update", "parameters").first() for each in alone]
+    held = shown[evidence.coordinate]
 
-def _decay(spec: OptimizerSpec, group: int) -> float:
-    own = spec.groups[group].weight_decay
-    return spec.weight_decay if own is None else own
+    def is_wrong(name: str) -> bool:
+        """Whether it is further from the truth than rounding takes it, beside ranks' own ends."""
+        if name not in held or held[name].shape != truth.parameters[name].shape:
+            return False
+        apart = max(float((end[name] - ends[0][name]).double().norm()) for end in ends)
+        gap = float((held[name] - truth.parameters[name]).double().norm())
+        return gap > _LEFT_OVER_OF_A_MEETING * apart
+
+    if not (names := [name for name in evidence.workload.trainable_names if is_wrong(name)]):
+        return ""
+
+    def flat(tensors: Tensors) -> Tensor:
+        return fits.end_to_end(tensors[name] for name in names)
+
+    have, want, each_end = flat(held), flat(truth.parameters), [*map(flat, ends)]
+    own, mean = each_end[evidence.coordinate], torch.stack(each_end).mean(0)
+    # Relative to how far the ranks are apart: parameters themselves are much larger.
+    apart = float(torch.stack([(end - mean).norm() for end in each_end]).max())
+    near = _LEFT_OVER_OF_A_MEETING * apart
+
+    def is_near(value: Tensor, what: Tensor = have) -> bool:
+        return float((what - value).norm()) <= near
+
+    if not truth.met:
+        early = is_near(mean) and not is_near(own)
+        return "ranks have met before it was time: these are means" if early else ""
+    for number, end in enumerate(each_end):
+        if all(is_near(end, flat(each)) for each in shown):
+            return f"no mean: all have those of data coordinate {number}"
+    if is_near(own):
+        return "no meeting took place: this is what the rank's own update makes"
+    ratio = float(have @ mean / (mean @ mean))
+    if is_near(mean, want) and is_near(ratio * mean):
+        return f"{ratio:.6g} times the mean of what ranks found"
+    if is_near(mean):
+        return "the mean of what ranks found, without an outer step"
+    met = [s for s in range(step) if evidence.truth.steps[s].met]
+    before = evidence.truth.steps[met[-1]].parameters if met else evidence.truth.initial
+    #     start ------ due ------> want
+    #     start --- made ---> have             made = ratio x due, where they point the same way
+    due, made = want - flat(before), have - flat(before)
+    if not due.norm():
+        return ""
+    ratio = float(made @ due / (due @ due))
+    most = max(near, _LEFT_OVER_OF_A_MEETING * float(made.norm()))
+    if float((made - ratio * due).norm()) > most:
+        return ""
+    if ratio < 0:
+        return f"the outer step leads away from what ranks found: {ratio:.6g} times the right one"
+    return f"{ratio:.6g} times the outer step that was due"

@@ -38,35 +38,22 @@ systems.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from shardproof import axes, strategies
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.checks import Needs, Outcome, Worst, first_problem, lacking, weighs
-from shardproof.checks.schedule.announced import (
-    BubbleRatios,
-    WindowFigures,
-    bubble_unjudged,
-    bubbles,
-    closed_ratios,
-    idle_of,
-    not_run,
-    unsound_schedules,
-    window_figures,
-)
-from shardproof.checks.schedule.messages import (
-    kept_too_long,
-    messages_of,
-    most_alive,
-    waits_too_long,
-)
+from shardproof.checks.schedule import announced, messages
+from shardproof.checks.schedule.announced import BubbleRatios, WindowFigures
 from shardproof.costs.model_facts import shape_key
 from shardproof.costs.schedules import Setting
 from shardproof.costs.stages import split_units
@@ -92,10 +79,11 @@ def decide(evidence: Figures) -> Outcome:
     case = evidence.case
     if axes.cutting("layers") not in case.mesh:
         return Outcome("schedule", "skip", "the mesh has no pipe axis")
-    wrong = unsound_schedules(case, evidence.declaration.strategy, evidence.schedules)
-    if wrong:
-        return not_run(wrong)
-    figures = ScheduleFigures({size: window_figures(s) for size, s in evidence.schedules.items()})
+    schedules, strategy = evidence.schedules, evidence.declaration.strategy
+    if wrong := announced.unsound_schedules(case, strategy, schedules):
+        return announced.not_run(wrong)
+    windows = {size: announced.window_figures(own) for size, own in schedules.items()}
+    figures = ScheduleFigures(windows)
     if unlogged := lacking(("calls",), case, evidence.declaration):
         what = f"{unlogged}: what was run is not known"
         return Outcome("schedule", "skip", what, None, figures.to_dict())
@@ -107,17 +95,19 @@ def decide(evidence: Figures) -> Outcome:
     figures.in_flight = {
         str(record.rank): _most_in_flight(record, evidence.steps[-1]) for record in evidence.records
     }
-    if not evidence.schedules:
-        return Outcome("schedule", "skip", _unclaimed(evidence), None, figures.to_dict())
+    if not schedules:
+        unjudged = "its soundness, its bubble and the order of its run are not judged"
+        traced = any(record.actions for record in evidence.records)
+        what = f"no schedule is claimed: {unjudged}{'' if traced else '; nothing was traced'}"
+        return Outcome("schedule", "skip", what, None, figures.to_dict())
     figures.measured = measured(evidence, evidence.steps[-1]) or {}
-    why_not = why_not_measured(evidence)
-    if why_not:
+    if why_not := why_not_measured(evidence):
         figures.activations = f"not judged: {why_not}"
     elif failure := _judge_activations(evidence, figures):
         return Outcome("schedule", "fail", *failure, figures.to_dict())
     elif problem := first_problem(evidence, partial(_wrong_boundary, evidence, figures)):
         return Outcome("schedule", "fail", problem, None, figures.to_dict())
-    notes = "; ".join(text for s in evidence.schedules.values() if (text := bubble_unjudged(s)))
+    notes = "; ".join(filter(None, map(announced.bubble_unjudged, schedules.values())))
     return Outcome("schedule", "pass", notes, None, figures.to_dict())
 
 
@@ -163,14 +153,6 @@ class ScheduleFigures(SparselyStored):
         return {f"window of {size}": window for size, window in windows.items()} | data
 
 
-def _unclaimed(evidence: Figures) -> str:
-    what = (
-        "no schedule is claimed: its soundness, its bubble and the order of its run are not judged"
-    )
-    logged = any(record.actions for record in evidence.records)
-    return what if logged else f"{what}; nothing was traced"
-
-
 # --------------------------------------------------------------------------------------- the run
 
 
@@ -186,18 +168,14 @@ def _action(row: Done) -> Action:
 def _wrong_run(evidence: Figures, record: RankRecord, step: int) -> str:
     """What is wrong with the log of one rank and step."""
     log = actions_of(record, step)
-    problem = _wrong_order(evidence, record, log, record.steps[step].windows)
-    if problem:
+    if problem := _wrong_order(evidence, record, log, record.steps[step].windows):
         return problem
     for one, other in pairwise(log):
         if other.begin < one.end:
             return f"{_action(other)} begins before {_action(one)} has ended"
     events = record.events_of(step)
-    final = next(
-        (n for n, kind, name in events if (kind, name) == ("observe", "gradients_final")), None
-    )
-    late = next((row for row in log if final is not None and row.end > final), None)
-    if late is not None:
+    finals = [n for n, *event in events if event == ["observe", "gradients_final"]]
+    for late in (row for row in log if finals and row.end > finals[0]):
         return f"{_action(late)} is not over when gradients are said to be final"
     return _computed_nothing(evidence, log, events)
 
@@ -209,8 +187,7 @@ def _wrong_order(evidence: Figures, record: RankRecord, log: Log, windows: Seque
     rank = record.coordinate.get(axes.cutting("layers"), 0)
     claimed: list[tuple[int, Action]] = []
     for window, size in enumerate(windows):
-        schedule = evidence.schedules.get(size)
-        if schedule is None:
+        if (schedule := evidence.schedules.get(size)) is None:
             return f"no schedule is claimed for its window of {size} micro-batches"
         claimed += [(window, action) for action in schedule.computed(rank)]
     if claimed and not log:
@@ -221,8 +198,7 @@ def _wrong_order(evidence: Figures, record: RankRecord, log: Log, windows: Seque
         done = _action(log[number])
         if done != action:
             name = evidence.schedules[windows[window]].name
-            before = log[number - 1] if number else None
-            place = f"after {_action(before)}" if before is not None else "first"
+            place = f"after {_action(log[number - 1])}" if number else "first"
             return f"window {window}: does {done} {place}, where {name} has {action}"
         if log[number].window != window:
             return f"window {window}: {action} was done before, in window {log[number].window}"
@@ -238,15 +214,10 @@ def _computed_nothing(evidence: Figures, log: Log, events: Sequence[LoggedEvent]
         return ""
     schedule = next(iter(evidence.schedules.values()))
     ranges = split_units(facts.options, len(facts.units), schedule.stages)
-    at = 0
     trained = {unit for t in facts.trainable for unit in t.units}
     for row in log:
-        while at < len(events) and events[at][0] < row.begin:
-            at += 1
-        inside = []
-        while at < len(events) and events[at][0] < row.end:
-            inside.append((events[at][1], events[at][2]))
-            at += 1
+        first, last = (bisect_left(events, at, key=itemgetter(0)) for at in (row.begin, row.end))
+        inside = [(kind, name) for _, kind, name in events[first:last]]
         kind = "forward" if row.op == "F" else "backward"
         for unit in ranges[row.stage] if row.op != "W" else ():
             name = facts.units[unit]
@@ -264,7 +235,7 @@ def _wrong_waits(evidence: Figures) -> str:
     if not strategies.of(evidence.declaration.strategy).own_stages or not evidence.schedules:
         return ""
     for step in evidence.steps:
-        if problem := waits_too_long(evidence, step):
+        if problem := messages.waits_too_long(evidence, step):
             return f"step {step}, {problem}"
     return ""
 
@@ -273,13 +244,14 @@ def _wrong_boundary(
     evidence: Figures, figures: ScheduleFigures, record: RankRecord, step: int
 ) -> str:
     """The first boundary tensor that one rank kept too long in one step."""
-    messages, log = messages_of(evidence, record, step), actions_of(record, step)
+    made, log = messages.messages_of(evidence, record, step), actions_of(record, step)
     # Threads of native backends let go late.
-    if messages is None or not BACKENDS[evidence.case.backend].threads:
+    if made is None or not BACKENDS[evidence.case.backend].threads:
         return ""
     over = [number for number, kind, _ in record.events_of(step) if kind == "observe"]
-    figures.boundary = (figures.boundary or {}) | {str(record.rank): most_alive(messages, log)}
-    return kept_too_long(messages, log, over[0]) if over else ""
+    alive = {str(record.rank): messages.most_alive(made, log)}
+    figures.boundary = (figures.boundary or {}) | alive
+    return messages.kept_too_long(made, log, over[0]) if over else ""
 
 
 def _most_in_flight(record: RankRecord, step: int) -> int:
@@ -299,11 +271,10 @@ def measured(evidence: Figures, step: int) -> MeasuredFigures | None:
     ranks: dict[int, Log] = {}
     along, size = axes.cutting("layers"), 0
     for record in evidence.records:
-        coordinate = record.coordinate
-        others = (at for axis, at in coordinate.items() if axis != along)
+        others = (at for axis, at in record.coordinate.items() if axis != along)
         log = [row for row in actions_of(record, step) if row.window == 0]
         if log and not any(others):
-            ranks[coordinate.get(along, 0)] = log
+            ranks[record.coordinate.get(along, 0)] = log
             size = record.steps[step].windows[0]
     schedule = evidence.schedules.get(size)
     if schedule is None or len(ranks) < schedule.ranks:
@@ -320,24 +291,21 @@ def measured(evidence: Figures, step: int) -> MeasuredFigures | None:
     means = {op: seconds / (size * len(ranks)) for op, seconds in cpu.items()}
     # The closed forms ask for both halves of a backward: one that is not split counts half each.
     halves = means.get("BW", 0.0) / 2
-    setting = Setting(
-        schedule.ranks,
-        size,
-        schedule.stages // schedule.ranks,
-        *(Fraction(means.get(op, 0.0) + (op != "F") * halves) for op in ("F", "B", "W")),
-    )
+    times = (Fraction(means.get(op, 0.0) + (op != "F") * halves) for op in ("F", "B", "W"))
+    setting = Setting(schedule.ranks, size, schedule.stages // schedule.ranks, *times)
     ideal = float(setting.ideal)
     took = {_action(row): row.cpu for log in ranks.values() for row in log}
-    ratios = BubbleRatios.of(idle_of(played), sum(busy) / len(busy))
+    ratios = BubbleRatios.of(announced.idle_of(played), sum(busy) / len(busy))
+    replayed = announced.idle_of(simulate(schedule, took=took))
     return MeasuredFigures(
         **vars(ratios),
         ranks=evidence.case.world,
         cores=min(record.cores for record in evidence.records),
         seconds={op: seconds / (size * len(ranks)) for op, seconds in wall.items()},
         cpu_seconds=means,
-        closed=closed_ratios(schedule, setting),
-        simulated=BubbleRatios.of(bubbles(schedule, setting), ideal),
-        replayed=BubbleRatios.of(idle_of(simulate(schedule, took=took)), ideal),
+        closed=announced.closed_ratios(schedule, setting),
+        simulated=BubbleRatios.of(announced.bubbles(schedule, setting), ideal),
+        replayed=BubbleRatios.of(replayed, ideal),
     )
 
 
@@ -356,9 +324,7 @@ def why_not_measured(evidence: Figures) -> str:
         return "only whole stages of the suite's own cut are measured"
     if case.precision:
         return "mixed precision"
-    if facts.options.get("recompute_every"):
-        return "recomputation"
-    return ""
+    return "recomputation" if facts.options.get("recompute_every") else ""
 
 
 def _name(case: Case, place: Sequence[int], shape: Sequence[int]) -> str:
@@ -377,8 +343,7 @@ def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
         return
     from shardproof.checks.schedule.stage_bytes import stage_bytes
 
-    schedule = next(iter(evidence.schedules.values()))
-    facts = evidence.model_facts
+    schedule, facts = next(iter(evidence.schedules.values())), evidence.model_facts
     assert facts is not None
     ranges = split_units(facts.options, len(facts.units), schedule.stages)
     by_stage = stage_bytes(evidence.case, ranges, partial(_name, evidence.case))
@@ -411,20 +376,18 @@ def _judge_activations(evidence: Figures, figures: ScheduleFigures) -> tuple[str
             peak = _peak(record, step)
             by_rank[str(record.rank)] = ActivationBytes(peak, low, high)
             if not low <= peak <= high:
-                rank, bound = record.rank, low if peak < low else high
-                most = _most_in_flight(record, step)
-                distance = float(abs(peak - bound))
-                text = (
-                    f"rank {rank}, step {step}: {peak:,} bytes of activations at the peak, "
-                    f"{low:,} to {high:,} for up to {most} micro-batches in flight"
-                )
-                return text, Worst("activation bytes", step, "peak", f"rank {rank}", distance, 0.0)
+                distance = float(max(low - peak, peak - high))
+                owner, most = f"rank {record.rank}", _most_in_flight(record, step)
+                bounds = f"{low:,} to {high:,} for up to {most} micro-batches in flight"
+                held = f"{peak:,} bytes of activations at the peak"
+                worst = Worst("activation bytes", step, "peak", owner, distance, 0.0)
+                return f"{owner}, step {step}: {held}, {bounds}", worst
     return None
 
 
 def _peak(record: RankRecord, step: int) -> int:
     """Most bytes of class ``activations`` on the device in forward or backward of ``step``."""
-    phases: Counter[str] = Counter()
+    phases = Counter[str]()
     for row in record.memory:
         chosen = (row.moment, row.step, row.kind) == ("peak", step, "activations")
         if chosen and row.where != "update" and row.device != "file":
@@ -432,22 +395,22 @@ def _peak(record: RankRecord, step: int) -> int:
     return max(phases.values(), default=0)
 
 
+#: What of a micro-batch, its stage and its name -> bytes.
+Sizes = Mapping[tuple[str, str, str], int]
+
+
 def _bounds(
-    record: RankRecord,
-    step: int,
-    names: Sequence[Sequence[str]],
-    sizes: Mapping[tuple[str, str, str], int],
+    record: RankRecord, step: int, names: Sequence[Sequence[str]], sizes: Sizes
 ) -> tuple[int, int]:
     """Least and most bytes of activations at the peak of one rank and step."""
     log = actions_of(record, step)
-    messages = [c for c in record.calls_of(step) if c.operation in ("send", "recv")]
+    sent = [c for c in record.calls_of(step) if c.operation in ("send", "recv")]
     #     op    needed changes by      taken changes by
     #     F     + whole                + whole + received
     #     B     - (whole - weights)    nothing: it may keep all until W
     #     W     - weights              - (whole + received)
     #     BW    - whole                - (whole + received)
-    least = most = needed = taken = 0
-    since = 0
+    least = most = needed = taken = since = 0
     for row in log:
         name = names[row.window][row.micro]
         whole, weights, received = (
@@ -463,7 +426,7 @@ def _bounds(
             taken -= whole + received
         under_way = sum(
             c.payload_bytes
-            for c in messages
+            for c in sent
             if c.issued < row.end and (c.waited is None or c.waited > since)
         )
         least = max(least, needed)

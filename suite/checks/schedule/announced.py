@@ -63,13 +63,11 @@ def unsound_schedules(
     by_size = {}
     for size, schedule in schedules.items():
         # First whether it can run at all: one that cannot has no bubble to compare.
-        wrong = problems(schedule)
-        if not wrong:
+        if not (wrong := problems(schedule)):
             odd = _not_as_asked(case, strategy, schedule) or _not_as_published(schedule)
             wrong = [odd] if odd else []
-        if wrong:
-            by_size[str(size)] = wrong
-    return by_size
+        by_size[str(size)] = wrong
+    return {size: wrong for size, wrong in by_size.items() if wrong}
 
 
 def not_run(unsound: Mapping[str, Sequence[str]]) -> Outcome:
@@ -95,19 +93,14 @@ def _not_as_asked(case: Case, strategy: str, schedule: Schedule) -> str:
         return ""  # a name of the system's own
     if schedule.place != place_of(options, ranks):
         return f"places stages on ranks {schedule.place}, {name} on {place_of(options, ranks)}"
-    if schedule.name != name and name in _textbook(strategy, ranks, schedule.micro_batches):
+    # Names that stand for the published schedule, and no other: upstream systems give interleaved
+    # 1F1B and ZB-V orders of their own where they may.
+    textbook: Collection[str] = FORMS
+    if not strategies.of(strategy).own_stages:
+        textbook = ("gpipe", "1f1b", *(() if schedule.micro_batches % ranks else ("interleaved",)))
+    if schedule.name != name and name in textbook:
         return f"claims {schedule.name!r}, asked for {name!r}"
     return ""
-
-
-def _textbook(strategy: str, ranks: int, micro_batches: int) -> Collection[str]:
-    """Names that stand for the published schedule, and no other, in the options of ``strategy``.
-
-    Upstream systems give interleaved 1F1B and ZB-V orders of their own where they may.
-    """
-    if strategies.of(strategy).own_stages:
-        return FORMS
-    return ("gpipe", "1f1b", *(() if micro_batches % ranks else ("interleaved",)))
 
 
 def settings_of(schedule: Schedule) -> Iterator[Setting]:
@@ -117,45 +110,44 @@ def settings_of(schedule: Schedule) -> Iterator[Setting]:
         yield Setting(schedule.ranks, schedule.micro_batches, chunks, *times)
 
 
+def in_words(setting: Setting) -> str:
+    """``T_F, T_B, T_W = 1, 1, 1``."""
+    times = setting.forward, setting.input_backward, setting.weight_backward
+    return f"T_F, T_B, T_W = {', '.join(map(str, times))}"
+
+
 def _not_as_published(schedule: Schedule) -> str:
     """Bubbles at three sets of times, and micro-batches in flight, against the closed forms."""
-    form = FORMS.get(schedule.name)
-    if form is None:
+    if (form := FORMS.get(schedule.name)) is None:
         return ""
     for setting in settings_of(schedule):
         played, allowed = bubbles(schedule, setting), CLOCK * float(setting.ideal)
         for kind, wanted in (("span", form.span(setting)), ("makespan", form.makespan(setting))):
             bubble = getattr(played, kind)
             if wanted is not None and abs(bubble - float(wanted)) > allowed:
-                times = f"{setting.forward}, {setting.input_backward}, {setting.weight_backward}"
-                return (
-                    f"{schedule.name} on {setting.ranks} ranks: {kind} bubble {bubble:g} at "
-                    f"T_F, T_B, T_W = {times}, the closed form gives {float(wanted):g} "
-                    f"({form.source})"
-                )
+                found = f"{kind} bubble {bubble:g} at {in_words(setting)}"
+                right = f"the closed form gives {float(wanted):g} ({form.source})"
+                return f"{schedule.name} on {setting.ranks} ranks: {found}, {right}"
     for rank in range(schedule.ranks):
         # Any setting will do: micro-batches in flight do not depend on times.
         most = form.held(setting, rank)
         if most is not None and schedule.peak(rank) != most:
-            return (
-                f"{schedule.name}: rank {rank} holds up to {schedule.peak(rank)} micro-batches "
-                f"(counted for each chunk), the closed form gives {most} ({form.source})"
-            )
+            held = f"up to {schedule.peak(rank)} micro-batches (counted for each chunk)"
+            right = f"the closed form gives {most} ({form.source})"
+            return f"{schedule.name}: rank {rank} holds {held}, {right}"
     return ""
 
 
 def bubble_unjudged(schedule: Schedule) -> str:
     """Why no closed form was held against the bubble of ``schedule``; empty: one was."""
-    form = FORMS.get(schedule.name)
+    form, what = FORMS.get(schedule.name), f"no closed form of {schedule.name!r} is known"
     if form is None:
-        return f"bubble not judged: no closed form of {schedule.name!r} is known"
+        return f"bubble not judged: {what}"
     for setting in settings_of(schedule):
         if form.span(setting) is not None or form.makespan(setting) is not None:
             return ""
-    return (
-        f"bubble not judged: no closed form of {schedule.name!r} is known with "
-        f"{schedule.micro_batches} micro-batches on {schedule.ranks} ranks ({form.source})"
-    )
+    size = f"{schedule.micro_batches} micro-batches on {schedule.ranks} ranks"
+    return f"bubble not judged: {what} with {size} ({form.source})"
 
 
 class Bubbles(NamedTuple):
@@ -165,11 +157,14 @@ class Bubbles(NamedTuple):
     makespan: float
 
 
-def bubbles(schedule: Schedule, setting: Setting) -> Bubbles:
-    """Bubbles of ``schedule`` on a simulated clock, in the unit of the setting's times."""
+def bubbles(schedule: Schedule, setting: Setting, waits: bool = False) -> Bubbles:
+    """Bubbles of ``schedule`` on a simulated clock, in the unit of the setting's times.
+
+    ``waits``: ranks wait where the schedule has a receive, not where its message is needed.
+    """
     times = setting.forward, setting.input_backward, setting.weight_backward
     forward, input_backward, weight_backward = map(float, times)
-    return idle_of(simulate(schedule, forward, input_backward, weight_backward))
+    return idle_of(simulate(schedule, forward, input_backward, weight_backward, waits=waits))
 
 
 def idle_of(played: Timeline) -> Bubbles:

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardproof.axes import cutting
-from shardproof.checks.schedule.announced import CLOCK, Bubbles, idle_of, settings_of
+from shardproof.checks.schedule.announced import CLOCK, Bubbles, bubbles, in_words, settings_of
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.program_order import Done
 from shardproof.ledgers.traffic import NEVER, Call
-from shardproof.schedules import MESSAGES, Action, Deadlock, Schedule, simulate
+from shardproof.schedules import MESSAGES, Action, Deadlock, Schedule
 
 
 class Message(NamedTuple):
@@ -93,13 +93,11 @@ def kept_too_long(messages: Sequence[Message], log: Sequence[Done], over: int) -
         needed = sum(
             m.call.issued < limit < other for m, other in zip(messages, limits, strict=True)
         )
-        before = next((row for row in log if row.begin == limit), None)
-        begins_then = before and f"when {before.op}{before.micro}@{before.stage} begins"
-        return (
-            f"boundary tensors alive {begins_then or 'after the last window'}: {held}, needed: "
-            f"{needed}; {_in_words(action)}, {call.payload_bytes:,} bytes, was not let go after "
-            "its last use"
-        )
+        begun = [f"when {r.op}{r.micro}@{r.stage} begins" for r in log if r.begin == limit]
+        when = begun[0] if begun else "after the last window"
+        tensor = f"{_in_words(action)}, {call.payload_bytes:,} bytes"
+        counts = f"boundary tensors alive {when}: {held}, needed: {needed}"
+        return f"{counts}; {tensor}, was not let go after its last use"
     return ""
 
 
@@ -153,8 +151,7 @@ def _pipelines(evidence: Figures) -> Iterator[list[RankRecord]]:
 
 def _logged(evidence: Figures, record: RankRecord, step: int) -> dict[int, list[Action]]:
     """What one rank did in each window, in order: a receive stands where it was waited for."""
-    found = messages_of(evidence, record, step)
-    if found is None:
+    if (found := messages_of(evidence, record, step)) is None:
         return {}
     events: list[tuple[int, int, Action]] = [
         (row.begin, row.window, Action(row.op, row.stage, row.micro))
@@ -175,21 +172,17 @@ def _logged(evidence: Figures, record: RankRecord, step: int) -> dict[int, list[
 def _slower(played: Schedule, plan: Schedule) -> str:
     """How the bubbles of ``played``, with its waits, exceed those of ``plan``."""
     for setting in settings_of(plan):
-        times = setting.forward, setting.input_backward, setting.weight_backward
-        forward, back, weights = (float(time) for time in times)
         try:
-            found = idle_of(simulate(played, forward, back, weights, waits=True))
+            found = bubbles(played, setting, waits=True)
         except Deadlock as error:
             return f"as logged it could not end: {error}"
-        wanted = idle_of(simulate(plan, forward, back, weights))
+        wanted = bubbles(plan, setting)
         for kind in Bubbles._fields:
             bubble, least = getattr(found, kind), getattr(wanted, kind)
             if bubble > least + CLOCK * float(setting.ideal):
-                return (
-                    f"with the waits that were logged the {kind} bubble is {bubble:g} at "
-                    f"T_F, T_B, T_W = {', '.join(map(str, times))}, that of {plan.name} is "
-                    f"{least:g}{_early(played)}"
-                )
+                is_now = f"the {kind} bubble is {bubble:g} at {in_words(setting)}"
+                right = f"that of {plan.name} is {least:g}{_early(played)}"
+                return f"with the waits that were logged {is_now}, {right}"
     return ""
 
 

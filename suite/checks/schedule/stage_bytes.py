@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardproof import workloads
 from shardproof.case import Case
 from shardproof.contract import MicroBatch
-from shardproof.ledgers.memory import MemoryLedger
+from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.workloads import Workload
 
 #: Step, data coordinate, window and number in it.

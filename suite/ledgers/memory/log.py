@@ -38,14 +38,13 @@ Origin = Literal["own", "before", "observed"]
 class Storage:
     """One allocation: where it lies and who made it.
 
-    ``operation`` is the torch operator that made it, ``unit`` the model's unit that was computing.
+    ``operation`` is the torch operator that made it.
     """
 
     device: str
     operation: str
     phase: str
     step: int
-    unit: str
     origin: Origin
     label: str | None = None
     communicated: bool = False
@@ -87,10 +86,8 @@ class MemoryLog(Stored):
 
         :raises KeyError: no such mark.
         """
-        levels: Levels = {}
-        for _, after, _ in islice(self.replay(), self._position(at, step)):
-            levels = after
-        return _by_class(levels)
+        moments = [levels for _, levels, _ in islice(self.replay(), self._position(at, step))]
+        return _by_class(moments[-1] if moments else {})
 
     def peak(self, phase: str, step: int, kind: str | None = None) -> Peak:
         """The most that was held in ``phase`` of ``step``, in all or of class ``kind``.

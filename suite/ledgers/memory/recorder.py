@@ -54,18 +54,17 @@ class _Ref(weakref.ref[torch.UntypedStorage]):
 class MemoryLedger(TorchDispatchMode):
     """The open log of one rank: ``with MemoryLedger(phase) as ledger: ...``, once.
 
-    ``phase()`` names the phase of the moment (``setup|forward|backward|update|observe``) and
-    ``unit()`` the unit of the model that computes; both are called on the rank's own threads only.
-    Set :attr:`step` before each step (-1 is set-up).
+    ``phase()`` names the phase of the moment (``setup|forward|backward|update|observe``); it is
+    called on the rank's own threads only.  Set :attr:`step` before each step (-1 is set-up).
     """
 
-    def __init__(self, phase: Callable[[], str], unit: Callable[[], str] | None = None) -> None:
+    def __init__(self, phase: Callable[[], str]) -> None:
         super().__init__()
         self.log = MemoryLog()
         self.step = -1
         self.thread = 0
         self.fakes = False
-        self._phase, self._unit = phase, unit
+        self._phase = phase
         self._now = ("", -1)
         self._fake_mode: FakeTensorMode | None = None
         self._known: dict[int, _Ref] = {}
@@ -155,9 +154,8 @@ class MemoryLedger(TorchDispatchMode):
         for tensor in tensors:
             for part in self._countable(tensor) if tensor is not None else ():
                 storage = part.untyped_storage()
-                ref = self._known.get(id(storage)) or self._born(
-                    part, storage, "", "before", _of_file(storage)
-                )
+                ref = self._known.get(id(storage))
+                ref = ref or self._born(part, storage, "", "before", _of_file(storage))
                 matched &= self._label(ref, label, weak)
         return matched
 
@@ -180,8 +178,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """``storage`` has another size now."""
-        ref = self._known.get(id(storage))
-        if ref is not None:
+        if (ref := self._known.get(id(storage))) is not None:
             self._turn()
             self._size(ref, storage.nbytes())
 
@@ -214,8 +211,7 @@ class MemoryLedger(TorchDispatchMode):
         for tensor in (result,) if isinstance(result, Tensor) else nested_tensors(result):
             for part in self._countable(tensor):
                 storage = part.untyped_storage()
-                ref = self._known.get(id(storage))
-                if ref is None:
+                if (ref := self._known.get(id(storage))) is None:
                     given = kind == operators.EITHER and self._given(storage, args, kwargs)
                     mapped = kind in (operators.EITHER, operators.FOREIGN) and _of_file(storage)
                     self._born(part, storage, name, "before" if given else "own", mapped)
@@ -253,8 +249,7 @@ class MemoryLedger(TorchDispatchMode):
     def _refs(self, tensors: Iterable[Tensor | None]) -> Iterator[_Ref]:
         for tensor in tensors:
             for part in self._countable(tensor) if tensor is not None else ():
-                ref = self._known.get(id(part.untyped_storage()))
-                if ref is not None:
+                if (ref := self._known.get(id(part.untyped_storage()))) is not None:
                     yield ref
 
     def _label(self, ref: _Ref, label: str, weak: bool = False) -> bool:
@@ -279,9 +274,8 @@ class MemoryLedger(TorchDispatchMode):
             origin = "before"
         ref = _Ref(storage, self._freed)
         ref.index, ref.key, ref.size, ref.told = len(self.log.storages), id(storage), -1, ()
-        unit = self._unit() if self._unit is not None else ""
         device = FILE if mapped else "cpu" if tensor.is_cpu else str(tensor.device)
-        self.log.storages.append(Storage(device, operation, phase, step, unit, origin))
+        self.log.storages.append(Storage(device, operation, phase, step, origin))
         self._known[ref.key] = ref
         self._size(ref, storage.nbytes())
         return ref
@@ -336,7 +330,4 @@ def _on_host(tensor: Tensor, other: Tensor) -> bool:
 
 def _flattened(wrapper: Any) -> Sequence[str]:
     """Names of the attributes in which a tensor subclass keeps its tensors."""
-    names: Sequence[str] = ()
-    if hasattr(wrapper, "__tensor_flatten__"):
-        names, _ = wrapper.__tensor_flatten__()
-    return names
+    return wrapper.__tensor_flatten__()[0] if hasattr(wrapper, "__tensor_flatten__") else ()

@@ -41,14 +41,14 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def shape_of(layout: str, parts: int | None = None, rows: int | None = None) -> tuple[int, ...]:
+def shape_of(layout: str, parts: int | None = None) -> tuple[int, ...]:
     """Shape of one part, or of ``parts`` of them side by side (dimension 0)."""
-    if layout == "zero_dim":
-        return () if parts is None else (parts,)
-    if layout == "one":
-        return (1 if parts is None else parts,)
-    count = {"empty": 0, "long": 2}.get(layout, ROWS) if rows is None else rows
-    return count * (1 if parts is None else parts), LONG if layout == "long" else COLUMNS
+    if layout == "zero_dim" and parts is None:
+        return ()
+    if layout in ("zero_dim", "one"):
+        return (parts or 1,)
+    rows = {"empty": 0, "long": 2}.get(layout, ROWS)
+    return rows * (parts or 1), LONG if layout == "long" else COLUMNS
 
 
 @functools.lru_cache(maxsize=1 << 10)
@@ -95,9 +95,7 @@ def reduced(reduce: str, values: Sequence[Tensor]) -> Tensor:
     """``values`` combined, exactly."""
     wide = [v.to(torch.complex128 if v.is_complex() else torch.int64) for v in values]
     total = functools.reduce(_FOLDS[reduce], wide)
-    if reduce == "avg":
-        total = total // len(values)
-    return total.to(values[0].dtype)
+    return (total // len(values) if reduce == "avg" else total).to(values[0].dtype)
 
 
 @dataclass
@@ -151,12 +149,11 @@ class Buffer:
         places = differing(got, right)
         place = tuple(places.nonzero()[0].tolist())
         index = f"[{', '.join(map(str, place))}]" if place else ""
-        text = (
-            f"{self.role}{index} is {_shown(got[place])}, expected {_shown(right[place])} "
-            f"({int(places.sum())} of {got.numel()} elements)"
-        )
-        cause = self._cause(got)
-        return int(places.sum()), f"{text}: {cause}" if cause else text
+        held, due = _shown(got[place]), _shown(right[place])
+        count, cause = int(places.sum()), self._cause(got)
+        of = f"({count} of {got.numel()} elements)"
+        text = f"{self.role}{index} is {held}, expected {due} {of}"
+        return count, f"{text}: {cause}" if cause else text
 
     def _cause(self, got: Tensor) -> str:
         poisoned = poison_of(got)
@@ -199,9 +196,7 @@ def made(role: str, dtype: torch.dtype, layout: str, shape: tuple[int, ...]) -> 
     count = math.prod(shape)
     if layout == "strided":
         base = torch.empty(GUARD + 2 * count + GUARD, dtype=dtype)
-        inner = base[GUARD : GUARD + 2 * count : 2]
-        strides = _strides(shape, 2)
-        view = inner.as_strided(shape, strides, GUARD)
+        view = base[GUARD : GUARD + 2 * count : 2].view(shape)
     elif layout == "transposed" and len(shape) == 2:
         base = torch.empty(GUARD + count + GUARD, dtype=dtype)
         view = base[GUARD : GUARD + count].view(shape[1], shape[0]).t()
@@ -211,11 +206,3 @@ def made(role: str, dtype: torch.dtype, layout: str, shape: tuple[int, ...]) -> 
         view = base[start : start + count].view(shape)
     base.copy_(pattern(dtype, tuple(base.shape), 11, 5, limit_for(dtype, None, 1)))
     return Buffer(role, base, view)
-
-
-def _strides(shape: Sequence[int], step: int) -> list[int]:
-    strides: list[int] = []
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return strides

@@ -24,14 +24,32 @@ def covering(
     ``fits`` must not become true again for a row that holds more.  The same ``seed`` gives the same
     rows.  Fewer factors than ``strength``: every row that fits.
     """
-    strength = min(strength, len(factors))
+    strength, order = min(strength, len(factors)), list(factors)
     left = dict.fromkeys(combinations(factors, strength, fits))
     draw = random.Random(seed)
+
+    def new(row: Row, name: str) -> int:
+        """How many combinations with the value of ``name`` no row has yet."""
+        others = [(n, row[n]) for n in order if n in row and n != name]
+        count = 0
+        for some in itertools.combinations(others, strength - 1):
+            together = sorted((*some, (name, row[name])), key=lambda item: order.index(item[0]))
+            count += tuple(together) in left
+        return count
+
+    def filled(row: Row) -> Row | None:
+        """A whole row with ``row`` in it, in the factors' order; ``None``: there is none."""
+        if (name := next((name for name in order if name not in row), None)) is None:
+            return {name: row[name] for name in order}
+        values = [v for v in factors[name] if fits({**row, name: v})]
+        draw.shuffle(values)
+        values.sort(key=lambda value: -new({**row, name: value}, name))
+        return next((whole for v in values if (whole := filled({**row, name: v}))), None)
+
     rows: list[Row] = []
     while left:
         start = next(iter(left))
-        row = _completed(dict(start), factors, left, strength, fits, draw)
-        if row is None:
+        if (row := filled(dict(start))) is None:
             del left[start]  # no whole row can hold it
             continue
         rows.append(row)
@@ -44,41 +62,9 @@ def combinations(
     factors: Mapping[str, Sequence[str]], strength: int, fits: Fits
 ) -> list[Combination]:
     """Every combination of ``strength`` factors' values that fits by itself."""
-    found = []
-    for names in itertools.combinations(factors, strength):
-        for values in itertools.product(*(factors[name] for name in names)):
-            together = tuple(zip(names, values, strict=True))
-            if fits(dict(together)):
-                found.append(together)
-    return found
-
-
-def _completed(
-    start: Row,
-    factors: Mapping[str, Sequence[str]],
-    left: Mapping[Combination, None],
-    strength: int,
-    fits: Fits,
-    draw: random.Random,
-) -> Row | None:
-    """A whole row with ``start`` in it, in the factors' order; ``None``: there is none."""
-    order = list(factors)
-
-    def filled(row: Row) -> Row | None:
-        name = next((name for name in order if name not in row), None)
-        if name is None:
-            return {name: row[name] for name in order}
-        values = [v for v in factors[name] if fits({**row, name: v})]
-        draw.shuffle(values)
-        values.sort(key=lambda value: -_new({**row, name: value}, name))
-        return next((whole for v in values if (whole := filled({**row, name: v}))), None)
-
-    def _new(row: Row, name: str) -> int:
-        others = [(n, row[n]) for n in order if n in row and n != name]
-        count = 0
-        for some in itertools.combinations(others, strength - 1):
-            together = sorted((*some, (name, row[name])), key=lambda item: order.index(item[0]))
-            count += tuple(together) in left
-        return count
-
-    return filled(start)
+    return [
+        together
+        for names in itertools.combinations(factors, strength)
+        for values in itertools.product(*(factors[name] for name in names))
+        if fits(dict(together := tuple(zip(names, values, strict=True))))
+    ]

@@ -7,6 +7,7 @@ which they met, never through what is judged.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,20 +77,16 @@ class _Caller:
         wanted: dict[str, list[tuple[int, ...]]] = {"single": [(r,) for r in every]}
         if self.world > 1:
             wanted |= {"part": [every[1:]], "overlapping": [first, second]}
-        found: dict[str, list[CallGroup]] = {
-            "world": [self._group("world", dist.group.WORLD, every)]
-        }
-        for name, members in wanted.items():
-            pairs = [(ranks, dist.new_group(list(ranks))) for ranks in members]
-            found[name] = [
-                self._group(f"{name}{number}", group, ranks)
-                for number, (ranks, group) in enumerate(pairs)
-                if self.rank in ranks
+        made = {name: [dist.new_group([*own]) for own in each] for name, each in wanted.items()}
+        wanted["world"], made["world"] = [every], [dist.group.WORLD]
+        return {
+            name: [
+                CallGroup(f"{name}{n}", self.system.group(group, own), own, own.index(self.rank))
+                for n, (own, group) in enumerate(zip(members, made[name], strict=True))
+                if self.rank in own
             ]
-        return found
-
-    def _group(self, name: str, group: Any, ranks: tuple[int, ...]) -> CallGroup:
-        return CallGroup(name, self.system.group(group, ranks), ranks, ranks.index(self.rank))
+            for name, members in wanted.items()
+        }
 
     def _judged(self, index: int, cell: Cell, groups: Sequence[CallGroup]) -> ComparisonRow:
         """A call that is right."""
@@ -130,13 +127,10 @@ class _Caller:
             (group,) = groups
             return large.broadcast(self.system, group.group, group.rank, group.size - 1)
         count = 3 if cell["completion"] == "reversed" else 1
-        flights = [
-            flight_of(
-                cell, group, 8 * number, f"{self.case.id}/{index}/{number}/{group.name}", self.kept
-            )
-            for number in range(count)
-            for group in groups
-        ]
+        flights = []
+        for number, group in itertools.product(range(count), groups):
+            key = f"{self.case.id}/{index}/{number}/{group.name}"
+            flights.append(flight_of(cell, group, 8 * number, key, self.kept))
         for flight in flights:
             self._start(cell, flight)
         for flight in reversed(flights):
@@ -159,22 +153,15 @@ class _Caller:
             if last and not waits:
                 time.sleep(LATE)
             self.store.add(f"{flight.key}/came", 1)
-        asynchronous = cell["completion"] != "sync"
-        given = Call(
-            cell["operation"],
-            cell["form"],
-            group.group,
-            asynchronous=asynchronous,
-            **flight.call,
-        )
+        how = {"asynchronous": cell["completion"] != "sync", **flight.call}
+        given = Call(cell["operation"], cell["form"], group.group, **how)
         flight.works = [work for work in self.system.perform(given) if work is not None]
         if waits and group.rank in flight.asks:
             for _ in range(3):
                 if flight.works and all(work.is_completed() for work in flight.works):
-                    flight.trouble = (
-                        f"its work says that it is done, before rank {group.ranks[flight.late]} "
-                        "has called: the fault is the backend's, not the program's"
-                    )
+                    early = f"before rank {group.ranks[flight.late]} has called"
+                    fault = "the fault is the backend's, not the program's"
+                    flight.trouble = f"its work says that it is done, {early}: {fault}"
                 time.sleep(LATE / 4)
             self.store.add(f"{flight.key}/asked", 1)
 
@@ -195,27 +182,23 @@ class _Caller:
     def _met(self, cell: Cell, flight: Flight) -> None:
         if cell["operation"] == "barrier":
             came = self.store.add(f"{flight.key}/came", 0)
-            if came < flight.group.size and not flight.trouble:
-                flight.trouble = (
-                    f"it was over when {came} of {flight.group.size} ranks had called it"
-                )
+            if came < (size := flight.group.size) and not flight.trouble:
+                flight.trouble = f"it was over when {came} of {size} ranks had called it"
 
     def _compared(self, cell: Cell, flight: Flight) -> tuple[int, str]:
-        members = "all ranks" if len(flight.group.ranks) == self.world else "ranks "
-        if members == "ranks ":
-            members += ", ".join(map(str, flight.group.ranks))
+        ranks = flight.group.ranks
+        members = "all ranks" if len(ranks) == self.world else f"ranks {', '.join(map(str, ranks))}"
         where = f"in the group of {members}"
         if "root" in cell:
-            where += f", root {flight.group.ranks[flight.call['root']]}"
+            where += f", root {ranks[flight.call['root']]}"
         if flight.trouble:
             return 1, f"{where}: {flight.trouble}"
         for buffer in flight.buffers:
             count, sentence = buffer.problem()
             if count and flight.works and self.looks and self._appears(buffer):
-                sentence += (
-                    "; the right result came later: its work said that it was done before it was, "
-                    "which is the backend's fault, not the program's"
-                )
+                early = "its work said that it was done before it was"
+                fault = "which is the backend's fault, not the program's"
+                sentence += f"; the right result came later: {early}, {fault}"
             if count:
                 return count, f"{where}: {sentence}"
         return 0, ""

@@ -17,6 +17,8 @@ from shardproof.cases.kinds.calls.buffers import Buffer, dtype_of, made, operand
 from shardproof.cases.kinds.calls.workload import Cell
 from shardproof.comm import ANY, Recv, Send
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class CallGroup:
@@ -94,11 +96,7 @@ class _Tensors:
         return [self._values(member, salt) for member in self.members]
 
     def _buffer(
-        self,
-        role: str,
-        values: Tensor | None,
-        expected: Tensor | None,
-        shape: tuple[int, ...] | None = None,
+        self, role: str, values: Tensor | None, expected: Tensor | None, shape: Shape | None = None
     ) -> Buffer:
         """A tensor of the call that holds ``values``, later ``expected`` (``None``: the same)."""
         buffer = made(role, self.dtype, self.layout, self.part if shape is None else shape)
@@ -107,22 +105,14 @@ class _Tensors:
         self.flight.buffers.append(buffer)
         return buffer
 
-    def _input(self, values: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    def _input(self, values: Tensor, shape: Shape | None = None) -> Tensor:
         return self._buffer("its input", values, None, shape).view
 
-    def _inputs(
-        self, values: Sequence[Tensor], shapes: Sequence[tuple[int, ...]] = ()
-    ) -> list[Tensor]:
+    def _inputs(self, values: Sequence[Tensor]) -> list[Tensor]:
         """One for each member."""
-        return [
-            self._buffer(
-                f"its input for rank {self._name(member)}",
-                values[member],
-                None,
-                shapes[member] if shapes else None,
-            ).view
-            for member in self.members
-        ]
+        roles = (f"its input for rank {rank}" for rank in self.group.ranks)
+        pairs = zip(roles, values, strict=True)
+        return [self._buffer(role, own, None, tuple(own.shape)).view for role, own in pairs]
 
     def _gathered(self, values: Sequence[Tensor]) -> list[Tensor]:
         """One result from each member."""
@@ -154,9 +144,9 @@ class _Tensors:
         for member in self.members if self.size > 1 else ():
             name = f"the value of rank {self._name(member)}"
             rest = [value for other, value in enumerate(values) if other != member]
+            twice = [*values, values[member]]
             buffer.stories.append((f"{name} is missing", reduced(self.reduce, rest)))
-            twice = reduced(self.reduce, [*values, values[member]])
-            buffer.stories.append((f"{name} counts twice", twice))
+            buffer.stories.append((f"{name} counts twice", reduced(self.reduce, twice)))
         for other in workload.REDUCTIONS:
             if other != self.reduce and workload.reducible(self.cell["dtype"], other):
                 buffer.stories.append((f"it is the {other}", reduced(other, values)))
@@ -232,7 +222,7 @@ class _Tensors:
         sums = [reduced(self.reduce, [own[part] for own in given]) for part in self.members]
         own = given[self.rank]
         if self.form in ("list", "uneven"):
-            inputs = self._inputs(own, shapes)
+            inputs = self._inputs(own)
             buffer = self._buffer("the result", None, sums[self.rank], shapes[self.rank])
         else:
             together = _joined(own, self.whole)
@@ -307,18 +297,15 @@ class _Tensors:
             if self.rank == target:
                 for tag in reversed(tags):
                     got = self._buffer(f"the message of tag {tag} received", None, messages[tag])
-                    for other in tags:
-                        if other != tag:
-                            got.stories.append(
-                                (f"it is the message of tag {other}", messages[other])
-                            )
+                    others = ((o, message) for o, message in messages.items() if o != tag)
+                    got.stories += [(f"it is the message of tag {o}", m) for o, m in others]
                     transfers.append(Recv(got.view, ANY if self.form == "any" else source, tag))
         return {"transfers": transfers}
 
     _batch = _send_recv
 
 
-def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+def _joined(parts: Sequence[Tensor], shape: Shape) -> Tensor:
     """Parts one after the other."""
     return torch.cat([part.reshape(-1) for part in parts]).reshape(shape)
 

@@ -116,8 +116,7 @@ def within(offered: Offered, takes: Mapping[str, Mapping[str, Sequence[str]] | N
     """What is ``offered`` of what a backend ``takes`` (:attr:`Backend.takes`)."""
     both = {}
     for operation, factors in offered.items():
-        limits = takes.get(operation, {})
-        if limits is not None:
+        if (limits := takes.get(operation, {})) is not None:
             own = {name: factors.get(name, values) for name, values in limits.items()}
             common = {name: [v for v in own[name] if v in limits[name]] for name in own}
             both[operation] = {**factors, **common}
@@ -135,17 +134,8 @@ def sub_matrix(case: Case, offered: Offered) -> list[Cell]:
     if not all(factors.values()):
         return []
     if params["size"] == LARGE:
-        return [
-            {
-                "operation": operation,
-                "form": "tensor",
-                "dtype": "uint8",
-                "layout": LARGE,
-                "root": "last",
-                "completion": "sync",
-                "group": "world",
-            }
-        ]
+        usual = {"form": "tensor", "dtype": "uint8", "layout": LARGE, "root": "last"}
+        return [{"operation": operation, **usual, "completion": "sync", "group": "world"}]
     seed = f"{case.workload.seed}/{operation}"
     rows: list[Cell] = [
         {"operation": operation, **row}
@@ -165,19 +155,15 @@ def factors_of(
     source: str = "named",
 ) -> dict[str, list[str]]:
     """Factor -> the values that a world has and the system takes."""
-    chosen = CHOSEN_LAYOUTS[layouts]
-    groups = [g for g in GROUPS if world > 1 or g not in ("part", "overlapping")]
-    factors = {}
-    for name, values in OPERATIONS[operation].items():
-        kept = [v for v in values if v in taken.get(name, values)]
-        if name == "layout":
-            kept = [v for v in kept if v in chosen]
-        if name == "group":
-            kept = [v for v in kept if v in groups]
-        if name == "form":
-            kept = [v for v in kept if (v == "any") == (source == "any")]
-        factors[name] = kept
-    return factors
+    has = {
+        "layout": lambda value: value in CHOSEN_LAYOUTS[layouts],
+        "group": lambda value: world > 1 or value not in ("part", "overlapping"),
+        "form": lambda value: (value == "any") == (source == "any"),
+    }
+    return {
+        name: [v for v in values if v in taken.get(name, values) and has.get(name, bool)(v)]
+        for name, values in OPERATIONS[operation].items()
+    }
 
 
 def fits_for(operation: str) -> covering.Fits:
@@ -186,30 +172,27 @@ def fits_for(operation: str) -> covering.Fits:
     def fits(row: Mapping[str, str]) -> bool:
         dtype, reduce = row.get("dtype"), row.get("reduce")
         form, layout, completion = row.get("form"), row.get("layout"), row.get("completion")
+        group, inside = row.get("group"), row.get("place") == "inside"
+        parts = form in ("tensor", "uneven") or (operation, form) == ("reduce_scatter", "coalesced")
         if dtype and reduce and not reducible(dtype, reduce):
             return False
-        if completion == "late" and row.get("group") == "single":
-            return False  # nobody else is there to be late
-        if completion == "late" and (layout == "empty" or form == "coalesced"):
-            return False  # nothing to wait for; futures, which cannot be asked
-        if operation == "broadcast" and form == "coalesced" and completion not in (None, "sync"):
-            return False  # it has no asynchronous form
-        whole = form in ("tensor", "uneven") or (operation, form) == ("reduce_scatter", "coalesced")
-        if operation in _CHUNKED and layout == "zero_dim" and whole:
-            return False  # a number has no parts
-        if row.get("place") == "inside" and form in ("list", "uneven", "coalesced"):
-            return False
-        if row.get("place") == "inside" and layout in SPREAD:
-            return False  # a part of it is no tensor of that layout
-        if layout == "transposed" and form == "uneven":
-            return False
-        messages = operation in ("send_recv", "batch")
-        if messages and row.get("group") == "single":
-            return False  # nobody to send to
-        if operation == "batch" and completion == "sync":
-            return False  # it is asynchronous
-        # Blocking messages of two tags would wait for each other.
-        return not (form == "tagged" and completion == "sync")
+        starts = completion not in (None, "sync")
+        return not any(
+            (
+                # Somebody must be late, and there must be something to wait for that can be asked.
+                completion == "late" and (group == "single" or layout == "empty"),
+                completion == "late" and form == "coalesced",
+                # Blocking messages of two tags would wait for each other; batches do not block.
+                completion == "sync" and (form == "tagged" or operation == "batch"),
+                # A coalesced broadcast has no asynchronous form.
+                operation == "broadcast" and form == "coalesced" and starts,
+                operation in _CHUNKED and layout == "zero_dim" and parts,  # a number has no parts
+                # Spread: a part of such a tensor is none of that layout.
+                inside and (form in ("list", "uneven", "coalesced") or layout in SPREAD),
+                layout == "transposed" and form == "uneven",
+                operation in ("send_recv", "batch") and group == "single",  # nobody to send to
+            )
+        )
 
     return fits
 

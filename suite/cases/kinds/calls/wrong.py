@@ -90,9 +90,8 @@ _OTHER = torch.float64
 def arguments(cell: Cell, rank: int, size: int) -> dict[str, Any]:
     """What member ``rank`` of ``size`` gives to a wrong call."""
     if "differs" in cell:
-        return _differing(
-            cell["operation"], cell["differs"] if rank == size - 1 else "", size, rank
-        )
+        way = cell["differs"] if rank == size - 1 else ""
+        return _differing(cell["operation"], way, size, rank)
     return _mistaken(cell["operation"], cell["form"], cell["mistake"], size, rank)
 
 
@@ -107,9 +106,8 @@ def _mistaken(operation: str, form: str, mistake: str, size: int, rank: int) -> 
         return {"transfers": [one]}
     right = _right(operation, form, size, rank)
     if mistake == "root":
-        return {**right, "root": size, "inputs": right["inputs"][:1], "outputs": []} | (
-            {"outputs": right["outputs"][:1], "inputs": []} if operation != "gather" else {}
-        )
+        kept, left = ("inputs", "outputs") if operation == "gather" else ("outputs", "inputs")
+        return {**right, "root": size, kept: right[kept][:1], left: []}
     if mistake == "reduce":  # no number has bits
         return {**right, "reduce": "band"}
     if mistake == "complex":  # no complex number is larger than another
@@ -119,16 +117,13 @@ def _mistaken(operation: str, form: str, mistake: str, size: int, rank: int) -> 
         return {**right, "splits": ([*gives[:-1], gives[-1] + 1], takes)}
     # The rest is about the side that has a part for each rank.
     side = "inputs" if operation in ("reduce_scatter", "scatter") else "outputs"
-    return {**right, side: _changed(right[side], mistake, size)}
-
-
-def _changed(tensors: Sequence[Tensor], mistake: str, size: int) -> list[Tensor]:
+    tensors: list[Tensor] = right[side]
     if mistake == "count":
-        return [*tensors, _ones()]
+        return {**right, side: [*tensors, _ones()]}
     if mistake == "dtype":
-        return [t.to(_OTHER) for t in tensors]
+        return {**right, side: [t.to(_OTHER) for t in tensors]}
     more = 1 if len(tensors) == size and tensors[0].numel() == PART else size
-    return [_ones(t.numel() + more) for t in tensors]
+    return {**right, side: [_ones(t.numel() + more) for t in tensors]}
 
 
 def _right(operation: str, form: str, size: int, rank: int, root: int = 0) -> dict[str, Any]:

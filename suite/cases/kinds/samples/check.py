@@ -44,9 +44,8 @@ def measure(evidence: Evidence) -> list[ComparisonRow]:
     if not evidence.records or not evidence.records[0].drawn:
         return []
     legs = [evidence.records, *evidence.later_legs]
-    meshes = workload.meshes(evidence.case)
     found = _Judged(workload.resolve(evidence.case.workload), evidence.case.workload.seed)
-    for records, mesh in zip(legs, meshes, strict=True):
+    for records, mesh in zip(legs, workload.meshes(evidence.case), strict=True):
         found.add_leg(_Leg(records, workload.coordinates(mesh)))
     found.resumes()
     return found.rows
@@ -71,8 +70,9 @@ class _Leg:
 
     def shares(self, asked: str, epoch: int) -> Shares | None:
         """What the coordinates were given; ``None``: this was not asked for."""
+        place = asked, epoch
         given = [
-            next((d.samples for d in self.records[rank].drawn if _is(d, asked, epoch)), None)
+            next((d.samples for d in self.records[rank].drawn if place == (d.asked, d.epoch)), None)
             for rank in self.first_ranks
         ]
         return None if given[0] is None else [samples or [] for samples in given]
@@ -80,10 +80,6 @@ class _Leg:
     def ranks(self, coordinates: Collection[int]) -> str:
         """``ranks 0 and 2``."""
         return name_ranks(sorted(self.first_ranks[c] for c in coordinates))
-
-
-def _is(drawn: Any, asked: str, epoch: int) -> bool:
-    return bool(drawn.asked == asked and drawn.epoch == epoch)
 
 
 class _Judged:
@@ -104,8 +100,7 @@ class _Judged:
         self._row(0, "whole", "coordinates", _parted(leg))
         before: dict[int, Shares] = {}
         for epoch in range(self.params["epochs"]):
-            shares = leg.shares("whole", epoch)
-            if shares is None:
+            if (shares := leg.shares("whole", epoch)) is None:
                 continue
             self._row(epoch, "whole", "coverage", self._coverage(leg, epoch, shares))
             if not self.shuffle or self._tells_orders_apart():
@@ -113,12 +108,9 @@ class _Judged:
             before[epoch] = shares
         again, other_seed = leg.shares("again", 0), leg.shares("seed", 0)
         if again is not None:
-            wrong = again != before[0]
-            problem = (
-                "epoch 0 is another one when it is asked for again: what a sampler gives must "
-                "depend on seed and epoch alone"
-            )
-            self._row(0, "again", "order", problem if wrong else "")
+            what = "what a sampler gives must depend on seed and epoch alone"
+            problem = f"epoch 0 is another one when it is asked for again: {what}"
+            self._row(0, "again", "order", problem if again != before[0] else "")
         if other_seed is not None and self._tells_orders_apart():
             problem = f"another seed gives the order of seed {self.seed}: the seed does not matter"
             self._row(0, "seed", "order", problem if other_seed == before[0] else "")
@@ -138,8 +130,7 @@ class _Judged:
             twins = [c for c in same if shares[c] == shares[same[0]]]
             return f"{leg.ranks(twins)} take the same samples {where}"
         counts = Counter(sample for share in shares for sample in share)
-        wrong = self._miscounted(counts, sum(sizes))
-        if not wrong:
+        if not (wrong := self._miscounted(counts, sum(sizes))):
             return ""
         twice, lost = wrong
         holders = {c for c, share in enumerate(shares) if {*share} & {*twice}}
@@ -165,8 +156,7 @@ class _Judged:
 
     def _foreign(self, leg: _Leg, shares: Shares, where: str) -> str:
         for coordinate, share in enumerate(shares):
-            odd = [sample for sample in share if not 0 <= sample < self.samples]
-            if odd:
+            if odd := [sample for sample in share if not 0 <= sample < self.samples]:
                 owner, last = leg.ranks([coordinate]), self.samples - 1
                 return f"{owner} takes sample {odd[0]} {where}: there are samples 0 to {last}"
         return ""
@@ -199,13 +189,11 @@ class _Judged:
                 return f"epoch {epoch} has the order of epoch {earlier}"
         if _is_order_of_the_data_set(shares, self.samples):
             return f"epoch {epoch} has the order of the data set: nothing is shuffled"
-        if self._tells_shares_apart(shares):
-            for earlier, others in before.items():
-                if [{*share} for share in shares] == [{*share} for share in others]:
-                    return (
-                        f"every rank takes the same samples in epochs {earlier} and {epoch}: only "
-                        "their order within its share is another"
-                    )
+        ways = math.lgamma(self.samples + 1) - sum(math.lgamma(len(s) + 1) for s in shares)
+        for earlier, others in before.items() if ways > -math.log(CHANCE) else ():
+            if [*map(set, shares)] == [*map(set, others)]:
+                what = "only their order within its share is another"
+                return f"every rank takes the same samples in epochs {earlier} and {epoch}: {what}"
         return ""
 
     def _natural(self, shares: Shares) -> str:
@@ -221,10 +209,6 @@ class _Judged:
     def _tells_orders_apart(self) -> bool:
         return math.lgamma(self.samples + 1) > -math.log(CHANCE)
 
-    def _tells_shares_apart(self, shares: Shares) -> bool:
-        ways = math.lgamma(self.samples + 1) - sum(math.lgamma(len(s) + 1) for s in shares)
-        return ways > -math.log(CHANCE)
-
     # ------------------------------------------------------------------------------------ resumes
 
     def resumes(self) -> None:
@@ -234,10 +218,9 @@ class _Judged:
         epoch, last = self.params["resume_epoch"], self.legs[-1]
         for number, leg in enumerate(self.legs[:-1]):
             told = [record.told_state for record in leg.records]
-            odd = next((rank for rank, state in enumerate(told) if state != told[0]), None)
-            problem = (
-                f"ranks 0 and {odd} tell different states: {told[0]} and {told[odd]}" if odd else ""
-            )
+            odd = [rank for rank, state in enumerate(told) if state != told[0]]
+            states = [f"{rank} tell different states: {told[0]} and {told[rank]}" for rank in odd]
+            problem = f"ranks 0 and {states[0]}" if states else ""
             self._row(epoch, f"stop {number + 1}", "state", problem)
         taken = [leg.shares("leg", epoch) or [] for leg in self.legs]
         self._row(epoch, "resumed", "coverage", self._resumed(epoch, taken))
@@ -296,10 +279,8 @@ class _Judged:
         if len(again) <= may:
             return ""
         if again == sorted(earlier) and shares == leg.shares("whole", epoch):
-            return (
-                f"epoch {epoch} begins anew after a resume: all {len(again)} samples that were "
-                "taken come again"
-            )
+            what = f"all {len(again)} samples that were taken come again"
+            return f"epoch {epoch} begins anew after a resume: {what}"
         return f"{_named(again)} seen twice in epoch {epoch}: before a resume and after it"
 
     def _gap(self, epoch: int, lost: Sequence[int]) -> str:
@@ -318,21 +299,17 @@ def _parted(leg: _Leg) -> str:
         mine, others = leg.records[rank].drawn, leg.records[first].drawn
         for own, other in zip(mine, others, strict=True):
             if own.samples != other.samples:
-                return (
-                    f"ranks {first} and {rank} are of one data coordinate, and take different "
-                    f"samples in epoch {own.epoch}"
-                )
+                where = f"take different samples in epoch {own.epoch}"
+                return f"ranks {first} and {rank} are of one data coordinate, and {where}"
     return ""
 
 
 def _moved(leg: _Leg) -> str:
-    for record in leg.records:
-        for drawn in record.drawn:
-            if drawn.moved:
-                return (
-                    f"the sampler of rank {record.rank} draws from the global generator of "
-                    f"{drawn.moved}, which differs between ranks and belongs to the model"
-                )
+    moved = ((record.rank, d.moved) for record in leg.records for d in record.drawn if d.moved)
+    for rank, generator in moved:
+        what = f"the global generator of {generator}"
+        why = "which differs between ranks and belongs to the model"
+        return f"the sampler of rank {rank} draws from {what}, {why}"
     return ""
 
 

@@ -106,9 +106,9 @@ def _differ(one: Sequence[Right], other: Sequence[Right]) -> bool:
 
 def _mean(casts: Sequence[Cast]) -> float:
     """Over all data; infinities of both signs have none."""
-    counted = [cast for cast in casts if cast.weight]
-    weight = sum(cast.weight for cast in counted)
-    return sum(cast.weight * cast.metric for cast in counted) / weight if weight else math.nan
+    total = sum(cast.weight * cast.metric for cast in casts if cast.weight)
+    weight = sum(cast.weight for cast in casts)
+    return total / weight if weight else math.nan
 
 
 def _is_gain(rule: StopRule, metric: float, best: float | None) -> bool:
@@ -131,10 +131,9 @@ def _end(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
         ends = [rank for rank, own in enumerate(told) if own[step].ends]
         go_on = [rank for rank in range(len(told)) if rank not in ends]
         if ends and go_on:
-            return (
-                f"{name_ranks(ends)} {_s(ends, 'ends', 'end')} training at vote {step}, "
-                f"{name_ranks(go_on)} {_s(go_on, 'goes', 'go')} on"
-            )
+            end, go = "ends" if len(ends) == 1 else "end", "goes" if len(go_on) == 1 else "go"
+            one, other = name_ranks(ends), name_ranks(go_on)
+            return f"{one} {end} training at vote {step}, {other} {go} on"
         if ends and not ruled.ends:
             return f"all ranks end training at vote {step}, where the rule goes on"
         if go_on and ruled.ends:
@@ -148,15 +147,11 @@ def _best(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
         bests = [own[step].best for own in told]
         if len({*bests}) > 1:
             other = next(rank for rank, best in enumerate(bests) if best != bests[0])
-            return (
-                f"ranks 0 and {other} have different best checkpoints at vote {step}: those of "
-                f"steps {bests[0]} and {bests[other]}"
-            )
+            steps = f"those of steps {bests[0]} and {bests[other]}"
+            return f"ranks 0 and {other} have different best checkpoints at vote {step}: {steps}"
         if bests[0] != right[step].best:
-            return (
-                f"all ranks have the checkpoint of step {bests[0]} for the best at vote {step}, "
-                f"it is that of step {right[step].best}"
-            )
+            found = f"the checkpoint of step {bests[0]} for the best at vote {step}"
+            return f"all ranks have {found}, it is that of step {right[step].best}"
     return ""
 
 
@@ -166,21 +161,13 @@ def _metric(told: Sequence[Sequence[Voted]], right: Sequence[Right]) -> str:
         metrics, mean = [own[step].metric for own in told], right[step].metric
         for rank, metric in enumerate(metrics):
             if not _is_same(metric, metrics[0]):
-                return (
-                    f"ranks 0 and {rank} are told different metrics at vote {step}: {metrics[0]!r} "
-                    f"and {metric!r}; over all data it is {mean!r}"
-                )
+                told_of = f"{metrics[0]!r} and {metric!r}; over all data it is {mean!r}"
+                return f"ranks 0 and {rank} are told different metrics at vote {step}: {told_of}"
         if not _is_same(metrics[0], mean):
-            return (
-                f"all ranks are told the metric {metrics[0]!r} at vote {step}, over all data it is "
-                f"{mean!r}"
-            )
+            right_is = f"over all data it is {mean!r}"
+            return f"all ranks are told the metric {metrics[0]!r} at vote {step}, {right_is}"
     return ""
 
 
 def _is_same(one: float, other: float) -> bool:
     return one == other or not (math.isfinite(one) or math.isfinite(other))
-
-
-def _s(ranks: Sequence[int], one: str, several: str) -> str:
-    return one if len(ranks) == 1 else several

@@ -12,7 +12,7 @@ that stand on every rank, where a cost model tells them apart.  The accounting (
 named.
 
 Temporaries, which nobody shows, may at their largest exceed those of one process by the model's
-largest unit and its largest parameter (:mod:`shardproof.checks.unattributed`).
+largest unit and its largest parameter (:mod:`~shardproof.checks.memory.unattributed`).
 
 *Cannot see* how large activations and buffers grow (measured, not judged), what an
 allocator rounds up, or a backend whose threads free late: on gloo memory is measured for systems
@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from shardproof import axes
-from shardproof.checks import Needs, Outcome, Worst, unattributed
+from shardproof.checks import Needs, Outcome, Worst
+from shardproof.checks.memory import unattributed
 from shardproof.costs import CostModel, whole_bytes
 from shardproof.costs.accounting import Accounting, accounting_of
 from shardproof.costs.model import JUDGED
@@ -53,8 +54,7 @@ def decide(evidence: Figures) -> Outcome:
         return Outcome("memory", "skip", "members change: no strategy promises memory")
     if evidence.family is not None:
         return _at_family(evidence)
-    cost_model = evidence.cost_model()
-    if cost_model is None:
+    if (cost_model := evidence.cost_model()) is None:
         return Outcome("memory", "skip", f"no memory is promised for strategy {strategy!r}")
     if cost_model.why_not_measured():
         return Outcome("memory", "skip", cost_model.why_not_measured())
@@ -72,26 +72,22 @@ def decide(evidence: Figures) -> Outcome:
         ):
             if low <= held <= high:
                 continue
-            rank, bound = record.rank, low if held < low else high
             wanted = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-            message = (
-                f"rank {rank}, step {step}, {place}: {kind}: {held:,} bytes {what}, {wanted} "
-                f"promised ({strategy}, {accounting.id})"
-            )
+            distance, owner = float(max(low - held, held - high)), f"rank {record.rank}"
+            promise = f"{wanted} promised ({strategy}, {accounting.id})"
+            message = f"{owner}, step {step}, {place}: {kind}: {held:,} bytes {what}, {promise}"
             if record.unmatched:
                 message += f"; computed for the observation: {', '.join(record.unmatched[:3])}"
-            distance = float(abs(held - bound))
-            worst = Worst(f"{kind} bytes", step, place, f"rank {rank}", distance, 0.0)
+            worst = Worst(f"{kind} bytes", step, place, owner, distance, 0.0)
             return Outcome("memory", "fail", message, worst, figures.to_dict())
         # After the classes that have formulas: those name what is wrong more exactly.
         if found := unattributed.exceeds(evidence, record):
             step, phase, held, high = found
-            message = (
-                f"rank {record.rank}, step {step}, {phase}: {held:,} bytes of temporaries at the "
-                f"peak, at most {high:,}: those of one process, the model's largest unit and its "
-                "largest parameter"
-            )
-            worst = Worst("temporary bytes", step, phase, f"rank {record.rank}", held - high, 0.0)
+            owner, most = f"rank {record.rank}", f"at most {high:,}"
+            of = "those of one process, the model's largest unit and its largest parameter"
+            peak = f"{held:,} bytes of temporaries at the peak"
+            message = f"{owner}, step {step}, {phase}: {peak}, {most}: {of}"
+            worst = Worst("temporary bytes", step, phase, owner, held - high, 0.0)
             return Outcome("memory", "fail", message, worst, figures.to_dict())
     return Outcome("memory", "pass", "", None, figures.to_dict())
 
@@ -118,12 +114,10 @@ def _at_family(evidence: Figures) -> Outcome:
             held = sum(classes.get(kind, 0) for classes in spaces.values() for kind in kinds)
             held_most = max(held, held_most)
             if held > limit:
-                message = (
-                    f"rank {record.rank}, step {step}, after_update: {held:,} bytes held besides "
-                    f"buffers, at most {limit:,}: {overhead:g} times those of the pieces that it "
-                    "shows (Capabilities.overhead)"
-                )
-                worst = Worst("bytes", step, "after_update", f"rank {record.rank}", held - limit, 0)
+                owner, found = f"rank {record.rank}", f"{held:,} bytes held besides buffers"
+                of = f"{overhead:g} times those of the pieces that it shows (Capabilities.overhead)"
+                message = f"{owner}, step {step}, after_update: {found}, at most {limit:,}: {of}"
+                worst = Worst("bytes", step, "after_update", owner, held - limit, 0)
                 return Outcome("memory", "fail", message, worst)
     return Outcome("memory", "pass", "", None, {"bytes_held": held_most, "bytes_shown": shown_most})
 
@@ -202,12 +196,10 @@ def _resident(evidence: Figures, cost_model: CostModel, record: RankRecord) -> I
                     if (space, kind) == ("device", "optimizer_state") and not offloaded:
                         held += _counters(cost_model, record, spaces)
                     yield what, step, point, kind, held, size, size
-            limit = cost_model.communication_at_rest(rank, step)
-            if limit is not None:
+            if (limit := cost_model.communication_at_rest(rank, step)) is not None:
                 held = in_use.get("communication", 0)
                 yield "held", step, point, "communication", held, 0, limit
-            limit = cost_model.unclassified_limit(rank, step)
-            if limit is not None:
+            if (limit := cost_model.unclassified_limit(rank, step)) is not None:
                 held = sum(in_use.get(kind, 0) for kind in ("activations", "temporary"))
                 yield "held", step, point, "activations and temporaries", held, 0, limit
 
@@ -280,9 +272,7 @@ def _peaks(evidence: Figures, cost_model: CostModel, record: RankRecord) -> Iter
 
 
 def _bytes_at(record: RankRecord, moment: str) -> BytesAt:
-    sizes: dict[tuple[int, str], dict[str, dict[str, int]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(int))
-    )
+    sizes = defaultdict[tuple[int, str], dict[str, Counter[str]]](lambda: defaultdict(Counter))
     on_gpu = _on_gpu(record)
     for row in record.memory:
         if row.moment == moment:
@@ -290,20 +280,6 @@ def _bytes_at(record: RankRecord, moment: str) -> BytesAt:
             host = row.device == "file" or (on_gpu and row.device == "cpu")
             sizes[row.step, row.where]["host" if host else "device"][row.kind] += row.bytes
     return sizes
-
-
-def _allocator(
-    record: RankRecord, step: int, peaks: Mapping[str, Mapping[str, int]]
-) -> dict[str, dict[str, int]]:
-    """What the allocator of the rank's GPU held at most in ``step``; empty without a GPU."""
-    return {
-        str(record.rank): {
-            "allocated": row.bytes,
-            "ledger": max(classes.get("all", 0) for classes in peaks.values()),
-        }
-        for row in record.memory
-        if (row.moment, row.step) == ("allocator", step)
-    }
 
 
 def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -> MemoryFigures:
@@ -320,14 +296,16 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
             for (step, phase), spaces in _bytes_at(record, "peak").items()
             if step == last
         }
-        allocator |= _allocator(record, last, peaks[rank])
+        for row in record.memory:  # a GPU's allocator
+            if (row.moment, row.step) == ("allocator", last):
+                ledger = max(classes.get("all", 0) for classes in peaks[rank].values())
+                allocator[rank] = {"allocated": row.bytes, "ledger": ledger}
         trained = (s for s in evidence.steps if not record.steps[s].skipped)
         updated = max(trained, default=evidence.updated_before)
+        spaces = _promised(cost_model, record.rank, last, "after_update", updated)
         promised_bytes[rank] = {
             space: {kind: n for kind, n in classes.items() if n and kind not in unjudged}
-            for space, classes in _promised(
-                cost_model, record.rank, last, "after_update", updated
-            ).items()
+            for space, classes in spaces.items()
             if any(classes.values())
         }
     whole = whole_bytes(cost_model)

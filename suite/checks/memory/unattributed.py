@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from shardproof.costs.stages import comes_apart
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import ComparisonRow, RankRecord
 from shardproof.ledgers import program_order
-from shardproof.ledgers.memory import MemoryLedger
+from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.memory.summary import PHASES
 
 if TYPE_CHECKING:
@@ -71,23 +72,18 @@ def _asked(options: Mapping[str, object], name: str) -> bool:
 
 def measure(evidence: Evidence) -> Iterator[ComparisonRow]:
     """The largest bytes of temporaries in each ``phase`` of one process, as ``bound``."""
+    case = evidence.case
     if not why_not(evidence):
-        for phase, size in _one_process(_Key(evidence.case)).items():
+        for phase, size in _one_process(_Key(case.oracle_key("none"), case)).items():
             yield ComparisonRow(0, phase, KIND, "one process", 0.0, float(size))
 
 
+@dataclass(frozen=True)
 class _Key:
-    """A case as far as one process that trains its model depends on it."""
+    """A case as far as one process that trains its model depends on it: by its ``key``."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.key = case.oracle_key("none")
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.key == other.key
+    key: str
+    case: Case = field(compare=False)
 
 
 @lru_cache(maxsize=16)

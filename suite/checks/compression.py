@@ -1,33 +1,94 @@
-"""What reductions keep from step to step: what each slot holds, and what it must hold."""
+"""What a compressed reduction does not send is kept, and sent later: nothing is lost.
+
+For systems that show what they keep as optimizer slots ``<parameter>.residual@<coordinate>``: of
+every data coordinate, parameter and step
+
+    sent + residual after the step = gradient + residual before it
+
+The residuals are the system's, the gradients the oracle's own, and what was sent is what one
+process sends of the same (``Implementation.emulator``): so a residual that is lost, mixed up,
+averaged or counted twice shows in the step in which that happens, even where the sum that is
+applied is right.  Equal bits are asked of systems that declare ``bitwise``, where nothing was added
+in another order before; elsewhere a relative Frobenius error of 1e-12.  Other slots with an ``@``
+(factors, residuals of servers) equal the emulator's; what it does not speak of is zero: of
+parameters that nobody has used.
+
+*Cannot see* whether the emulator does what a method promises, such as an unbiased estimate: that is
+for tests of the method over seeds; nor what is lost by a system that keeps nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardproof import axes
 from shardproof.backends import BACKENDS
-from shardproof.checks.numbers import (
-    FP64_BOUND,
-    ZERO_FLOOR,
-    Compare,
-    Comparison,
-    bitwise,
-    relative_frobenius,
-    root_mean_square,
-)
-from shardproof.evidence.assembled import Evidence
+from shardproof.checks import Needs, Outcome, causes, numbers
+from shardproof.checks.causes.gradients import of_kept
+from shardproof.checks.numbers import FP64_BOUND, Compare, Comparison, root_mean_square
+from shardproof.evidence.assembled import Evidence, Figures
+from shardproof.evidence.records import ComparisonRow
 from shardproof.oracle import members
 from shardproof.oracle.rounded import spread
+
+NEEDS: Needs = ("values", "every rank")
 
 #: Roundings of every gradient element that a sound system may be off by: of its products and sums.
 ROUNDINGS = 10
 
 #: Slots of residuals, but for the number of the coordinate.
 RESIDUAL = ".residual@"
+
+
+def measure(evidence: Evidence) -> list[ComparisonRow]:
+    """Every slot of every step, up to the first step with a failure."""
+    rows: list[ComparisonRow] = []
+    before: dict[str, Tensor] = {}
+    for step in evidence.steps if evidence.truth.steps else ():  # of a replay there are none
+        held, owed = evidence.kept(step), inherited(evidence, step, before)
+        moment = numbers.Moment(rows, step, "after_update kept", "what was not sent is not kept")
+        wrong = []
+        for slot in slots_of(evidence, step, held, owed):
+            if slot.held is None:
+                moment.problem(slot.name, (), f"no rank holds {slot.name!r}")
+                continue
+            moment.note(result := slot.result(), slot.name, "what reductions keep")
+            wrong += [] if result.ok else [slot]
+        try:
+            moment.end(evidence.case.world)
+        except numbers.Differs as failure:
+            because = causes.before(partial(_cause, wrong), failure)
+            problem = causes.before(partial(causes.of_members, evidence, step, ()), because)
+            return [*rows, ComparisonRow(problem=problem)]
+        # The system's own residuals: a wrong one shows in its step, not in those that follow.
+        before = held
+    return rows
+
+
+def _cause(wrong: Sequence[Slot]) -> str:
+    """A sentence on the residuals among ``wrong``."""
+    residuals = [
+        (slot.name.partition(RESIDUAL)[0], slot.held, slot.due, slot.sent)
+        for slot in wrong
+        if slot.held is not None and slot.sent is not None
+    ]
+    return of_kept(residuals) if residuals else ""
+
+
+def decide(figures: Figures) -> Outcome:
+    """The first comparison beyond its bound fails."""
+    if not (rows := figures.compared.get("compression", [])):
+        return Outcome("compression", "skip", "no reduction keeps what it does not send")
+    tally, bits = numbers.Tally.of(rows), sum(row.bound == 0 for row in rows)
+    return tally.outcome("compression", {"compared": tally.compared, "bitwise": bits})
+
+
+# ------------------------------------------------------------- what each slot holds, and must hold
 
 
 @dataclass(frozen=True)
@@ -55,9 +116,9 @@ def slots_of(
     """What must hold after ``step``; ``before`` is what was held before it."""
     truth = evidence.truth.steps[step]
     told = set(truth.kept)
-    floor = ZERO_FLOOR * root_mean_square([g for own in truth.given for g in own.values()])
+    floor = numbers.ZERO_FLOOR * root_mean_square([g for own in truth.given for g in own.values()])
     close = _above(floor * torch.finfo(torch.float64).eps / 2)
-    exact = bitwise if _same_bits(evidence) else close
+    exact = numbers.bitwise if _same_bits(evidence) else close
     for coordinate, (given, sent) in enumerate(zip(truth.given, truth.sent, strict=False)):
         for parameter, tensor in sent.items():
             name = f"{parameter}{RESIDUAL}{coordinate}"
@@ -72,7 +133,7 @@ def slots_of(
             slot = replace(slot, compare=_conditioned(evidence, step, name, close))
         yield slot
     for name in held.keys() - told:
-        yield Slot(name, held[name], torch.zeros_like(held[name]), bitwise)
+        yield Slot(name, held[name], torch.zeros_like(held[name]), numbers.bitwise)
 
 
 def inherited(evidence: Evidence, step: int, before: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -92,7 +153,7 @@ def inherited(evidence: Evidence, step: int, before: Mapping[str, Tensor]) -> Ma
 
 def _above(floor: float) -> Compare:
     """Relative errors; what is rounding beside the whole model is no larger in the system."""
-    relative = relative_frobenius(FP64_BOUND)
+    relative = numbers.relative_frobenius(FP64_BOUND)
 
     def compare(actual: Tensor, truth: Tensor) -> Comparison:
         if root_mean_square([truth]) > floor:
@@ -108,7 +169,8 @@ def _conditioned(evidence: Evidence, step: int, name: str, close: Compare) -> Co
     if rounded is None or name not in rounded.steps[step].kept:
         return close
     moved = spread(evidence.truth.steps[step].kept[name], rounded.steps[step].kept[name])
-    return relative_frobenius(ROUNDINGS * moved) if ROUNDINGS * moved > FP64_BOUND else close
+    bound = ROUNDINGS * moved
+    return numbers.relative_frobenius(bound) if bound > FP64_BOUND else close
 
 
 def _same_bits(evidence: Evidence) -> bool:

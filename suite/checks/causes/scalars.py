@@ -1,0 +1,334 @@
+"""What a wrong loss or a wrong norm is the loss or the norm of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, combinations
+
+import torch
+from torch import Tensor
+
+from shardproof import axes
+from shardproof.checks.causes import fits
+from shardproof.checks.causes.fits import some
+from shardproof.contract import Batch, Piece
+from shardproof.evidence.assembled import Evidence
+from shardproof.oracle import training
+from shardproof.workloads import for_case
+
+#: Values to try, and what it means if one is what the system holds.
+Tries = Iterator[tuple[float, str]]
+#: Loss by data coordinate and micro-batch.
+Losses = list[list[float]]
+#: Tells the loss of micro-batches with a state.
+LossOf = Callable[..., float]
+#: Kinds of biases, by the ends of their names, of which pairs are tried.
+_MOST_KINDS = 12
+#: What outputs are cast to by mistake.
+_NARROW = ("float32", "bfloat16", "float16")
+#: How close a loss, and a norm, must come to a try, by dtype.
+_CLOSE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+_CLOSE_NORM = _CLOSE | {"float16": 0.005}
+
+
+# ---------------------------------------------------------------------------------------- losses
+
+
+def of_loss(evidence: Evidence, step: int, shares: Mapping[int | None, float]) -> str:
+    """A sentence on the loss of ``step``, of which ``shares`` are those of data coordinates."""
+    held, truth = sum(shares.values()), evidence.truth.steps[step]
+    within = _CLOSE[evidence.case.lowest_dtype]
+    known, tried = fits.known(evidence), _Losses(evidence, step)
+    tries = chain(
+        _multiples(truth.loss, known, "the loss is"),
+        _logarithms(evidence, truth.loss),
+        tried.of_batches(),
+        tried.of_earlier(),
+    )
+    if found := fits.nearest(held, truth.loss, tries, within):
+        return found
+    wrong = [
+        number
+        for number, share in shares.items()
+        if number is not None
+        and number < len(truth.losses)
+        and abs(share - truth.losses[number]) > within * abs(truth.losses[number])
+    ]
+    if wrong and len(shares) > len(wrong):
+        return f"only the loss of data coordinates {wrong} is wrong"
+    return ""
+
+
+def of_evaluation(evidence: Evidence, step: int, held: float, truth: float) -> str:
+    """A sentence on the loss that an evaluation of the batch of ``step`` tells."""
+    multiples = _multiples(truth, fits.known(evidence), "the loss is")
+    tries = chain(multiples, _Losses(evidence, step).of_evaluation())
+    return fits.nearest(held, truth, tries, _CLOSE[evidence.case.lowest_dtype])
+
+
+def _multiples(truth: float, known: Mapping[str, float], what: str) -> Tries:
+    """Multiples that a forgotten scale makes."""
+    for number in {n for n in known.values() if n > 1}:
+        for times in (float(number), 1 / number):
+            yield times * truth, fits.factor(times, known).replace("every gradient is", what)
+        if what == "the norm is":
+            # n equal squares make n times the square, so sqrt(n) times the norm.
+            root = math.sqrt(number)
+            names = " = ".join(name for name, size in known.items() if size == number)
+            of = f"{root:.4g} times the true one, the root of {number:g} ({names})"
+            yield root * truth, f"{what} {of}: equal gradients were counted on every rank"
+
+
+def _logarithms(evidence: Evidence, truth: float) -> Tries:
+    for axis, size in evidence.case.mesh.items():
+        # Cross-entropy is log(sum of exp) - logit: n times the sum adds log(n).
+        for sign, way in ((1, "large"), (-1, "small")) if size > 1 else ():
+            off = f"the loss is too {way} by log({size}), the ranks of the axis {axis!r}"
+            why = "each class was counted otherwise in the sum of exponentials"
+            yield truth + sign * math.log(size), f"{off}: {why}"
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Losses of the batches of a step, made otherwise."""
+
+    evidence: Evidence
+    step: int
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """The share of every data coordinate."""
+        return self.evidence.shares(self.step)
+
+    def evaluator(self, training_mode: bool, **precision: str) -> LossOf:
+        """As the policy of the case says, but for ``precision``."""
+        case = self.evidence.case
+        return training.evaluator(for_case(case), {**case.precision, **precision}, training_mode)
+
+    def of(
+        self, loss_of: LossOf, states: Sequence[Mapping[str, Tensor]], batches: Sequence[Batch] = ()
+    ) -> Losses:
+        """With these states, of these ``batches`` (default: those of the step)."""
+        return [
+            [loss_of(state, [micro]) for micro in batch.micro_batches]
+            for state, batch in zip(states, batches or self.batches, strict=True)
+        ]
+
+    def of_batches(self) -> Tries:
+        """Sums over other micro-batches, or with other weights, in training mode and not."""
+        states, loss_of = fits.states(self.evidence, self.step), self.evaluator(True)
+        losses = self.of(loss_of, states)
+        yield from self._selections(losses)
+        yield from self._weighted(losses)
+        yield from self._biases(loss_of, states)
+        turned = _sum(self.of(loss_of, states, [_next_targets(batch) for batch in self.batches]))
+        yield turned, "this is the loss against the targets of the next micro-batch"
+        yield from self._of_outputs(states, True)
+        evaluated = _sum(self.of(self.evaluator(False), states))
+        yield evaluated, "this is the loss in evaluation mode"
+
+    def of_evaluation(self) -> Tries:
+        """In training mode, with other weights or with other parameters."""
+        states = fits.states(self.evidence, self.step)
+        losses = self.of(self.evaluator(False), states)
+        yield from self._selections(losses)
+        yield from self._weighted(losses)
+        trained = _sum(self.of(self.evaluator(True), states))
+        yield trained, "this is the loss in training mode"
+        yield from self._of_outputs(states, False)
+        yield from self._of_state(False)
+
+    def of_earlier(self) -> Tries:
+        """Of the step before, or with its parameters."""
+        if self.step:
+            earlier = self.evidence.truth.steps[self.step - 1].loss
+            yield earlier, "this is the loss of the step before"
+            yield from self._of_state(True)
+
+    def _of_state(self, training_mode: bool) -> Tries:
+        before = fits.states(self.evidence, self.step - 1)
+        before = [before[min(number, len(before) - 1)] for number in range(len(self.batches))]
+        loss = _sum(self.of(self.evaluator(training_mode), before))
+        yield loss, "this is the loss with the parameters before the last update"
+
+    def _biases(self, loss_of: LossOf, states: Sequence[Mapping[str, Tensor]]) -> Tries:
+        """Biases that every tensor rank adds before the sum over the axis."""
+        mesh = self.evidence.case.mesh
+        axis, ranks = axes.cutting("widths"), axes.parts(mesh, "widths")
+        biases = [n for n in states[0] if n.endswith(".bias")] if ranks > 1 else []
+        kinds = sorted({".".join(name.rsplit(".", 3)[-3:]) for name in biases})
+        if len(kinds) > _MOST_KINDS:
+            return
+        for chosen in chain(combinations(kinds, 1), combinations(kinds, 2)):
+            scaled = [
+                {n: t * ranks if n.endswith(chosen) else t for n, t in state.items()}
+                for state in states
+            ]
+            added = f"{' and '.join(chosen)} were added on every rank of the axis {axis!r}"
+            yield _sum(self.of(loss_of, scaled)), f"the biases {added}"
+
+    def _of_outputs(self, states: Sequence[Mapping[str, Tensor]], training_mode: bool) -> Tries:
+        """Losses of outputs in another dtype than the case asks for."""
+        for dtype in _NARROW:
+            loss = _sum(self.of(self.evaluator(training_mode, output=dtype), states))
+            yield loss, f"the outputs were cast to {dtype} before the loss"
+
+    def _selections(self, losses: Losses) -> Tries:
+        whole, last = _sum(losses), sum(own[-1] for own in losses if own)
+        yield last, "only the last micro-batch is in the loss"
+        yield sum(own[0] for own in losses if own), "only the first micro-batch is in the loss"
+        yield whole - last, "the last micro-batch is not in the loss"
+        sizes = [[len(window) for window in batch.windows] for batch in self.batches]
+        if max(map(len, sizes)) > 1:
+            pairs = [(own, size) for own, size in zip(losses, sizes, strict=True) if own]
+            yield sum(sum(o[-s[-1] :]) for o, s in pairs), "only the last window is in the loss"
+            yield sum(sum(o[: s[0]]) for o, s in pairs), "only the first window is in the loss"
+        for number, own in enumerate(losses) if len(losses) > 1 else ():
+            yield sum(own), f"this is the loss of data coordinate {number} alone"
+            yield whole - sum(own), f"the loss of data coordinate {number} is missing"
+
+    def _weighted(self, losses: Losses) -> Tries:
+        """Means of means, where weights ask for a sum over tokens."""
+        weights = [[float(m.weights.double().sum()) for m in b.micro_batches] for b in self.batches]
+        pairs = [*zip(losses, weights, strict=True)]
+        # A loss is a weighted sum over tokens: divided by the weights it is their mean.
+        means = [[a / w if w else 0.0 for a, w in zip(*pair, strict=True)] for pair in pairs]
+        what = "counts the same in the loss, however many tokens it has"
+        yield _sum(means) / sum(map(len, means)), f"every micro-batch {what}"
+        shares = [sum(own) / sum(ws) for own, ws in pairs if sum(ws)]
+        yield sum(shares) / len(losses), f"every data coordinate {what}"
+        largest, loss = max((len(w) for b in self.batches for w in b.windows), default=1), 0.0
+        for own, batch in zip(losses, self.batches, strict=True):
+            left = iter(own)
+            for window in batch.windows:
+                loss += sum(next(left) for _ in window) * len(window) / largest
+        what = "divided by the number of micro-batches of a complete one"
+        yield loss, f"an incomplete window is {what}"
+
+
+def _sum(losses: Losses) -> float:
+    return sum(map(sum, losses))
+
+
+def _next_targets(batch: Batch) -> Batch:
+    """The inputs of every micro-batch with the targets and weights of the next."""
+    micros = list(batch.micro_batches)
+    changed = iter(
+        replace(m, targets=n.targets, weights=n.weights)
+        if m.targets.shape == n.targets.shape
+        else m
+        for m, n in zip(micros, [*micros[1:], *micros[:1]], strict=True)
+    )
+    return Batch(batch.step, tuple(tuple(next(changed) for _ in w) for w in batch.windows))
+
+
+# ----------------------------------------------------------------------------------------- norms
+
+
+def of_norm(evidence: Evidence, step: int, rank: int, held: float, true: float) -> str:
+    """A sentence on the norm ``held`` that ``rank`` reports of ``step``, in place of ``true``.
+
+    By which norm it clipped: over which ranks squares were summed, and of which gradients.
+    """
+    within = _CLOSE_NORM[evidence.case.lowest_dtype]
+    if not math.isfinite(held) or not true:
+        return ""
+    if held == 0:
+        return "the norm is 0: there was no gradient in it"
+    own = dict(fits.pieces(evidence, step, "gradients_final", "gradients"))
+    shown = "this is the norm of the gradients that are shown: they are wrong, not the norm"
+    tries = chain(
+        [(math.sqrt(_square_once(own, list(own))), shown)],
+        _multiples(true, fits.known(evidence, step), "the norm is"),
+        _over_axes(evidence, own, rank),
+    )
+    if found := fits.nearest(held, true, tries, within):
+        return found
+    if evidence.case.lowest_dtype != "float64":
+        return ""  # among so many, one fits by chance
+    local = (fits.nearest(held, true, [one], within) for one in _local(evidence, step))
+    near = [*filter(None, local)]
+    return near[0] if len(near) == 1 else ""
+
+
+def _over_axes(evidence: Evidence, own: Mapping[int, Sequence[Piece]], rank: int) -> Tries:
+    """Sums of squares over some axes of the mesh, with every copy counted or none."""
+    #     squares of the ranks of a 2 x 2 mesh     a b     rank 0 clips by the root of
+    #                                              c d
+    #         a + b + c + d    all axes: right where no two ranks hold the same piece
+    #         a + b            the inner axis only
+    #         a                what the rank holds itself
+    mesh = {axis: size for axis, size in evidence.case.mesh.items() if size > 1}
+    where = {at: record.coordinate for at, record in evidence.ranks.items()}
+
+    def meeting(rank: int, axes: Sequence[str]) -> list[int]:
+        """The ranks that differ from ``rank`` along ``axes`` at most."""
+        at = [(axis, place) for axis, place in where[rank].items() if axis not in axes]
+        return [r for r in own if all(where[r][axis] == place for axis, place in at)]
+
+    for count in range(len(mesh) + 1):
+        for along in combinations(mesh, count):
+            peers, rest = meeting(rank, along), [axis for axis in mesh if axis not in along]
+            over, alone = _named(along), f"this is the norm of what rank {rank} holds itself"
+            if along:
+                alone = f"the squares were summed over {over} only, not over {_named(rest)}"
+                squares = [
+                    float(sum(piece.tensor.double().square().sum() for piece in own[peer]))
+                    for peer in peers
+                ]
+                norms = sum(map(math.sqrt, squares))
+                yield norms, f"the norms of ranks {peers} were added, not their squares"
+                yield norms / len(peers), f"the norms of ranks {peers} were averaged"
+                inner = sum(math.sqrt(_square_once(own, meeting(r, rest))) for r in peers)
+                yield inner, f"norms were added over {over}, not their squares"
+                copies = "with every copy that its ranks hold"
+                yield math.sqrt(sum(squares)), f"the squares were summed over {over}, {copies}"
+            if rest:
+                yield math.sqrt(_square_once(own, peers)), alone
+
+
+def _local(evidence: Evidence, step: int) -> Tries:
+    """Norms of gradients that had not been reduced, or not all, or not yet come."""
+    truth = evidence.truth.steps[step].gradients
+    true = {n: float(truth[n].double().square().sum()) for n in truth}
+    whole = sum(true.values())
+    for number, share in enumerate(fits.parts(evidence, step)):
+        squares = {
+            n: float(torch.stack([m[n].double() for m in share if n in m]).sum(0).square().sum())
+            for n in truth
+            if any(n in m for m in share)
+        }
+        own = f"data coordinate {number}'s own gradients: not yet reduced"
+        yield math.sqrt(sum(squares.values())), f"this is the norm of {own}"
+        for names in _runs(list(truth)):
+            left = whole - sum(true[n] for n in names)
+            norm = math.sqrt(max(0.0, left + sum(squares.get(n, 0.0) for n in names)))
+            yield norm, f"the norm was taken before the gradients of {some(names)} were reduced"
+    for names in _runs(list(truth)):
+        norm = math.sqrt(max(0.0, whole - sum(true[n] for n in names)))
+        yield norm, f"the gradients of {some(names)} are not in the norm"
+
+
+def _runs(names: Sequence[str]) -> Iterator[list[str]]:
+    """One of them, the first few, or the last few, but never all."""
+    yield from ([name] for name in names)
+    yield from (list(names[:number]) for number in range(2, len(names)))
+    yield from (list(names[number:]) for number in range(1, len(names) - 1))
+
+
+def _named(axes: Sequence[str]) -> str:
+    return " and ".join(map(repr, axes))
+
+
+def _square_once(own: Mapping[int, Sequence[Piece]], ranks: Sequence[int]) -> float:
+    """The square of all that ``ranks`` hold, every element once."""
+    seen: dict[tuple[object, ...], float] = {}
+    for rank in ranks:
+        for piece in own[rank]:
+            place = (piece.name, piece.slices, piece.flat_range)
+            # By place: a copy on another rank has the same key, and counts once.
+            seen[place] = float(piece.tensor.double().square().sum())
+    return sum(seen.values())
