@@ -355,3 +355,15 @@ def test_public_classes_have_names_of_their_own() -> None:
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     several = {name: where for name, where in places.items() if len(where) > 1}
     assert not several.keys() - STILL_SHARED, several
+
+
+def test_wings_are_found_without_the_packages_of_the_command_line() -> None:
+    """Ranks read scenario files, so they import every wing, in an image that has no typer."""
+    program = (
+        "import sys; sys.modules['typer'] = None\n"
+        "from shardproof import wings; print(*wings.line_kinds())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

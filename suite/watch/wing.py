@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import typer
+from typing import TYPE_CHECKING
 
 from shardproof.wings import Wing
+
+if TYPE_CHECKING:
+    import typer
 
 
 class Watch(Wing):
