@@ -55,19 +55,11 @@ class Cell:
         variant = f"[{self.workload.label}]" if self.workload else ""
         plans = self.fault, self.checkpoint, self.membership
         variant += "".join(f"[{plan_name(plan)}]" for plan in plans if plan)
-        optimizer = "none"
-        if self.optimizer is not None:
-            optimizer = self.optimizer.label or self.optimizer.name
+        optimizer = (self.optimizer.label or self.optimizer.name) if self.optimizer else "none"
         clip = "noclip" if self.clip is None else f"clip{self.clip:g}"
-        return (
-            variant,
-            self.system,
-            self.backend,
-            mesh_name(self.mesh),
-            optimizer,
-            clip,
-            self.lane + (f"-{self.precision.label}" if self.precision else ""),
-        )
+        lane = self.lane + (f"-{self.precision.label}" if self.precision else "")
+        mesh = mesh_name(self.mesh)
+        return variant, self.system, self.backend, mesh, optimizer, clip, lane
 
 
 def workload_of(
@@ -100,11 +92,13 @@ def mesh_name(mesh: Iterable[tuple[str, int]]) -> str:
 
 
 #: Key of a rule -> the names of a cell that its patterns are held against.
-_NAMES: Mapping[str, Callable[[Cell], tuple[str, ...]]] = {
+_NAMES: Mapping[str, Callable[[Cell], tuple[object, ...]]] = {
     "implementation": lambda cell: (cell.implementation.name, cell.system),
     "label": lambda cell: (cell.implementation.label or "",),
     "backend": lambda cell: (cell.backend,),
     "mesh": lambda cell: (mesh_name(cell.mesh),),
+    "world": lambda cell: (cell.world,),
+    "clip": lambda cell: (cell.clip,),
     "workload": lambda cell: (cell.workload.label if cell.workload else "",),
     "optimizer": lambda cell: (cell.key[4],),
     "lane": lambda cell: (cell.lane,),
@@ -117,12 +111,11 @@ _NAMES: Mapping[str, Callable[[Cell], tuple[str, ...]]] = {
 
 def matches(rule: schema.Match, cell: Cell) -> bool:
     """Whether every key that ``rule`` gives holds for ``cell``."""
-    for key in rule.model_fields_set & _NAMES.keys():
-        patterns = getattr(rule, key)
-        if patterns and not any(
-            fnmatchcase(name, pattern) for name in _NAMES[key](cell) for pattern in patterns
-        ):
-            return False
-    if rule.world and cell.world not in rule.world:
-        return False
-    return not rule.clip or cell.clip in rule.clip
+    return all(
+        any(
+            name == pattern or fnmatchcase(str(name), str(pattern))
+            for name in _NAMES[key](cell)
+            for pattern in getattr(rule, key)
+        )
+        for key in rule.model_fields_set & _NAMES.keys()
+    )

@@ -15,7 +15,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +146,11 @@ class _Expansion:
         if count > MAX_CELLS:
             self._add(path, f"more than {MAX_CELLS:,} cells", "split the scenario", f"{count:,}")
             self._stop_at()
-        axes["mesh"] = [mesh for choice in axes["mesh"] for mesh in _meshes(choice)]
+        axes["mesh"] = [
+            tuple(zip(choice, sizes, strict=True))
+            for choice in axes["mesh"]
+            for sizes in itertools.product(*choice.values())
+        ]
         tier = include.tier if include is not None else None
         for values in itertools.product(*axes.values()):
             yield Cell(**dict(zip(AXES, values, strict=True)), tier=tier)
@@ -229,26 +232,12 @@ class _Expansion:
         )
 
     def _source(self, choice: schema.ImplementationChoice) -> str:
-        for path, axes in rules.parts(self.scenario):
-            for index, own in enumerate(axes.implementation):
-                if own is choice:
-                    line = self.file.node.locate([*path, "implementation", index])
-                    return f"{_portable(self.file.file)}:{line}"
-        raise AssertionError("no cell has an implementation from outside of the file")
-
-
-@cache
-def _portable(file: str) -> str:
-    """``file`` from ``scenarios/`` on if it is one of the suite's."""
-    path = Path(file)
-    if path.is_relative_to(SHIPPED):
-        return str(Path("scenarios") / path.relative_to(SHIPPED))
-    return str(path)
-
-
-def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], ...]]:
-    for sizes in itertools.product(*choice.values()):
-        yield tuple(zip(choice, sizes, strict=True))
+        """``file:line`` of ``choice``; the suite's files are told from ``scenarios/`` on."""
+        line = self.file.node.locate(rules.keys_to(self.scenario, lambda one: one is choice))
+        path = Path(self.file.file)
+        if path.is_relative_to(SHIPPED):
+            path = Path("scenarios", path.relative_to(SHIPPED))
+        return f"{path}:{line}"
 
 
 def substitute(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
 
 from shardproof.case import WorkloadSpec
 from shardproof.cases import kinds
@@ -132,7 +132,7 @@ def _of_relation(scenario: schema.Scenario, cell: Cell) -> Iterator[Wrong]:
     if not isinstance(given.relation, schema.SameAs):
         return
     other, mesh, choice = given.relation.same_as, dict(cell.mesh), cell.implementation
-    at = [*_keys_of(scenario, given), "relation"]
+    at = [*keys_to(scenario, lambda one: one.expect is given), "expect", "relation"]
     again = {**choice.options, **other.options} == choice.options
     if again and other.implementation in (None, choice.name) and other.mesh in (None, mesh):
         yield (
@@ -149,11 +149,11 @@ def _of_relation(scenario: schema.Scenario, cell: Cell) -> Iterator[Wrong]:
         )
 
 
-def _keys_of(scenario: schema.Scenario, expect: schema.Expect) -> Keys:
-    """Where the file has ``expect``."""
+def keys_to(scenario: schema.Scenario, is_it: Callable[[Any], bool]) -> Keys:
+    """Where the file has a choice of workload or implementation; no keys: it is the scenario's."""
     for path, axes in parts(scenario):
         for axis in ("workload", "implementation"):
             for index, choice in enumerate(getattr(axes, axis)):
-                if choice.expect is expect:
-                    return [*path, axis, index, "expect"]
-    return ["expect"]
+                if is_it(choice):
+                    return [*path, axis, index]
+    return []

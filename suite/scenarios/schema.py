@@ -288,19 +288,29 @@ Precisions = Many[PrecisionChoice]
 Workloads = Many[WorkloadChoice]
 
 
-class Matrix(Model):
+class Axes(Model):
+    """The axes of cells, each of which may be left open."""
+
+    implementation: Implementations = Field([], description="systems under test")
+    backend: Backends = Field([], description="communication backend")
+    mesh: Meshes = Field([], description="axes and sizes; a list of sizes gives one mesh each")
+    optimizer: Optimizers = Field(
+        [], description="sgd, adamw or a mapping; none where the workload trains nothing"
+    )
+    clip: Clips = Field([], description="largest global gradient norm; null: no clipping")
+    lane: Lanes = Field([], description="way of comparing numbers")
+    precision: Precisions = Field([], description="mixed-precision policies; none: the built dtype")
+    workload: Workloads = Field([], description="variants of the scenario's workload")
+
+
+class Matrix(Axes):
     """The axes; every combination of their values is a case."""
 
     implementation: Implementations = Field(description="systems under test")
     backend: Backends = Field(description="communication backend")
     mesh: Meshes = Field(description="axes and sizes; a list of sizes gives one mesh each")
-    optimizer: Optimizers = Field(
-        [], description="sgd, adamw or a mapping; none where the workload trains nothing"
-    )
     clip: Clips = Field([None], description="largest global gradient norm; null: no clipping")
     lane: Lanes = Field(["fp64"], description="way of comparing numbers")
-    precision: Precisions = Field([], description="mixed-precision policies; none: the built dtype")
-    workload: Workloads = Field([], description="variants of the scenario's workload")
 
 
 class FaultExpect(Model):
@@ -425,19 +435,11 @@ class KnownFailure(Rule):
     says: Words = Field([], description="texts, all of which the failure must contain")
 
 
-class Include(Model):
+class Include(Axes):
     """Cells to add: a small matrix; missing axes keep the values of the matrix."""
 
     reason: Reason
     tier: Tier | None = Field(None, description="tier of these cells")
-    implementation: Implementations = Field([], description="systems under test")
-    backend: Backends = Field([], description="communication backend")
-    mesh: Meshes = Field([], description="axes and sizes")
-    optimizer: Optimizers = Field([], description="sgd, adamw or a mapping")
-    clip: Clips = Field([], description="largest global gradient norm; null: no clipping")
-    lane: Lanes = Field([], description="way of comparing numbers")
-    precision: Precisions = Field([], description="mixed-precision policies")
-    workload: Workloads = Field([], description="variants of the scenario's workload")
 
 
 class Scenario(Model):

@@ -47,9 +47,9 @@ class Selection:
         :raises ScenarioError: a faulty scenario file.
         :raises SelectionError: an unknown name, a bad expression, or no match.
         """
-        ids, names = _split(self.scenarios)
-        named_by_ids = [_scenario_of(name) for name in ids]
-        files = find([*names, *dict.fromkeys(n for n in named_by_ids if n not in names)])
+        ids = [name for name in self.scenarios if _is_id(name)]
+        names = [name for name in self.scenarios if not _is_id(name)]
+        files = find([*dict.fromkeys([*names, *(re.split(r"::|\[", name)[0] for name in ids)])])
         everything = [case for file in files for case in expand(file, vocabulary)]
         selected = [resolve(name, everything) for name in ids]
         if names or not ids:
@@ -88,12 +88,11 @@ class Selection:
 
     def _of_scenarios(self, planned: list[Case]) -> list[Case]:
         kept: set[str] = set()
-        ids, others = _split(self.scenarios)
-        for given in (*ids, *others):
-            names = {given}
-            if not any(given in (case.id, case.scenario) for case in planned) and not _is_id(given):
-                names = {file.name for file in find([given])}
-            named = {case.id for case in planned if names & {case.id, case.scenario}}
+        for given in self.scenarios:
+            named = {case.id for case in planned if given in (case.id, case.scenario)}
+            if not named and not _is_id(given):
+                files = {file.name for file in find([given])}
+                named = {case.id for case in planned if case.scenario in files}
             if not named:
                 there = {case.scenario for case in planned}
                 raise _unplanned("SCENARIO", given, nearest(given, there, "planned"))
@@ -206,17 +205,6 @@ def _systems(case: Case) -> tuple[str, str]:
 
 def _is_id(text: str) -> bool:
     return len(text.split("::")) == _ID_PARTS and " " not in text
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Case ids, and names of scenarios, files or folders."""
-    return [name for name in arguments if _is_id(name)], [
-        name for name in arguments if not _is_id(name)
-    ]
-
-
-def _scenario_of(name: str) -> str:
-    return name.split("::", 1)[0].split("[", 1)[0]
 
 
 def _narrow(

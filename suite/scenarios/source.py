@@ -3,8 +3,8 @@
 libyaml's *event stream* is held against limits on size, depth and aliases before nodes are
 composed: its own composer would follow a million ``[`` until its stack ends.  An alias bomb costs
 nothing, because an alias is the node that it names.  Scalars are those of YAML 1.2 where YAML 1.1
-is surprising: ``1e-3`` is a number, ``1:30``, ``012`` and dates are text, and a bare ``on``, ``off``, ``yes`` or
-``no`` is an error, because it may mean a word or a boolean.
+is surprising: ``1e-3`` is a number, ``1:30``, ``012`` and dates are text, and a bare ``on``,
+``off``, ``yes`` or ``no`` is an error, because it may mean a word or a boolean.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class _Reader:
         if _WORDS.match(text):
             remedy = "write true, false or null, or quote it if it is a name"
             raise self.error(line, "ambiguous word", remedy, text)
-        value = _resolve(text)
+        value = resolve(text)
         if isinstance(value, OverflowError):
             raise self.error(line, "number with too many digits", "use at most 18", text)
         if isinstance(value, float) and not math.isfinite(value):
@@ -256,7 +256,8 @@ class _Reader:
         return value  # type: ignore[no-any-return]
 
 
-def _resolve(text: str) -> Any:
+def resolve(text: str) -> Any:
+    """The value of a plain scalar; an ``OverflowError`` for a number with too many digits."""
     if text in _NULL:
         return None
     if text in _BOOL:
