@@ -34,17 +34,12 @@ def older(
     kept: Sequence[CaseResult], now: Mapping[str, str], before: Sequence[Invocation]
 ) -> list[CaseResult]:
     """The results of ``kept`` that are of other code: that of the last to plan each."""
-    judged_by = {name: one for one in before for name in one.planned}
-
-    def digest(result: CaseResult) -> str | None:
-        one = judged_by.get(result.id)
-        return None if one is None else one.code.get(result.case.implementation)
-
-    known = ((result, digest(result)) for result in kept)
+    judged_by = {name: one.code for one in before for name in one.planned}
+    systems = ((result, result.case.implementation) for result in kept)
     return [
         result
-        for result, found in known
-        if found is not None and found != now.get(result.case.implementation, found)
+        for result, name in systems
+        if (digest := judged_by.get(result.id, {}).get(name)) and digest != now.get(name, digest)
     ]
 
 

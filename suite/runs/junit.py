@@ -39,11 +39,10 @@ def document(run: Run) -> str:
     """One test case a case; those that were left out are skipped tests."""
     late = [Item(line.id, "skipped", f"left out: {line.reason}") for line in run.left_out]
     last = run.header.last
+    told = ("suite", "commit", "python")
     properties = {
         "run": run.path.resolve().name,
-        "suite": last.suite,
-        "commit": last.commit,
-        "python": last.python,
+        **{name: getattr(last, name) for name in told},
         "torch": last.packages.get("torch"),
         "hardware": last.hardware,
     }
@@ -67,19 +66,12 @@ def _of_result(result: CaseResult) -> Item:
 
 def _properties(result: CaseResult) -> dict[str, object]:
     case = result.case
+    found = ("depth", "loss_factor", "worst_error", "bound", "bytes_sent", "bytes_expected")
     return {
         "verdict": result.verdict,
         "implementation": case.system,
-        "backend": case.backend,
-        "world": case.world,
-        "lane": case.lane,
-        "depth": result.depth,
-        "loss_factor": result.loss_factor,
-        "worst_error": result.worst_error,
-        "bound": result.bound,
-        "bytes_sent": result.bytes_sent,
-        "bytes_expected": result.bytes_expected,
-        "rerun": result.rerun,
+        **{name: getattr(case, name) for name in ("backend", "world", "lane")},
+        **{name: getattr(result, name) for name in (*found, "rerun")},
     }
 
 

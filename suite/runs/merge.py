@@ -89,12 +89,9 @@ class Merge:
     @property
     def differences(self) -> Iterator[str]:
         """What differs between the machines of the parts; ``run.json`` has it of each."""
-        for what, told in (
-            ("torch", [part.torch for part in self.parts]),
-            ("kernels", [part.kernels for part in self.parts]),
-            ("hardware", [part.hardware for part in self.parts]),
-        ):
-            if len(values := dict.fromkeys(told)) > 1:
+        for what in ("torch", "kernels", "hardware"):
+            values = dict.fromkeys(getattr(part, what) for part in self.parts)
+            if len(values) > 1:
                 yield f"the parts ran with different {what}: {', '.join(values)}"
 
 
@@ -204,10 +201,10 @@ def _files(run: Path) -> list[str]:
 
 def _require_alike(parts: Sequence[Part], what: str, of: Callable[[Part], str]) -> None:
     """:raises SelectionError: ``of`` is not the same of all ``parts``."""
-    values = [of(part) for part in parts]
-    for part, value in zip(parts, values, strict=True):
-        if value != values[0]:
-            both = f"{parts[0].name} ({values[0]}) and {part.name} ({value})"
+    first = parts[0]
+    for part in parts:
+        if of(part) != of(first):
+            both = f"{first.name} ({of(first)}) and {part.name} ({of(part)})"
             raise SelectionError(Problem(f"parts of two {what}: {both}", "name parts of one"))
 
 

@@ -54,9 +54,9 @@ class RandomKills(Stored):
     def table(self) -> Table:
         """A row a number of cases."""
         rows = [
-            (f"{n:,}", f"{killed:,}", f"{killed / len(self.faults):.0%}")
+            (f"{n:,}", f"{self.killed_by(n):,}", f"{self.killed_by(n) / len(self.faults):.0%}")
             for n in (*(n for n in _ROWS if n < self.most), self.most)
-            if self.faults and (killed := self.killed_by(n)) >= 0
+            if self.faults
         ]
         heads = ("random cases", "faults killed", "share")
         return Table("Planted faults under random cases", heads, rows, align="rrr")

@@ -121,12 +121,12 @@ class Run:
     @property
     def gap(self) -> str:
         """How much of the plan has no result, and what to do about it; empty: all has one."""
+        why = (
+            "the run ended before, or goes on (`shardproof run --resume --results RUN` goes on "
+            "with cases; repeat other commands)"
+        )
         absent = len(self.unfinished)
-        if not absent:
-            return ""
-        cases = "`shardproof run --resume --results RUN` goes on with cases"
-        why = "the run ended before, or goes on"
-        return f"{absent} planned without a result: {why} ({cases}; repeat other commands)"
+        return f"{absent} planned without a result: {why}" if absent else ""
 
     def known(self, judged_only: bool = True) -> dict[LineKind, list[Line]]:
         """The ``others`` by kind of this tree's wings, in the order in which these list them.
@@ -222,11 +222,10 @@ class RunFolder:
         :raises SelectionError: the run is another part, or has other cases.
         """
         of = PartOf(index=part.index, of=part.of, selected=len(whole.rows), digest=whole.digest)
-        before = self._header.invocations[:-1]
+        before, own = self._header.invocations[:-1], self._header.part
         if any(one.part != of for one in before if one.part or one.planned or one.benches):
-            what = f"this run is {self._header.part or 'no part of a selection'}"
-            if self._header.part is not None and self._header.part.index == part.index:
-                what = f"this run is {self._header.part} of another selection"
+            what = f"this run is {own or 'no part of a selection'}"
+            what += " of another selection" if own and own.index == part.index else ""
             remedy = "name another --results folder"
             raise SelectionError(Problem(what, remedy, f"--shard {part}", str(self.path)))
         self._invocation.part = of
