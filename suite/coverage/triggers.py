@@ -44,7 +44,7 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "batch unequal-samples": (
         "micro-batches of several sizes",
-        lambda case: len({size for window in _windows(case) for size in window}) > 1,
+        lambda case: len(set().union(*_windows(case))) > 1,
     ),
     "batch fewer-than-stages": (
         "a window with fewer micro-batches than stages",
@@ -59,14 +59,8 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "mesh one-rank": ("one rank alone", lambda case: case.world == 1),
     "mesh two-ranks": ("two ranks", lambda case: case.world == 2),
-    "mesh odd": (
-        "an axis of an odd number of ranks, three or more",
-        lambda case: any(size % 2 for size in _axes(case)),
-    ),
-    "mesh four-or-more": (
-        "an axis of four ranks or more",
-        lambda case: any(size >= 4 for size in _axes(case)),
-    ),
+    "mesh odd": ("an axis of 3, 5, ... ranks", lambda case: any(n % 2 for n in _axes(case))),
+    "mesh four-or-more": ("an axis of 4 or more", lambda case: max(_axes(case), default=0) > 3),
     "mesh axis-of-one": (
         "an axis of one rank beside others",
         lambda case: case.world > 1 and 1 in case.mesh.values(),
@@ -76,14 +70,8 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
         lambda case: min(axes.parts(case.mesh, what) for what in COPIES_OF_SHARDS) > 1,
     ),
     "mesh several-axes": ("several axes of two ranks or more", lambda case: len(_axes(case)) > 1),
-    "mesh unlike-axes": (
-        "axes of different sizes, each of two ranks or more",
-        lambda case: len(set(_axes(case))) > 1,
-    ),
-    "model batch-norm": (
-        "running statistics, which every forward changes",
-        lambda case: case.workload.name == "digits_cnn",
-    ),
+    "mesh unlike-axes": ("axes of different sizes above 1", lambda case: len({*_axes(case)}) > 1),
+    "model batch-norm": ("running statistics", lambda case: case.workload.name == "digits_cnn"),
     "model no-layer-norm": (
         "RMSNorm, behind which a constant on the hidden state shows",
         lambda case: case.workload.params.get("norm") == "rms",

@@ -85,24 +85,19 @@ def _limit(
         groups[key].append(member)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     shown, rest = ordered[:MOST], len(ordered[MOST:])
-    rows = tuple(
-        (str(len(members)), *key, *([some(sorted(set(members)), named)] if named else []))
-        for key, members in shown
-    )
+    rows = [(str(len(members)), *key) for key, members in shown]
+    if named:
+        rows = [(*row, some(sorted({*groups[row[1:]]}), named)) for row in rows]
     items = tuple(tuple(members) for _, members in shown) if listed else ()
-    return Limit(title, why, ("cases", *headings), rows, items, rest)
+    return Limit(title, why, ("cases", *headings), tuple(rows), items, rest)
 
 
 def _of_cases(run: Run) -> Iterator[Limit]:
     """Cases without a verdict, or with one that says less than it seems to."""
-    unfinished = ("planned, without a result: the run ended before",)
-    yield _limit(
-        _MISSING,
-        "Planned by an invocation that was stopped.",
-        ("reason",),
-        ((unfinished, name) for name in run.unfinished),
-        listed=True,
-    )
+    missing = "planned, without a result: the run ended before"
+    why = "Planned by an invocation that was stopped."
+    pairs = [((missing,), name) for name in run.unfinished]
+    yield _limit(_MISSING, why, ("reason",), pairs, listed=True)
     late = [((line.reason,), line.id) for line in run.left_out]
     late += [((f"fault: {kill.why_not}",), kill.name) for kill in run.kills if kill.left_out]
     yield _limit(_LEFT_OUT, "Selected and not run.", ("reason",), late, listed=True)
@@ -125,7 +120,7 @@ def _of_cases(run: Run) -> Iterator[Limit]:
         "Never seen",
         "No case that ran saw such an event, so no check could judge it.",
         ("event",),
-        tuple((name,) for name, count in _seen(run).items() if not count),
+        tuple((name,) for name, n in seen(run.cases).items() if not n and len(run.cases) >= MANY),
     )
     yield _limit(
         "Judged in working precision only",
@@ -137,10 +132,6 @@ def _of_cases(run: Run) -> Iterator[Limit]:
             if kind == verdicts.WORKING_PRECISION_ONLY
         ),
     )
-
-
-def _seen(run: Run) -> dict[str, int]:
-    return seen(run.cases) if len(run.cases) >= MANY else {}
 
 
 def _of_checks(run: Run) -> Iterator[Limit]:
@@ -175,17 +166,16 @@ def _of_checks(run: Run) -> Iterator[Limit]:
         (
             ((f"{o.check}: {kind.replace('_', ' ')}", name, why), name)
             for name, o in judged
-            for kind, why in _not_judged(o)
+            for kind, why in _not_judged(o).items()
         ),
     )
 
 
-def _not_judged(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    for kind, why in (outcome.figures.get("not_judged") or {}).items():
-        yield kind, str(why)
+def _not_judged(outcome: Outcome) -> dict[str, str]:
+    told = {kind: str(why) for kind, why in (outcome.figures.get("not_judged") or {}).items()}
     note = outcome.figures.get("activations")
-    if isinstance(note, str):
-        yield "activations", note.removeprefix("not judged: ")
+    told |= {"activations": note.removeprefix("not judged: ")} if isinstance(note, str) else {}
+    return told
 
 
 def _never_asked(run: Run) -> Limit:

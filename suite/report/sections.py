@@ -13,6 +13,7 @@ from shardproof.report import (
     capability_matrix,
     cases,
     coverage,
+    environment,
     kills,
     limits,
     memory,
@@ -20,7 +21,6 @@ from shardproof.report import (
     tables,
 )
 from shardproof.report.drawings import bars, timelines
-from shardproof.report.environment import environment
 from shardproof.report.section import TEMPLATES, Section, folded, rendered
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
@@ -29,22 +29,12 @@ from shardproof.wings import wings_of
 Tables = Callable[[Run], Sequence[Table]]
 
 
-#: What templates of the core may ask.
-_ASKED = {
-    "bars": bars,
-    "bubbles": bubbles,
-    "capability_matrix": capability_matrix,
-    "cases": cases,
-    "coverage": coverage,
-    "environment": environment,
-    "kills": kills,
-    "limits": limits,
-    "memory": memory,
-    "nodes": nodes,
-    "tables": tables,
-    "timelines": timelines,
-    "verdicts": verdicts,
-}
+_MODULES = (
+    *(bars, bubbles, capability_matrix, cases, coverage, environment, kills),
+    *(limits, memory, nodes, tables, timelines, verdicts),
+)
+#: What templates of the core may ask, by name.
+_ASKED = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class SectionOfCore(Section):
     def html(self) -> Markup:
         """What stands below the heading on ``report.html``."""
         template = TEMPLATES / f"{self.anchor}.html"
-        return rendered(template, run=self.run, **_ASKED) if self.anchor else Markup()
+        return rendered(template, run=self.run, **_ASKED)
 
     def markdown(self) -> Iterator[str]:
         """Lines of ``report.md``, with the heading."""
@@ -126,7 +116,6 @@ ABOVE = (
         readme=lambda run: "\n".join(map(folded, bubbles.tables(run.cases))),
     ),
     SectionKind("nodes", "Nodes", nodes.tables),
-    SectionKind("", "Slowest cases", lambda run: [tables.slowest(run.cases)]),
     SectionKind("coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)]),
 )
 BELOW = (
@@ -139,7 +128,7 @@ BELOW = (
     ),
     SectionKind("limits", "What was not checked", lines=limits.lines),
     SectionKind("cases", "Every case"),
-    SectionKind("where", "What ran, and where", lambda run: [environment(run)]),
+    SectionKind("where", "What ran, and where", lambda run: [environment.environment(run)]),
 )
 
 

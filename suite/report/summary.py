@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardproof import verdicts
-from shardproof.checks.results import CaseResult
 from shardproof.report import kills, looks
 from shardproof.runs import random_kills
 from shardproof.runs.blocks import Failure, FailureBlock, blocks, of_result
@@ -44,18 +43,14 @@ def broken_blocks(run: Run) -> list[FailureBlock]:
         depth = f" --depth {kill.depth}" if kill.depth else ""
         rerun = f"shardproof mutants --impl {shlex.quote(kill.name)}{depth}"
         broken.append(Failure("faults", kill.name, "survives", kill.why_not, rerun))
+    # The last command that planned results of a wing makes them again.
+    commands = [shlex.join(one.command) for one in run.header.invocations if one.benches] or [""]
     for kind, lines in run.known().items():
         for line in lines:
             if looks.head(line["verdict"]) in BROKEN:
-                reason, again = str(line.get("reason") or ""), _again(run)
+                reason, again = str(line.get("reason") or ""), commands[-1]
                 broken.append(Failure(kind.label, line["id"], line["verdict"], reason, again))
     return blocks(broken)
-
-
-def _again(run: Run) -> str:
-    """The last command that planned results of a wing."""
-    commands = [one.command for one in run.header.invocations if one.benches]
-    return shlex.join(commands[-1]) if commands else ""
 
 
 def headline(run: Run) -> Headline:
@@ -123,8 +118,3 @@ def by_cause(broken: Iterable[FailureBlock]) -> Table:
     rows = [(implementation, cause, f"{n:,}") for (implementation, cause), n in ordered]
     headings = ("implementation", "failed first", "cases")
     return Table("Failures by implementation", headings, rows, align="llr")
-
-
-def cases_by_gravity(results: Iterable[CaseResult]) -> list[CaseResult]:
-    order = {verdict: index for index, verdict in enumerate(verdicts.VERDICTS)}
-    return sorted(results, key=lambda r: (order[verdicts.kind(r.verdict)], r.id))

@@ -88,22 +88,13 @@ class DigitsCNN(Family):
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """Blocks of convolutions with the layers that traits ask for."""
-        channels, layers = params["channels"], params["layers"]
-        middle, ends = layers // 2, ("tied_over_units",)
+        channels, layers, ends = params["channels"], params["layers"], ("tied_over_units",)
+        odd = oddities("inner", traits, channels, CHANNELS, place)
+        inner = [odd if index == layers // 2 else None for index in range(layers)]
         stack = self.stack_type(
             front=oddities("front", traits, channels, CHANNELS, place, also=ends),
             embed=Pixels(1, channels, 3, padding=1, **place),
-            blocks=[
-                Block(
-                    channels,
-                    params["norm"],
-                    oddities("inner", traits, channels, CHANNELS, place)
-                    if index == middle
-                    else None,
-                    place,
-                )
-                for index in range(layers)
-            ],
+            blocks=[Block(channels, params["norm"], own, place) for own in inner],
             norm=Pool(channels, place),
             final=oddities("final", traits, 16 * channels, -1, place),
             head=Linear(16 * channels, CLASSES, **place),

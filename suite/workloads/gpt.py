@@ -40,7 +40,7 @@ from shardproof.workloads.layers import (
     nested,
     tie,
 )
-from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
+from shardproof.workloads.traits import KEY_SHIFT, PLACES, Oddities, oddities
 
 #: Letters end at byte 90.
 SMALLEST_VOCABULARY = 91
@@ -192,23 +192,17 @@ class CharnamesGPT(Family):
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """A small GPT with the layers that traits ask for."""
-        width, layers = params["width"], params["layers"]
-        middle, keyed = layers // 2, "dropout_counter" in traits
+        width, layers, keyed = params["width"], params["layers"], "dropout_counter" in traits
+        odd = {at: oddities(at, traits, width, -1, place) for at in PLACES}
+        inner = [odd["inner"] if index == layers // 2 else None for index in range(layers)]
         stack = Stack(
-            front=oddities("front", traits, width, -1, place),
+            front=odd["front"],
             embed=Embed(params["vocab"], params["seq"], width, keyed, place),
-            blocks=[
-                self.block(
-                    params,
-                    oddities("inner", traits, width, -1, place) if index == middle else None,
-                    place,
-                )
-                for index in range(layers)
-            ],
+            blocks=[self.block(params, own, place) for own in inner],
             norm=NORMS[params["norm"]](width, **place),
-            final=oddities("final", traits, width, -1, place),
+            final=odd["final"],
             head=Linear(width, params["vocab"], **place),
-            tail=oddities("tail", traits, width, -1, place),
+            tail=odd["tail"],
             flags=partial(_flags, keyed),
             is_nested=params["passes"] == "nested",
         )
