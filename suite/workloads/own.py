@@ -13,6 +13,7 @@ shapes shows, is tried in ``trial.py`` before anything runs.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import threading
 import traceback
@@ -32,7 +33,7 @@ from shardproof.contract import CrossEntropy, MicroBatch, Role
 from shardproof.workloads import layers
 from shardproof.workloads.base import Family, Found, Picks, Samples, Workload
 from shardproof.workloads.knobs import Params, WorkloadError
-from shardproof.workloads.traits import TRAITS, Trait
+from shardproof.workloads.traits import TRAITS
 
 #: Traits of the batch that need another model, loss or data than a user's.
 _NEEDS_MORE = ("variable_lengths", "ignore_index", "short_epochs")
@@ -58,12 +59,12 @@ _BUILDING = threading.Lock()
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(contract.__file__).parent))
 
 
-def _can_be_had(name: str, trait: Trait) -> bool:
-    return trait.place in ("batch", "optimizer", "backend") and name not in _NEEDS_MORE
-
-
 #: Traits that any workload can carry.
-HAD = tuple(name for name, trait in TRAITS.items() if _can_be_had(name, trait))
+HAD = tuple(
+    name
+    for name, trait in TRAITS.items()
+    if trait.place in ("batch", "optimizer", "backend") and name not in _NEEDS_MORE
+)
 
 
 class OwnWorkload(Family):
@@ -139,12 +140,8 @@ class OwnWorkload(Family):
         """As given, or by name."""
         names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
         if self._roles is None:
-            return {
-                name: role
-                for name in names
-                for pattern, role in NAMED.items()
-                if re.fullmatch(pattern, name)
-            }
+            pairs = itertools.product(names, NAMED.items())
+            return {name: role for name, (form, role) in pairs if re.fullmatch(form, name)}
         for name, role in self._roles.items():
             if name not in names:
                 raise WorkloadError(f"{self.name}: roles: the model has no {name!r}")
@@ -217,17 +214,14 @@ class OwnWorkload(Family):
             targets = targets.to(picks.dtype if picks.dtype.itemsize >= 4 else torch.float32)
         return Samples(inputs.detach(), targets.detach(), valid)
 
-    def _wrong(self, size: int, given: str, wanted: str) -> WorkloadError:
-        return WorkloadError(
-            f"{self.name}: batch({size}, generator) gives {given}, asked: {wanted}"
-        )
+    def _wrong(self, size: int, given: str, asked: str) -> WorkloadError:
+        return WorkloadError(f"{self.name}: batch({size}, generator) gives {given}, asked: {asked}")
 
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """The weighted sum of what ``loss`` gives."""
         if not isinstance(outputs, Tensor):
-            kind = type(outputs).__name__
-            remedy = "return the one that the loss takes"
-            raise WorkloadError(f"{self.name}: the model gives a {kind}, no tensor: {remedy}")
+            kind = f"a {type(outputs).__name__}, no tensor: return the one that the loss takes"
+            raise WorkloadError(f"{self.name}: the model gives {kind}")
         if outputs.is_floating_point():
             outputs = outputs.to(micro.weights.dtype)
         losses, weights = self._loss(outputs, micro.targets), micro.weights
@@ -297,11 +291,8 @@ def _repeated(model: nn.Module) -> tuple[str, ...]:
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in lists.items()}
     whole = max(sizes, key=lambda name: (sizes[name], -len(name)), default="")
-    parent = model.get_submodule(whole)
-    prefix = f"{whole}." if whole else ""
-    return tuple(
-        f"{prefix}{name}" for name, child in parent.named_children() if list(child.parameters())
-    )
+    children = model.get_submodule(whole).named_children()
+    return tuple(f"{whole}.{name}".strip(".") for name, child in children if [*child.parameters()])
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
