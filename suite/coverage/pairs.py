@@ -26,7 +26,6 @@ from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.contract import Refused
 from shardproof.coverage import features, triggers
-from shardproof.errors import printable
 from shardproof.table import Table
 
 if TYPE_CHECKING:
@@ -228,16 +227,6 @@ def table(cases: Iterable[Case], others: Iterable[Case] = ()) -> Coverage:
             if counted:
                 tiers[case.tier].update(of(case))
     return Coverage(tuple(sorted(setups)), tiers["quick"], tiers["full"], setups)
-
-
-def stale_rules(coverage: Coverage) -> list[str]:
-    """Rules that explain no empty pair."""
-    empty = [pair for pair in coverage.pairs if not coverage.cases(pair)]
-    return [
-        printable(f"{' '.join(rule.triggers)} x {' '.join(rule.features)}: no empty pair")
-        for rule in rules()
-        if not any(rule.matches(pair) for pair in empty)
-    ]
 
 
 def document(cases: Iterable[Case]) -> dict[str, Any]:

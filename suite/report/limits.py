@@ -1,4 +1,4 @@
-"""What was *not* checked: left out, skipped, without power, not judged, never asked.
+"""What was *not* checked: left out, skipped, without power, not judged.
 
 A table of green verdicts says nothing about what no case looked at, so each reason why something
 was not looked at stands here with how often it occurred.
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from shardproof import verdicts
 from shardproof.checks import CHECKS, Outcome
-from shardproof.report import capability_matrix
 from shardproof.report.coverage import seen
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, fenced, some
@@ -149,7 +148,6 @@ def _of_checks(run: Run) -> Iterator[Limit]:
         (((o.check, o.message), name) for name, o in judged if o.status not in ("pass", "fail")),
         named=4,
     )
-    yield _never_asked(run)
     untested = [(str(item), o) for _, o in judged for item in o.figures.get("not_tested", ())]
     yield _limit(
         "Tensors without power",
@@ -176,21 +174,3 @@ def _not_judged(outcome: Outcome) -> dict[str, str]:
     note = outcome.figures.get("activations")
     told |= {"activations": note.removeprefix("not judged: ")} if isinstance(note, str) else {}
     return told
-
-
-def _never_asked(run: Run) -> Limit:
-    """Capabilities that some implementation was asked about, and this one on no backend."""
-    cells = capability_matrix.cells(run.cases, run.left_out)
-    names = sorted({cell.implementation for cell in cells})
-    asked = {(cell.implementation, cell.capability) for cell in cells if cell.judged}
-    rows = []
-    for capability in capability_matrix.columns(cells):
-        absent = [name for name in names if (name, capability) not in asked]
-        if 0 < len(absent) < len(names):
-            rows.append((capability, str(len(absent)), ", ".join(absent)))
-    return Limit(
-        "Capabilities that no judged case asked about",
-        "An empty place in the matrix, on every backend.",
-        ("capability", "implementations", "which"),
-        tuple(rows),
-    )

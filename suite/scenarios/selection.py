@@ -116,26 +116,22 @@ class Selection:
             if backend not in vocabulary.backends:
                 remedy = nearest(backend, vocabulary.backends, "backends")
                 raise SelectionError(Problem("--backend: unknown backend", remedy, backend))
-        filters: tuple[tuple[str, Sequence[str | int], Callable[[Case], str | int]], ...] = (
-            ("--backend", self.backends, lambda case: case.backend),
-            ("--world", self.worlds, lambda case: case.world),
-        )
         over = [name for name in dict.fromkeys(self.backends) if BACKENDS[name].takes_over]
-        cases = [
-            *(case for case in cases if case.backend not in over),
-            *(case for backend in over for case in on_backend(cases, backend)),
-        ]
-        for option, values, value_of in filters:
-            there = sorted({value_of(case) for case in cases})
-            cases = [case for case in cases if not values or value_of(case) in values]
-            _some(cases, option, " ".join(map(str, values)), map(str, there))
+        moved = [case for backend in over for case in on_backend(cases, backend)]
+        cases = [*(case for case in cases if case.backend not in over), *moved]
+        filters: tuple[tuple[str, Sequence[str | int]], ...]
+        filters = ("backend", self.backends), ("world", self.worlds)
+        for name, values in filters:
+            there = sorted({getattr(case, name) for case in cases})
+            cases = [case for case in cases if not values or getattr(case, name) in values]
+            _some(cases, f"--{name}", " ".join(map(str, values)), map(str, there))
         if self.seed is not None:
             cases = reseed(cases, self.seed)
         cases = [case for case in cases if matches(case.id)]
-        shows = "`shardproof list cases` shows the ids"
+        shows = "`shardproof list cases`"
         if self.implementations:  # a system outside of all scenarios has its cells only here
-            shows = "`shardproof run --dry-run` with the same --impl and without -k shows the ids"
-        return _some(cases, "-k", expression, hint=shows)
+            shows = "`shardproof run --dry-run` with the same --impl and without -k"
+        return _some(cases, "-k", expression, hint=f"{shows} shows the ids")
 
     def _of_implementations(self, cases: list[Case], known: list[str]) -> list[Case]:
         from shardproof import registry
