@@ -124,11 +124,7 @@ def traffic_bars(results: Iterable[CaseResult]) -> list[BarRow]:
         if result.bytes_sent and result.bytes_expected:
             case = result.case
             groups[case.system, case.backend, case.world].append(result)
-    bars = [
-        _traffic_bar(*key, members)
-        for key, members in sorted(groups.items())
-        if any(bytes_of(members))
-    ]
+    bars = [_traffic_bar(*key, groups[key]) for key in sorted(groups) if any(bytes_of(groups[key]))]
     return sorted(bars, key=lambda bar: not bar.red)
 
 
