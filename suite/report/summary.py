@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -57,7 +58,7 @@ def headline(run: Run) -> Headline:
     """The one line at the top, from the worst of all that was judged."""
     counts = verdicts.count(run.cases)
     judged = sum(n for verdict, n in counts.items() if verdict != "skip")
-    planted, timed = kills.judged(run.kills), run.judged_others
+    planted, timed = kills.judged(run.kills), [*itertools.chain(*run.known().values())]
     heads = Counter(looks.head(line["verdict"]) for line in timed)
     random = random_kills.read(run.path)
     alarms = 0 if random is None else len(random.alarms)

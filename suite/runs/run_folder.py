@@ -110,12 +110,11 @@ class Run:
         """Planned cases, faults and other results without a line: a kill came before them."""
         there, faults = self.ids, {kill.name for kill in self.kills}
         absent: list[str] = []
-        for invocation in self.header.invocations:
+        for one in self.header.invocations:
             # Cases of faults that a budget kept from running are told by the fault.
-            late = invocation.kills and invocation.exit_code is not None
-            planned = invocation.benches if late else [*invocation.planned, *invocation.benches]
-            absent += [name for name in planned if name not in there]
-            absent += [name for name in invocation.kills if name not in faults]
+            planned = [] if one.kills and one.exit_code is not None else one.planned
+            absent += [name for name in (*planned, *one.benches) if name not in there]
+            absent += [name for name in one.kills if name not in faults]
         return list(dict.fromkeys(absent))
 
     @property
@@ -138,11 +137,6 @@ class Run:
             for kind in line_kinds().values()
             if kind.name in self.others and (kind.is_judged or not judged_only)
         }
-
-    @property
-    def judged_others(self) -> list[Line]:
-        """All :meth:`known` lines that have a verdict."""
-        return [line for lines in self.known().values() for line in lines]
 
     @property
     def unread(self) -> str:
@@ -393,10 +387,8 @@ class RunFolder:
     def _mend_last_line(self) -> None:
         """A line that a kill cut off must not swallow the next one; a whole one is listed late."""
         content = read_input(self._lines)
-        if content and not content.endswith(b"\n"):
-            os.truncate(self._lines, content.rfind(b"\n") + 1)
-        lines = read_input(self._lines).splitlines()
-        listed = self._manifest.read()
+        os.truncate(self._lines, whole := content.rfind(b"\n") + 1)
+        lines, listed = content[:whole].splitlines(), self._manifest.read()
         if lines and listed and (LINES, len(lines)) not in listed:
             self._manifest.seal(LINES, hashlib.sha256(lines[-1]).hexdigest(), len(lines))
 

@@ -45,7 +45,8 @@ def pack(
         meanwhile; a file that is there already (without ``force``) or cannot be written.
     """
     run = read(folder)
-    name = _plain_name(run.name)
+    # A name that any machine can have.
+    name = re.sub(r"[^A-Za-z0-9._+=@,-]+", "-", run.name)[:100].lstrip(".-") or "run"
     if output is None or output.is_dir():
         output = (output or Path()) / f"{name}{form.SUFFIX}"
     if not force and output.exists():
@@ -57,11 +58,10 @@ def pack(
             sources[file] = _plain(folder, file)
         elif file in REPORTS and reports and file in reports:
             sources[file] = reports[file].encode()
-    versions = {invocation.suite for invocation in run.header.invocations}
     listing = Listing(
         run=name,
         suite=VERSION,
-        judged_by=tuple(sorted(versions)),
+        judged_by=tuple(sorted({one.suite for one in run.header.invocations})),
         members=tuple(_member(file, source) for file, source in sources.items()),
         left_out=tuple(_left_out(folder, sources)),
     )
@@ -72,18 +72,10 @@ def pack(
         remedy = f"a bundle holds {most}: copy the folder"
         raise SelectionError(Problem("the run is too big for a bundle", remedy, extent))
     try:
-        size = _write(output, listing, sources, force)
+        return Packed(output, listing, _write(output, listing, sources, force))
     except OSError as error:
-        why = f"cannot be written: {error.strerror or error}"
-        raise SelectionError(
-            Problem(why, "name another place: --output", file=str(output))
-        ) from None
-    return Packed(output, listing, size)
-
-
-def _plain_name(text: str) -> str:
-    """``text`` as a name that any machine can have."""
-    return re.sub(r"[^A-Za-z0-9._+=@,-]+", "-", text)[:100].lstrip(".-") or "run"
+        why, remedy = f"cannot be written: {error.strerror or error}", "name another: --output"
+        raise SelectionError(Problem(why, remedy, file=str(output))) from None
 
 
 def _plain(folder: Path, name: str) -> Path:
