@@ -101,72 +101,53 @@ def _of_cases(run: Run) -> Iterator[Limit]:
     late += [((f"fault: {kill.why_not}",), kill.name) for kill in run.kills if kill.left_out]
     yield _limit(_LEFT_OUT, "Selected and not run.", ("reason",), late, listed=True)
     kinds = [(verdicts.kind(r.verdict), r, r.case.implementation) for r in run.cases]
-    yield _limit(
-        "Skipped cases",
-        "The implementation does not claim to do this, or this machine lacks something.",
-        ("implementation", "reason"),
-        (((name, r.reason), r.id) for kind, r, name in kinds if kind == "skip"),
-        listed=True,
-    )
-    yield _limit(
-        "Not decided",
-        "These ran, but their records do not suffice for a verdict.",
-        ("verdict", "implementation", "reason"),
-        (((r.verdict, name, r.reason), r.id) for kind, r, name in kinds if kind in verdicts.OPEN),
-        listed=True,
-    )
-    yield Limit(
-        "Never seen",
-        "No case that ran saw such an event, so no check could judge it.",
-        ("event",),
-        tuple((name,) for name, n in seen(run.cases).items() if not n and len(run.cases) >= MANY),
-    )
-    yield _limit(
-        "Judged in working precision only",
-        "Their bound is a multiple of one device's own error, so small faults go unseen.",
-        ("implementation", "precision"),
-        (
-            ((name, ", ".join(sorted({r.case.dtype, *r.case.precision.values()}))), r.id)
-            for kind, r, name in kinds
-            if kind == verdicts.WORKING_PRECISION_ONLY
-        ),
-    )
+    why = "The implementation does not claim to do this, or this machine lacks something."
+    pairs = [((name, r.reason), r.id) for kind, r, name in kinds if kind == "skip"]
+    yield _limit("Skipped cases", why, ("implementation", "reason"), pairs, listed=True)
+    why = "These ran, but their records do not suffice for a verdict."
+    heads = ("verdict", "implementation", "reason")
+    opened = (((r.verdict, name, r.reason), r.id) for k, r, name in kinds if k in verdicts.OPEN)
+    yield _limit("Not decided", why, heads, opened, listed=True)
+    why = "No case that ran saw such an event, so no check could judge it."
+    events = seen(run.cases) if len(run.cases) >= MANY else {}
+    unseen = tuple((name,) for name, count in events.items() if not count)
+    yield Limit("Never seen", why, ("event",), unseen)
+    why = "Their bound is a multiple of one device's own error, so small faults go unseen."
+    pairs = [
+        ((name, ", ".join(sorted({r.case.dtype, *r.case.precision.values()}))), r.id)
+        for kind, r, name in kinds
+        if kind == verdicts.WORKING_PRECISION_ONLY
+    ]
+    heads = ("implementation", "precision")
+    yield _limit("Judged in working precision only", why, heads, pairs)
 
 
 def _of_checks(run: Run) -> Iterator[Limit]:
     """What checks of cases that ran did not look at."""
-    judged = [
-        (result.case.implementation, outcome)
-        for result in run.cases
-        if verdicts.kind(result.verdict) != "skip"
-        for outcome in result.checks
-    ]
-    yield _limit(
+    ran = (result for result in run.cases if verdicts.kind(result.verdict) != "skip")
+    judged = [(result.case.implementation, check) for result in ran for check in result.checks]
+    title, why = (
         "Checks that did not judge in cases that ran",
-        "The case has a verdict from its other checks.",
-        ("check", "reason", "implementations"),
-        (((o.check, o.message), name) for name, o in judged if o.status not in ("pass", "fail")),
-        named=4,
+        "The case has a verdict from others.",
+    )
+    heads = ("check", "reason", "implementations")
+    silent = (((o.check, o.message), n) for n, o in judged if o.status not in ("pass", "fail"))
+    yield _limit(title, why, heads, silent, named=4)
+    why = (
+        "A rolled, halved or rescaled copy of these would also have passed, so their pass says "
+        "little (a step counter, a tensor of zeros or of one element)."
     )
     untested = [(str(item), o) for _, o in judged for item in o.figures.get("not_tested", ())]
-    yield _limit(
-        "Tensors without power",
-        "A rolled, halved or rescaled copy of these would also have passed, so their pass says "
-        "little (a step counter, a tensor of zeros or of one element).",
-        ("when", "tensor", "check"),
-        ((text.partition(": ")[::2], o.check) for text, o in untested),
-        named=len(CHECKS),
+    pairs = [(text.partition(": ")[::2], o.check) for text, o in untested]
+    heads = ("when", "tensor", "check")
+    yield _limit("Tensors without power", why, heads, pairs, named=len(CHECKS))
+    figures = (
+        ((f"{o.check}: {kind.replace('_', ' ')}", name, reason), name)
+        for name, o in judged
+        for kind, reason in _not_judged(o).items()
     )
-    yield _limit(
-        "Figures that were measured and not judged",
-        "Their check passed without them.",
-        ("what", "implementation", "reason"),
-        (
-            ((f"{o.check}: {kind.replace('_', ' ')}", name, why), name)
-            for name, o in judged
-            for kind, why in _not_judged(o).items()
-        ),
-    )
+    title, why = "Figures that were measured and not judged", "Their check passed without them."
+    yield _limit(title, why, ("what", "implementation", "reason"), figures)
 
 
 def _not_judged(outcome: Outcome) -> dict[str, str]:

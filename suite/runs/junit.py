@@ -92,13 +92,8 @@ def render(
         counts["tests"] += 1
         seconds += test.seconds
         scenario, _, rest = test.id.partition("::")
-        element = ElementTree.SubElement(
-            suite,
-            "testcase",
-            classname=_clean(scenario),
-            name=_clean(rest or scenario),
-            time=f"{test.seconds:.3f}",
-        )
+        told = {"classname": _clean(scenario), "name": _clean(rest or scenario)}
+        element = ElementTree.SubElement(suite, "testcase", told, time=f"{test.seconds:.3f}")
         _add_properties(element, test.properties)
         if test.tag:
             counts[_COUNTED[test.tag]] += 1

@@ -68,15 +68,13 @@ def memory_bars(results: Iterable[CaseResult]) -> list[BarRow]:
         cost_model = "not promised" if limit is None else f"{limit:,}"
         by_class = ", ".join(f"{_plain(kind)} {size:,}" for kind, size in held.items())
         measured = cells[memory.MEASURED]
-        image = svg.drawing(
-            f"Memory of {name}, {optimizer}, {precision}, {world} ranks",
+        title = f"Memory of {name}, {optimizer}, {precision}, {world} ranks"
+        text = (
             f"Held {figures['bytes_held']:,} bytes ({by_class or 'nothing'}); "
-            f"formula {cost_model}; whole copies {full:,}.",
-            (_WIDTH, _HEIGHT),
-            _pair(held, promised or ({} if limit is None else {"total": limit}), full, "k"),
-            "bar",
-            stretch=True,
+            f"formula {cost_model}; whole copies {full:,}."
         )
+        parts = _pair(held, promised or ({} if limit is None else {"total": limit}), full, "k")
+        image = svg.drawing(title, text, (_WIDTH, _HEIGHT), parts, "bar", stretch=True)
         texts = (f"{figures['bytes_held']:,}", cost_model, f"{full:,}", measured)
         red = memory.FAILS in measured
         bars.append(BarRow(name, (optimizer, precision, world, *texts), image, red))

@@ -87,14 +87,10 @@ def _map(case_id: str, check: str, cells: Cells) -> Map:
         for name, step, (used, error, where) in told
         if used > 1
     )
-    image = svg.drawing(
-        f"Errors against their bounds by tensor and step, check {check}: {case_id}",
-        f"Beyond their bound: {listed or 'none'}.",
-        (_NAME + _CELL * len(steps) + 4, _TOP + _ROW * len(shown) + 4),
-        parts,
-        "heat",
-        fixed=True,
-    )
+    title = f"Errors against their bounds by tensor and step, check {check}: {case_id}"
+    text = f"Beyond their bound: {listed or 'none'}."
+    size = _NAME + _CELL * len(steps) + 4, _TOP + _ROW * len(shown) + 4
+    image = svg.drawing(title, text, size, parts, "heat", fixed=True)
     note = f"Check {check}; {len(cells)} tensors compared, {len(beyond)} beyond their bound."
     if len(shown) < len(ordered):
         note += f" Shown: the {len(shown)} that are furthest."

@@ -154,21 +154,13 @@ def _draw(
             chunk = " odd" if stages > len(lanes) and row["stage"] // len(lanes) % 2 else ""
             parts += _block(row, x, top, chunk, clocked)
         parts += _strip(lane, every[rank], [c for c in calls if c["rank"] == rank], x, top)
-    count = sum(map(len, lanes.values()))
     took = f" in {1e3 * (final - first):.1f} ms" if clocked else ""
-    order = "; ".join(
-        f"rank {rank}: "
-        + " ".join(f"{row['op']}{row['micro']}" for row in lane[:12])
-        + (" ..." if len(lane) > 12 else "")
-        for rank, lane in lanes.items()
-    )
-    return svg.drawing(
-        f"Timeline of {heading}",
-        f"{count} computations of {len(lanes)} ranks{took}. {order}.",
-        (_WIDTH, bottom + (22 if clocked else 4)),
-        parts,
-        "timeline",
-    )
+    text = f"{sum(map(len, lanes.values()))} computations of {len(lanes)} ranks{took}."
+    for rank, lane in lanes.items():
+        order = " ".join(f"{row['op']}{row['micro']}" for row in lane[:12])
+        text += f" Rank {rank}: {order}{' ...' if len(lane) > 12 else ''}."
+    size = _WIDTH, bottom + (22 if clocked else 4)
+    return svg.drawing(f"Timeline of {heading}", text, size, parts, "timeline")
 
 
 def _block(row: Action, x: svg.PixelScale, top: float, chunk: str, clocked: bool) -> list[Markup]:
