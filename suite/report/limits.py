@@ -126,10 +126,8 @@ def _of_checks(run: Run) -> Iterator[Limit]:
     """What checks of cases that ran did not look at."""
     ran = (result for result in run.cases if verdicts.kind(result.verdict) != "skip")
     judged = [(result.case.implementation, check) for result in ran for check in result.checks]
-    title, why = (
-        "Checks that did not judge in cases that ran",
-        "The case has a verdict from others.",
-    )
+    title = "Checks that did not judge in cases that ran"
+    why = "The case has a verdict from its other checks."
     heads = ("check", "reason", "implementations")
     silent = (((o.check, o.message), n) for n, o in judged if o.status not in ("pass", "fail"))
     yield _limit(title, why, heads, silent, named=4)
