@@ -51,7 +51,12 @@ def broken_lines(run: Run) -> Iterator[str]:
 
 def causes(run: Run) -> Table:
     """How many cases of each implementation broke, by what failed first."""
-    return summary.by_cause(summary.broken_blocks(run))
+    broken = (one for block in summary.broken_blocks(run) for one in block.failures)
+    counts = Counter((one.implementation, one.failed_first) for one in broken if one.kind == "case")
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    rows = [(*names, f"{n:,}") for names, n in ordered]
+    headings = ("implementation", "failed first", "cases")
+    return Table("Failures by implementation", headings, rows, align="llr")
 
 
 def broken(run: Run) -> list[BrokenItem]:

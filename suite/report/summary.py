@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,6 @@ from shardproof.report import kills, looks
 from shardproof.runs import random_kills
 from shardproof.runs.blocks import Failure, FailureBlock, blocks, of_result
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table
 
 State = Literal["held", "broke", "open"]
 #: Verdicts of results of wings that say that something broke, or is open.
@@ -109,13 +108,3 @@ def _details(run: Run, counts: Counter[str]) -> Iterator[str]:
         yield f"{kind.title}: {', '.join(f'{n} {word}' for word, n in sorted(heads.items()))}."
     if run.unread:
         yield run.unread
-
-
-def by_cause(broken: Iterable[FailureBlock]) -> Table:
-    """How many cases of each implementation broke, by what failed first."""
-    cases = (one for block in broken for one in block.failures if one.kind == "case")
-    counts = Counter((case.implementation, case.failed_first) for case in cases)
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    rows = [(implementation, cause, f"{n:,}") for (implementation, cause), n in ordered]
-    headings = ("implementation", "failed first", "cases")
-    return Table("Failures by implementation", headings, rows, align="llr")

@@ -146,11 +146,8 @@ _SKIPS, _NAMED = 12, 3
 
 def skips(results: Iterable[CaseResult]) -> list[str]:
     """Why cases were skipped: a line for each implementation and reason, most frequent first."""
-    counts: Counter[str] = Counter(
-        f"{result.case.implementation} {result.reason}"
-        for result in results
-        if verdicts.kind(result.verdict) == "skip"
-    )
+    skipped = (result for result in results if verdicts.kind(result.verdict) == "skip")
+    counts = Counter(f"{result.case.implementation} {result.reason}" for result in skipped)
     lines = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
     rest = len(counts) - len(lines)
     return [*lines, *([f"skipped for {rest} more reasons: see report.html"] if rest else [])]
@@ -161,9 +158,7 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = defaultdict(list)
     for name, reason in reasons.items():
         names[reason].append(name)
-    return [
-        f"left out ({len(ids)}): {reason}: {some(ids, _NAMED)}" for reason, ids in names.items()
-    ]
+    return [f"left out ({len(ids)}): {why}: {some(ids, _NAMED)}" for why, ids in names.items()]
 
 
 def closing(run: Run) -> str:

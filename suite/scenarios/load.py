@@ -173,10 +173,8 @@ def _paths(argument: str, root: Path) -> list[Path]:
     stems = {candidate.stem: candidate for candidate in _files_below(root)}
     if argument in stems:
         return [stems[argument]]
-    inside = root.iterdir() if root.is_dir() else ()
-    folders = {candidate.name: candidate for candidate in inside if candidate.is_dir()}
-    if argument in folders:
-        return _judged_in(folders[argument])
+    if (root / argument).is_dir():
+        return _judged_in(root / argument)
     for candidate, kind in files_of_wings(root).items():
         if argument in (candidate.stem, f"{candidate.parent.name}/{candidate.stem}"):
             raise SelectionError(_not_judged(candidate, f"a {kind.name} scenario", kind))
@@ -224,13 +222,8 @@ def _yaml_below(folder: Path) -> list[Path]:
         # A folder inside that goes while it is read, or may not be, has no scenarios.
 
     found = [Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names]
-    return [
-        path
-        for path in sorted(found)
-        if path.suffix in (".yaml", ".yml")
-        and path.is_file()
-        and not path.name.startswith((".", "_"))
-    ]
+    named = (path for path in sorted(found) if path.suffix in (".yaml", ".yml"))
+    return [path for path in named if path.is_file() and path.name[0] not in "._"]
 
 
 def _shown(path: Path) -> str:

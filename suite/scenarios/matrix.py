@@ -139,11 +139,8 @@ class _Expansion:
         if count > MAX_CELLS:
             self._add(path, f"more than {MAX_CELLS:,} cells", "split the scenario", f"{count:,}")
             self._stop_at()
-        axes["mesh"] = [
-            tuple(zip(choice, sizes, strict=True))
-            for choice in axes["mesh"]
-            for sizes in itertools.product(*choice.values())
-        ]
+        sized = ((mesh, n) for mesh in axes["mesh"] for n in itertools.product(*mesh.values()))
+        axes["mesh"] = [tuple(zip(mesh, sizes, strict=True)) for mesh, sizes in sized]
         tier = include.tier if include is not None else None
         for values in itertools.product(*axes.values()):
             yield Cell(**dict(zip(AXES, values, strict=True)), tier=tier)
@@ -305,11 +302,9 @@ def on_backend(cases: Sequence[Case], backend: str) -> list[Case]:
 
 def reseed(cases: Sequence[Case], seed: int) -> list[Case]:
     """The same cases with another seed of the workload; ``[seedN]`` is added to their ids."""
-    return [
-        dataclasses.replace(
-            case,
-            id=case.id.replace("::", f"[seed{seed}]::", 1),
-            workload=dataclasses.replace(case.workload, seed=seed),
-        )
-        for case in cases
-    ]
+    seeded = []
+    for case in cases:
+        workload = dataclasses.replace(case.workload, seed=seed)
+        name = case.id.replace("::", f"[seed{seed}]::", 1)
+        seeded.append(dataclasses.replace(case, id=name, workload=workload))
+    return seeded
