@@ -50,8 +50,7 @@ def table(kills: Sequence[Kill]) -> Table:
 
 def by_n(run: Run) -> Table:
     """How many faults N random clean cases kill; without rows where none was planted so."""
-    found = random_kills.read(run.path)
-    if found is None:
+    if (found := random_kills.read(run.path)) is None:
         return Table("", (), ())
     return replace(found.table(), notes=(f"{found.sentence()}.",))
 
@@ -75,8 +74,7 @@ def kill_counts(kills: Sequence[Kill]) -> str:
 
 def verdict_counts(kills: Sequence[Kill]) -> str:
     """How many of the faults that ran were killed, and how many did not run, as a sentence."""
-    run = judged(kills)
-    killed = len(run) - len(survivors(kills))
+    run, killed = judged(kills), sum(kill.killed for kill in judged(kills))
     late = len(kills) - len(run)
     more = f"; {late} more were not run (no time in the budget)" if late else ""
     return f"Planted faults: {killed} of {len(run)} killed by their named check{more}."

@@ -44,11 +44,9 @@ class Block(nn.Module):
     def __init__(self, channels: int, norm: str, odd: Oddities | None, place: Place) -> None:
         super().__init__()
         self.conv = Conv2d(channels, channels, 3, padding=1, bias=False, **place)
-        self.norm: nn.Module = (
-            nn.BatchNorm2d(channels, **place)
-            if norm == "batch"
-            else nn.GroupNorm(1, channels, **place)
-        )
+        self.norm: nn.Module = nn.GroupNorm(1, channels, **place)
+        if norm == "batch":
+            self.norm = nn.BatchNorm2d(channels, **place)
         self.odd = odd
 
     def forward(self, hidden: Tensor) -> Tensor:
