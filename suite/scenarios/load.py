@@ -246,9 +246,10 @@ def _as(kind: type[Shape], node: Node, file: str, vocabulary: Vocabulary | None 
 def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseModel]) -> Problem:
     location = [part for part in detail["loc"] if not str(part).startswith("[")]  # [key], tags
     kind, context = detail["type"], detail.get("ctx", {})
-    key = str(location[-1]) if location else ""
-    value: str | None = value_text(detail["input"])
+    key, given = str(location[-1]) if location else "", detail["input"]
     where, about = dotted(location), _describe(location, kind_of)
+    value: str | None = value_text(given)
+    remedy = f"correct it{about}"
     if kind == "extra_forbidden":
         model, value = _model_at(location[:-1], kind_of), key
         keys = model.model_fields if model else ()
@@ -261,19 +262,17 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
         valid = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         is_key = "[key]" in detail["loc"]
         what = f"unknown key {where}" if is_key else f"{where}: unknown value"
-        remedy = nearest(str(detail["input"]), valid, "valid keys" if is_key else "valid names")
+        remedy = nearest(str(given), valid, "valid keys" if is_key else "valid names")
     elif kind == "unknown_name":
-        what, remedy = (
-            detail["msg"],
-            nearest(str(detail["input"]), context["known"], f"{context['kind']}s"),
-        )
+        what = detail["msg"]
+        remedy = nearest(str(given), context["known"], f"{context['kind']}s")
     elif kind == "value_error":
-        what, remedy = f"{where}: {context.get('error', detail['msg'])}", f"correct it{about}"
+        what = f"{where}: {context.get('error', detail['msg'])}"
     else:
         wanted = re.sub(r"^(Input|Value|String|List|Dictionary) ", "", detail["msg"])
         wanted = re.sub(r"valid dictionary( or instance of \w+)?", "mapping", wanted)
-        what, remedy = f"{where}: {wanted[0].lower()}{wanted[1:]}", f"correct it{about}"
-        if isinstance(given := detail["input"], str):
+        what = f"{where}: {wanted[0].lower()}{wanted[1:]}"
+        if isinstance(given, str):
             value = repr(given)
             is_number = type(resolve(given.strip())) in (int, float)
             if kind in ("int_type", "float_type") and is_number:

@@ -98,7 +98,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     except OSError as error:
         raise refuse("cannot be read", "check the file's permissions", error.strerror) from None
     if len(raw) > MAX_BYTES:
-        raise refuse("file is over 1 MiB", _too_large(noun))
+        raise refuse("file is over 1 MiB", "split it, or make it shorter")
     if b"\0" in raw:
         raise refuse("binary file", f"a {noun} is YAML text in UTF-8")
     try:
@@ -109,25 +109,19 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     return parse(text, shown, noun, optional)
 
 
-def _too_large(noun: str) -> str:
-    return "split it into several scenarios" if noun == SCENARIO else "make it shorter"
-
-
 def parse(text: str, file: str, noun: str = SCENARIO, optional: bool = False) -> Node:
     """The node of YAML ``text``; ``file`` and ``noun`` only serve error messages."""
     if len(text) > MAX_BYTES:
-        raise ScenarioError(Problem("text is over 1 MiB", _too_large(noun), None, file))
+        raise ScenarioError(Problem("text is over 1 MiB", "make it shorter", None, file))
     reader = _Reader(file, noun)
     node = reader.document(text)
     if node is None and optional:
         return Node(1, {}, {})
+    start = f"start with `{'about' if optional else 'name'}: ...`"
     if node is None:
-        needed = "name, about, matrix and checks" if noun == SCENARIO else "name and about"
-        raise reader.error(1, "empty file", f"a {noun} needs at least {needed}")
+        raise reader.error(1, "empty file", start)
     if not isinstance(node.value, dict):
-        start = "about" if optional else "name"
-        remedy = f"start with `{start}: ...`"
-        raise reader.error(node.line, "not a mapping", remedy, value_text(node.value))
+        raise reader.error(node.line, "not a mapping", start, value_text(node.value))
     return node
 
 
