@@ -93,9 +93,9 @@ class Declaration(Capabilities, Stored):
         if not isinstance(capabilities, Capabilities):
             came = type(capabilities).__name__
             raise BrokenContract(f"{method} returned a {came}, not Capabilities")
-        fields = {f.name: getattr(capabilities, f.name) for f in dataclasses.fields(Capabilities)}
+        fields = {}
         for field in dataclasses.fields(Capabilities):
-            value = fields[field.name]
+            value = fields[field.name] = getattr(capabilities, field.name)
             kinds, wanted = _KINDS.get(type(field.default), (Mapping, "a mapping of str"))
             right = isinstance(value, kinds) and not isinstance(value, bool)
             right = right and (type(field.default) is not float or 0 < value < math.inf)

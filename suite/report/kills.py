@@ -28,18 +28,13 @@ def table(kills: Sequence[Kill]) -> Table:
     columns = sorted({check for k in kills for check in (*k.killed_by, *k.failing)})
     marks: list[Mark] = ["" if kill.killed else "bad" for kill in kills]
     survivors = any(not kill.killed for kill in kills)
-    rows: list[Row] = [
-        (
-            kill.name,
-            chip("killed" if kill.killed else "survives"),
-            *(_mark(check in kill.killed_by, check in kill.failing) for check in columns),
-            kill.parent,
-            kill.lane,
-            "-" if kill.margin is None else f"{kill.margin:.1e}",
-            *([kill.why_not] if survivors else []),
-        )
-        for kill in kills
-    ]
+    rows: list[Row] = []
+    for kill in kills:
+        found = (_mark(check in kill.killed_by, check in kill.failing) for check in columns)
+        margin = "-" if kill.margin is None else f"{kill.margin:.1e}"
+        name = kill.name, chip("killed" if kill.killed else "survives")
+        why = [kill.why_not] if survivors else []
+        rows.append((*name, *found, kill.parent, kill.lane, margin, *why))
     upright = [Cell(c, html=f"<span>{escape(c)}</span>", style_class="cap") for c in columns]
     headings: Row = ("fault", "verdict", *upright, "parent", "lane", "error / bound")
     headings = (*headings, "why it survives") if survivors else headings

@@ -57,15 +57,12 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
         counted = [r for r in members if r.bytes_sent and r.bytes_expected]
         sent, expected = bytes_of(counted) if counted else (None, None)
         times, book = textbook(counted)
-        rows.append(
-            (
-                *(name, backend, _span(sorted({result.case.world for result in members}))),
-                ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v]),
-                error_of(max(members, key=_share_of)),
-                bytes_text(sent, expected) + (f" ({times:.3g} x {book})" if book else ""),
-                f"{statistics.median(result.seconds for result in members):.2f}",
-            )
-        )
+        worlds = _span(sorted({result.case.world for result in members}))
+        told = ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v])
+        of_bytes = bytes_text(sent, expected) + (f" ({times:.3g} x {book})" if book else "")
+        error = error_of(max(members, key=_share_of))
+        seconds = f"{statistics.median(result.seconds for result in members):.2f}"
+        rows.append((name, backend, worlds, told, error, of_bytes, seconds))
     return Table("Results", HEADINGS, rows, marks, align="llrlllr")
 
 

@@ -114,12 +114,11 @@ class _Expansion:
             if len(cells) == before:
                 self._add(["include", index], "adds no cell", "remove it", include.reason)
         for index, rule in enumerate(scenario.exclude):
-            gone = [key for key, cell in cells.items() if matches(rule, cell)]
-            if not gone:
+            kept = {key: cell for key, cell in cells.items() if not matches(rule, cell)}
+            if kept == cells:
                 remedy = "correct or remove it"
                 self._add(["exclude", index], "matches nothing", remedy, rule.reason)
-            for key in gone:
-                del cells[key]
+            cells = kept
         self._stop_at()
         if not cells:
             self._add(["exclude"], "leaves no cell", "exclude less", scenario.name)

@@ -87,17 +87,19 @@ class DigitsCNN(Family):
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """Blocks of convolutions with the layers that traits ask for."""
         channels, layers, ends = params["channels"], params["layers"], ("tied_over_units",)
-        odd = oddities("inner", traits, channels, CHANNELS, place)
-        inner = [odd if index == layers // 2 else None for index in range(layers)]
+        middle = oddities("inner", traits, channels, CHANNELS, place)
+        inner = [middle if index == layers // 2 else None for index in range(layers)]
         stack = self.stack_type(
-            front=oddities("front", traits, channels, CHANNELS, place, also=ends),
             embed=Pixels(1, channels, 3, padding=1, **place),
             blocks=[Block(channels, params["norm"], own, place) for own in inner],
             norm=Pool(channels, place),
-            final=oddities("final", traits, 16 * channels, -1, place),
             head=Linear(16 * channels, CLASSES, **place),
-            tail=oddities("tail", traits, channels, CHANNELS, place, also=ends),
             flags=_flags,
+            odd={
+                "front": oddities("front", traits, channels, CHANNELS, place, also=ends),
+                "final": oddities("final", traits, 16 * channels, -1, place),
+                "tail": oddities("tail", traits, channels, CHANNELS, place, also=ends),
+            },
         )
         if "tied_over_units" in traits:
             tie(stack, "front.tied_over_units.layer", "tail.tied_over_units.layer")

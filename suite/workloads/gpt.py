@@ -196,13 +196,11 @@ class CharnamesGPT(Family):
         odd = {at: oddities(at, traits, width, -1, place) for at in PLACES}
         inner = [odd["inner"] if index == layers // 2 else None for index in range(layers)]
         stack = Stack(
-            front=odd["front"],
             embed=Embed(params["vocab"], params["seq"], width, keyed, place),
             blocks=[self.block(params, own, place) for own in inner],
             norm=NORMS[params["norm"]](width, **place),
-            final=odd["final"],
             head=Linear(width, params["vocab"], **place),
-            tail=odd["tail"],
+            odd=odd,
             flags=partial(_flags, keyed),
             is_nested=params["passes"] == "nested",
         )

@@ -156,9 +156,8 @@ class OwnWorkload(Family):
             return self._stages(model, start, stop)
         units, children = self.units(model), list(model.named_children())
         at = [number for number, (name, _) in enumerate(children) if name in units]
-        first = at[start] if start else 0
-        last = at[stop] if stop < len(units) else len(children)
-        return nn.Sequential(OrderedDict(children[first:last]))
+        bounds = [0, *at[1:], len(children)]  # what is before the first unit belongs to it
+        return nn.Sequential(OrderedDict(children[bounds[start] : bounds[stop]]))
 
     def unstaged(self, params: Params) -> str:
         """A chain can be cut, anything else by ``stages`` only."""

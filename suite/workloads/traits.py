@@ -384,13 +384,10 @@ class Oddities(nn.Module):
                 hidden = hidden + odd(hidden, flags)
             elif name not in FLAGS:
                 added = odd(hidden)
-                if added is not None:
-                    hidden = hidden + added
-            elif flags is not None:
-                chosen = (flags & FLAGS[name]) != 0
-                if bool(chosen.any()):
-                    mask = chosen.to(hidden.dtype).view(-1, *[1] * (hidden.dim() - 1))
-                    hidden = hidden + mask * odd(hidden)
+                hidden = hidden if added is None else hidden + added
+            elif flags is not None and bool((chosen := flags & FLAGS[name] != 0).any()):
+                mask = chosen.to(hidden.dtype).view(-1, *[1] * (hidden.dim() - 1))
+                hidden = hidden + mask * odd(hidden)
         return hidden.movedim(-1, self.dim)
 
 
@@ -411,8 +408,6 @@ def oddities(
 
     ``also`` names further traits to place here.
     """
-    active, extra = set(traits), set(also)
-    if where == "tail":
-        extra.add("unused")
-    names = [n for n in _ODD if n in active and (TRAITS[n].place == where or n in extra)]
+    extra = {*also, "unused"} if where == "tail" else {*also}
+    names = [n for n in _ODD if n in {*traits} and (TRAITS[n].place == where or n in extra)]
     return Oddities(names, width, dim, place) if names else None

@@ -119,18 +119,15 @@ def _check_values(family: OwnWorkload, workload: Workload) -> None:
             raise WorkloadError(f"{family.name}: model(...) gives {name!r} other values: {remedy}")
     batches = [workload.fresh_batch(0) for _ in range(2)]
     for what in ("inputs", "targets", "weights"):
-        a, b = (getattr(batch, what) for batch in batches)
-        if a.shape != b.shape or not torch.equal(a, b):
+        if not torch.equal(*(getattr(batch, what) for batch in batches)):
             remedy = "draw with its generator alone"
             raise WorkloadError(f"{family.name}: batch(...) gives other {what}: {remedy}")
 
 
 def _other_losses(family: OwnWorkload, one: _Attempt, two: _Attempt) -> WorkloadError:
-    dropouts = [
-        f"{name} ({type(part).__name__}, p={part.p})"
-        for name, part in one.module.named_modules()
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p
-    ]
+    parts = one.module.named_modules()
+    drops = [(n, p) for n, p in parts if isinstance(p, nn.modules.dropout._DropoutNd) and p.p]
+    dropouts = [f"{name} ({type(part).__name__}, p={part.p})" for name, part in drops]
     which = f": {', '.join(dropouts[:3])}" if dropouts else ""
     return WorkloadError(
         f"{family.name}: two forwards of one batch give the losses {one.loss!r} and {two.loss!r}: "

@@ -10,6 +10,7 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -110,19 +111,6 @@ def _open(source: Path | bytes) -> BinaryIO:
     return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
 
 
-class _Hashing:
-    """Reads a stream and keeps its digest."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream = stream
-        self.digest = hashlib.sha256()
-
-    def read(self, size: int) -> bytes:
-        data = self.stream.read(size)
-        self.digest.update(data)
-        return data
-
-
 def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], force: bool) -> int:
     """The archive at ``output``; its bytes."""
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -137,11 +125,12 @@ def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], 
                 listed = listing.text().encode()
                 archive.addfile(_header(listing.run, form.LISTING, len(listed)), io.BytesIO(listed))
                 for member in listing.members:
-                    _add(archive, listing.run, member, sources[member.name])
+                    with _open(sources[member.name]) as source, _whole(member):
+                        info = _header(listing.run, member.name, member.bytes)
+                        archive.addfile(info, source)
                 for member in listing.members:
-                    source = sources[member.name]
-                    if isinstance(source, Path) and source.stat().st_size != member.bytes:
-                        raise _moving(member)  # a line was added
+                    if _member(member.name, sources[member.name]) != member:
+                        raise _moving(member)
             stream.flush()
             os.fsync(stream.fileno())
             size = stream.tell()
@@ -151,18 +140,15 @@ def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], 
     return size
 
 
-def _add(archive: tarfile.TarFile, run: str, member: Member, source: Path | bytes) -> None:
-    reader = _Hashing(_open(source))
-    short = False
-    with reader.stream:
-        try:
-            archive.addfile(_header(run, member.name, member.bytes), reader)  # type: ignore[arg-type]
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            short = True  # tarfile's own: the file ended too early
-    if short or reader.digest.hexdigest() != member.sha256:
-        raise _moving(member)
+@contextmanager
+def _whole(member: Member) -> Iterator[None]:
+    """:raises SelectionError: what is inside found the end of the file of ``member`` too early."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # tarfile's own
+            raise _moving(member) from None
+        raise
 
 
 def _moving(member: Member) -> SelectionError:
