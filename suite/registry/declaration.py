@@ -221,10 +221,8 @@ class Declaration(Capabilities, Stored):
         unequal = self._declined(UNEQUAL, case.dtype)
         if unequal is not None and len(set(counts)) > 1:
             samples = f"{case.workload.global_batch} samples do not suffice"
-            return (
-                f"declines trait {UNEQUAL}, and {samples}: {min(counts)} to {max(counts)} "
-                f"micro-batches a rank{unequal}"
-            )
+            spread = f"{min(counts)} to {max(counts)} micro-batches a rank"
+            return f"declines trait {UNEQUAL}, and {samples}: {spread}{unequal}"
         return ""
 
     def _sends(self, case: Case) -> str:

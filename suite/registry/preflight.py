@@ -26,9 +26,9 @@ SECONDS = 60.0
 _LONGEST = 400
 #: What is asked in a leader.
 P = TypeVar("P")
-#: The fault of an implementation; why nobody can say what it does without options (empty: none);
-#: and its axes and backends without options.
-Loaded = tuple[str, str, list[str], list[str]]
+#: What is wrong with an implementation, why it refuses the options, and what nobody can judge of
+#: what it declares under them (empty: nothing); then its axes and backends.
+Loaded = tuple[str, str, str, list[str], list[str]]
 
 
 def _ask(task: Callable[[P], Any], items: Mapping[str, P], pool: Pool | None) -> list[TaskEnd[P]]:
@@ -55,7 +55,8 @@ def check(
     :raises SelectionError: some cannot be loaded: no such class, an import that raises, hangs or
         ends the process, or no implementation.  All of them are told.
     """
-    own = {name: name for name in names if registry.is_foreign(name)}
+    own: dict[str, tuple[str, Options]]
+    own = {name: (name, {}) for name in names if registry.is_foreign(name)}
     if not own:
         return {}
     for name in own:
@@ -63,7 +64,7 @@ def check(
     loaded, problems = {}, []
     for end in _ask(try_to_load, own, pool):
         unfinished = f"implementation {end.key!r} cannot be imported: {ending(end)}"
-        fault, _, loaded[end.key], _ = end.value or (unfinished, "", [], [])
+        fault, _, _, loaded[end.key], _ = end.value or (unfinished, "", "", [], [])
         if fault:
             remedy = "nothing was run: correct the name or the module"
             file, _, line = (sources or {}).get(end.key, "").rpartition(":")
@@ -74,20 +75,23 @@ def check(
     return loaded
 
 
-def try_to_load(name: str) -> Loaded:
-    """Task of a leader."""
+def try_to_load(asked: tuple[str, Options]) -> Loaded:
+    """Task of a leader, for a name and options."""
+    name, options = asked
     try:
         system = registry.load(name)
         if strategies.of(system.strategy).is_known:
             cost_model_class(system.strategy)  # that of a package may be broken
     except (InputError, registry.BrokenImplementation) as error:
-        return str(error), "", [], []
+        return str(error), "", "", [], []
     try:
-        declared = Declaration.of(system, {})
-    except (Refused, BrokenContract) as error:
-        return "", str(error), [], []  # it takes options: its cases will tell
+        declared = Declaration.of(system, options)
+    except Refused as error:
+        return "", str(error), "", [], []
+    except BrokenContract as error:
+        return "", "", str(error), [], []
     unclear = declared.problem() or ("" if declared.axes else "declares no axes")
-    return "", unclear, [*declared.axes], [] if unclear else [*declared.usable()]
+    return "", "", unclear, [*declared.axes], [] if unclear else [*declared.usable()]
 
 
 def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
@@ -96,12 +100,12 @@ def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
     :raises SelectionError: it cannot be loaded, refuses to be without options, declares no axes or
         what the contract does not know, or ended the process that asked.
     """
-    (end,) = _ask(try_to_load, {"abilities": name}, pool)
+    (end,) = _ask(try_to_load, {"abilities": (name, {})}, pool)
     ended = f"{name} was asked for its axes: {ending(end)}"
-    fault, unclear, axes, backends = end.value or (ended, "", [], [])
-    if fault or unclear:
+    *faults, axes, backends = end.value or (ended, "", "", [], [])
+    if fault := next(filter(None, faults), ""):
         remedy = "nothing was written: name a class that can be used without options"
-        raise SelectionError(replace(_problem(fault or unclear, remedy), value=name))
+        raise SelectionError(replace(_problem(fault, remedy), value=name))
     return axes, backends
 
 
@@ -110,25 +114,11 @@ def check_options(name: str, options: Options, pool: Pool) -> None:
 
     :raises SelectionError: it refuses them, or ended the process that asked.
     """
-    (end,) = _ask(try_options, {"options": (name, options)}, pool)
-    fault = f"{name} was asked for its options: {ending(end)}" if end.value is None else end.value
-    if fault:
-        raise SelectionError(_problem(fault, "nothing was run: correct the option"))
-
-
-def try_options(system: tuple[str, Options]) -> str:
-    """Task of a leader: why the system refuses its options; empty: it does not.
-
-    What else is wrong is told by its cases.
-    """
-    name, options = system
-    try:
-        Declaration.of(registry.load(name), options)
-    except Refused as error:
-        return str(error)
-    except (BrokenContract, registry.BrokenImplementation):
-        pass
-    return ""
+    (end,) = _ask(try_to_load, {"options": (name, options)}, pool)
+    ended = f"{name} was asked for its options: {ending(end)}"
+    _, refused, *_ = end.value or ("", ended)  # what else is wrong is told by its cases
+    if refused:
+        raise SelectionError(_problem(refused, "nothing was run: correct the option"))
 
 
 def with_found_traits(cases: Sequence[Case], pool: Pool | None = None) -> list[Case]:

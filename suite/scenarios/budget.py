@@ -70,10 +70,7 @@ def estimates(
         if seconds is not None:
             alike[like(item)].append(seconds)
     typical = {key: statistics.median(values) for key, values in alike.items()}
-    return [
-        (typical.get(like(item)) or guess(item)) if seconds is None else seconds
-        for item, seconds in past
-    ]
+    return [s if s is not None else typical.get(like(one)) or guess(one) for one, s in past]
 
 
 def _in_turn(cases: Sequence[Case]) -> list[Case]:

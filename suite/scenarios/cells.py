@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -111,11 +112,9 @@ _NAMES: Mapping[str, Callable[[Cell], tuple[object, ...]]] = {
 
 def matches(rule: schema.Match, cell: Cell) -> bool:
     """Whether every key that ``rule`` gives holds for ``cell``."""
-    return all(
-        any(
-            name == pattern or fnmatchcase(str(name), str(pattern))
-            for name in _NAMES[key](cell)
-            for pattern in getattr(rule, key)
-        )
-        for key in rule.model_fields_set & _NAMES.keys()
-    )
+
+    def holds(key: str) -> bool:
+        pairs = itertools.product(_NAMES[key](cell), getattr(rule, key))
+        return any(name == form or fnmatchcase(str(name), str(form)) for name, form in pairs)
+
+    return all(map(holds, rule.model_fields_set & _NAMES.keys()))

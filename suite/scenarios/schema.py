@@ -448,9 +448,5 @@ class Scenario(Model):
 
 def json_schema(model: type[Model] = Scenario, name: str = "scenario") -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a file of this shape, for editors and other tools."""
-    schema = model.model_json_schema(mode="validation")
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"Shardproof {name}",
-        **{key: value for key, value in schema.items() if key != "title"},
-    }
+    own = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"Shardproof {name}"}
+    return own | model.model_json_schema(mode="validation") | own

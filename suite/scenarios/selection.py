@@ -69,14 +69,10 @@ class Selection:
         expression = self.expression.strip()
         cases = self._of_scenarios(planned)
         seeds = () if self.seed is None else (self.seed,)
-        filters: tuple[tuple[str, Sequence[str | int], Names], ...] = (
-            ("--impl", self.implementations, _systems),
-            ("--backend", self.backends, lambda case: (case.backend,)),
-            ("--world", self.worlds, lambda case: (case.world,)),
-            ("--seed", seeds, lambda case: (case.workload.seed,)),
-        )
-        for option, values, names in filters:
-            cases = _narrow(cases, option, values, names)
+        cases = _narrow(cases, "--impl", self.implementations, _systems)
+        cases = _narrow(cases, "--backend", self.backends, lambda case: (case.backend,))
+        cases = _narrow(cases, "--world", self.worlds, lambda case: (case.world,))
+        cases = _narrow(cases, "--seed", seeds, lambda case: (case.workload.seed,))
         if self.tier:
             of_tier = _narrow(cases, "--tier", (self.tier,), lambda case: (case.tier,))
             cases = cases if self.tier == "full" else of_tier

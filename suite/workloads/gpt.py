@@ -181,10 +181,8 @@ class CharnamesGPT(Family):
         sizes = {**params, "kv_heads": _kv_heads(params)}
         for divided, by in (("width", "heads"), ("heads", "kv_heads")):
             if sizes[divided] % sizes[by]:
-                raise WorkloadError(
-                    f"{self.name}: {divided} = {sizes[divided]} is not divisible by "
-                    f"{by} = {sizes[by]}"
-                )
+                whole = f"{divided} = {sizes[divided]}"
+                raise WorkloadError(f"{self.name}: {whole} is not divisible by {by} = {sizes[by]}")
 
     def size(self) -> int:
         """Number of names."""

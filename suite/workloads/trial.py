@@ -109,10 +109,8 @@ def _counted(module: nn.Module, calls: Counter[str]) -> Iterator[None]:
 
 def _check_values(family: OwnWorkload, workload: Workload) -> None:
     """The model and the first batch are the same whenever they are made."""
-    one, two = (
-        {name: tensor.detach() for name, tensor, _ in named_tensors(workload.model())}
-        for _ in range(2)
-    )
+    models = [named_tensors(workload.model()) for _ in range(2)]
+    one, two = ({name: tensor.detach() for name, tensor, _ in model} for model in models)
     for name in {*one, *two}:
         if name not in one or name not in two or not torch.equal(one[name], two[name]):
             remedy = "draw them from torch's global generator, or not at all"
