@@ -103,13 +103,10 @@ def _held_row(one: PipelineFigures) -> tuple[str, ...]:
     window, counted = one.window, one.figures[-1]["in_flight"]
     measured = [f["activations"] for f in one.figures if isinstance(f.get("activations"), Mapping)]
     worst = max(measured[0].values(), key=lambda row: int(row["peak"])) if measured else None
-    return (
-        one.name,
-        one.size,
-        " ".join(str(counted[rank]) for rank in sorted(counted, key=int)),
-        "-" if window is None else " ".join(map(str, window["in_flight"])),
-        *("-" if worst is None else f"{worst[k]:,}" for k in ("peak", "least", "most")),
-    )
+    in_flight = " ".join(str(counted[rank]) for rank in sorted(counted, key=int))
+    asked = "-" if window is None else " ".join(map(str, window["in_flight"]))
+    held = ("-" if worst is None else f"{worst[k]:,}" for k in ("peak", "least", "most"))
+    return one.name, one.size, in_flight, asked, *held
 
 
 def _notes(timed: Iterable[PipelineFigures]) -> list[str]:

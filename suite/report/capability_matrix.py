@@ -304,10 +304,8 @@ class CapabilityMatrix:
 
     def table(self) -> Table:
         """The matrix as a table of words; notes say what each capability is."""
-        rows = [
-            (*place, *("" if cell is None else cell.text for cell in row))
-            for place, row in self.rows.items()
-        ]
+        texts = {p: [cell.text if cell else "" for cell in row] for p, row in self.rows.items()}
+        rows = [(*place, *row) for place, row in texts.items()]
         headings = ("implementation", "backend", *(name for name, _ in self.columns))
         notes = [f"- {name}: {about}" for name, about in self.columns]
         return Table("Capabilities", headings, rows, notes=notes)

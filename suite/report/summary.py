@@ -36,9 +36,7 @@ def broken_blocks(run: Run) -> list[FailureBlock]:
     """Everything that broke, a block for each cause: first cases by gravity, then survivors, then
     results of wings.
     """
-    broken = [
-        of_result(result) for result in run.cases if verdicts.kind(result.verdict) in verdicts.RED
-    ]
+    broken = [of_result(r) for r in run.cases if verdicts.kind(r.verdict) in verdicts.RED]
     for kill in kills.survivors(run.kills):
         depth = f" --depth {kill.depth}" if kill.depth else ""
         rerun = f"shardproof mutants --impl {shlex.quote(kill.name)}{depth}"

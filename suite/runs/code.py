@@ -22,12 +22,9 @@ _DIGITS = 16
 
 def of(implementations: Iterable[str]) -> dict[str, str]:
     """Name -> digest of its file, of those that have one by their name; none is imported."""
-    found = {name: _file(name.partition(":")[0]) for name in implementations if ":" in name}
-    return {
-        name: hashlib.sha256(file.read_bytes()).hexdigest()[:_DIGITS]
-        for name, file in sorted(found.items())
-        if file is not None
-    }
+    named = sorted({name for name in implementations if ":" in name})
+    files = {name: file for name in named if (file := _file(name.partition(":")[0]))}
+    return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:_DIGITS] for n, f in files.items()}
 
 
 def older(

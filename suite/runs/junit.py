@@ -39,13 +39,9 @@ def document(run: Run) -> str:
     """One test case a case; those that were left out are skipped tests."""
     late = [Item(line.id, "skipped", f"left out: {line.reason}") for line in run.left_out]
     last = run.header.last
-    told = ("suite", "commit", "python")
-    properties = {
-        "run": run.path.resolve().name,
-        **{name: getattr(last, name) for name in told},
-        "torch": last.packages.get("torch"),
-        "hardware": last.hardware,
-    }
+    properties = {"run": run.path.resolve().name}
+    properties |= {name: getattr(last, name) for name in ("suite", "commit", "python")}
+    properties |= {"torch": last.packages.get("torch"), "hardware": last.hardware}
     started = run.header.invocations[0].started
     return render("shardproof", [*map(_of_result, run.cases), *late], properties, started)
 
@@ -67,12 +63,9 @@ def _of_result(result: CaseResult) -> Item:
 def _properties(result: CaseResult) -> dict[str, object]:
     case = result.case
     found = ("depth", "loss_factor", "worst_error", "bound", "bytes_sent", "bytes_expected")
-    return {
-        "verdict": result.verdict,
-        "implementation": case.system,
-        **{name: getattr(case, name) for name in ("backend", "world", "lane")},
-        **{name: getattr(result, name) for name in (*found, "rerun")},
-    }
+    told = {"verdict": result.verdict, "implementation": case.system}
+    told |= {name: getattr(case, name) for name in ("backend", "world", "lane")}
+    return told | {name: getattr(result, name) for name in (*found, "rerun")}
 
 
 def render(

@@ -226,10 +226,9 @@ class OwnWorkload(Family):
         losses, weights = self._loss(outputs, micro.targets), micro.weights
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if not isinstance(losses, Tensor) or not shape or shape != weights.shape[: losses.dim()]:
-            raise WorkloadError(
-                f"{self.name}: loss(outputs, targets) gives {shape or 'one number'} for targets "
-                f"{tuple(weights.shape)}: return the loss of each target (reduction='none')"
-            )
+            what = f"gives {shape or 'one number'} for targets {tuple(weights.shape)}"
+            remedy = "return the loss of each target (reduction='none')"
+            raise WorkloadError(f"{self.name}: loss(outputs, targets) {what}: {remedy}")
         return (weights.reshape(*losses.shape, -1).sum(-1) * losses).sum()
 
     def found(self, workload: Workload) -> Found:

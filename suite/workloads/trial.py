@@ -167,15 +167,15 @@ def _traits(
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    tied = [several for several in names.values() if len(several) > 1]
-    homes = [
-        {next((u for u in units if name.startswith(f"{u}.")), "") for name in several}
-        for several in tied
-    ]
+
+    def home(name: str) -> str:
+        return next((unit for unit in units if name.startswith(f"{unit}.")), "")
+
+    homes = [{*map(home, several)} for several in names.values() if len(several) > 1]
     owners = {name.rpartition(".")[0] for name in named}
     has = {
-        "tied": any(len(home) == 1 for home in homes),
-        "tied_over_units": any(len(home) > 1 for home in homes),
+        "tied": any(len(places) == 1 for places in homes),
+        "tied_over_units": any(len(places) > 1 for places in homes),
         "frozen": any(not p.requires_grad for p in named.values()),
         "unused": bool(unused),
         "module_twice": any(attempt.calls[name] > 1 for name in owners if name),

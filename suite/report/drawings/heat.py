@@ -106,10 +106,8 @@ def _cell(
     used, error, where = by_step[step]
     look = f"h-{sum(used > least for least in _SHADES)}"
     hint = f"{name}, {where}: error {_number(error)}, {_number(used)} of its bound"
-    return [
-        svg.rect(left + 1, top + 1, _CELL - 2, _ROW - 2, look, hint),
-        svg.text(left + _CELL / 2, top + 14, _number(error), f"{look}-text", "middle"),
-    ]
+    text = svg.text(left + _CELL / 2, top + 14, _number(error), f"{look}-text", "middle")
+    return [svg.rect(left + 1, top + 1, _CELL - 2, _ROW - 2, look, hint), text]
 
 
 def _number(value: float) -> str:

@@ -20,13 +20,10 @@ def element(name: str, *content: object, **attributes: Any) -> Markup:
     Attributes that are ``None`` are left out, numbers get two decimals at most, and ``content`` is
     escaped unless it is :class:`Markup`.
     """
-    written = "".join(
-        # Numbers need no escape, which takes most of the time.
-        f" {key.rstrip('_').replace('_', '-')}="
-        f'"{escape(value) if isinstance(value, str) else number(value)}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
+    # Numbers need no escape, which takes most of the time.
+    told = {k: escape(v) if isinstance(v, str) else number(v) for k, v in attributes.items()}
+    names = {k: k.rstrip("_").replace("_", "-") for k in told if told[k] is not None}
+    written = "".join(f' {shown}="{told[key]}"' for key, shown in names.items())
     inner = "".join(escape(part) for part in content)
     return Markup(f"<{name}{written}>{inner}</{name}>" if content else f"<{name}{written}/>")
 

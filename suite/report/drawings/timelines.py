@@ -9,6 +9,7 @@ their own but stand in the program's order, so they lie between the computations
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -190,12 +191,10 @@ def _strip(
     numbers, clocks = zip(*sorted(itertools.chain(*ends)), strict=True)
     parts = []
     low, high = lane[0]["begin"], lane[-1]["end"]
-    beyond = min((row["begin"] for row in every if row["begin"] > high), default=None)
+    beyond = min((row["begin"] for row in every if row["begin"] > high), default=math.inf)
     for call in calls:
-        number = call["issued"]
-        if number < low or (beyond is not None and number >= beyond):
-            continue
-        if not call["floating"] or call["phase"] not in ("forward", "backward"):
+        number, is_shown = call["issued"], call["phase"] in ("forward", "backward")
+        if not low <= number < beyond or not call["floating"] or not is_shown:
             continue
         waited = number if call["waited"] is None else call["waited"]
         # The clock at an event, evenly between the events whose clock is known.
