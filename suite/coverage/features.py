@@ -46,16 +46,12 @@ def _of_options(options: Options) -> Iterator[str]:
             if isinstance(value, Mapping) and "format" in value:  # else its system's own default
                 yield f"checkpoint {value['format']}"
         elif name == "compress":
-            yield from _compression(value or {})
+            if value:
+                yield f"compress {value['method']}"
+            if value and value.get("feedback") is False:
+                yield "compress without-feedback"
         elif name != "precision" and (said := _said(name, value)):
             yield said
-
-
-def _compression(chosen: Mapping[str, Any]) -> Iterator[str]:
-    if chosen:
-        yield f"compress {chosen['method']}"
-    if chosen.get("feedback") is False:
-        yield "compress without-feedback"
 
 
 def _said(name: str, value: Any) -> str:

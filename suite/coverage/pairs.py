@@ -90,7 +90,8 @@ def rules() -> tuple[Rule, ...]:
 
 def _rule(trigger: str | list[str], feature: str | list[str], reason: str) -> Rule:
     both = (tuple([globs] if isinstance(globs, str) else globs) for globs in (trigger, feature))
-    return Rule(*both, reason)
+    of_triggers, of_features = both
+    return Rule(of_triggers, of_features, reason)
 
 
 @functools.cache

@@ -100,7 +100,8 @@ def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
     :raises SelectionError: it cannot be loaded, refuses to be without options, declares no axes or
         what the contract does not know, or ended the process that asked.
     """
-    (end,) = _ask(try_to_load, {"abilities": (name, {})}, pool)
+    asked: dict[str, tuple[str, Options]] = {"abilities": (name, {})}
+    (end,) = _ask(try_to_load, asked, pool)
     ended = f"{name} was asked for its axes: {ending(end)}"
     *faults, axes, backends = end.value or (ended, "", "", [], [])
     if fault := next(filter(None, faults), ""):

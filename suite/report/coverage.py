@@ -12,7 +12,7 @@ from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.coverage import pairs, triggers
 from shardproof.evidence.seen import EVENTS
-from shardproof.table import Cell, Table, number
+from shardproof.table import Cell, Row, Table, number
 
 #: Numbers of cases from which a darker shade begins.
 _SHADES = (2, 4, 10, 32)
@@ -41,7 +41,8 @@ def coverage_map(results: Iterable[CaseResult]) -> Table:
     """A row for each feature that a judged case has, a column for each trigger."""
     found = pairs.table(judged(results))
     met = sorted({trigger for trigger, _ in found.met})
-    rows = [(name, *(_place(found, (one, name)) for one in met)) for name in found.features]
+    rows: list[Row] = []
+    rows += [(name, *(_place(found, (one, name)) for one in met)) for name in found.features]
     note = f"{len(found.met):,} pairs of {len(met)} triggers and {len(rows)} features were met."
     heads = [Cell(one, html=_hinted(one, triggers.about(one)), style_class="cap") for one in met]
     return Table("Cases by feature and trigger", ("feature", *heads), rows, notes=(note,))

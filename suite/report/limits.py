@@ -27,6 +27,10 @@ MANY = 100
 _MISSING, _LEFT_OUT = NOT_RUN = ("Planned and missing", "Left out")
 
 
+#: What a row is about, and one member of it.
+Pairs = Iterable[tuple[tuple[str, ...], str]]
+
+
 @dataclass(frozen=True)
 class Limit:
     """What was not checked; ``items`` of rows are listed on demand, ``rest`` counts rows beyond."""
@@ -71,7 +75,7 @@ def _limit(
     title: str,
     why: str,
     headings: Sequence[str],
-    pairs: Iterable[tuple[tuple[str, ...], str]],
+    pairs: Pairs,
     listed: bool = False,
     named: int = 0,
 ) -> Limit:
@@ -95,7 +99,7 @@ def _of_cases(run: Run) -> Iterator[Limit]:
     """Cases without a verdict, or with one that says less than it seems to."""
     missing = "planned, without a result: the run ended before"
     why = "Planned by an invocation that was stopped."
-    pairs = [((missing,), name) for name in run.unfinished]
+    pairs: Pairs = [((missing,), name) for name in run.unfinished]
     yield _limit(_MISSING, why, ("reason",), pairs, listed=True)
     late = [((line.reason,), line.id) for line in run.left_out]
     late += [((f"fault: {kill.why_not}",), kill.name) for kill in run.kills if kill.left_out]
@@ -105,7 +109,7 @@ def _of_cases(run: Run) -> Iterator[Limit]:
     pairs = [((name, r.reason), r.id) for kind, r, name in kinds if kind == "skip"]
     yield _limit("Skipped cases", why, ("implementation", "reason"), pairs, listed=True)
     why = "These ran, but their records do not suffice for a verdict."
-    heads = ("verdict", "implementation", "reason")
+    heads: tuple[str, ...] = ("verdict", "implementation", "reason")
     opened = (((r.verdict, name, r.reason), r.id) for k, r, name in kinds if k in verdicts.OPEN)
     yield _limit("Not decided", why, heads, opened, listed=True)
     why = "No case that ran saw such an event, so no check could judge it."
@@ -126,7 +130,7 @@ def _of_checks(run: Run) -> Iterator[Limit]:
     judged = [(result.case.implementation, check) for result in ran for check in result.checks]
     title = "Checks that did not judge in cases that ran"
     why = "The case has a verdict from its other checks."
-    heads = ("check", "reason", "implementations")
+    heads: tuple[str, ...] = ("check", "reason", "implementations")
     silent = (((o.check, o.message), n) for n, o in judged if o.status not in ("pass", "fail"))
     yield _limit(title, why, heads, silent, named=4)
     why = (

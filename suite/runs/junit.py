@@ -39,7 +39,7 @@ def document(run: Run) -> str:
     """One test case a case; those that were left out are skipped tests."""
     late = [Item(line.id, "skipped", f"left out: {line.reason}") for line in run.left_out]
     last = run.header.last
-    properties = {"run": run.path.resolve().name}
+    properties: dict[str, object] = {"run": run.path.resolve().name}
     properties |= {name: getattr(last, name) for name in ("suite", "commit", "python")}
     properties |= {"torch": last.packages.get("torch"), "hardware": last.hardware}
     started = run.header.invocations[0].started

@@ -73,11 +73,9 @@ def workload_of(
     What a variant gives itself stays, and one of another name keeps its size.
     """
     values = scenario.workload.model_dump()
-    if size is not None and (variant is None or variant.name is None):
-        params = values["params"] | size.params
-        values |= size.model_dump(exclude_none=True, exclude={"steps"}) | {"params": params}
-    if variant is not None:
-        own = variant.model_dump(exclude={"label", "expect"}, exclude_none=True)
+    changes = [size] if size and (variant is None or variant.name is None) else []
+    for change in (*changes, *filter(None, [variant])):
+        own = change.model_dump(exclude={"label", "expect", "steps"}, exclude_none=True)
         values |= {**own, "params": {**values["params"], **own.get("params", {})}}
     return from_plain(WorkloadSpec, values)
 

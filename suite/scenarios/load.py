@@ -141,7 +141,6 @@ def find(arguments: Sequence[str] = (), folder: Path | None = None) -> list[Scen
 
 def load_all(paths: Iterable[Path]) -> list[ScenarioFile]:
     """Load every path; the faults of all files are raised together."""
-    files: list[ScenarioFile] = []
     problems: list[Problem] = []
     owner: dict[str, ScenarioFile] = {}
     for path in paths:
@@ -150,14 +149,12 @@ def load_all(paths: Iterable[Path]) -> list[ScenarioFile]:
         except ScenarioError as error:
             problems += error.problems
             continue
-        first = owner.setdefault(file.name, file)
-        if first is not file:
+        if (first := owner.setdefault(file.name, file)) is not file:
             what = f"scenario name already used by {first.file}"
             problems.append(file.problem(["name"], what, "choose another name", file.name))
-        files.append(file)
     if problems:
         raise ScenarioError(problems)
-    return files
+    return [*owner.values()]
 
 
 def _paths(argument: str, root: Path) -> list[Path]:

@@ -74,9 +74,8 @@ def _unfit_fault(plan: schema.FaultPlan, cell: Cell) -> Iterator[Wrong]:
 
 
 def _saves(plan: schema.CheckpointPlan) -> CheckpointPlan:
-    given = plan.into.model_dump(exclude_none=True) if plan.into else {}
-    if "precision" in given:
-        del given["precision"]["label"]
+    hidden: Any = {"precision": {"label"}}
+    given = plan.into.model_dump(exclude_none=True, exclude=hidden) if plan.into else {}
     return CheckpointPlan(plan.save_at, plan.saves, given, plan.again_at or 0, plan.trained)
 
 

@@ -247,7 +247,7 @@ class _Reader:
             raise self.error(line, "number with too many digits", "use at most 18", text)
         if isinstance(value, float) and not math.isfinite(value):
             raise self.error(line, "number is not finite", "quote it if it is a name", text)
-        return value  # type: ignore[no-any-return]
+        return value
 
 
 def resolve(text: str) -> Any:

@@ -191,6 +191,7 @@ class CharnamesGPT(Family):
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """A small GPT with the layers that traits ask for."""
         width, layers, keyed = params["width"], params["layers"], "dropout_counter" in traits
+        odd: dict[str, Oddities | None]
         odd = {at: oddities(at, traits, width, -1, place) for at in PLACES}
         inner = [odd["inner"] if index == layers // 2 else None for index in range(layers)]
         stack = Stack(
