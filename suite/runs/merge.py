@@ -166,10 +166,9 @@ def copy(merge: Merge, folder: RunFolder) -> None:
     :raises SelectionError: two parts have a file of one name.
     """
     ended = [part for part in merge.parts if part.done]
-    invocations = [
-        one.model_copy(update={"run": part.run}) for part in ended for one in part.invocations
-    ]
-    folder.put_together(invocations, merge.whole)
+    pairs = ((part, one) for part in ended for one in part.invocations)
+    copied = [one.model_copy(update={"run": part.run}) for part, one in pairs]
+    folder.put_together(copied, merge.whole)
     for part in ended:
         for name in _files(part.path):
             folder.copy_file(name, read_input(part.path / name))
@@ -183,10 +182,9 @@ def copy(merge: Merge, folder: RunFolder) -> None:
     for line, why in merge.lacking:
         if name_of(line) in told:
             continue  # its own line, and reason, were copied
-        if line["kind"] == "kill":
-            folder.add(line | {"why_not": f"left out: {why}"}, "kill")
-        else:
-            folder.add(line | {"reason": why}, "left out")
+        is_kill = line["kind"] == "kill"
+        reason = {"why_not": f"left out: {why}"} if is_kill else {"reason": why}
+        folder.add(line | reason, "kill" if is_kill else "left out")
 
 
 def _why(line: dict[str, Any]) -> str:

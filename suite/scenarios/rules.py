@@ -40,8 +40,8 @@ def problems(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
             at: Keys = [*path, "workload", index]
             yield from cannot_be_built(file, vocabulary, at, workload_of(scenario, variant))
     yield from plans.problems(file)
-    refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
-    refuses = any(expect.refuses for expect in (scenario.expect, *refusing))
+    expects = (scenario.expect, *(choice.expect for choice in scenario.matrix.implementation))
+    refuses = any(expect.refuses for expect in expects if expect)
     if refuses != ("refusals" in scenario.checks):
         what = "expect.refuses and the check `refusals` belong together"
         yield file.problem(["checks"], what, "give both or neither", ", ".join(scenario.checks))

@@ -33,12 +33,8 @@ from shardproof.workloads.traits import FLAGS, SPIKES, TRAITS
 #: A part of a tensor: one ``(start, stop)`` per dimension.
 Region = tuple[tuple[int, int], ...]
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,8 @@ class OwnWorkload(Family):
     def units(self, model: nn.Module) -> tuple[str, ...]:
         """As given, or found."""
         names = dict(model.named_modules())
-        for name in self._units:
-            if name not in names:
-                raise WorkloadError(f"{self.name}: units: the model has no module {name!r}")
+        if lacking := [name for name in self._units if name not in names]:
+            raise WorkloadError(f"{self.name}: units: the model has no module {lacking[0]!r}")
         return self._units or _repeated(model)
 
     def roles(self, model: nn.Module) -> Mapping[str, Role]:
@@ -198,10 +197,9 @@ class OwnWorkload(Family):
         if len(parts) not in (2, 3) or not all(isinstance(part, Tensor) for part in parts):
             kinds = ", ".join(type(part).__name__ for part in parts)
             raise self._wrong(size, f"({kinds})", "inputs, targets and maybe what counts, tensors")
-        for part in parts:
-            if not part.dim() or len(part) != size:
-                shape = f"a tensor of shape {tuple(part.shape)}"
-                raise self._wrong(size, shape, f"{size} samples on the first dimension of each")
+        if odd := [tuple(part.shape) for part in parts if part.shape[:1] != (size,)]:
+            asked = f"{size} samples on the first dimension of each"
+            raise self._wrong(size, f"a tensor of shape {odd[0]}", asked)
         inputs, targets, *rest = parts
         valid = rest[0] if rest else torch.ones(targets.shape, dtype=torch.bool)
         if valid.shape != targets.shape or valid.dtype != torch.bool or not bool(valid.any()):

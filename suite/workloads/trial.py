@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -96,15 +96,11 @@ def _attempt(family: OwnWorkload, workload: Workload, seed: int) -> _Attempt:
 
 @contextmanager
 def _counted(module: nn.Module, calls: Counter[str]) -> Iterator[None]:
-    hooks = [
-        part.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-        for name, part in module.named_modules()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, part in module.named_modules():
+            hook = part.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+            hooks.callback(hook.remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _check_values(family: OwnWorkload, workload: Workload) -> None:
