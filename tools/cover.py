@@ -37,11 +37,12 @@ from shardproof.campaign.varied import EXACT, RARE, can_vary, other, scaled
 from shardproof.case import Case
 from shardproof.cases.runner import Session
 from shardproof.contract import OptimizerSpec
-from shardproof.coverage import pairs, triples
+from shardproof.coverage import pairs
 from shardproof.launch.process_control import cores
 from shardproof.scenarios.load import find
 from shardproof.scenarios.matrix import DTYPES, expand
 from shardproof.scenarios.vocabulary import installed
+from tools import triples
 
 ROOT = Path(__file__).resolve().parents[1] / "scenarios"
 FOLDER, TRIPLES = (ROOT / "conformance" / name for name in ("covering", "covering-triples"))

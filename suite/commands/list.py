@@ -11,13 +11,11 @@ import typer
 from shardproof import verdicts
 from shardproof.commands import options
 from shardproof.commands.console import echo, make_console, print_line
-from shardproof.commands.options import option
 from shardproof.errors import Problem, SelectionError
 
 if TYPE_CHECKING:
     from shardproof.case import Case
     from shardproof.coverage.pairs import Coverage
-    from shardproof.coverage.triples import Triples
     from shardproof.table import Table
 
 Entries = Iterable[tuple[str, str]]
@@ -115,9 +113,6 @@ def list_(
     *,
     filters: options.Filters,
     campaign: options.Campaign = None,
-    triples: bool = option(
-        False, "--triples", help="of coverage: triples of what touches communication"
-    ),
 ) -> None:
     """List what there is. Piped, one full name a line; the filters of `run` apply to cases.
 
@@ -125,8 +120,6 @@ def list_(
     feature (a strategy, an option, a backend). Piped, a line is trigger, feature, cases of the
     quick tier, of the full one, and why there is none, with tabs between. Of all scenarios a pair
     without a case or a reason is open, and ends this with exit code 1; filters only select.
-    `--triples` counts the cases that have a strategy, a way to send and a circumstance of that; not
-    all that are possible are met.
 
     \b
     shardproof list impls
@@ -135,14 +128,11 @@ def list_(
     shardproof list strategies
     shardproof list traits
     shardproof list coverage
-    shardproof list coverage --triples
     shardproof list coverage --campaign 2000 --seed 7
     shardproof list coverage --impl reference/zero3 | grep -P 'tied\\t'
     """
-    if triples and what != "coverage":
-        raise SelectionError(Problem("--triples belongs to `list coverage`", "leave it out", what))
     if campaign is not None:
-        given = {f"list {what}": what != "coverage", **filters.given(), "--triples": triples}
+        given = {f"list {what}": what != "coverage", **filters.given()}
         problem = "--campaign belongs to `list coverage` and draws its own cases"
         options.refuse(given, problem, campaign)
         count, seed, impl = campaign, filters.seed or 0, filters.impl or ()
@@ -153,7 +143,7 @@ def list_(
         return
     is_whole = not (any(filters.given().values()) or filters.impl or filters.seed is not None)
     if what == "coverage":
-        _list_coverage(filters.cases(), is_whole and filters.tier == "full", triples)
+        _list_coverage(filters.cases(), is_whole and filters.tier == "full")
     elif what == "cases":
         _show((case.id, "") for case in filters.cases())
     elif not is_whole:
@@ -175,15 +165,10 @@ def _show(entries: Entries) -> None:
             echo(f"{name:{width}}  {about}".rstrip() if sys.stdout.isatty() else name)
 
 
-def _list_coverage(cases: Sequence[Case], is_whole: bool, of_three: bool) -> None:
-    """Print the pairs, or triples, of ``cases``; those of all scenarios may leave no pair open."""
-    from shardproof.coverage import pairs, triples
+def _list_coverage(cases: Sequence[Case], is_whole: bool) -> None:
+    """Print the pairs of ``cases``; those of all scenarios may leave no pair open."""
+    from shardproof.coverage import pairs
 
-    if of_three:
-        found = triples.table(pairs.taken(cases))
-        rows = ((*one, *_counts(found, one)) for one in sorted(found.met | {*found.open}))
-        _show_table(found.by_strategy(), found.sentence(), rows)
-        return
     coverage = pairs.table(pairs.taken(cases))
     lacks = "open" if is_whole else "no case among these"
     _show_pairs(coverage, coverage.sentence(lacks), lacks)
@@ -199,7 +184,7 @@ def _show_pairs(coverage: Coverage, sentence: str, lacks: str) -> None:
     _show_table(coverage.by_feature(lacks), sentence, map(row, coverage.pairs))
 
 
-def _counts(found: Coverage | Triples, of: Any) -> tuple[int, int]:
+def _counts(found: Coverage, of: Any) -> tuple[int, int]:
     """Cases of the quick tier and of the full one."""
     return found.quick.get(of, 0), found.full.get(of, 0)
 

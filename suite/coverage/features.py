@@ -22,21 +22,17 @@ def of(case: Case) -> frozenset[str]:
 
 
 def _asked(case: Case) -> Iterator[str]:
-    yield f"strategy {case.implementation}"
-    yield f"backend {case.backend}"
+    yield from (f"strategy {case.implementation}", f"backend {case.backend}")
     yield f"optimizer {case.optimizer.name}"
-    if case.optimizer.clip_norm is not None:
-        yield "clipping"
-    if case.optimizer.scaler is not None:
-        yield "loss-scaler"
-    if case.lane == "working_precision":
-        yield f"built {case.dtype}"
-    for role, dtype in case.precision.items():
-        yield f"precision {role} {dtype}"
-    if case.membership:
-        yield "members change"
-    if case.deaths:
-        yield "members die"
+    yield from (f"precision {role} {dtype}" for role, dtype in case.precision.items())
+    asked = {
+        "clipping": case.optimizer.clip_norm is not None,
+        "loss-scaler": case.optimizer.scaler is not None,
+        f"built {case.dtype}": case.lane == "working_precision",
+        "members change": bool(case.membership),
+        "members die": bool(case.deaths),
+    }
+    yield from (name for name, is_asked in asked.items() if is_asked)
     if case.checkpoint is not None:
         into = [f"load other-{_LOADERS[name]}" for name in case.checkpoint.into]
         yield from into or ["load same"]
@@ -50,16 +46,12 @@ def _of_options(options: Options) -> Iterator[str]:
             if isinstance(value, Mapping) and "format" in value:  # else its system's own default
                 yield f"checkpoint {value['format']}"
         elif name == "compress":
-            yield from _compression(value or {})
+            if value:
+                yield f"compress {value['method']}"
+            if value and value.get("feedback") is False:
+                yield "compress without-feedback"
         elif name != "precision" and (said := _said(name, value)):
             yield said
-
-
-def _compression(chosen: Mapping[str, Any]) -> Iterator[str]:
-    if chosen:
-        yield f"compress {chosen['method']}"
-    if chosen.get("feedback") is False:
-        yield "compress without-feedback"
 
 
 def _said(name: str, value: Any) -> str:

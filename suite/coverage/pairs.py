@@ -26,8 +26,7 @@ from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.contract import Refused
 from shardproof.coverage import features, triggers
-from shardproof.errors import printable
-from shardproof.table import Table
+from shardproof.table import Table, some
 
 if TYPE_CHECKING:
     from shardproof.registry.declaration import Declaration
@@ -54,12 +53,8 @@ def taken(cases: Iterable[Case]) -> list[Case]:
 
     Of what has run this is known by the verdicts, without an import of any system.
     """
-    return [case for case in cases if not _is_declined(case)]
-
-
-def _is_declined(case: Case) -> bool:
-    says = declared(setup_of(case)) if counts(case) else None
-    return says is not None and bool(says.excludes_case(case, ""))
+    asked = ((case, declared(setup_of(case)) if counts(case) else None) for case in cases)
+    return [case for case, says in asked if says is None or not says.excludes_case(case, "")]
 
 
 def of(case: Case) -> frozenset[Pair]:
@@ -88,17 +83,15 @@ class Rule:
 def rules() -> tuple[Rule, ...]:
     """Those of ``reasons.yaml``.
 
-    :raises ValueError: one has other keys than ``trigger``, ``feature`` and ``reason``.
+    :raises TypeError: one has other keys than ``trigger``, ``feature`` and ``reason``.
     """
-    return tuple(_rule(given) for given in yaml.safe_load(RULES.read_text(encoding="utf-8")))
+    return tuple(_rule(**given) for given in yaml.safe_load(RULES.read_text(encoding="utf-8")))
 
 
-def _rule(given: Mapping[str, Any]) -> Rule:
-    if {*given} != {"trigger", "feature", "reason"}:
-        raise ValueError(f"{RULES.name}: a rule has a trigger, a feature and a reason: {given}")
-    globs = [given[key] for key in ("trigger", "feature")]
-    of_triggers, of_features = (tuple([g] if isinstance(g, str) else g) for g in globs)
-    return Rule(of_triggers, of_features, str(given["reason"]))
+def _rule(trigger: str | list[str], feature: str | list[str], reason: str) -> Rule:
+    both = (tuple([globs] if isinstance(globs, str) else globs) for globs in (trigger, feature))
+    of_triggers, of_features = both
+    return Rule(of_triggers, of_features, reason)
 
 
 @functools.cache
@@ -198,11 +191,8 @@ class Coverage:
         rows = []
         for feature in self.features:
             lacking = left.get(feature, [])
-            named = ", ".join(lacking[:_NAMED])
-            if len(lacking) > _NAMED:
-                named += f" and {len(lacking) - _NAMED} more"
             numbers = met[feature] + len(lacking), met[feature], quick[feature]
-            rows.append((feature, *map(str, numbers), named))
+            rows.append((feature, *map(str, numbers), some(lacking, _NAMED)))
         heads = ("feature", "triggers", "met", "in quick", lacks)
         return Table("Coverage", heads, rows, align="lrrrl")
 
@@ -220,24 +210,13 @@ def table(cases: Iterable[Case], others: Iterable[Case] = ()) -> Coverage:
     """The coverage of ``cases``; what only ``others`` have is a feature, too, met by none."""
     tiers: dict[str, Counter[Pair]] = {"quick": Counter(), "full": Counter()}
     setups: dict[str, set[Setup]] = {}
-    for case, counted in ((one, many is cases) for many in (cases, others) for one in many):
-        if counts(case):
-            setup = setup_of(case)
-            for feature in features.of(case):
-                setups.setdefault(feature, set()).add(setup)
-            if counted:
-                tiers[case.tier].update(of(case))
+    own = [case for case in cases if counts(case)]
+    for case in own:
+        tiers[case.tier].update(of(case))
+    for case in (*own, *filter(counts, others)):
+        for feature in features.of(case):
+            setups.setdefault(feature, set()).add(setup_of(case))
     return Coverage(tuple(sorted(setups)), tiers["quick"], tiers["full"], setups)
-
-
-def stale_rules(coverage: Coverage) -> list[str]:
-    """Rules that explain no empty pair."""
-    empty = [pair for pair in coverage.pairs if not coverage.cases(pair)]
-    return [
-        printable(f"{' '.join(rule.triggers)} x {' '.join(rule.features)}: no empty pair")
-        for rule in rules()
-        if not any(rule.matches(pair) for pair in empty)
-    ]
 
 
 def document(cases: Iterable[Case]) -> dict[str, Any]:

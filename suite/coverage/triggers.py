@@ -18,12 +18,16 @@ def _axes(case: Case) -> list[int]:
     return [size for size in case.mesh.values() if size > 1]
 
 
-def _stages(case: Case) -> int:
-    return axes.parts(case.mesh, "layers")
-
-
 def _windows(case: Case) -> list[list[int]]:
     return [window for share in _sizes(case) for window in share]
+
+
+def _is(workload: str) -> Callable[[Case], bool]:
+    return lambda case: case.workload.name == workload
+
+
+def _has(knob: str, value: str) -> Callable[[Case], bool]:
+    return lambda case: case.workload.params.get(knob) == value
 
 
 #: What meshes of replicas of shards cut.
@@ -36,7 +40,7 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "batch several-micro-batches": (
         "several micro-batches in a window",
-        lambda case: any(len(window) > 1 for window in _windows(case)),
+        lambda case: max(map(len, _windows(case))) > 1,
     ),
     "batch several-windows": (
         "several windows in a step",
@@ -44,11 +48,11 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "batch unequal-samples": (
         "micro-batches of several sizes",
-        lambda case: len({size for window in _windows(case) for size in window}) > 1,
+        lambda case: len(set().union(*_windows(case))) > 1,
     ),
     "batch fewer-than-stages": (
         "a window with fewer micro-batches than stages",
-        lambda case: any(len(window) < _stages(case) for window in _windows(case)),
+        lambda case: min(map(len, _windows(case))) < axes.parts(case.mesh, "layers"),
     ),
     "batch fewer-samples": (
         "data coordinates that run fewer micro-batches because they have no more samples",
@@ -59,51 +63,24 @@ FORMS: Mapping[str, tuple[str, Callable[[Case], bool]]] = {
     ),
     "mesh one-rank": ("one rank alone", lambda case: case.world == 1),
     "mesh two-ranks": ("two ranks", lambda case: case.world == 2),
-    "mesh odd": (
-        "an axis of an odd number of ranks, three or more",
-        lambda case: any(size % 2 for size in _axes(case)),
-    ),
-    "mesh four-or-more": (
-        "an axis of four ranks or more",
-        lambda case: any(size >= 4 for size in _axes(case)),
-    ),
+    "mesh odd": ("an axis of 3, 5, ... ranks", lambda case: any(n % 2 for n in _axes(case))),
+    "mesh four-or-more": ("an axis of 4 or more", lambda case: max(_axes(case), default=0) > 3),
     "mesh axis-of-one": (
         "an axis of one rank beside others",
-        lambda case: case.world > 1 and 1 in case.mesh.values(),
+        lambda case: 1 in case.mesh.values() and case.world > 1,
     ),
     "mesh two-data-axes": (
         "replicas of shards",
         lambda case: min(axes.parts(case.mesh, what) for what in COPIES_OF_SHARDS) > 1,
     ),
     "mesh several-axes": ("several axes of two ranks or more", lambda case: len(_axes(case)) > 1),
-    "mesh unlike-axes": (
-        "axes of different sizes, each of two ranks or more",
-        lambda case: len(set(_axes(case))) > 1,
-    ),
-    "model batch-norm": (
-        "running statistics, which every forward changes",
-        lambda case: case.workload.name == "digits_cnn",
-    ),
-    "model no-layer-norm": (
-        "RMSNorm, behind which a constant on the hidden state shows",
-        lambda case: case.workload.params.get("norm") == "rms",
-    ),
-    "model strided": (
-        "hidden states that lie feature by feature",
-        lambda case: case.workload.params.get("layout") == "columns",
-    ),
-    "model nested": (
-        "units that take and return tensors inside of containers",
-        lambda case: case.workload.params.get("passes") == "nested",
-    ),
-    "model recurrent": (
-        "a cell that is called once a position, with its own last output",
-        lambda case: case.workload.name == "charnames_rnn",
-    ),
-    "model gradient-penalty": (
-        "a gradient in the loss: the model differentiates in its forward",
-        lambda case: case.workload.name == "digits_penalty",
-    ),
+    "mesh unlike-axes": ("axes of different sizes above 1", lambda case: len({*_axes(case)}) > 1),
+    "model batch-norm": ("running statistics, which every forward changes", _is("digits_cnn")),
+    "model no-layer-norm": ("RMSNorm: a constant on the hidden state shows", _has("norm", "rms")),
+    "model strided": ("hidden states that lie feature by feature", _has("layout", "columns")),
+    "model nested": ("units that pass tensors inside of containers", _has("passes", "nested")),
+    "model recurrent": ("a cell that is called once a position", _is("charnames_rnn")),
+    "model gradient-penalty": ("a gradient in the loss, made in forward", _is("digits_penalty")),
 }
 
 

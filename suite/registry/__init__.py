@@ -114,15 +114,11 @@ def load(name: str) -> type[Implementation]:
     check(name)
     if name.startswith(MUTANTS):
         return load_mutant(name).implementation
-    if ":" in name:
-        return _checked(name, _find(name, name))
-    if name in _folder():
-        module = _folder()[name]
-        export = _find(name, f"{module}:IMPLEMENTATION")
-        return _checked(
-            name, _find(name, f"{module}:{export}") if isinstance(export, str) else export
-        )
-    return _checked(name, _find(name, entry_points(GROUP)[name][-1].value))
+    if (module := _folder().get(name)) is None:
+        path = name if ":" in name else entry_points(GROUP)[name][-1].value
+        return _checked(name, _find(name, path))
+    found = _find(name, f"{module}:IMPLEMENTATION")
+    return _checked(name, _find(name, f"{module}:{found}") if isinstance(found, str) else found)
 
 
 def load_mutant(name: str) -> Mutant:
@@ -144,10 +140,9 @@ def load_mutant(name: str) -> Mutant:
 
 def _root() -> Path:
     spec = importlib.util.find_spec("shardproof.impls")  # finds, does not import
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    if not places:
+    if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError("the package 'shardproof.impls' is not importable from here")
-    return Path(places[0])
+    return Path(spec.submodule_search_locations[0])
 
 
 def modules(family: str) -> list[str]:
@@ -190,10 +185,8 @@ def _mutant_modules() -> Mapping[str, str]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for call in getattr(node, "decorator_list", ()):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "mutant":
-                    module = path.relative_to(_root()).with_suffix("").parts
-                    modules[ast.literal_eval(call.args[0])] = ".".join(
-                        ("shardproof.impls", *module)
-                    )
+                    parts = "shardproof.impls", *path.relative_to(_root()).with_suffix("").parts
+                    modules[ast.literal_eval(call.args[0])] = ".".join(parts)
     return modules
 
 
@@ -210,12 +203,11 @@ def _checked(name: str, value: Any) -> type[Implementation]:
 
     if not (isinstance(value, type) and issubclass(value, Implementation)):
         raise BrokenImplementation(name, f"is {value!r}, not a subclass of Implementation")
-    lacking = sorted(value.__abstractmethods__)
-    if not hasattr(value, "strategy"):
-        lacking.append("strategy")
-    elif not (isinstance(value.strategy, str) and value.strategy):
+    strategy = getattr(value, "strategy", None)
+    if not isinstance(strategy, str | None) or strategy == "":
         asked = "asked is the name of a strategy as text, such as strategy = 'zero1'"
-        raise BrokenImplementation(name, f"has strategy = {value.strategy!r}; {asked}")
+        raise BrokenImplementation(name, f"has strategy = {strategy!r}; {asked}")
+    lacking = sorted(value.__abstractmethods__) + ["strategy"] * (strategy is None)
     if lacking:
         raise BrokenImplementation(name, f"does not define: {', '.join(lacking)}")
     return value

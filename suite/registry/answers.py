@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import marshal
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -71,28 +71,17 @@ def _described(piece: Piece) -> bytes | None:
         return None
 
 
-def _faults(piece: Piece) -> list[tuple[str, bool, str]]:
-    """Fields, whether each is wrong, and what is asked; a field is looked at if those before it
-    are right.
-    """
-    shape = piece.global_shape
-    if not (isinstance(piece.tensor, Tensor) and _is_text(piece.name) and _numbers(shape)):
-        return [
-            ("tensor", not isinstance(piece.tensor, Tensor), "a Tensor"),
-            ("name", not _is_text(piece.name), "a str that UTF-8 can hold"),
-            ("global_shape", not _numbers(shape), "a tuple of int"),
-        ]
-    flat = (piece.flat_range,)
-    return [
-        ("replica", type(piece.replica) is not int, "an int"),
-        ("source", not isinstance(piece.source, Tensor | None), "a Tensor or None"),
-        ("slices", not _within(piece.slices, shape), "a (start, stop) a dimension, or None"),
-        (
-            "flat_range",
-            piece.flat_range is not None and not _within(flat, (math.prod(shape),)),
-            "(start, stop) in the flattened tensor, or None",
-        ),
-    ]
+def _faults(piece: Piece) -> Iterator[tuple[str, bool, str]]:
+    """Fields, whether each is wrong, and what is asked; to be left at the first that is wrong."""
+    shape, flat = piece.global_shape, piece.flat_range
+    yield "tensor", not isinstance(piece.tensor, Tensor), "a Tensor"
+    yield "name", not _is_text(piece.name), "a str that UTF-8 can hold"
+    yield "global_shape", not _numbers(shape), "a tuple of int"
+    yield "replica", type(piece.replica) is not int, "an int"
+    yield "source", not isinstance(piece.source, Tensor | None), "a Tensor or None"
+    yield "slices", not _within(piece.slices, shape), "a (start, stop) a dimension, or None"
+    is_outside = flat is not None and not _within((flat,), (math.prod(shape),))
+    yield "flat_range", is_outside, "(start, stop) in the flattened tensor, or None"
 
 
 def _is_text(value: object) -> bool:

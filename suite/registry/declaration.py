@@ -93,9 +93,9 @@ class Declaration(Capabilities, Stored):
         if not isinstance(capabilities, Capabilities):
             came = type(capabilities).__name__
             raise BrokenContract(f"{method} returned a {came}, not Capabilities")
-        fields = {f.name: getattr(capabilities, f.name) for f in dataclasses.fields(Capabilities)}
+        fields = {}
         for field in dataclasses.fields(Capabilities):
-            value = fields[field.name]
+            value = fields[field.name] = getattr(capabilities, field.name)
             kinds, wanted = _KINDS.get(type(field.default), (Mapping, "a mapping of str"))
             right = isinstance(value, kinds) and not isinstance(value, bool)
             right = right and (type(field.default) is not float or 0 < value < math.inf)
@@ -110,9 +110,12 @@ class Declaration(Capabilities, Stored):
         """What it says that nothing knows, or the trait that it declines although its strategy
         implies it; empty: nothing.  A misspelt word must not pass for one that was not said.
         """
+        declinable: Collection[str] = (*TRAITS, CLIPPING, LOSS_SCALE)
+        if self.strategy == Sampling.strategy:
+            declinable = Sampling.asked
         words: dict[str, tuple[Collection[object], Collection[str]]] = {
             "features": (sorted(self.features), strategies.FEATURES),
-            "declines": ([key.partition("@")[0] for key in self.declines], self._declinable()),
+            "declines": ([key.partition("@")[0] for key in self.declines], declinable),
             "declines in": ([d for k in self.declines if (d := k.partition("@")[2])], DTYPES),
             "axes": (self.axes, axes.names()),
             "dtypes": (self.dtypes, DTYPES),
@@ -142,17 +145,10 @@ class Declaration(Capabilities, Stored):
                 return f"declines {trait!r}, but claiming {self.strategy!r} implies {feature!r}"
         return ""
 
-    def _declinable(self) -> Collection[str]:
-        asked = Sampling.asked if self.strategy == Sampling.strategy else ()
-        return asked or (*TRAITS, CLIPPING, LOSS_SCALE)
-
     def missing_here(self, backend: str, world: int) -> str:
         """The backend or the package that this machine lacks; empty: none."""
-        reason = BACKENDS[backend].available(world)
-        if reason:
+        if reason := BACKENDS[backend].available(world) or self.lacks:
             return reason
-        if self.lacks:
-            return self.lacks
         for name in self.packages:
             if importlib.util.find_spec(name) is None:
                 return f"the optional package {name!r} is not installed: see docs/install-extras.md"
@@ -183,10 +179,8 @@ class Declaration(Capabilities, Stored):
         self, backend: str, dtype: str, world: int, axes: Collection[str] = (), missing: str = ""
     ) -> str:
         """Why it cannot run this way; ``missing`` is :meth:`missing_here`; empty: it can."""
-        if reason := self.denied(backend):
+        if reason := self.denied(backend) or missing:
             return reason
-        if missing:
-            return missing
         foreign = [axis for axis in axes if axis not in self.axes]
         if foreign:
             return f"has no axis {', '.join(foreign)}; its axes: {', '.join(self.axes)}"
@@ -200,11 +194,9 @@ class Declaration(Capabilities, Stored):
         """Why ``case``, which trains, is outside what it declares or what the machine has; empty:
         it is not.
         """
-        reason = self.excludes(case.backend, case.dtype, case.world, case.mesh, missing)
-        if reason:
+        given = case.backend, case.dtype, case.world, case.mesh, missing
+        if reason := self.excludes(*given) or self.not_trained:
             return reason
-        if self.not_trained:
-            return self.not_trained
         if case.checkpoint is not None and not self.checkpoints:
             return "declares no checkpoints"
         if case.changes_members and not self.reconfigures:
@@ -229,10 +221,8 @@ class Declaration(Capabilities, Stored):
         unequal = self._declined(UNEQUAL, case.dtype)
         if unequal is not None and len(set(counts)) > 1:
             samples = f"{case.workload.global_batch} samples do not suffice"
-            return (
-                f"declines trait {UNEQUAL}, and {samples}: {min(counts)} to {max(counts)} "
-                f"micro-batches a rank{unequal}"
-            )
+            spread = f"{min(counts)} to {max(counts)} micro-batches a rank"
+            return f"declines trait {UNEQUAL}, and {samples}: {spread}{unequal}"
         return ""
 
     def _sends(self, case: Case) -> str:
@@ -243,7 +233,12 @@ class Declaration(Capabilities, Stored):
             return f"has {axes.role(along[0])}"
         if "roles" in self.features:
             return "has servers"
-        return "sums by sending" if _sums_by_sending(case.options) else ""
+        # Options that choose collectives over send and recv (docs/collectives.md).
+        inner = case.options.get("data_options")
+        given = {**case.options, **(inner if isinstance(inner, Mapping) else {})}
+        names = ("all_reduce", "reduce_scatter", "all_gather")
+        sums = any(given.get(name, "backend") != "backend" for name in names)
+        return "sums by sending" if sums else ""
 
     def _declined(self, what: str, dtype: str) -> str | None:
         """In which dtype and why ``what`` is declined; ``None``: it is not."""
@@ -251,14 +246,6 @@ class Declaration(Capabilities, Stored):
             if key in self.declines:
                 return f"{where}: {self.declines[key]}"
         return None
-
-
-def _sums_by_sending(options: Options) -> bool:
-    """Whether options choose collectives over send and recv (docs/collectives.md)."""
-    inner = options.get("data_options")
-    every = {**options, **inner} if isinstance(inner, Mapping) else options
-    names = ("all_reduce", "reduce_scatter", "all_gather")
-    return any(every.get(name, "backend") != "backend" for name in names)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ leader, never here, and what is wrong is told in one sentence instead of once fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardproof import registry, strategies, workloads
-from shardproof.case import Case, WorkloadSpec
+from shardproof.case import Case
 from shardproof.contract import Options, Refused
 from shardproof.costs import cost_model_class
 from shardproof.errors import InputError, Problem, SelectionError, shorten
@@ -24,6 +24,23 @@ from shardproof.workloads.own import FOUND
 #: For the import of a user's modules; torch is imported already.
 SECONDS = 60.0
 _LONGEST = 400
+#: What is asked in a leader.
+P = TypeVar("P")
+#: What is wrong with an implementation, why it refuses the options, and what nobody can judge of
+#: what it declares under them (empty: nothing); then its axes and backends.
+Loaded = tuple[str, str, str, list[str], list[str]]
+
+
+def _ask(task: Callable[[P], Any], items: Mapping[str, P], pool: Pool | None) -> list[TaskEnd[P]]:
+    """How ``task`` ended for each of ``items``, in leaders of ``pool`` (``None``: a new one)."""
+    with ExitStack() as stack:
+        leaders = pool if pool is not None else stack.enter_context(Pool(1))
+        timed = [(key, item, SECONDS) for key, item in items.items()]
+        return list(stack.enter_context(closing(leaders.run(task, timed))))
+
+
+def _problem(fault: str, remedy: str, file: str = "", line: int | None = None) -> Problem:
+    return Problem(shorten(fault, _LONGEST), remedy, file=file, line=line)
 
 
 def check(
@@ -38,44 +55,43 @@ def check(
     :raises SelectionError: some cannot be loaded: no such class, an import that raises, hangs or
         ends the process, or no implementation.  All of them are told.
     """
-    own = [name for name in dict.fromkeys(names) if registry.is_foreign(name)]
+    own: dict[str, tuple[str, Options]]
+    own = {name: (name, {}) for name in names if registry.is_foreign(name)}
     if not own:
         return {}
     for name in own:
         registry.check(name)
-    with ExitStack() as stack:
-        leaders = pool if pool is not None else stack.enter_context(Pool(1))
-        items = [(name, name, SECONDS) for name in own]
-        ends = list(stack.enter_context(closing(leaders.run(try_to_load, items))))
-    loaded: dict[str, Loaded]
-    loaded = {end.key: end.value or (_unfinished(end), []) for end in ends}
-    remedy = "nothing was run: correct the name or the module"
-    problems = []
-    for name, (fault, _) in loaded.items():
-        file, _, line = (sources or {}).get(name, "").rpartition(":")
+    loaded, problems = {}, []
+    for end in _ask(try_to_load, own, pool):
+        unfinished = f"implementation {end.key!r} cannot be imported: {ending(end)}"
+        fault, _, _, loaded[end.key], _ = end.value or (unfinished, "", "", [], [])
         if fault:
-            problem = Problem(shorten(fault, _LONGEST), remedy)
-            problems.append(replace(problem, file=file, line=int(line)) if line else problem)
+            remedy = "nothing was run: correct the name or the module"
+            file, _, line = (sources or {}).get(end.key, "").rpartition(":")
+            where = (file, int(line)) if line else ()
+            problems.append(_problem(fault, remedy, *where))
     if problems:
         raise SelectionError(problems)
-    return {name: axes for name, (_, axes) in loaded.items()}
+    return loaded
 
 
-#: The fault of an implementation (empty: none), and its axes.
-Loaded = tuple[str, list[str]]
-
-
-def try_to_load(name: str) -> Loaded:
-    """Task of a leader."""
+def try_to_load(asked: tuple[str, Options]) -> Loaded:
+    """Task of a leader, for a name and options."""
+    name, options = asked
     try:
         system = registry.load(name)
         if strategies.of(system.strategy).is_known:
             cost_model_class(system.strategy)  # that of a package may be broken
-        return "", [*Declaration.of(system, {}).axes]
-    except (Refused, BrokenContract):
-        return "", []  # it takes options: its cases will tell
     except (InputError, registry.BrokenImplementation) as error:
-        return str(error), []
+        return str(error), "", "", [], []
+    try:
+        declared = Declaration.of(system, options)
+    except Refused as error:
+        return "", str(error), "", [], []
+    except BrokenContract as error:
+        return "", "", str(error), [], []
+    unclear = declared.problem() or ("" if declared.axes else "declares no axes")
+    return "", "", unclear, [*declared.axes], [] if unclear else [*declared.usable()]
 
 
 def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
@@ -84,27 +100,14 @@ def abilities(name: str, pool: Pool) -> tuple[list[str], list[str]]:
     :raises SelectionError: it cannot be loaded, refuses to be without options, declares no axes or
         what the contract does not know, or ended the process that asked.
     """
-    with closing(pool.run(try_abilities, [("abilities", name, SECONDS)])) as ends:
-        (end,) = ends
-    fault, axes, backends = end.value or (
-        f"{name} was asked for its axes: {ending(end)}",
-        [],
-        [],
-    )
-    if fault:
+    asked: dict[str, tuple[str, Options]] = {"abilities": (name, {})}
+    (end,) = _ask(try_to_load, asked, pool)
+    ended = f"{name} was asked for its axes: {ending(end)}"
+    *faults, axes, backends = end.value or (ended, "", "", [], [])
+    if fault := next(filter(None, faults), ""):
         remedy = "nothing was written: name a class that can be used without options"
-        raise SelectionError(Problem(shorten(fault, _LONGEST), remedy, name))
+        raise SelectionError(replace(_problem(fault, remedy), value=name))
     return axes, backends
-
-
-def try_abilities(name: str) -> tuple[str, list[str], list[str]]:
-    """Task of a leader: why ``name`` declares no axes without options; its axes and backends."""
-    try:
-        declared = Declaration.of(registry.load(name), {})
-    except (Refused, BrokenContract, InputError, registry.BrokenImplementation) as error:
-        return str(error), [], []
-    fault = declared.problem() or ("" if declared.axes else "declares no axes")
-    return fault, [*declared.axes], [*declared.usable()]
 
 
 def check_options(name: str, options: Options, pool: Pool) -> None:
@@ -112,27 +115,11 @@ def check_options(name: str, options: Options, pool: Pool) -> None:
 
     :raises SelectionError: it refuses them, or ended the process that asked.
     """
-    with closing(pool.run(try_options, [("options", (name, options), SECONDS)])) as ends:
-        (end,) = ends
-    fault = f"{name} was asked for its options: {ending(end)}" if end.value is None else end.value
-    if fault:
-        remedy = "nothing was run: correct the option"
-        raise SelectionError(Problem(shorten(fault, _LONGEST), remedy))
-
-
-def try_options(system: tuple[str, Options]) -> str:
-    """Task of a leader: why the system refuses its options; empty: it does not.
-
-    What else is wrong is told by its cases.
-    """
-    name, options = system
-    try:
-        Declaration.of(registry.load(name), options)
-    except Refused as error:
-        return str(error)
-    except (BrokenContract, registry.BrokenImplementation):
-        pass
-    return ""
+    (end,) = _ask(try_to_load, {"options": (name, options)}, pool)
+    ended = f"{name} was asked for its options: {ending(end)}"
+    _, refused, *_ = end.value or ("", ended)  # what else is wrong is told by its cases
+    if refused:
+        raise SelectionError(_problem(refused, "nothing was run: correct the option"))
 
 
 def with_found_traits(cases: Sequence[Case], pool: Pool | None = None) -> list[Case]:
@@ -145,27 +132,19 @@ def with_found_traits(cases: Sequence[Case], pool: Pool | None = None) -> list[C
     tried = {_trial(case): case for case in cases if ":" in case.workload.name}
     if not tried:
         return list(cases)
-    with ExitStack() as stack:
-        leaders = pool if pool is not None else stack.enter_context(Pool(1))
-        items = [(key, case, SECONDS) for key, case in tried.items()]
-        ends = list(stack.enter_context(closing(leaders.run(try_workload, items))))
-    found: dict[str, tuple[str, list[str]]] = {
-        end.key: end.value or (f"workload {end.payload.workload.name!r}: {ending(end)}", [])
-        for end in ends
-    }
-    problems = []
-    for key, (fault, _) in found.items():
+    found, problems = {}, []
+    for end in _ask(try_workload, tried, pool):
+        unfinished = f"workload {end.payload.workload.name!r}: {ending(end)}"
+        fault, found[end.key] = end.value or (unfinished, [])
         if fault:
-            file, line = _named_in(tried[key])
             remedy = "nothing was run: correct the workload"
-            problems.append(Problem(shorten(fault, _LONGEST), remedy, file=file, line=line))
+            problems.append(_problem(fault, remedy, *_named_in(tried[end.key])))
     if problems:
-        raise SelectionError(list(dict.fromkeys(problems)))
+        raise SelectionError(dict.fromkeys(problems))
     return [
-        case
-        if ":" not in case.workload.name
-        else replace(case, workload=_carrying(case.workload, found[_trial(case)][1]))
+        replace(case, workload=replace(case.workload, traits=(*dict.fromkeys(traits),)))
         for case in cases
+        for traits in [(*case.workload.traits, *found.get(_trial(case), ()))]
     ]
 
 
@@ -184,10 +163,6 @@ def _trial(case: Case) -> str:
     return f"{case.workload} {case.dtype}"
 
 
-def _carrying(spec: WorkloadSpec, traits: Sequence[str]) -> WorkloadSpec:
-    return replace(spec, traits=tuple(dict.fromkeys((*spec.traits, *traits))))
-
-
 def try_workload(case: Case) -> tuple[str, list[str]]:
     """Task of a leader: why the workload of ``case`` cannot be judged, and the traits it has."""
     try:
@@ -199,10 +174,6 @@ def try_workload(case: Case) -> tuple[str, list[str]]:
     if lacking:
         return f"{case.workload.name}: the model has no {lacking[0]!r}, only {found or 'none'}", []
     return "", found
-
-
-def _unfinished(end: TaskEnd[str]) -> str:
-    return f"implementation {end.key!r} cannot be imported: {ending(end)}"
 
 
 def ending(end: TaskEnd[Any]) -> str:

@@ -67,9 +67,8 @@ def badge(label: str, message: str, state: State, about: str) -> str:
         re.sub("[^ -\ud7ff\ue000-\ufffd]", "?", text) for text in (label, message, about)
     )
     left, right = (width(text) + 2 * _PADDING for text in (label, message))
-    whole, high = left + right, _HEIGHT
+    whole, high, down = left + right, _HEIGHT, f"v{_HEIGHT - 6}"
     fill, ink = COLOURS[state]
-    down = f"v{high - 6}"
     boxes = (
         f'<path fill="{_LABEL[0]}" d="M{left} 0H3a3 3 0 0 0-3 3{down}a3 3 0 0 0 3 3h{left - 3}z"/>'
         f'<path fill="{fill}" d="M{left} 0h{right - 3}a3 3 0 0 1 3 3{down}a3 3 0 0 1-3 3H{left}z"/>'
@@ -148,14 +147,11 @@ def write(run: Run, folder: Path) -> list[str]:
         for name, text in {**texts, INDEX: index(run, names, whole)}.items():
             write_whole(folder / name, printable(text))
         for path in folder.glob("*.svg"):
-            if path.name not in texts and _is_ours(path):
+            with path.open("rb") as stream:
+                is_ours = stream.read(len(_BEGIN)) == _BEGIN.encode()
+            if path.name not in texts and is_ours:
                 path.unlink()
     except OSError as error:
         why = f"badges cannot be written: {error.strerror or error}"
         raise SelectionError(Problem(why, "name a folder: --output", str(folder))) from None
     return sorted(texts)
-
-
-def _is_ours(path: Path) -> bool:
-    with path.open("rb") as stream:
-        return stream.read(len(_BEGIN)) == _BEGIN.encode()

@@ -81,11 +81,10 @@ def pipelines(results: Iterable[CaseResult]) -> list[PipelineFigures]:
             size = parts(case.mesh, "layers"), case.workload.micro_batches
             on_threads = BACKENDS.of_record(case.backend).threads
             groups[(*size, case.implementation, case.system)].append((on_threads, figures))
+    ordered = {key: sorted(groups[key], key=lambda one: one[0]) for key in sorted(groups)}
     return [
-        PipelineFigures(
-            name, ranks, micro, [f for _, f in sorted(members, key=lambda item: item[0])]
-        )
-        for (ranks, micro, _, name), members in sorted(groups.items(), key=lambda item: item[0])
+        PipelineFigures(name, ranks, micro, [figures for _, figures in members])
+        for (ranks, micro, _, name), members in ordered.items()
     ]
 
 
@@ -95,35 +94,23 @@ def _bubble_row(one: PipelineFigures) -> tuple[str, ...] | None:
     if timed is None or window is None:
         return None
     mark = SHARED if timed["cores"] < timed["ranks"] else ""
-    return (
-        one.name,
-        one.size,
-        _milliseconds(timed["cpu_seconds"]),
-        _both(window["closed"]),
-        _both(window),
-        _both(timed["simulated"]),
-        _both(timed["replayed"]),
-        _both(timed) + mark,
-    )
+    played = window["closed"], window, timed["simulated"], timed["replayed"]
+    bubbles = *map(_both, played), _both(timed) + mark
+    return one.name, one.size, _milliseconds(timed["cpu_seconds"]), *bubbles
 
 
 def _held_row(one: PipelineFigures) -> tuple[str, ...]:
     window, counted = one.window, one.figures[-1]["in_flight"]
     measured = [f["activations"] for f in one.figures if isinstance(f.get("activations"), Mapping)]
     worst = max(measured[0].values(), key=lambda row: int(row["peak"])) if measured else None
-    return (
-        one.name,
-        one.size,
-        " ".join(str(counted[rank]) for rank in sorted(counted, key=int)),
-        "-" if window is None else " ".join(map(str, window["in_flight"])),
-        *("-" if worst is None else f"{worst[k]:,}" for k in ("peak", "least", "most")),
-    )
+    in_flight = " ".join(str(counted[rank]) for rank in sorted(counted, key=int))
+    asked = "-" if window is None else " ".join(map(str, window["in_flight"]))
+    held = ("-" if worst is None else f"{worst[k]:,}" for k in ("peak", "least", "most"))
+    return one.name, one.size, in_flight, asked, *held
 
 
 def _notes(timed: Iterable[PipelineFigures]) -> list[str]:
-    shared = {
-        (one.measured["ranks"], one.measured["cores"]) for one in timed if one.measured is not None
-    }
+    shared = {(m["ranks"], m["cores"]) for one in timed if (m := one.measured) is not None}
     few = [(ranks, cores) for ranks, cores in sorted(shared) if cores < ranks]
     return [NOTE, *(SHARED_NOTE.format(ranks=ranks, cores=cores) for ranks, cores in few)]
 
@@ -132,10 +119,8 @@ def tables(results: Iterable[CaseResult]) -> list[Table]:
     rows = pipelines(results)
     timed = [row for one in rows if (row := _bubble_row(one)) is not None]
     held = [_held_row(one) for one in rows]
-    both = (
-        Table(BUBBLE_TITLE, BUBBLE_HEADINGS, timed, notes=_notes(rows), align="lrrrrrrr"),
-        Table(HELD_TITLE, HELD_HEADINGS, held, align="lrrrrrr"),
-    )
+    bubbles = Table(BUBBLE_TITLE, BUBBLE_HEADINGS, timed, notes=_notes(rows), align="lrrrrrrr")
+    both = bubbles, Table(HELD_TITLE, HELD_HEADINGS, held, align="lrrrrrr")
     return [table for table in both if table.rows]
 
 

@@ -103,14 +103,10 @@ BY_TRAIT: dict[str, tuple[str, ...]] = {
 }
 
 
-def _relation(case: Case) -> str:
-    """Name of the metamorphic relation (``""``: none); ``same_as`` is a mapping of that key."""
-    relation = case.expect.get("relation") or ""
-    return str(next(iter(relation)) if isinstance(relation, Mapping) else relation)
-
-
-#: What a metamorphic relation says something about, beside numbers.
-_BY_RELATION = {"recompute": "recomputation", "reload": "checkpoint"}
+def _compared_by(case: Case) -> str:
+    """The capability that the metamorphic relation of ``case`` says something about."""
+    about = {"recompute": "recomputation", "reload": "checkpoint"}
+    return about.get(str(case.expect.get("relation")), "")
 
 
 def _given(options: object, word: str) -> bool:
@@ -130,7 +126,7 @@ def _trains_with(case: Case, capability: str) -> bool:
 
 def _does(case: Case, capability: str) -> bool:
     """Whether the case itself, or the one that its relation compares it with, does that."""
-    return _BY_RELATION.get(_relation(case)) == capability or _trains_with(case, capability)
+    return _compared_by(case) == capability or _trains_with(case, capability)
 
 
 #: Capabilities that other fields of a case tell.
@@ -169,7 +165,7 @@ def outcome(result: CaseResult, capability: str) -> str:
     """The verdict (one of :data:`shardproof.verdicts.VERDICTS`) of one case on one capability."""
     verdict, case = verdicts.kind(result.verdict), result.case
     names = BY_CHECK.get(capability)
-    if _BY_RELATION.get(_relation(case)) == capability and not _trains_with(case, capability):
+    if _compared_by(case) == capability and not _trains_with(case, capability):
         names = ("relations",)
     if names is None or verdict == "xpass" or not result.checks:
         return verdict  # what ended before its checks says the same of each of them
@@ -245,10 +241,8 @@ class CapabilityCell:
     @property
     def sentence(self) -> str:
         """All of it in words, for labels and tool tips."""
-        place = [part for part in (self.implementation, self.backend) if part]
-        what = " on ".join(place) or "all cases"
-        if self.capability:
-            what += f", {self.capability}"
+        what = " on ".join(filter(None, (self.implementation, self.backend))) or "all cases"
+        what += f", {self.capability}" if self.capability else ""
         numbers = [f"{self.counts[v]} {v}" for v in verdicts.VERDICTS if self.counts[v]]
         numbers += [f"{self.left_out} not run"] if self.left_out else []
         worlds = ", ".join(map(str, sorted(self.worlds)))
@@ -286,11 +280,9 @@ def cells(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> li
     for case in (line.case for line in left_out if line.case is not None):
         for name in capabilities(case):
             of(case, name).left_out += 1
-    order = {name: number for number, name in enumerate(CAPABILITIES)}
-    return sorted(
-        by_place.values(),
-        key=lambda cell: (cell.implementation, cell.backend, order[cell.capability]),
-    )
+    order = [*CAPABILITIES]
+    ordered = sorted(by_place, key=lambda key: (key[0], key[1], order.index(key[2])))
+    return [by_place[key] for key in ordered]
 
 
 def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> CapabilityCell:
@@ -299,11 +291,6 @@ def overall(results: Iterable[CaseResult], left_out: Iterable[LeftOut] = ()) -> 
         cell._add(result, verdicts.kind(result.verdict))
     cell.left_out = sum(line.case is not None for line in left_out)
     return cell
-
-
-def columns(cells: Iterable[CapabilityCell]) -> list[str]:
-    there = {cell.capability for cell in cells}
-    return [name for name in CAPABILITIES if name in there]
 
 
 @dataclass(frozen=True)
@@ -317,10 +304,8 @@ class CapabilityMatrix:
 
     def table(self) -> Table:
         """The matrix as a table of words; notes say what each capability is."""
-        rows = [
-            (*place, *("" if cell is None else cell.text for cell in row))
-            for place, row in self.rows.items()
-        ]
+        texts = {p: [cell.text if cell else "" for cell in row] for p, row in self.rows.items()}
+        rows = [(*place, *row) for place, row in texts.items()]
         headings = ("implementation", "backend", *(name for name, _ in self.columns))
         notes = [f"- {name}: {about}" for name, about in self.columns]
         return Table("Capabilities", headings, rows, notes=notes)
@@ -328,10 +313,9 @@ class CapabilityMatrix:
 
 def matrix(run: Run) -> CapabilityMatrix:
     there = cells(run.cases, run.left_out)
-    names = columns(there)
-    by_place = {(cell.implementation, cell.backend, cell.capability): cell for cell in there}
-    places = dict.fromkeys((cell.implementation, cell.backend) for cell in there)
-    return CapabilityMatrix(
-        [(name, CAPABILITIES[name]) for name in names],
-        {place: [by_place.get((*place, name)) for name in names] for place in places},
-    )
+    names = [name for name in CAPABILITIES if name in {cell.capability for cell in there}]
+    rows: dict[tuple[str, str], list[CapabilityCell | None]] = {}
+    for cell in there:
+        row = rows.setdefault((cell.implementation, cell.backend), [None] * len(names))
+        row[names.index(cell.capability)] = cell
+    return CapabilityMatrix([(name, CAPABILITIES[name]) for name in names], rows)

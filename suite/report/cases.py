@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,23 +51,24 @@ def broken_lines(run: Run) -> Iterator[str]:
 
 def causes(run: Run) -> Table:
     """How many cases of each implementation broke, by what failed first."""
-    return summary.by_cause(summary.broken_blocks(run))
-
-
-def _anchor(number: int) -> str:
-    return f"b-{number}"
+    broken = (one for block in summary.broken_blocks(run) for one in block.failures)
+    counts = Counter((one.implementation, one.failed_first) for one in broken if one.kind == "case")
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    rows = [(*names, f"{n:,}") for names, n in ordered]
+    headings = ("implementation", "failed first", "cases")
+    return Table("Failures by implementation", headings, rows, align="llr")
 
 
 def broken(run: Run) -> list[BrokenItem]:
     """All that broke: each cause with the case to run again, the first with a map of errors."""
-    broken, drawn = [], 0
-    for number, block in enumerate(summary.broken_blocks(run), 1):
+    broken, drawn, anchors = [], 0, broken_anchors(run)
+    for block in summary.broken_blocks(run):
         item, picture = block.first, None
         if item.result is not None and drawn < heat.MOST:
             picture = heat.heat_map(run.path, item.result)
             drawn += picture is not None
         others = tuple(failure.id for failure in block.failures[1:])
-        broken.append(BrokenItem(_anchor(number), item, others, picture))
+        broken.append(BrokenItem(anchors[item.id], item, others, picture))
     return broken
 
 
@@ -81,10 +82,9 @@ def maps_missing(broken: Sequence[BrokenItem]) -> int:
 
 def by_implementation(broken: Sequence[BrokenItem]) -> list[tuple[str, list[BrokenItem]]]:
     """``broken`` by the implementation, or by what it is."""
-    groups: dict[str, list[BrokenItem]] = {}
+    groups: dict[str, list[BrokenItem]] = defaultdict(list)
     for item in broken:
-        name = item.item.implementation or item.item.kind
-        groups.setdefault(name, []).append(item)
+        groups[item.item.implementation or item.item.kind].append(item)
     return sorted(groups.items())
 
 
@@ -102,12 +102,11 @@ def about(run: Run) -> Callable[[Case], str]:
     """What gives the numbers of the columns that a case says something about, which the page's
     script filters by.
     """
-    columns = capability_matrix.matrix(run).columns
-    numbers = {name: str(number) for number, (name, _) in enumerate(columns)}
+    names = [name for name, _ in capability_matrix.matrix(run).columns]
 
     def of(case: Case) -> str:
-        names = capability_matrix.capabilities(case)
-        return " ".join(numbers[name] for name in names if name in numbers)
+        asked = capability_matrix.capabilities(case)
+        return " ".join(str(names.index(name)) for name in asked if name in names)
 
     return of
 
@@ -115,17 +114,18 @@ def about(run: Run) -> Callable[[Case], str]:
 def broken_anchors(run: Run) -> dict[str, str]:
     """The part of the page's address that leads to what broke, by its id."""
     blocks = enumerate(summary.broken_blocks(run), 1)
-    return {one.id: _anchor(number) for number, block in blocks for one in block.failures}
+    return {one.id: f"b-{number}" for number, block in blocks for one in block.failures}
 
 
 def groups(run: Run) -> list[CaseGroup]:
     """The cases of each implementation on each backend, the gravest first."""
     members: dict[tuple[str, str], list[CaseResult]] = {}
-    for result in summary.cases_by_gravity(run.cases):
+    for result in run.cases:
         key = result.case.implementation, result.case.backend
         members.setdefault(key, []).append(result)
     found = []
     for number, (place, cases) in enumerate(sorted(members.items()), 1):
+        cases.sort(key=lambda r: (verdicts.VERDICTS.index(verdicts.kind(r.verdict)), r.id))
         counts = verdicts.count(cases)
         red = any(counts[verdict] for verdict in verdicts.RED)
         found.append(CaseGroup(f"g-{number}", *place, counts, red, cases))

@@ -5,35 +5,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from html import escape
 
 from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.coverage import pairs, triggers
 from shardproof.evidence.seen import EVENTS
-from shardproof.table import Table, number
+from shardproof.table import Cell, Row, Table, number
 
 #: Numbers of cases from which a darker shade begins.
 _SHADES = (2, 4, 10, 32)
-
-
-@dataclass(frozen=True)
-class PairPlace:
-    """A pair: how many cases met it, and its shade, 0 to 4."""
-
-    cases: int
-    shade: int
-    sentence: str
-
-
-@dataclass(frozen=True)
-class CoverageMap:
-    """A row for each feature that a judged case has, a column for each trigger and what it is."""
-
-    triggers: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[str, tuple[PairPlace | None, ...]], ...]
-    sentence: str
 
 
 def judged(results: Iterable[CaseResult]) -> list[Case]:
@@ -55,19 +37,25 @@ def seen_table(results: Iterable[CaseResult]) -> Table:
     return Table("What the checks had before them", heads, shown, align="lr")
 
 
-def coverage_map(results: Iterable[CaseResult]) -> CoverageMap:
-    """The map of what was judged."""
+def coverage_map(results: Iterable[CaseResult]) -> Table:
+    """A row for each feature that a judged case has, a column for each trigger."""
     found = pairs.table(judged(results))
     met = sorted({trigger for trigger, _ in found.met})
-    rows = tuple((f, tuple(_place(found, (t, f)) for t in met)) for f in found.features)
-    sentence = f"{len(found.met):,} pairs of {len(met)} triggers and {len(rows)} features were met."
-    columns = tuple((name, triggers.about(name)) for name in met)
-    return CoverageMap(columns, rows, sentence)
+    rows: list[Row] = []
+    rows += [(name, *(_place(found, (one, name)) for one in met)) for name in found.features]
+    note = f"{len(found.met):,} pairs of {len(met)} triggers and {len(rows)} features were met."
+    heads = [Cell(one, html=_hinted(one, triggers.about(one)), style_class="cap") for one in met]
+    return Table("Cases by feature and trigger", ("feature", *heads), rows, notes=(note,))
 
 
-def _place(found: pairs.Coverage, pair: pairs.Pair) -> PairPlace | None:
-    count = found.cases(pair)
-    if not count:
-        return None
-    told = f"{pair[0]} with {pair[1]}: {number(count, 'case')}"
-    return PairPlace(count, bisect_right(_SHADES, count), told)
+def _place(found: pairs.Coverage, pair: pairs.Pair) -> Cell:
+    """How many cases met a pair, in one of five shades."""
+    if not (count := found.cases(pair)):
+        return Cell("")
+    hint = f"{pair[0]} with {pair[1]}: {number(count, 'case')}"
+    shade = f"n{bisect_right(_SHADES, count)}"
+    return Cell(str(count), html=_hinted(str(count), hint), style_class=shade)
+
+
+def _hinted(text: str, hint: str) -> str:
+    return f'<span title="{escape(hint)}">{escape(text)}</span>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -12,7 +13,7 @@ from shardproof.table import Table
 
 #: Lists that stand elsewhere: only their lengths are facts.
 _LISTS = ("planned", "kills", "benches")
-_KNOWN = ("command", "started", "ended", "exit_code", "suite", "commit", "python")
+_KNOWN = ("started", "ended", "exit_code", "suite", "commit", "python")
 
 
 def environment(run: Run) -> Table:
@@ -24,20 +25,16 @@ def environment(run: Run) -> Table:
 
 
 def _flat(invocation: Mapping[str, JsonValue]) -> dict[str, str]:
-    facts = {}
+    command: Any = invocation.get("command") or ()
+    facts = {"command": shlex.join(map(str, command))}
     for name in _KNOWN:
-        value = invocation.get(name)
-        if name == "command":
-            facts[name] = shlex.join(map(str, value)) if isinstance(value, list) else ""
-        else:
-            facts[name.replace("_", " ")] = "-" if value is None else str(value)
+        facts |= _leaves(name, invocation.get(name))
     for name in _LISTS:
         listed = invocation.get(name)
         if isinstance(listed, list) and listed:
             facts[f"{name} (number)"] = f"{len(listed):,}"
-    rest = {k: v for k, v in invocation.items() if k not in (*_KNOWN, *_LISTS)}
-    for name, value in rest.items():
-        facts |= _leaves(name, value)
+    for name, value in invocation.items():
+        facts |= _leaves(name, value) if name not in ("command", *_KNOWN, *_LISTS) else {}
     return facts
 
 
@@ -49,6 +46,5 @@ def _leaves(name: str, value: JsonValue) -> dict[str, str]:
         return leaves
     if name.endswith("memory_bytes") and isinstance(value, int):
         return {name.removesuffix("_bytes"): f"{value / 2**30:.1f} GiB"}
-    if isinstance(value, list):
-        return {name.replace("_", " "): ", ".join(map(str, value)) or "-"}
-    return {name.replace("_", " "): "-" if value is None else str(value)}
+    told = ", ".join(map(str, value)) or "-" if isinstance(value, list) else str(value)
+    return {name.replace("_", " "): "-" if value is None else told}

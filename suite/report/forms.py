@@ -59,11 +59,10 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     tiles = [(look(v), f"{counts[v]:,}", v) for v in verdicts.VERDICTS if counts[v]]
     if run.left_out:
         tiles.append(("none", f"{len(run.left_out):,}", "left out"))
-    judged = kills.judged(run.kills)
-    if judged:
-        alive = len(kills.survivors(run.kills))
-        state = "fail" if alive else "pass"
-        tiles.append((state, f"{len(judged) - alive:,}/{len(judged):,}", "faults killed"))
+    if judged := kills.judged(run.kills):
+        killed = sum(kill.killed for kill in judged)
+        state = "pass" if killed == len(judged) else "fail"
+        tiles.append((state, f"{killed:,}/{len(judged):,}", "faults killed"))
     for kind, lines in run.known(judged_only=False).items():
         heads = Counter(head(line["verdict"]) for line in lines)
         tiles += [(look(word), f"{n:,}", f"{kind.label}: {word}") for word, n in heads.items()]
@@ -81,10 +80,8 @@ def document(run: Run) -> str:
     answer = summary.headline(run)
     lines = [f"# Shardproof: run {run.path.name}", "", f"**{answer.sentence}**", ""]
     lines += [f"- {markdown_text(detail)}" for detail in answer.details]
-    lines += ["", safe(run.provenance), ""]
-    for section in sections(run):
-        lines += section.markdown()
-    return "\n".join(lines)
+    shown = (line for section in sections(run) for line in section.markdown())
+    return "\n".join([*lines, "", safe(run.provenance), "", *shown])
 
 
 def insert(text: str, path: Path, begin: str = BEGIN, end: str = END) -> None:
@@ -121,15 +118,15 @@ def show_broken(results: Sequence[CaseResult], write: Print) -> None:
     from rich.text import Text
 
     told = verdicts.RED | verdicts.OPEN
-    found = blocks(of_result(r) for r in results if verdicts.kind(r.verdict) in told)
-    if found:
-        cases = sum(len(block.failures) for block in found)
-        write(f"\nwhat did not hold: {number(cases, 'case')}, {number(len(found), 'cause')}")
+    broken = [of_result(r) for r in results if verdicts.kind(r.verdict) in told]
+    if found := blocks(broken):
+        told_cases, causes = number(len(broken), "case"), number(len(found), "cause")
+        write(f"\nwhat did not hold: {told_cases}, {causes}")
     for block in found[:_BLOCKS]:
         first = block.first
         write(Text(printable(f"{first.verdict}: {first.id}"), style="bold red"), soft_wrap=True)
-        lines = [*first.reason.splitlines()[:_LINES], f"rerun: {first.rerun}"]
-        for line in (*lines, *filter(None, [block.more()])):
+        lines = [*first.reason.splitlines()[:_LINES], f"rerun: {first.rerun}", block.more()]
+        for line in filter(None, lines):
             write(Text(printable(f"    {line}")), soft_wrap=True)
     if rest := found[_BLOCKS:]:
         cases = sum(len(block.failures) for block in rest)

@@ -28,18 +28,13 @@ def table(kills: Sequence[Kill]) -> Table:
     columns = sorted({check for k in kills for check in (*k.killed_by, *k.failing)})
     marks: list[Mark] = ["" if kill.killed else "bad" for kill in kills]
     survivors = any(not kill.killed for kill in kills)
-    rows: list[Row] = [
-        (
-            kill.name,
-            chip("killed" if kill.killed else "survives"),
-            *(_mark(check in kill.killed_by, check in kill.failing) for check in columns),
-            kill.parent,
-            kill.lane,
-            "-" if kill.margin is None else f"{kill.margin:.1e}",
-            *([kill.why_not] if survivors else []),
-        )
-        for kill in kills
-    ]
+    rows: list[Row] = []
+    for kill in kills:
+        found = (_mark(check in kill.killed_by, check in kill.failing) for check in columns)
+        margin = "-" if kill.margin is None else f"{kill.margin:.1e}"
+        name = kill.name, chip("killed" if kill.killed else "survives")
+        why = [kill.why_not] if survivors else []
+        rows.append((*name, *found, kill.parent, kill.lane, margin, *why))
     upright = [Cell(c, html=f"<span>{escape(c)}</span>", style_class="cap") for c in columns]
     headings: Row = ("fault", "verdict", *upright, "parent", "lane", "error / bound")
     headings = (*headings, "why it survives") if survivors else headings
@@ -50,8 +45,7 @@ def table(kills: Sequence[Kill]) -> Table:
 
 def by_n(run: Run) -> Table:
     """How many faults N random clean cases kill; without rows where none was planted so."""
-    found = random_kills.read(run.path)
-    if found is None:
+    if (found := random_kills.read(run.path)) is None:
         return Table("", (), ())
     return replace(found.table(), notes=(f"{found.sentence()}.",))
 
@@ -75,8 +69,7 @@ def kill_counts(kills: Sequence[Kill]) -> str:
 
 def verdict_counts(kills: Sequence[Kill]) -> str:
     """How many of the faults that ran were killed, and how many did not run, as a sentence."""
-    run = judged(kills)
-    killed = len(run) - len(survivors(kills))
+    run, killed = judged(kills), sum(kill.killed for kill in judged(kills))
     late = len(kills) - len(run)
     more = f"; {late} more were not run (no time in the budget)" if late else ""
     return f"Planted faults: {killed} of {len(run)} killed by their named check{more}."

@@ -1,4 +1,4 @@
-"""What was *not* checked: left out, skipped, without power, not judged, never asked.
+"""What was *not* checked: left out, skipped, without power, not judged.
 
 A table of green verdicts says nothing about what no case looked at, so each reason why something
 was not looked at stands here with how often it occurred.
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from shardproof import verdicts
 from shardproof.checks import CHECKS, Outcome
-from shardproof.report import capability_matrix
 from shardproof.report.coverage import seen
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table, fenced, some
@@ -26,6 +25,10 @@ NAMED = 20
 MANY = 100
 #: Titles of what was to run and did not.
 _MISSING, _LEFT_OUT = NOT_RUN = ("Planned and missing", "Left out")
+
+
+#: What a row is about, and one member of it.
+Pairs = Iterable[tuple[tuple[str, ...], str]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def _limit(
     title: str,
     why: str,
     headings: Sequence[str],
-    pairs: Iterable[tuple[tuple[str, ...], str]],
+    pairs: Pairs,
     listed: bool = False,
     named: int = 0,
 ) -> Limit:
@@ -85,122 +88,70 @@ def _limit(
         groups[key].append(member)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     shown, rest = ordered[:MOST], len(ordered[MOST:])
-    rows = tuple(
-        (str(len(members)), *key, *([some(sorted(set(members)), named)] if named else []))
-        for key, members in shown
-    )
+    rows = [(str(len(members)), *key) for key, members in shown]
+    if named:
+        rows = [(*row, some(sorted({*groups[row[1:]]}), named)) for row in rows]
     items = tuple(tuple(members) for _, members in shown) if listed else ()
-    return Limit(title, why, ("cases", *headings), rows, items, rest)
+    return Limit(title, why, ("cases", *headings), tuple(rows), items, rest)
 
 
 def _of_cases(run: Run) -> Iterator[Limit]:
     """Cases without a verdict, or with one that says less than it seems to."""
-    unfinished = ("planned, without a result: the run ended before",)
-    yield _limit(
-        _MISSING,
-        "Planned by an invocation that was stopped.",
-        ("reason",),
-        ((unfinished, name) for name in run.unfinished),
-        listed=True,
-    )
+    missing = "planned, without a result: the run ended before"
+    why = "Planned by an invocation that was stopped."
+    pairs: Pairs = [((missing,), name) for name in run.unfinished]
+    yield _limit(_MISSING, why, ("reason",), pairs, listed=True)
     late = [((line.reason,), line.id) for line in run.left_out]
     late += [((f"fault: {kill.why_not}",), kill.name) for kill in run.kills if kill.left_out]
     yield _limit(_LEFT_OUT, "Selected and not run.", ("reason",), late, listed=True)
     kinds = [(verdicts.kind(r.verdict), r, r.case.implementation) for r in run.cases]
-    yield _limit(
-        "Skipped cases",
-        "The implementation does not claim to do this, or this machine lacks something.",
-        ("implementation", "reason"),
-        (((name, r.reason), r.id) for kind, r, name in kinds if kind == "skip"),
-        listed=True,
-    )
-    yield _limit(
-        "Not decided",
-        "These ran, but their records do not suffice for a verdict.",
-        ("verdict", "implementation", "reason"),
-        (((r.verdict, name, r.reason), r.id) for kind, r, name in kinds if kind in verdicts.OPEN),
-        listed=True,
-    )
-    yield Limit(
-        "Never seen",
-        "No case that ran saw such an event, so no check could judge it.",
-        ("event",),
-        tuple((name,) for name, count in _seen(run).items() if not count),
-    )
-    yield _limit(
-        "Judged in working precision only",
-        "Their bound is a multiple of one device's own error, so small faults go unseen.",
-        ("implementation", "precision"),
-        (
-            ((name, ", ".join(sorted({r.case.dtype, *r.case.precision.values()}))), r.id)
-            for kind, r, name in kinds
-            if kind == verdicts.WORKING_PRECISION_ONLY
-        ),
-    )
-
-
-def _seen(run: Run) -> dict[str, int]:
-    return seen(run.cases) if len(run.cases) >= MANY else {}
+    why = "The implementation does not claim to do this, or this machine lacks something."
+    pairs = [((name, r.reason), r.id) for kind, r, name in kinds if kind == "skip"]
+    yield _limit("Skipped cases", why, ("implementation", "reason"), pairs, listed=True)
+    why = "These ran, but their records do not suffice for a verdict."
+    heads: tuple[str, ...] = ("verdict", "implementation", "reason")
+    opened = (((r.verdict, name, r.reason), r.id) for k, r, name in kinds if k in verdicts.OPEN)
+    yield _limit("Not decided", why, heads, opened, listed=True)
+    why = "No case that ran saw such an event, so no check could judge it."
+    events = seen(run.cases) if len(run.cases) >= MANY else {}
+    unseen = tuple((name,) for name, count in events.items() if not count)
+    yield Limit("Never seen", why, ("event",), unseen)
+    why = "Their bound is a multiple of one device's own error, so small faults go unseen."
+    loose = ((r, name) for kind, r, name in kinds if kind == verdicts.WORKING_PRECISION_ONLY)
+    used = ((r, name, sorted({r.case.dtype, *r.case.precision.values()})) for r, name in loose)
+    pairs = [((name, ", ".join(dtypes)), r.id) for r, name, dtypes in used]
+    heads = ("implementation", "precision")
+    yield _limit("Judged in working precision only", why, heads, pairs)
 
 
 def _of_checks(run: Run) -> Iterator[Limit]:
     """What checks of cases that ran did not look at."""
-    judged = [
-        (result.case.implementation, outcome)
-        for result in run.cases
-        if verdicts.kind(result.verdict) != "skip"
-        for outcome in result.checks
-    ]
-    yield _limit(
-        "Checks that did not judge in cases that ran",
-        "The case has a verdict from its other checks.",
-        ("check", "reason", "implementations"),
-        (((o.check, o.message), name) for name, o in judged if o.status not in ("pass", "fail")),
-        named=4,
-    )
-    yield _never_asked(run)
-    untested = [(str(item), o) for _, o in judged for item in o.figures.get("not_tested", ())]
-    yield _limit(
-        "Tensors without power",
+    ran = (result for result in run.cases if verdicts.kind(result.verdict) != "skip")
+    judged = [(result.case.implementation, check) for result in ran for check in result.checks]
+    title = "Checks that did not judge in cases that ran"
+    why = "The case has a verdict from its other checks."
+    heads: tuple[str, ...] = ("check", "reason", "implementations")
+    silent = (((o.check, o.message), n) for n, o in judged if o.status not in ("pass", "fail"))
+    yield _limit(title, why, heads, silent, named=4)
+    why = (
         "A rolled, halved or rescaled copy of these would also have passed, so their pass says "
-        "little (a step counter, a tensor of zeros or of one element).",
-        ("when", "tensor", "check"),
-        ((text.partition(": ")[::2], o.check) for text, o in untested),
-        named=len(CHECKS),
+        "little (a step counter, a tensor of zeros or of one element)."
     )
-    yield _limit(
-        "Figures that were measured and not judged",
-        "Their check passed without them.",
-        ("what", "implementation", "reason"),
-        (
-            ((f"{o.check}: {kind.replace('_', ' ')}", name, why), name)
-            for name, o in judged
-            for kind, why in _not_judged(o)
-        ),
+    untested = [(str(item), o) for _, o in judged for item in o.figures.get("not_tested", ())]
+    pairs = [(text.partition(": ")[::2], o.check) for text, o in untested]
+    heads = ("when", "tensor", "check")
+    yield _limit("Tensors without power", why, heads, pairs, named=len(CHECKS))
+    figures = (
+        ((f"{o.check}: {kind.replace('_', ' ')}", name, reason), name)
+        for name, o in judged
+        for kind, reason in _not_judged(o).items()
     )
+    title, why = "Figures that were measured and not judged", "Their check passed without them."
+    yield _limit(title, why, ("what", "implementation", "reason"), figures)
 
 
-def _not_judged(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    for kind, why in (outcome.figures.get("not_judged") or {}).items():
-        yield kind, str(why)
+def _not_judged(outcome: Outcome) -> dict[str, str]:
+    told = {kind: str(why) for kind, why in (outcome.figures.get("not_judged") or {}).items()}
     note = outcome.figures.get("activations")
-    if isinstance(note, str):
-        yield "activations", note.removeprefix("not judged: ")
-
-
-def _never_asked(run: Run) -> Limit:
-    """Capabilities that some implementation was asked about, and this one on no backend."""
-    cells = capability_matrix.cells(run.cases, run.left_out)
-    names = sorted({cell.implementation for cell in cells})
-    asked = {(cell.implementation, cell.capability) for cell in cells if cell.judged}
-    rows = []
-    for capability in capability_matrix.columns(cells):
-        absent = [name for name in names if (name, capability) not in asked]
-        if 0 < len(absent) < len(names):
-            rows.append((capability, str(len(absent)), ", ".join(absent)))
-    return Limit(
-        "Capabilities that no judged case asked about",
-        "An empty place in the matrix, on every backend.",
-        ("capability", "implementations", "which"),
-        tuple(rows),
-    )
+    told |= {"activations": note.removeprefix("not judged: ")} if isinstance(note, str) else {}
+    return told

@@ -46,14 +46,12 @@ def allocator(results: Iterable[CaseResult]) -> Table:
     """A GPU's allocator beside the ledger, a row for each case that ran on one."""
     rows = []
     for result in results:
-        by_rank = result.figures("memory").get("allocator")
-        if by_rank:
-            rank = max(by_rank, key=lambda r: by_rank[r]["allocated"])
-            held, counted = by_rank[rank]["allocated"], by_rank[rank]["ledger"]
-            case = result.case
+        if by_rank := result.figures("memory").get("allocator"):
+            fullest = max(by_rank.values(), key=lambda rank: rank["allocated"])
+            held, counted, case = fullest["allocated"], fullest["ledger"], result.case
             ratio = f"{held / counted:.3f}x" if counted else "-"
-            optimizer, world = case.optimizer.name, str(case.world)
-            rows.append((case.system, optimizer, world, f"{held:,}", f"{counted:,}", ratio))
+            system = case.system, case.optimizer.name, str(case.world)
+            rows.append((*system, f"{held:,}", f"{counted:,}", ratio))
     headings = ("implementation", "optimizer", "world", "allocator", "ledger", "ratio")
     note = "Nothing is judged by the allocator: it rounds up, and holds the suite's tensors, too."
     return Table(ALLOCATOR, headings, rows, notes=(note,), align="lllrrr")
@@ -72,23 +70,18 @@ def with_figures(results: Iterable[CaseResult]) -> list[tuple[tuple[str, ...], F
         if check is None or "ratio_measured" not in check.figures:
             continue
         case, figures = result.case, check.figures
-        name = case.system
         theory, limit, promised = (figures[f"ratio_{k}"] for k in ("theory", "limit", "promised"))
         failed = FAILS if check.status == "fail" else ""
+        system = case.system, case.optimizer.name, precision_of(case)
         row = (
-            name,
-            case.optimizer.name,
-            precision_of(case),
-            str(case.world),
-            figures["accounting"],
-            f"{figures['bytes_held']:,}",
-            f"{figures['bytes_whole']:,}",
+            *(*system, str(case.world), figures["accounting"]),
+            *(f"{figures[name]:,}" for name in ("bytes_held", "bytes_whole")),
             _times_less(figures, "held", "ratio_measured") + failed,
             "-" if promised is None else _times_less(figures, "promised", "ratio_promised"),
             "-" if theory is None else f"{_ratio(theory)} = {theory}",
             "-" if theory is None else "N (shard ranks)" if limit is None else _ratio(limit),
         )
-        key = (name, row[1], row[2], case.world, *row[5:])
+        key = (*system, case.world, *row[5:])
         rows.setdefault(key, (row, figures))
     return [row for _, row in sorted(rows.items(), key=lambda item: item[0][:4])]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from fractions import Fraction
@@ -60,22 +61,16 @@ def memory(run: Run) -> Table:
     told: Any = run.header.last.cluster or {}
     nodes = [node for node in told.get("nodes", ()) if isinstance(node, dict) and "ranks" in node]
     rows: set[tuple[str, ...]] = set()
-    for result in run.cases if len(nodes) > 1 else ():
+    for result, node in itertools.product(run.cases if len(nodes) > 1 else (), nodes):
         figures, case = result.figures("memory"), result.case
-        for node in nodes:
-            ranks = [str(r) for r in node["ranks"] if str(r) in figures.get("resident", {})]
-            if ranks:
-                held, promised = (
-                    _bytes(figures.get(name, {}), ranks) for name in ("resident", "promised")
-                )
-                other = f"{promised:,}" if promised else "not promised"
-                rows.add(
-                    (
-                        *(case.system, case.optimizer.name, precision_of(case)),
-                        *(mesh_name(case.mesh.items()), node["name"], ", ".join(ranks)),
-                        *(f"{held:,}", "= formula" if held == promised else other),
-                    )
-                )
+        ranks = [str(r) for r in node["ranks"] if str(r) in figures.get("resident", {})]
+        if not ranks:
+            continue
+        held, promised = (_bytes(figures.get(name, {}), ranks) for name in ("resident", "promised"))
+        other = f"{promised:,}" if promised else "not promised"
+        system = case.system, case.optimizer.name, precision_of(case), mesh_name(case.mesh.items())
+        place = node["name"], ", ".join(ranks)
+        rows.add((*system, *place, f"{held:,}", "= formula" if held == promised else other))
     return Table("Resident bytes of model state by node", _MEMORY, sorted(rows), align="llllllrl")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from markupsafe import Markup
 
@@ -13,6 +14,7 @@ from shardproof.report import (
     capability_matrix,
     cases,
     coverage,
+    environment,
     kills,
     limits,
     memory,
@@ -20,7 +22,6 @@ from shardproof.report import (
     tables,
 )
 from shardproof.report.drawings import bars, timelines
-from shardproof.report.environment import environment
 from shardproof.report.section import TEMPLATES, Section, folded, rendered
 from shardproof.runs.run_folder import Run
 from shardproof.table import Table
@@ -29,27 +30,17 @@ from shardproof.wings import wings_of
 Tables = Callable[[Run], Sequence[Table]]
 
 
-#: What templates of the core may ask.
-_ASKED = {
-    "bars": bars,
-    "bubbles": bubbles,
-    "capability_matrix": capability_matrix,
-    "cases": cases,
-    "coverage": coverage,
-    "environment": environment,
-    "kills": kills,
-    "limits": limits,
-    "memory": memory,
-    "nodes": nodes,
-    "tables": tables,
-    "timelines": timelines,
-    "verdicts": verdicts,
-}
+_MODULES = (
+    *(bars, bubbles, capability_matrix, cases, coverage, environment, kills),
+    *(limits, memory, nodes, tables, timelines, verdicts),
+)
+#: What templates of the core may ask, by name.
+_ASKED = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 @dataclass(frozen=True)
-class SectionKind:
-    """A section of the core: what each form of a report shows of it.
+class SectionOfCore(Section):
+    """A section of the core: what each form of a report shows of it, and of which ``run``.
 
     On the page that is the template ``<anchor>.html``, if it gives anything; in ``report.md`` the
     ``lines``, and each of the ``tables`` that has rows; on a ``terminal`` the tables after a run of
@@ -63,24 +54,17 @@ class SectionKind:
     terminal: Tables = lambda run: ()
     readme: Callable[[Run], str] = lambda run: ""
     label: str = ""
-
-
-class SectionOfCore(Section):
-    """A part of the list below, of one run."""
-
-    def __init__(self, part: SectionKind, run: Run) -> None:
-        self.part, self.run = part, run
-        self.anchor, self.title, self.label = part.anchor, part.title, part.label
+    run: Any = None
 
     def html(self) -> Markup:
         """What stands below the heading on ``report.html``."""
         template = TEMPLATES / f"{self.anchor}.html"
-        return rendered(template, run=self.run, **_ASKED) if self.anchor else Markup()
+        return rendered(template, run=self.run, **_ASKED)
 
     def markdown(self) -> Iterator[str]:
         """Lines of ``report.md``, with the heading."""
-        yield from self.part.lines(self.run)
-        yield from (table.section(2) for table in self.part.tables(self.run) if table.rows)
+        yield from self.lines(self.run)
+        yield from (table.section(2) for table in self.tables(self.run) if table.rows)
 
 
 def _results(run: Run) -> str:
@@ -98,19 +82,19 @@ def _killed(run: Run) -> str:
 
 #: Sections of the core: those above what wings add, and those below.
 ABOVE = (
-    SectionKind("broke", "What broke", lines=cases.broken_lines),
-    SectionKind(
+    SectionOfCore("broke", "What broke", lines=cases.broken_lines),
+    SectionOfCore(
         "capabilities", "Capabilities", lambda run: [capability_matrix.matrix(run).table()]
     ),
-    SectionKind(
+    SectionOfCore(
         "results",
         "Results",
         lambda run: [tables.table(run.cases)],
         terminal=lambda run: [tables.table(run.cases).titled("")],
         readme=_results,
     ),
-    SectionKind("traffic", "Traffic against formula", label="Traffic"),
-    SectionKind(
+    SectionOfCore("traffic", "Traffic against formula", label="Traffic"),
+    SectionOfCore(
         "memory",
         "Memory against formula",
         lambda run: [memory.table(run.cases), memory.allocator(run.cases)],
@@ -118,28 +102,27 @@ ABOVE = (
         readme=lambda run: folded(memory.table(run.cases)),
         label="Memory",
     ),
-    SectionKind(
+    SectionOfCore(
         "pipelines",
         "Pipelines",
         lambda run: bubbles.tables(run.cases),
         terminal=lambda run: bubbles.tables(run.cases),
         readme=lambda run: "\n".join(map(folded, bubbles.tables(run.cases))),
     ),
-    SectionKind("nodes", "Nodes", nodes.tables),
-    SectionKind("", "Slowest cases", lambda run: [tables.slowest(run.cases)]),
-    SectionKind("coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)]),
+    SectionOfCore("nodes", "Nodes", nodes.tables),
+    SectionOfCore("coverage", "Coverage", lambda run: [coverage.seen_table(run.cases)]),
 )
 BELOW = (
-    SectionKind("faults", "Planted faults", _faults, readme=_killed),
-    SectionKind(
+    SectionOfCore("faults", "Planted faults", _faults, readme=_killed),
+    SectionOfCore(
         "random",
         "Planted faults under random cases",
         lambda run: [kills.by_n(run)],
         label="Random cases",
     ),
-    SectionKind("limits", "What was not checked", lines=limits.lines),
-    SectionKind("cases", "Every case"),
-    SectionKind("where", "What ran, and where", lambda run: [environment(run)]),
+    SectionOfCore("limits", "What was not checked", lines=limits.lines),
+    SectionOfCore("cases", "Every case"),
+    SectionOfCore("where", "What ran, and where", lambda run: [environment.environment(run)]),
 )
 
 
@@ -150,5 +133,5 @@ def of_wings(run: Run) -> list[Section]:
 
 def sections(run: Run) -> list[Section]:
     """All sections of the reports of ``run``, in order."""
-    above, below = ([SectionOfCore(part, run) for part in parts] for parts in (ABOVE, BELOW))
+    above, below = ([replace(part, run=run) for part in parts] for parts in (ABOVE, BELOW))
     return [*above, *of_wings(run), *below]

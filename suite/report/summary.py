@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from shardproof import verdicts
-from shardproof.checks.results import CaseResult
 from shardproof.report import kills, looks
 from shardproof.runs import random_kills
 from shardproof.runs.blocks import Failure, FailureBlock, blocks, of_result
 from shardproof.runs.run_folder import Run
-from shardproof.table import Table
 
 State = Literal["held", "broke", "open"]
 #: Verdicts of results of wings that say that something broke, or is open.
@@ -37,32 +36,26 @@ def broken_blocks(run: Run) -> list[FailureBlock]:
     """Everything that broke, a block for each cause: first cases by gravity, then survivors, then
     results of wings.
     """
-    broken = [
-        of_result(result) for result in run.cases if verdicts.kind(result.verdict) in verdicts.RED
-    ]
+    broken = [of_result(r) for r in run.cases if verdicts.kind(r.verdict) in verdicts.RED]
     for kill in kills.survivors(run.kills):
         depth = f" --depth {kill.depth}" if kill.depth else ""
         rerun = f"shardproof mutants --impl {shlex.quote(kill.name)}{depth}"
         broken.append(Failure("faults", kill.name, "survives", kill.why_not, rerun))
+    # The last command that planned results of a wing makes them again.
+    commands = [shlex.join(one.command) for one in run.header.invocations if one.benches] or [""]
     for kind, lines in run.known().items():
         for line in lines:
             if looks.head(line["verdict"]) in BROKEN:
-                reason, again = str(line.get("reason") or ""), _again(run)
+                reason, again = str(line.get("reason") or ""), commands[-1]
                 broken.append(Failure(kind.label, line["id"], line["verdict"], reason, again))
     return blocks(broken)
-
-
-def _again(run: Run) -> str:
-    """The last command that planned results of a wing."""
-    commands = [one.command for one in run.header.invocations if one.benches]
-    return shlex.join(commands[-1]) if commands else ""
 
 
 def headline(run: Run) -> Headline:
     """The one line at the top, from the worst of all that was judged."""
     counts = verdicts.count(run.cases)
     judged = sum(n for verdict, n in counts.items() if verdict != "skip")
-    planted, timed = kills.judged(run.kills), run.judged_others
+    planted, timed = kills.judged(run.kills), [*itertools.chain(*run.known().values())]
     heads = Counter(looks.head(line["verdict"]) for line in timed)
     random = random_kills.read(run.path)
     alarms = 0 if random is None else len(random.alarms)
@@ -113,18 +106,3 @@ def _details(run: Run, counts: Counter[str]) -> Iterator[str]:
         yield f"{kind.title}: {', '.join(f'{n} {word}' for word, n in sorted(heads.items()))}."
     if run.unread:
         yield run.unread
-
-
-def by_cause(broken: Iterable[FailureBlock]) -> Table:
-    """How many cases of each implementation broke, by what failed first."""
-    cases = (one for block in broken for one in block.failures if one.kind == "case")
-    counts = Counter((case.implementation, case.failed_first) for case in cases)
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    rows = [(implementation, cause, f"{n:,}") for (implementation, cause), n in ordered]
-    headings = ("implementation", "failed first", "cases")
-    return Table("Failures by implementation", headings, rows, align="llr")
-
-
-def cases_by_gravity(results: Iterable[CaseResult]) -> list[CaseResult]:
-    order = {verdict: index for index, verdict in enumerate(verdicts.VERDICTS)}
-    return sorted(results, key=lambda r: (order[verdicts.kind(r.verdict)], r.id))

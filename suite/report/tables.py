@@ -29,17 +29,14 @@ HEADINGS = (
 )
 
 
-_DEPTHS = {"family": "depth family", "own": "own cost model"}
-
-
 def terms(result: CaseResult) -> str:
     """What stands behind a system that was not held to a layout of the suite's, or whose adapter
     multiplies losses.
     """
-    depth = _DEPTHS.get(result.depth or "layout", "")
-    factor = "" if result.loss_factor in (None, "1") else f"loss_factor {result.loss_factor}"
-    told = ", ".join(filter(None, (depth, factor)))
-    return f" ({told})" if told else ""
+    told = {"family": ["depth family"], "own": ["own cost model"]}.get(result.depth or "", [])
+    if result.loss_factor not in (None, "1"):
+        told.append(f"loss_factor {result.loss_factor}")
+    return f" ({', '.join(told)})" if told else ""
 
 
 def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
@@ -59,24 +56,20 @@ def table(results: Iterable[CaseResult], detailed: bool = True) -> Table:
         marks.append("bad" if any(counts[verdict] for verdict in verdicts.RED) else "")
         counted = [r for r in members if r.bytes_sent and r.bytes_expected]
         sent, expected = bytes_of(counted) if counted else (None, None)
-        rows.append(
-            (
-                *(name, backend, _span(sorted({result.case.world for result in members}))),
-                ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v]),
-                error_of(max(members, key=_share_of)),
-                bytes_text(sent, expected) + _times(*textbook(counted)),
-                f"{statistics.median(result.seconds for result in members):.2f}",
-            )
-        )
+        times, book = textbook(counted)
+        worlds = _span(sorted({result.case.world for result in members}))
+        told = ", ".join(f"{counts[v]} {v}" for v in verdicts.VERDICTS if counts[v])
+        of_bytes = bytes_text(sent, expected) + (f" ({times:.3g} x {book})" if book else "")
+        error = error_of(max(members, key=_share_of))
+        seconds = f"{statistics.median(result.seconds for result in members):.2f}"
+        rows.append((name, backend, worlds, told, error, of_bytes, seconds))
     return Table("Results", HEADINGS, rows, marks, align="llrlllr")
 
 
-def bytes_of(results: Iterable[CaseResult]) -> tuple[Fraction, Fraction]:
-    sent = expected = Fraction(0)
-    for result in results:
-        sent += Fraction(result.bytes_sent or 0)
-        expected += Fraction(result.bytes_expected or 0)
-    return sent, expected
+def bytes_of(results: Sequence[CaseResult]) -> tuple[Fraction, Fraction]:
+    """Bytes sent and bytes expected of all ``results``."""
+    sent = sum((Fraction(result.bytes_sent or 0) for result in results), Fraction())
+    return sent, sum((Fraction(result.bytes_expected or 0) for result in results), Fraction())
 
 
 def _share_of(result: CaseResult) -> float:
@@ -133,18 +126,10 @@ def textbook(members: Iterable[CaseResult]) -> tuple[float, str]:
     """How many times the textbook's bytes the ``members`` send that have one, and its name
     (``""``: none does).
     """
-    sent, wanted, name = Fraction(0), Fraction(0), ""
-    for result in members:
-        figures = result.figures("traffic")
-        if "textbook" in figures:
-            sent += Fraction(result.bytes_sent or 0)
-            wanted += Fraction(figures["textbook_bytes"])
-            name = figures["textbook"]
-    return (float(sent / wanted), name) if wanted else (0.0, "")
-
-
-def _times(times: float, name: str) -> str:
-    return f" ({times:.3g} x {name})" if name else ""
+    told = [(r, r.figures("traffic")) for r in members if "textbook" in r.figures("traffic")]
+    wanted = sum(Fraction(figures["textbook_bytes"]) for _, figures in told)
+    sent, _ = bytes_of([result for result, _ in told])
+    return (float(sent / wanted), told[-1][1]["textbook"]) if wanted else (0.0, "")
 
 
 def whole(value: Fraction) -> str:
@@ -152,33 +137,14 @@ def whole(value: Fraction) -> str:
     return f"{value.numerator:,}" if value.denominator == 1 else f"{float(value):,.2f}"
 
 
-#: Cases that the table of the slowest names, and that a line on what was left out names.
-_SLOWEST, _NAMED = 10, 3
-
-
-def slowest(results: Iterable[CaseResult]) -> Table:
-    """The cases that took longest, if there are more than the table names; or no rows."""
-    ran = [result for result in results if verdicts.kind(result.verdict) != "skip"]
-    ran.sort(key=lambda result: (-result.seconds, result.id))
-    total, shown = sum(result.seconds for result in ran), ran[:_SLOWEST]
-    rows = [(r.id, f"{r.seconds:.2f}", f"{r.seconds / total:.1%}") for r in shown if total]
-    share = sum(result.seconds for result in shown) / total if total else 0.0
-    note = f"{len(shown)} of {len(ran)} cases took {share:.0%} of all seconds."
-    headings = ("case", "seconds", "share of all")
-    return Table("Slowest cases", headings, rows if len(ran) > _SLOWEST else [], (), (note,), "lrr")
-
-
-#: Reasons of skipped cases that have a line each.
-_SKIPS = 12
+#: Reasons of skipped cases that have a line each, and cases that a line on what was left out names.
+_SKIPS, _NAMED = 12, 3
 
 
 def skips(results: Iterable[CaseResult]) -> list[str]:
     """Why cases were skipped: a line for each implementation and reason, most frequent first."""
-    counts: Counter[str] = Counter(
-        f"{result.case.implementation} {result.reason}"
-        for result in results
-        if verdicts.kind(result.verdict) == "skip"
-    )
+    skipped = (result for result in results if verdicts.kind(result.verdict) == "skip")
+    counts = Counter(f"{result.case.implementation} {result.reason}" for result in skipped)
     lines = [f"skipped ({times}): {reason}" for reason, times in counts.most_common(_SKIPS)]
     rest = len(counts) - len(lines)
     return [*lines, *([f"skipped for {rest} more reasons: see report.html"] if rest else [])]
@@ -189,9 +155,7 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
     names: dict[str, list[str]] = defaultdict(list)
     for name, reason in reasons.items():
         names[reason].append(name)
-    return [
-        f"left out ({len(ids)}): {reason}: {some(ids, _NAMED)}" for reason, ids in names.items()
-    ]
+    return [f"left out ({len(ids)}): {why}: {some(ids, _NAMED)}" for why, ids in names.items()]
 
 
 def closing(run: Run) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardproof import verdicts
@@ -35,10 +35,7 @@ _UNTOLD = re.compile(
 _COUNTS = re.compile(r" \((?:wrong|different): [^()]*\)$")
 _LAST_CALLS = re.compile(r" \[(?:its )?last calls?: .*\]$")
 #: Calls that do not match: the operation of each rank.
-_MISMATCH, _CALLED = (
-    re.compile(r"do(?:es)? not match: "),
-    re.compile(r"\branks? [\d,-]+ calls? (\w+)"),
-)
+_MISMATCH, _CALLED = "(does not|do not) match: ", re.compile(r"\branks? [\d,-]+ calls? (\w+)")
 #: What a factor may be made of, such as ``(2 = ranks or micro-batches, ...)``: by the case.
 _EQUALS = re.compile(r" \([\d.]+ = [^()]*\)")
 _RANKS = re.compile(r"\branks? (?:\[[\d, ]*\]|\d+(?:[-,] ?\d+)*)")
@@ -89,23 +86,11 @@ class FailureBlock:
 
 def of_result(result: CaseResult) -> Failure:
     """The failure of a judged case."""
-    case = result.case
-    return Failure(
-        "case",
-        result.id,
-        result.verdict,
-        result.reason,
-        result.rerun,
-        case.implementation,
-        size(
-            case.world,
-            case.workload.micro_batches * case.workload.windows,
-            case.steps,
-            case.backend,
-            case.optimizer.clip_norm is not None,
-        ),
-        result,
-    )
+    case, workload = result.case, result.case.workload
+    micro_batches, clipped = workload.micro_batches * workload.windows, case.optimizer.clip_norm
+    simple = size(case.world, micro_batches, case.steps, case.backend, clipped is not None)
+    failure = Failure("case", result.id, result.verdict, result.reason, result.rerun)
+    return replace(failure, implementation=case.implementation, size=simple, result=result)
 
 
 def size(
@@ -128,14 +113,11 @@ def blocks(failures: Iterable[Failure]) -> list[FailureBlock]:
     """One block for each cause, the gravest verdict first, then as given."""
     members: dict[tuple[str, ...], list[Failure]] = {}
     for failure in failures:
-        key: tuple[str, ...] = (failure.kind, failure.id)
-        if failure.kind == "case":
-            key = ("case", failure.implementation, *cause(failure.verdict, failure.reason))
+        of_case = failure.implementation, *cause(failure.verdict, failure.reason)
+        key = (failure.kind, *(of_case if failure.kind == "case" else (failure.id,)))
         members.setdefault(key, []).append(failure)
-    found = [
-        FailureBlock(tuple(sorted(group, key=lambda f: (f.size, f.id))))
-        for group in members.values()
-    ]
+    groups = (sorted(group, key=lambda f: (f.size, f.id)) for group in members.values())
+    found = [FailureBlock(tuple(group)) for group in groups]
     return sorted(found, key=lambda block: min(map(_gravity, block.failures)))
 
 
@@ -155,7 +137,7 @@ def cause(verdict: str, reason: str) -> tuple[str, str]:
     check, colon, sentence = line.partition(": ")
     if not colon or check not in CHECKS:
         check, sentence = verdicts.kind(verdict), _LAST_CALLS.sub("", line)
-        if _MISMATCH.search(line):  # one backend ends the ranks, in another they wait for ever
+        if re.search(_MISMATCH, line):  # one backend ends the ranks, in another they wait for ever
             return "calls", " and ".join(sorted({*_CALLED.findall(line)}))
     sentence = _UNTOLD.sub("", sentence)
     finding, place = _FINDING.search(sentence), _PLACE.search(sentence)

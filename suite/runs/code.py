@@ -22,29 +22,21 @@ _DIGITS = 16
 
 def of(implementations: Iterable[str]) -> dict[str, str]:
     """Name -> digest of its file, of those that have one by their name; none is imported."""
-    found = {name: _file(name.partition(":")[0]) for name in implementations if ":" in name}
-    return {
-        name: hashlib.sha256(file.read_bytes()).hexdigest()[:_DIGITS]
-        for name, file in sorted(found.items())
-        if file is not None
-    }
+    named = sorted({name for name in implementations if ":" in name})
+    files = {name: file for name in named if (file := _file(name.partition(":")[0]))}
+    return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:_DIGITS] for n, f in files.items()}
 
 
 def older(
     kept: Sequence[CaseResult], now: Mapping[str, str], before: Sequence[Invocation]
 ) -> list[CaseResult]:
     """The results of ``kept`` that are of other code: that of the last to plan each."""
-    judged_by = {name: one for one in before for name in one.planned}
-
-    def digest(result: CaseResult) -> str | None:
-        one = judged_by.get(result.id)
-        return None if one is None else one.code.get(result.case.implementation)
-
-    known = ((result, digest(result)) for result in kept)
+    judged_by = {name: one.code for one in before for name in one.planned}
+    systems = ((result, result.case.implementation) for result in kept)
     return [
         result
-        for result, found in known
-        if found is not None and found != now.get(result.case.implementation, found)
+        for result, name in systems
+        if (digest := judged_by.get(result.id, {}).get(name)) and digest != now.get(name, digest)
     ]
 
 

@@ -12,7 +12,7 @@ import os
 import statistics
 from pathlib import Path
 
-from shardproof.files import read_input, write_whole
+from shardproof.files import DAMAGE, from_others, read_input, write_whole
 
 #: Durations of a case, and cases.
 _KEPT, _CASES = 5, 20_000
@@ -24,16 +24,10 @@ class Durations:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._known: dict[str, list[float]] = {}
-        try:
+        # Estimates are a convenience: without them the defaults do.
+        with contextlib.suppress(OSError, *DAMAGE):
             stored = json.loads(read_input(path)) if path is not None else {}
-        except (OSError, ValueError, RecursionError):
-            stored = {}  # estimates are a convenience: without them the defaults do
-        if isinstance(stored, dict):
-            self._known = {
-                key: [float(v) for v in values][-_KEPT:]
-                for key, values in stored.items()
-                if isinstance(values, list) and all(isinstance(v, (int, float)) for v in values)
-            }
+            self._known = from_others(dict[str, list[float]], stored)
 
     @classmethod
     def of_user(cls) -> Durations:

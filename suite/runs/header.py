@@ -151,9 +151,10 @@ class Invocation(_Part):
 
         How many ranks shared a node is a part of times, not of figures that are exact.
         """
-        if self.caps is None and len(self._hosts) < 2:
+        hosts = [node for node in self._nodes if isinstance(node, dict) and "ranks" in node]
+        if self.caps is None and len(hosts) < 2:
             return self.fingerprint.label
-        cluster, text = self.cluster or {}, f"{self.fingerprint.label}, as {self._nodes} nodes"
+        cluster, text = self.cluster or {}, f"{self.fingerprint.label}, as {len(self._nodes)} nodes"
         words = [cap_in_words(name, cap) for name, cap in (self.caps or {}).items()]
         if self.benches and cluster.get("ranks_per_node") not in (1, None):
             words.insert(0, f"{cluster['ranks_per_node']} ranks")
@@ -170,27 +171,16 @@ class Invocation(_Part):
         if self.caps is None:
             return "shardproof run"
         per_node = (self.cluster or {}).get("ranks_per_node")
-        words = [f"shardproof cluster run --nodes {self._nodes} --ranks-per-node {per_node}"]
+        words = [f"shardproof cluster run --nodes {len(self._nodes)} --ranks-per-node {per_node}"]
         words += [f"{_CAP_OPTIONS[name]} {_typed(name, cap)}" for name, cap in self.caps.items()]
         for node, own in self.slow_nodes.items():
             for name, cap in own.items():
-                option = _CAP_OPTIONS[name].removeprefix("--")
-                words.append(
-                    f"--slow-node {node.removeprefix('node')}:{option}={_typed(name, cap)}"
-                )
+                limit = f"{_CAP_OPTIONS[name].removeprefix('--')}={_typed(name, cap)}"
+                words.append(f"--slow-node {node.removeprefix('node')}:{limit}")
         return " ".join(words)
 
     @property
-    def _nodes(self) -> int:
-        return len(self._told_nodes)
-
-    @property
-    def _hosts(self) -> list[JsonValue]:
-        """The nodes that ranks are told to have been on."""
-        return [node for node in self._told_nodes if isinstance(node, dict) and "ranks" in node]
-
-    @property
-    def _told_nodes(self) -> list[JsonValue]:
+    def _nodes(self) -> list[JsonValue]:
         nodes = (self.cluster or {}).get("nodes")
         return nodes if isinstance(nodes, list) else []
 
@@ -216,8 +206,8 @@ class Header(_Part):
     @property
     def keys(self) -> list[ComparisonKey]:
         """Those of all commands, the one that put parts together included."""
-        commands = [*self.invocations, *([self.merged] if self.merged is not None else [])]
-        return [command.key for command in commands if command.key is not None]
+        commands = [*self.invocations, self.merged]
+        return [one.key for one in commands if one is not None and one.key is not None]
 
     @property
     def key_of_whole(self) -> ComparisonKey | None:

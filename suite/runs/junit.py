@@ -39,14 +39,9 @@ def document(run: Run) -> str:
     """One test case a case; those that were left out are skipped tests."""
     late = [Item(line.id, "skipped", f"left out: {line.reason}") for line in run.left_out]
     last = run.header.last
-    properties = {
-        "run": run.path.resolve().name,
-        "suite": last.suite,
-        "commit": last.commit,
-        "python": last.python,
-        "torch": last.packages.get("torch"),
-        "hardware": last.hardware,
-    }
+    properties: dict[str, object] = {"run": run.path.resolve().name}
+    properties |= {name: getattr(last, name) for name in ("suite", "commit", "python")}
+    properties |= {"torch": last.packages.get("torch"), "hardware": last.hardware}
     started = run.header.invocations[0].started
     return render("shardproof", [*map(_of_result, run.cases), *late], properties, started)
 
@@ -67,20 +62,10 @@ def _of_result(result: CaseResult) -> Item:
 
 def _properties(result: CaseResult) -> dict[str, object]:
     case = result.case
-    return {
-        "verdict": result.verdict,
-        "implementation": case.system,
-        "backend": case.backend,
-        "world": case.world,
-        "lane": case.lane,
-        "depth": result.depth,
-        "loss_factor": result.loss_factor,
-        "worst_error": result.worst_error,
-        "bound": result.bound,
-        "bytes_sent": result.bytes_sent,
-        "bytes_expected": result.bytes_expected,
-        "rerun": result.rerun,
-    }
+    found = ("depth", "loss_factor", "worst_error", "bound", "bytes_sent", "bytes_expected")
+    told = {"verdict": result.verdict, "implementation": case.system}
+    told |= {name: getattr(case, name) for name in ("backend", "world", "lane")}
+    return told | {name: getattr(result, name) for name in (*found, "rerun")}
 
 
 def render(
@@ -100,13 +85,8 @@ def render(
         counts["tests"] += 1
         seconds += test.seconds
         scenario, _, rest = test.id.partition("::")
-        element = ElementTree.SubElement(
-            suite,
-            "testcase",
-            classname=_clean(scenario),
-            name=_clean(rest or scenario),
-            time=f"{test.seconds:.3f}",
-        )
+        told = {"classname": _clean(scenario), "name": _clean(rest or scenario)}
+        element = ElementTree.SubElement(suite, "testcase", told, time=f"{test.seconds:.3f}")
         _add_properties(element, test.properties)
         if test.tag:
             counts[_COUNTED[test.tag]] += 1

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ def fingerprint() -> Fingerprint:
     return Fingerprint(
         cpu=_cpu_model(),
         cores=cores(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=platform.system(),
         machine=platform.machine(),
         gpus=gpus(),
@@ -126,16 +127,5 @@ def _output(*command: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1] for line in lines if line.lower().startswith("model name"))
-    return next(names, platform.processor()).strip()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
+    told = re.search(r"(?im)^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"))
+    return (told[1] if told else platform.processor()).strip()

@@ -89,12 +89,9 @@ class Merge:
     @property
     def differences(self) -> Iterator[str]:
         """What differs between the machines of the parts; ``run.json`` has it of each."""
-        for what, told in (
-            ("torch", [part.torch for part in self.parts]),
-            ("kernels", [part.kernels for part in self.parts]),
-            ("hardware", [part.hardware for part in self.parts]),
-        ):
-            if len(values := dict.fromkeys(told)) > 1:
+        for what in ("torch", "kernels", "hardware"):
+            values = dict.fromkeys(getattr(part, what) for part in self.parts)
+            if len(values) > 1:
                 yield f"the parts ran with different {what}: {', '.join(values)}"
 
 
@@ -169,10 +166,9 @@ def copy(merge: Merge, folder: RunFolder) -> None:
     :raises SelectionError: two parts have a file of one name.
     """
     ended = [part for part in merge.parts if part.done]
-    invocations = [
-        one.model_copy(update={"run": part.run}) for part in ended for one in part.invocations
-    ]
-    folder.put_together(invocations, merge.whole)
+    pairs = ((part, one) for part in ended for one in part.invocations)
+    copied = [one.model_copy(update={"run": part.run}) for part, one in pairs]
+    folder.put_together(copied, merge.whole)
     for part in ended:
         for name in _files(part.path):
             folder.copy_file(name, read_input(part.path / name))
@@ -186,10 +182,9 @@ def copy(merge: Merge, folder: RunFolder) -> None:
     for line, why in merge.lacking:
         if name_of(line) in told:
             continue  # its own line, and reason, were copied
-        if line["kind"] == "kill":
-            folder.add(line | {"why_not": f"left out: {why}"}, "kill")
-        else:
-            folder.add(line | {"reason": why}, "left out")
+        is_kill = line["kind"] == "kill"
+        reason = {"why_not": f"left out: {why}"} if is_kill else {"reason": why}
+        folder.add(line | reason, "kill" if is_kill else "left out")
 
 
 def _why(line: dict[str, Any]) -> str:
@@ -204,10 +199,10 @@ def _files(run: Path) -> list[str]:
 
 def _require_alike(parts: Sequence[Part], what: str, of: Callable[[Part], str]) -> None:
     """:raises SelectionError: ``of`` is not the same of all ``parts``."""
-    values = [of(part) for part in parts]
-    for part, value in zip(parts, values, strict=True):
-        if value != values[0]:
-            both = f"{parts[0].name} ({values[0]}) and {part.name} ({value})"
+    first = parts[0]
+    for part in parts:
+        if of(part) != of(first):
+            both = f"{first.name} ({of(first)}) and {part.name} ({of(part)})"
             raise SelectionError(Problem(f"parts of two {what}: {both}", "name parts of one"))
 
 

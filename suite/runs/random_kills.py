@@ -53,11 +53,9 @@ class RandomKills(Stored):
 
     def table(self) -> Table:
         """A row a number of cases."""
-        rows = [
-            (f"{n:,}", f"{killed:,}", f"{killed / len(self.faults):.0%}")
-            for n in (*(n for n in _ROWS if n < self.most), self.most)
-            if self.faults and (killed := self.killed_by(n)) >= 0
-        ]
+        counts = (*(n for n in _ROWS if n < self.most), self.most) if self.faults else ()
+        killed = ((n, self.killed_by(n)) for n in counts)
+        rows = [(f"{n:,}", f"{dead:,}", f"{dead / len(self.faults):.0%}") for n, dead in killed]
         heads = ("random cases", "faults killed", "share")
         return Table("Planted faults under random cases", heads, rows, align="rrr")
 

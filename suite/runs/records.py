@@ -229,11 +229,8 @@ def _split(account: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[d
     if figures is None:
         return rest | {"figures": None}, rows
     rows["tensor"] = figures["tensors"]
-    rows["comparison"] = [
-        {"check": check} | row
-        for check, compared in figures["compared"].items()
-        for row in compared
-    ]
+    for check, compared in figures["compared"].items():
+        rows["comparison"] += [{"check": check} | row for row in compared]
     records = []
     for record in figures["records"]:
         rank = record["rank"]
@@ -243,10 +240,8 @@ def _split(account: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[d
             rows["step"].append({"rank": rank, "detail": detail} | {k: step[k] for k in _OF_STEP})
         for key, section in _ROWS_OF.items():
             rows[section] += [{"rank": rank} | row for row in record[key]]
-        rows["event"] += [
-            {"rank": rank, "number": number, "kind": kind, "name": name}
-            for number, kind, name in record["events"]
-        ]
+        for number, kind, name in record["events"]:
+            rows["event"].append({"rank": rank, "number": number, "kind": kind, "name": name})
     kept = {k: v for k, v in figures.items() if k not in ("tensors", "compared", "records")}
     checks = list(figures["compared"])
     return rest | {"figures": kept | {"records": records, "checks": checks}}, rows

@@ -9,7 +9,7 @@ from shardproof import verdicts
 from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.errors import Problem, SelectionError
-from shardproof.runs.run_folder import Run, read, read_plan
+from shardproof.runs.run_folder import read, read_plan
 
 
 def planned(path: Path) -> list[Case]:
@@ -33,21 +33,14 @@ def split(
     """
     run = read(path)
     cases = planned(path) if narrow is None else narrow(planned(path))
-    done = {result.id: result for result in run.cases if _whole(run, result)}
+    # Without its record a case is not done.
+    done = {r.id: r for r in run.cases if r.record is not None and (path / r.record).is_file()}
     if failed:
-        again = [case for case in cases if case.id in done and _open(done[case.id])]
+        bad = verdicts.RED | verdicts.OPEN
+        again = [c for c in cases if c.id in done and verdicts.kind(done[c.id].verdict) in bad]
         if not again:
             raise SelectionError(Problem("nothing failed here", "nothing to do", str(path)))
     else:
         again = [case for case in cases if case.id not in done]
     names = {case.id for case in again}
     return again, [result for name, result in done.items() if name not in names]
-
-
-def _open(result: CaseResult) -> bool:
-    return verdicts.kind(result.verdict) in verdicts.RED | verdicts.OPEN
-
-
-def _whole(run: Run, result: CaseResult) -> bool:
-    """Whether the record of a result is there; otherwise its case is not done."""
-    return result.record is not None and (run.path / result.record).is_file()

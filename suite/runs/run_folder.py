@@ -110,23 +110,22 @@ class Run:
         """Planned cases, faults and other results without a line: a kill came before them."""
         there, faults = self.ids, {kill.name for kill in self.kills}
         absent: list[str] = []
-        for invocation in self.header.invocations:
+        for one in self.header.invocations:
             # Cases of faults that a budget kept from running are told by the fault.
-            late = invocation.kills and invocation.exit_code is not None
-            planned = invocation.benches if late else [*invocation.planned, *invocation.benches]
-            absent += [name for name in planned if name not in there]
-            absent += [name for name in invocation.kills if name not in faults]
+            planned = [] if one.kills and one.exit_code is not None else one.planned
+            absent += [name for name in (*planned, *one.benches) if name not in there]
+            absent += [name for name in one.kills if name not in faults]
         return list(dict.fromkeys(absent))
 
     @property
     def gap(self) -> str:
         """How much of the plan has no result, and what to do about it; empty: all has one."""
+        why = (
+            "the run ended before, or goes on (`shardproof run --resume --results RUN` goes on "
+            "with cases; repeat other commands)"
+        )
         absent = len(self.unfinished)
-        if not absent:
-            return ""
-        cases = "`shardproof run --resume --results RUN` goes on with cases"
-        why = "the run ended before, or goes on"
-        return f"{absent} planned without a result: {why} ({cases}; repeat other commands)"
+        return f"{absent} planned without a result: {why}" if absent else ""
 
     def known(self, judged_only: bool = True) -> dict[LineKind, list[Line]]:
         """The ``others`` by kind of this tree's wings, in the order in which these list them.
@@ -138,11 +137,6 @@ class Run:
             for kind in line_kinds().values()
             if kind.name in self.others and (kind.is_judged or not judged_only)
         }
-
-    @property
-    def judged_others(self) -> list[Line]:
-        """All :meth:`known` lines that have a verdict."""
-        return [line for lines in self.known().values() for line in lines]
 
     @property
     def unread(self) -> str:
@@ -222,11 +216,10 @@ class RunFolder:
         :raises SelectionError: the run is another part, or has other cases.
         """
         of = PartOf(index=part.index, of=part.of, selected=len(whole.rows), digest=whole.digest)
-        before = self._header.invocations[:-1]
+        before, own = self._header.invocations[:-1], self._header.part
         if any(one.part != of for one in before if one.part or one.planned or one.benches):
-            what = f"this run is {self._header.part or 'no part of a selection'}"
-            if self._header.part is not None and self._header.part.index == part.index:
-                what = f"this run is {self._header.part} of another selection"
+            what = f"this run is {own or 'no part of a selection'}"
+            what += " of another selection" if own and own.index == part.index else ""
             remedy = "name another --results folder"
             raise SelectionError(Problem(what, remedy, f"--shard {part}", str(self.path)))
         self._invocation.part = of
@@ -394,10 +387,8 @@ class RunFolder:
     def _mend_last_line(self) -> None:
         """A line that a kill cut off must not swallow the next one; a whole one is listed late."""
         content = read_input(self._lines)
-        if content and not content.endswith(b"\n"):
-            os.truncate(self._lines, content.rfind(b"\n") + 1)
-        lines = read_input(self._lines).splitlines()
-        listed = self._manifest.read()
+        os.truncate(self._lines, whole := content.rfind(b"\n") + 1)
+        lines, listed = content[:whole].splitlines(), self._manifest.read()
         if lines and listed and (LINES, len(lines)) not in listed:
             self._manifest.seal(LINES, hashlib.sha256(lines[-1]).hexdigest(), len(lines))
 

@@ -106,12 +106,9 @@ class Cut:
     @cached_property
     def digest(self) -> str:
         """That of the items; in which file a case is written says nothing of what is run."""
-        lines = []
-        for _, line in self.rows:
-            case = line.get("case")
-            bare = line | {"case": {**case, "source": ""}} if case else line
-            lines.append(json.dumps(bare, sort_keys=True))
-        return _sha256("\n".join(lines))
+        pairs = ((line, line.get("case")) for _, line in self.rows)
+        bare = (ln | {"case": {**case, "source": ""}} if case else ln for ln, case in pairs)
+        return _sha256("\n".join(json.dumps(line, sort_keys=True) for line in bare))
 
     @cached_property
     def parts(self) -> dict[str, int]:

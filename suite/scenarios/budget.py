@@ -46,15 +46,12 @@ def fit_cases(
         guess=lambda case: BACKENDS[case.backend].default_seconds,
     )
     expected = {case.id: each for case, each in zip(cases, seconds, strict=True)}
-    if minutes is None:
-        used = START_SECONDS + sum(expected.values()) / jobs
-        return CaseSchedule(list(cases), [], used if cases else 0.0, expected)
     chosen: list[Case] = []
     left_out: list[Case] = []
     used = START_SECONDS
-    for case in _in_turn(cases):
+    for case in cases if minutes is None else _in_turn(cases):
         cost = expected[case.id] / jobs
-        if used + cost <= minutes * 60:
+        if minutes is None or used + cost <= minutes * 60:
             used += cost
             chosen.append(case)
         else:
@@ -73,10 +70,7 @@ def estimates(
         if seconds is not None:
             alike[like(item)].append(seconds)
     typical = {key: statistics.median(values) for key, values in alike.items()}
-    return [
-        (typical.get(like(item)) or guess(item)) if seconds is None else seconds
-        for item, seconds in past
-    ]
+    return [s if s is not None else typical.get(like(one)) or guess(one) for one, s in past]
 
 
 def _in_turn(cases: Sequence[Case]) -> list[Case]:

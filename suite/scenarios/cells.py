@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -55,19 +56,11 @@ class Cell:
         variant = f"[{self.workload.label}]" if self.workload else ""
         plans = self.fault, self.checkpoint, self.membership
         variant += "".join(f"[{plan_name(plan)}]" for plan in plans if plan)
-        optimizer = "none"
-        if self.optimizer is not None:
-            optimizer = self.optimizer.label or self.optimizer.name
+        optimizer = (self.optimizer.label or self.optimizer.name) if self.optimizer else "none"
         clip = "noclip" if self.clip is None else f"clip{self.clip:g}"
-        return (
-            variant,
-            self.system,
-            self.backend,
-            mesh_name(self.mesh),
-            optimizer,
-            clip,
-            self.lane + (f"-{self.precision.label}" if self.precision else ""),
-        )
+        lane = self.lane + (f"-{self.precision.label}" if self.precision else "")
+        mesh = mesh_name(self.mesh)
+        return variant, self.system, self.backend, mesh, optimizer, clip, lane
 
 
 def workload_of(
@@ -80,11 +73,9 @@ def workload_of(
     What a variant gives itself stays, and one of another name keeps its size.
     """
     values = scenario.workload.model_dump()
-    if size is not None and (variant is None or variant.name is None):
-        params = values["params"] | size.params
-        values |= size.model_dump(exclude_none=True, exclude={"steps"}) | {"params": params}
-    if variant is not None:
-        own = variant.model_dump(exclude={"label", "expect"}, exclude_none=True)
+    changes = [size] if size and (variant is None or variant.name is None) else []
+    for change in (*changes, *filter(None, [variant])):
+        own = change.model_dump(exclude={"label", "expect", "steps"}, exclude_none=True)
         values |= {**own, "params": {**values["params"], **own.get("params", {})}}
     return from_plain(WorkloadSpec, values)
 
@@ -100,15 +91,17 @@ def mesh_name(mesh: Iterable[tuple[str, int]]) -> str:
 
 
 #: Key of a rule -> the names of a cell that its patterns are held against.
-_NAMES: Mapping[str, Callable[[Cell], tuple[str, ...]]] = {
+_NAMES: Mapping[str, Callable[[Cell], tuple[object, ...]]] = {
     "implementation": lambda cell: (cell.implementation.name, cell.system),
     "label": lambda cell: (cell.implementation.label or "",),
     "backend": lambda cell: (cell.backend,),
     "mesh": lambda cell: (mesh_name(cell.mesh),),
-    "workload": lambda cell: (cell.workload.label if cell.workload else "",),
+    "world": lambda cell: (cell.world,),
+    "clip": lambda cell: (cell.clip,),
+    "workload": lambda cell: (plan_name(cell.workload),),
     "optimizer": lambda cell: (cell.key[4],),
     "lane": lambda cell: (cell.lane,),
-    "precision": lambda cell: (cell.precision.label if cell.precision else "",),
+    "precision": lambda cell: (plan_name(cell.precision),),
     "fault": lambda cell: (plan_name(cell.fault),),
     "checkpoint": lambda cell: (plan_name(cell.checkpoint),),
     "membership": lambda cell: (plan_name(cell.membership),),
@@ -117,12 +110,9 @@ _NAMES: Mapping[str, Callable[[Cell], tuple[str, ...]]] = {
 
 def matches(rule: schema.Match, cell: Cell) -> bool:
     """Whether every key that ``rule`` gives holds for ``cell``."""
-    for key in rule.model_fields_set & _NAMES.keys():
-        patterns = getattr(rule, key)
-        if patterns and not any(
-            fnmatchcase(name, pattern) for name in _NAMES[key](cell) for pattern in patterns
-        ):
-            return False
-    if rule.world and cell.world not in rule.world:
-        return False
-    return not rule.clip or cell.clip in rule.clip
+
+    def holds(key: str) -> bool:
+        pairs = itertools.product(_NAMES[key](cell), getattr(rule, key))
+        return any(name == form or fnmatchcase(str(name), str(form)) for name, form in pairs)
+
+    return all(map(holds, rule.model_fields_set & _NAMES.keys()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import typing
@@ -15,8 +14,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from shardproof.errors import Problem, ScenarioError, SelectionError, nearest
+from shardproof.files import read_input
 from shardproof.scenarios.schema import Matrix, Scenario
-from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read, value_text
+from shardproof.scenarios.source import MAX_BYTES, SCENARIO, Node, parse, read, resolve, value_text
 from shardproof.scenarios.vocabulary import Vocabulary
 from shardproof.wings import FileKind, file_kinds
 
@@ -27,11 +27,7 @@ SHIPPED = (Path(__file__).parent / "files").resolve()
 USUAL = ("conformance", "checkpoint")
 Shape = typing.TypeVar("Shape", bound=BaseModel)
 #: Keys that only policies of ``shardproof gate`` have.
-_POLICY = re.compile(r"^(?:verdicts|figures|times|xfails)[ \t]*:", re.MULTILINE)
-#: The key that only scenarios have, those that every one has, and one of files of all kinds.
-_JUDGED = re.compile(r"^matrix[ \t]*:", re.MULTILINE)
-_REQUIRED = re.compile(r"^(?:matrix|checks|sees)[ \t]*:", re.MULTILINE)
-_COMMON = re.compile(r"^about[ \t]*:", re.MULTILINE)
+_POLICY = "verdicts|figures|times|xfails"
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def load(path: Path) -> ScenarioFile:
     """
     if kind := kind_of(path):
         raise ScenarioError([_not_judged(path, f"a {kind.name} scenario", kind)])
-    if _head(path, _POLICY):
+    if _has(path, _POLICY) and not _has(path, "matrix"):
         remedy = "`shardproof gate RUN --against BASELINE --policy FILE` reads it"
         raise ScenarioError(Problem("a policy, not a scenario", remedy, file=_shown(path)))
     return _validate(read(path), _shown(path))
@@ -76,27 +72,18 @@ def kind_of(path: Path) -> FileKind | None:
     Its top-level keys decide, not its folder: those of the kind, and no ``matrix:``.  The caller
     that loads an unreadable file reports it.
     """
-    for kind in file_kinds().values():
-        if _head(path, re.compile(rf"^(?:{kind.keys})[ \t]*:", re.MULTILINE)):
-            return kind
-    return None
+    if _has(path, "matrix"):
+        return None
+    return next((kind for kind in file_kinds().values() if _has(path, kind.keys)), None)
 
 
-def _head(path: Path, keys: re.Pattern[str]) -> re.Match[str] | None:
-    """The first of ``keys`` in a file other than a scenario; ``None`` for an unreadable file."""
-    text = _text(path)
-    return None if _JUDGED.search(text) else keys.search(text)
-
-
-def _text(path: Path) -> str:
-    """The text of a file; empty where it cannot be read."""
-    if not path.is_file():
-        return ""
+def _has(path: Path, keys: str) -> bool:
+    """Whether one of ``keys`` stands at the top level of a file that can be read."""
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
+        raw = read_input(path, MAX_BYTES)
+    except (OSError, SelectionError):
+        return False
+    return bool(re.search(rf"(?m)^(?:{keys})[ \t]*:", raw.decode("utf-8", "replace")))
 
 
 def files_of_wings(folder: Path) -> dict[Path, FileKind]:
@@ -154,7 +141,6 @@ def find(arguments: Sequence[str] = (), folder: Path | None = None) -> list[Scen
 
 def load_all(paths: Iterable[Path]) -> list[ScenarioFile]:
     """Load every path; the faults of all files are raised together."""
-    files: list[ScenarioFile] = []
     problems: list[Problem] = []
     owner: dict[str, ScenarioFile] = {}
     for path in paths:
@@ -163,14 +149,12 @@ def load_all(paths: Iterable[Path]) -> list[ScenarioFile]:
         except ScenarioError as error:
             problems += error.problems
             continue
-        first = owner.setdefault(file.name, file)
-        if first is not file:
+        if (first := owner.setdefault(file.name, file)) is not file:
             what = f"scenario name already used by {first.file}"
             problems.append(file.problem(["name"], what, "choose another name", file.name))
-        files.append(file)
     if problems:
         raise ScenarioError(problems)
-    return files
+    return [*owner.values()]
 
 
 def _paths(argument: str, root: Path) -> list[Path]:
@@ -186,10 +170,8 @@ def _paths(argument: str, root: Path) -> list[Path]:
     stems = {candidate.stem: candidate for candidate in _files_below(root)}
     if argument in stems:
         return [stems[argument]]
-    inside = root.iterdir() if root.is_dir() else ()
-    folders = {candidate.name: candidate for candidate in inside if candidate.is_dir()}
-    if argument in folders:
-        return _judged_in(folders[argument])
+    if (root / argument).is_dir():
+        return _judged_in(root / argument)
     for candidate, kind in files_of_wings(root).items():
         if argument in (candidate.stem, f"{candidate.parent.name}/{candidate.stem}"):
             raise SelectionError(_not_judged(candidate, f"a {kind.name} scenario", kind))
@@ -223,14 +205,10 @@ def _files_below(folder: Path) -> list[Path]:
     return [
         path
         for path in _yaml_below(folder)
-        if kind_of(path) is None and not _is_of_a_missing_wing(path)
+        # One with ``about`` and nothing else of ours is a file of a wing that is missing here.
+        if kind_of(path) is None
+        and (_has(path, f"matrix|checks|sees|{_POLICY}") or not _has(path, "about"))
     ]
-
-
-def _is_of_a_missing_wing(path: Path) -> bool:
-    """Whether a file is like one of ours, with none of the keys that every scenario has."""
-    text = _text(path)
-    return bool(_COMMON.search(text)) and not (_REQUIRED.search(text) or _POLICY.search(text))
 
 
 def _yaml_below(folder: Path) -> list[Path]:
@@ -241,20 +219,13 @@ def _yaml_below(folder: Path) -> list[Path]:
         # A folder inside that goes while it is read, or may not be, has no scenarios.
 
     found = [Path(at, name) for at, _, names in os.walk(folder, onerror=refuse) for name in names]
-    return [
-        path
-        for path in sorted(found)
-        if path.suffix in (".yaml", ".yml")
-        and path.is_file()
-        and not path.name.startswith((".", "_"))
-    ]
+    named = (path for path in sorted(found) if path.suffix in (".yaml", ".yml"))
+    return [path for path in named if path.is_file() and path.name[0] not in "._"]
 
 
 def _shown(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _validate(node: Node, file: str) -> ScenarioFile:
@@ -272,9 +243,10 @@ def _as(kind: type[Shape], node: Node, file: str, vocabulary: Vocabulary | None 
 def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseModel]) -> Problem:
     location = [part for part in detail["loc"] if not str(part).startswith("[")]  # [key], tags
     kind, context = detail["type"], detail.get("ctx", {})
-    key = str(location[-1]) if location else ""
-    value: str | None = value_text(detail["input"])
+    key, given = str(location[-1]) if location else "", detail["input"]
     where, about = dotted(location), _describe(location, kind_of)
+    value: str | None = value_text(given)
+    remedy = f"correct it{about}"
     if kind == "extra_forbidden":
         model, value = _model_at(location[:-1], kind_of), key
         keys = model.model_fields if model else ()
@@ -287,21 +259,20 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
         valid = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         is_key = "[key]" in detail["loc"]
         what = f"unknown key {where}" if is_key else f"{where}: unknown value"
-        remedy = nearest(str(detail["input"]), valid, "valid keys" if is_key else "valid names")
+        remedy = nearest(str(given), valid, "valid keys" if is_key else "valid names")
     elif kind == "unknown_name":
-        what, remedy = (
-            detail["msg"],
-            nearest(str(detail["input"]), context["known"], f"{context['kind']}s"),
-        )
+        what = detail["msg"]
+        remedy = nearest(str(given), context["known"], f"{context['kind']}s")
     elif kind == "value_error":
-        what, remedy = f"{where}: {context.get('error', detail['msg'])}", f"correct it{about}"
+        what = f"{where}: {context.get('error', detail['msg'])}"
     else:
         wanted = re.sub(r"^(Input|Value|String|List|Dictionary) ", "", detail["msg"])
         wanted = re.sub(r"valid dictionary( or instance of \w+)?", "mapping", wanted)
-        what, remedy = f"{where}: {wanted[0].lower()}{wanted[1:]}", f"correct it{about}"
-        if isinstance(given := detail["input"], str):
+        what = f"{where}: {wanted[0].lower()}{wanted[1:]}"
+        if isinstance(given, str):
             value = repr(given)
-            if kind in ("int_type", "float_type") and _is_number(given):
+            is_number = type(resolve(given.strip())) in (int, float)
+            if kind in ("int_type", "float_type") and is_number:
                 remedy = f"write {given.strip()} without quotes{about}"
             elif kind == "model_type":
                 remedy = f"write {{name: {given}}}{about}"
@@ -310,13 +281,6 @@ def _problem(detail: ErrorDetails, node: Node, file: str, kind_of: type[BaseMode
                 f"give one here, variants, each with a label, as the axis matrix.workload{about}"
             )
     return Problem(what, remedy, value, file, node.locate(location))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def dotted(location: Sequence[str | int]) -> str:

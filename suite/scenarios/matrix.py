@@ -15,7 +15,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,27 +75,20 @@ class _Expansion:
         for cell in cells:
             tier = cell.tier or ("quick" if cell.key in quick else self.scenario.tier)
             case = self._case(cell, tier, skips.get(cell.key), xfails.get(cell.key))
-            small = self._small(case, cell) if tier == "quick" else case
-            if small != case:
+            size = self.scenario.quick_size if tier == "quick" else None
+            workload = workload_of(self.scenario, cell.workload, size)
+            steps = (size and size.steps) or case.steps
+            if (workload, steps) != (case.workload, case.steps):
                 at: rules.Keys = ["quick_size"]
-                spec = small.workload
-                self._stop_at(rules.cannot_be_built(self.file, self.vocabulary, at, spec))
+                self._stop_at(rules.cannot_be_built(self.file, self.vocabulary, at, workload))
                 whole = f"{case.id.removesuffix('quick')}full"
-                cases.append(small)
+                cases.append(dataclasses.replace(case, workload=workload, steps=steps))
                 case = dataclasses.replace(case, id=whole, tier="full")
             cases.append(case)
         if self.scenario.quick_size and len(cases) == len(cells):
             self._add(["quick_size"], "changes no quick case", "correct or remove it", "quick_size")
             self._stop_at()
         return cases
-
-    def _small(self, case: Case, cell: Cell) -> Case:
-        """The case in the size of the quick tier."""
-        size = self.scenario.quick_size
-        if size is None:
-            return case
-        workload = workload_of(self.scenario, cell.workload, size)
-        return dataclasses.replace(case, workload=workload, steps=size.steps or case.steps)
 
     def _stop_at(self, problems: Iterable[Problem] = ()) -> None:
         self.problems += problems
@@ -122,12 +114,11 @@ class _Expansion:
             if len(cells) == before:
                 self._add(["include", index], "adds no cell", "remove it", include.reason)
         for index, rule in enumerate(scenario.exclude):
-            gone = [key for key, cell in cells.items() if matches(rule, cell)]
-            if not gone:
+            kept = {key: cell for key, cell in cells.items() if not matches(rule, cell)}
+            if kept == cells:
                 remedy = "correct or remove it"
                 self._add(["exclude", index], "matches nothing", remedy, rule.reason)
-            for key in gone:
-                del cells[key]
+            cells = kept
         self._stop_at()
         if not cells:
             self._add(["exclude"], "leaves no cell", "exclude less", scenario.name)
@@ -147,7 +138,8 @@ class _Expansion:
         if count > MAX_CELLS:
             self._add(path, f"more than {MAX_CELLS:,} cells", "split the scenario", f"{count:,}")
             self._stop_at()
-        axes["mesh"] = [mesh for choice in axes["mesh"] for mesh in _meshes(choice)]
+        sized = ((mesh, n) for mesh in axes["mesh"] for n in itertools.product(*mesh.values()))
+        axes["mesh"] = [tuple(zip(mesh, sizes, strict=True)) for mesh, sizes in sized]
         tier = include.tier if include is not None else None
         for values in itertools.product(*axes.values()):
             yield Cell(**dict(zip(AXES, values, strict=True)), tier=tier)
@@ -156,13 +148,11 @@ class _Expansion:
         """Key -> the first matching rule of ``section``, for every matched cell."""
         marks: dict[tuple[str, ...], Any] = {}
         for index, rule in enumerate(getattr(self.scenario, section)):
-            keys = [cell.key for cell in cells if matches(rule, cell)]
-            if not keys:
-                what = f"{section} rule matches nothing"
-                reason = getattr(rule, "reason", "")
+            found = {cell.key: rule for cell in cells if matches(rule, cell)}
+            if not found:
+                what, reason = f"{section} rule matches nothing", getattr(rule, "reason", "")
                 self._add([section, index], what, "correct or remove it", reason)
-            for key in keys:
-                marks.setdefault(key, rule)
+            marks = found | marks
         return marks
 
     def _expect(self, cell: Cell) -> dict[str, Any]:
@@ -173,32 +163,23 @@ class _Expansion:
                 expect |= own.model_dump(exclude_none=True)
         return expect
 
-    def _optimizer(
-        self, choice: schema.OptimizerChoice | None, clip: float | None, traits: Iterable[str]
-    ) -> OptimizerSpec:
-        if choice is None:
+    def _optimizer(self, cell: Cell, traits: Iterable[str]) -> OptimizerSpec:
+        if (choice := cell.optimizer) is None:
             return OptimizerSpec()
-        fields = choice.model_dump(exclude={"label"}) | {"clip_norm": clip}
-        if choice.lr is None:
-            fields["lr"] = _DEFAULT_LR[choice.name]
+        fields = choice.model_dump(exclude={"label"}) | {"clip_norm": cell.clip}
+        fields["lr"] = choice.lr or _DEFAULT_LR[choice.name]
         spec = from_plain(OptimizerSpec, fields)
-        groups = spec.groups or tuple(self.vocabulary.groups(traits))
-        return dataclasses.replace(spec, groups=groups)
+        return dataclasses.replace(spec, groups=spec.groups or (*self.vocabulary.groups(traits),))
 
     def _case(
-        self,
-        cell: Cell,
-        tier: str,
-        skip: schema.Rule | None,
-        xfail: schema.KnownFailure | None,
+        self, cell: Cell, tier: str, skip: schema.Rule | None, xfail: schema.KnownFailure | None
     ) -> Case:
         scenario, choice = self.scenario, cell.implementation
         variant, system, backend, mesh, optimizer, clip, lane = cell.key
         if not self.has_several_clips:
             clip = "noclip" if cell.clip is None else "clip"
         workload = workload_of(scenario, cell.workload)
-        name = f"{scenario.name}{variant}"
-        policy: dict[str, str] = {}
+        name, policy = f"{scenario.name}{variant}", dict[str, str]()
         if cell.precision is not None:
             policy = cell.precision.model_dump(exclude={"label"}, exclude_none=True)
         built = policy.pop("built", DTYPES[cell.lane])
@@ -211,7 +192,7 @@ class _Expansion:
             backend=cell.backend,
             mesh=dict(cell.mesh),
             workload=workload,
-            optimizer=self._optimizer(cell.optimizer, cell.clip, workload.traits),
+            optimizer=self._optimizer(cell, workload.traits),
             lane=cell.lane,  # type: ignore[arg-type]
             checks=tuple(scenario.checks),
             dtype=built,
@@ -229,26 +210,12 @@ class _Expansion:
         )
 
     def _source(self, choice: schema.ImplementationChoice) -> str:
-        for path, axes in rules.parts(self.scenario):
-            for index, own in enumerate(axes.implementation):
-                if own is choice:
-                    line = self.file.node.locate([*path, "implementation", index])
-                    return f"{_portable(self.file.file)}:{line}"
-        raise AssertionError("no cell has an implementation from outside of the file")
-
-
-@cache
-def _portable(file: str) -> str:
-    """``file`` from ``scenarios/`` on if it is one of the suite's."""
-    path = Path(file)
-    if path.is_relative_to(SHIPPED):
-        return str(Path("scenarios") / path.relative_to(SHIPPED))
-    return str(path)
-
-
-def _meshes(choice: Mapping[str, list[int]]) -> Iterator[tuple[tuple[str, int], ...]]:
-    for sizes in itertools.product(*choice.values()):
-        yield tuple(zip(choice, sizes, strict=True))
+        """``file:line`` of ``choice``; the suite's files are told from ``scenarios/`` on."""
+        line = self.file.node.locate(rules.keys_to(self.scenario, lambda one: one is choice))
+        path = Path(self.file.file)
+        if path.is_relative_to(SHIPPED):
+            path = Path("scenarios", path.relative_to(SHIPPED))
+        return f"{path}:{line}"
 
 
 def substitute(
@@ -334,11 +301,9 @@ def on_backend(cases: Sequence[Case], backend: str) -> list[Case]:
 
 def reseed(cases: Sequence[Case], seed: int) -> list[Case]:
     """The same cases with another seed of the workload; ``[seedN]`` is added to their ids."""
-    return [
-        dataclasses.replace(
-            case,
-            id=case.id.replace("::", f"[seed{seed}]::", 1),
-            workload=dataclasses.replace(case.workload, seed=seed),
-        )
-        for case in cases
-    ]
+    seeded = []
+    for case in cases:
+        workload = dataclasses.replace(case.workload, seed=seed)
+        name = case.id.replace("::", f"[seed{seed}]::", 1)
+        seeded.append(dataclasses.replace(case, id=name, workload=workload))
+    return seeded

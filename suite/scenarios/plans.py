@@ -35,7 +35,7 @@ class PlanSection:
     check: str
     fields: Callable[[Any], dict[str, Any]]
     wrong: Callable[[Any, schema.Scenario], Iterator[Wrong]]
-    unfit: Callable[[Any, Cell], Iterator[Wrong]]
+    unfit: Callable[[Any, Cell], Iterator[Wrong]] = lambda plan, cell: iter(())
 
 
 # --------------------------------------------------------------------------------------- faults
@@ -64,19 +64,23 @@ def _wrong_fault(plan: schema.FaultPlan, scenario: schema.Scenario) -> Iterator[
 def _unfit_fault(plan: schema.FaultPlan, cell: Cell) -> Iterator[Wrong]:
     shown = mesh_name(cell.mesh)
     remedy = f"valid: 0 to {cell.world - 1}, or exclude {{mesh: {shown}}}"
-    for keys, rank in ((("rank",), plan.rank), (("expect", "rank"), plan.expect.rank)):
-        if rank is not None and rank >= cell.world:
-            yield [*keys], f"no such rank in {shown}", remedy, rank
+    if plan.rank >= cell.world:
+        yield ["rank"], f"no such rank in {shown}", remedy, plan.rank
+    if (plan.expect.rank or 0) >= cell.world:
+        yield ["expect", "rank"], f"no such rank in {shown}", remedy, plan.expect.rank
 
 
 # ---------------------------------------------------------------------------------- checkpoints
 
 
 def _saves(plan: schema.CheckpointPlan) -> CheckpointPlan:
-    given = plan.into.model_dump(exclude_none=True) if plan.into else {}
-    if "precision" in given:
-        del given["precision"]["label"]
+    hidden: Any = {"precision": {"label"}}
+    given = plan.into.model_dump(exclude_none=True, exclude=hidden) if plan.into else {}
     return CheckpointPlan(plan.save_at, plan.saves, given, plan.again_at or 0, plan.trained)
+
+
+def _checkpoint(plan: schema.CheckpointPlan) -> dict[str, Any]:
+    return {"checkpoint": _saves(plan)}
 
 
 def _wrong_checkpoint(plan: schema.CheckpointPlan, scenario: schema.Scenario) -> Iterator[Wrong]:
@@ -135,7 +139,6 @@ def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
     # Changes come before their step, deaths within.
     planned = [(one.step, False, at) for at, one in enumerate(plan.changes)]
     planned += [(one.step, True, at) for at, one in enumerate(plan.deaths)]
-    changed: set[int] = set()
     for step, is_death, at in sorted(planned):
         if is_death:
             rank = plan.deaths[at].rank
@@ -147,9 +150,8 @@ def _unfit_members(plan: schema.MembershipPlan, cell: Cell) -> Iterator[Wrong]:
             if not now:
                 yield where, f"no member is left of step {step}", "let one live", rank
             continue
-        if step in changed:
+        if step in [one.step for one in plan.changes[:at]]:
             yield ["changes", at, "step"], "two changes before one step", "make them one", step
-        changed.add(step)
         members = plan.changes[at].members
         for what, remedy in _unfit_change(members, now, step, cell):
             yield ["changes", at, "members"], what, f"{remedy}, {without}", members
@@ -175,12 +177,7 @@ def _unfit_change(
 
 SECTIONS = (
     PlanSection("faults", "fault", "faults", _fault, _wrong_fault, _unfit_fault),
-    PlanSection(
-        *("checkpoints", "checkpoint", "checkpoint"),
-        lambda plan: {"checkpoint": _saves(plan)},
-        _wrong_checkpoint,
-        lambda plan, cell: iter(()),
-    ),
+    PlanSection("checkpoints", "checkpoint", "checkpoint", _checkpoint, _wrong_checkpoint),
     PlanSection(*("membership",) * 3, _members, _wrong_members, _unfit_members),
 )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
 
 from shardproof.case import WorkloadSpec
 from shardproof.cases import kinds
@@ -32,16 +33,15 @@ def parts(scenario: schema.Scenario) -> Iterator[tuple[Keys, schema.Matrix | sch
 def problems(file: ScenarioFile, vocabulary: Vocabulary) -> Iterator[Problem]:
     """What is wrong with a file of known names, whatever its cells."""
     scenario = file.scenario
+    if not scenario.matrix.workload:
+        yield from cannot_be_built(file, vocabulary, ["workload"], workload_of(scenario, None))
     for path, axes in parts(scenario):
-        variants: Sequence[schema.WorkloadChoice | None] = axes.workload
-        if not variants and isinstance(axes, schema.Matrix):
-            variants = (None,)
-        for index, variant in enumerate(variants):
-            at: Keys = ["workload"] if variant is None else [*path, "workload", index]
+        for index, variant in enumerate(axes.workload):
+            at: Keys = [*path, "workload", index]
             yield from cannot_be_built(file, vocabulary, at, workload_of(scenario, variant))
     yield from plans.problems(file)
-    refusing = [c.expect for c in scenario.matrix.implementation if c.expect]
-    refuses = any(expect.refuses for expect in (scenario.expect, *refusing))
+    expects = (scenario.expect, *(choice.expect for choice in scenario.matrix.implementation))
+    refuses = any(expect.refuses for expect in expects if expect)
     if refuses != ("refusals" in scenario.checks):
         what = "expect.refuses and the check `refusals` belong together"
         yield file.problem(["checks"], what, "give both or neither", ", ".join(scenario.checks))
@@ -60,12 +60,9 @@ def problems_of_cells(
     file: ScenarioFile, vocabulary: Vocabulary, cells: Sequence[Cell]
 ) -> Iterator[Problem]:
     """What is wrong with the first cell of which something is, and with plans for their cells."""
-    for cell in cells:
-        wrong = [*_wrong(file.scenario, vocabulary, cell)]
-        for path, what, remedy in wrong[:1]:
-            yield file.problem(path, what, remedy, " ".join(filter(None, cell.key)))
-        if wrong:
-            break
+    wrong = ((cell, one) for cell in cells for one in _wrong(file.scenario, vocabulary, cell))
+    for cell, (path, what, remedy) in itertools.islice(wrong, 1):
+        yield file.problem(path, what, remedy, " ".join(filter(None, cell.key)))
     yield from plans.problems_of_cells(file, cells)
 
 
@@ -74,49 +71,35 @@ def _wrong(scenario: schema.Scenario, vocabulary: Vocabulary, cell: Cell) -> Ite
     yield from _of_kind(scenario, workload, cell)
     scaler = cell.optimizer and cell.optimizer.scaler
     if OVERFLOW in workload.traits and cell.optimizer is not None and scaler is None:
-        yield (
-            ["matrix", "optimizer"],
-            f"trait {OVERFLOW} needs a loss scaler, which skips its infinite gradients",
-            "give the optimizer a scaler, e.g. {name: sgd, scaler: {interval: 2}}",
-        )
+        what = f"trait {OVERFLOW} needs a loss scaler, which skips its infinite gradients"
+        remedy = "give the optimizer a scaler, e.g. {name: sgd, scaler: {interval: 2}}"
+        yield ["matrix", "optimizer"], what, remedy
     yield from _of_relation(scenario, cell)
     if cell.lane == "dyadic" and workload.name not in vocabulary.dyadic:
-        yield (
-            ["matrix", "lane"],
-            f"workload {workload.name} has no form for lane dyadic, which needs small integers",
-            f"workloads that have one: {', '.join(vocabulary.dyadic)}",
-        )
+        what = f"workload {workload.name} has no form for lane dyadic, which needs small integers"
+        yield ["matrix", "lane"], what, f"workloads that have one: {', '.join(vocabulary.dyadic)}"
     if cell.lane in ("bitwise", "dyadic") and cell.clip is not None:
-        yield (
-            ["matrix", "lane"],
-            f"lane {cell.lane} needs clipping off: a norm's sum has no fixed order",
-            f"exclude {{lane: {cell.lane}, clip: ...}}, or take lane fp64",
-        )
+        what = f"lane {cell.lane} needs clipping off: a norm's sum has no fixed order"
+        remedy = f"exclude {{lane: {cell.lane}, clip: ...}}, or take lane fp64"
+        yield ["matrix", "lane"], what, remedy
 
 
 def _of_kind(scenario: schema.Scenario, workload: WorkloadSpec, cell: Cell) -> Iterator[Wrong]:
     """What does not go with the kind of the workload."""
     kind, checks = kinds.of(workload), {*scenario.checks}
-    if kind.trains == (cell.optimizer is None):
-        yield (
-            ["matrix", "optimizer"],
-            "no optimizer" if kind.trains else f"workload {workload.name} trains nothing",
-            "name one, e.g. sgd" if kind.trains else "leave the optimizer out",
-        )
+    if kind.trains and cell.optimizer is None:
+        yield ["matrix", "optimizer"], "no optimizer", "name one, e.g. sgd"
+    if not kind.trains and cell.optimizer is not None:
+        what = f"workload {workload.name} trains nothing"
+        yield ["matrix", "optimizer"], what, "leave the optimizer out"
     for name, each in kinds.UNTRAINED.items():
         check, asked = each.only_check, each is kind
         if asked != (check in checks) or (asked and checks - each.also != {check}):
-            yield (
-                ["checks"],
-                f"workload {name} and the check `{check}` belong together",
-                "give both, and no other check, or neither",
-            )
+            what = f"workload {name} and the check `{check}` belong together"
+            yield ["checks"], what, "give both, and no other check, or neither"
     if not kind.trains and (cell.lane != "bitwise" or cell.clip is not None or cell.precision):
-        yield (
-            ["matrix", "lane"],
-            f"{workload.name} are compared bit for bit, and have no clip and no precision",
-            "write lane: bitwise",
-        )
+        what = f"{workload.name} are compared bit for bit, and have no clip and no precision"
+        yield ["matrix", "lane"], what, "write lane: bitwise"
 
 
 def _of_relation(scenario: schema.Scenario, cell: Cell) -> Iterator[Wrong]:
@@ -124,36 +107,27 @@ def _of_relation(scenario: schema.Scenario, cell: Cell) -> Iterator[Wrong]:
     own = cell.workload and cell.workload.expect, cell.implementation.expect
     given = next((e for e in own if e and e.relation is not None), scenario.expect)
     if ("relations" in scenario.checks) != (given.relation is not None):
-        yield (
-            ["checks"],
-            "expect.relation and the check `relations` belong together",
-            f"give both or neither: {', '.join(get_args(schema.RelationName))} or same_as",
-        )
+        remedy = f"give both or neither: {', '.join(get_args(schema.RelationName))} or same_as"
+        yield ["checks"], "expect.relation and the check `relations` belong together", remedy
     if not isinstance(given.relation, schema.SameAs):
         return
     other, mesh, choice = given.relation.same_as, dict(cell.mesh), cell.implementation
-    at = [*_keys_of(scenario, given), "relation"]
+    at = [*keys_to(scenario, lambda one: one.expect is given), "expect", "relation"]
     again = {**choice.options, **other.options} == choice.options
     if again and other.implementation in (None, choice.name) and other.mesh in (None, mesh):
-        yield (
-            at,
-            "same_as describes the case itself: the second run must differ",
-            "name another implementation, mesh or options",
-        )
+        what = "same_as describes the case itself: the second run must differ"
+        yield at, what, "name another implementation, mesh or options"
     ranks = math.prod((other.mesh or mesh).values())
     if ranks != cell.world:
-        yield (
-            [*at, "same_as", "mesh"],
-            f"same_as runs on {ranks} ranks, the case on {cell.world}",
-            "move a factor from one axis to another",
-        )
+        what = f"same_as runs on {ranks} ranks, the case on {cell.world}"
+        yield [*at, "same_as", "mesh"], what, "move a factor from one axis to another"
 
 
-def _keys_of(scenario: schema.Scenario, expect: schema.Expect) -> Keys:
-    """Where the file has ``expect``."""
+def keys_to(scenario: schema.Scenario, is_it: Callable[[Any], bool]) -> Keys:
+    """Where the file has a choice of workload or implementation; no keys: it is the scenario's."""
     for path, axes in parts(scenario):
         for axis in ("workload", "implementation"):
             for index, choice in enumerate(getattr(axes, axis)):
-                if choice.expect is expect:
-                    return [*path, axis, index, "expect"]
-    return ["expect"]
+                if is_it(choice):
+                    return [*path, axis, index]
+    return []

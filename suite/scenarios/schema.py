@@ -115,15 +115,10 @@ class Other(Model):
 
     implementation: _Implementation | None = Field(None, description="default: the case's own")
     options: Values = Field(
-        default_factory=dict,
-        description="all options of another implementation; for the same implementation, changes "
-        "to the case's own options",
+        {}, description="all options of another implementation; of the same: changes of the case's"
     )
     mesh: dict[AxisName, Size] | None = Field(
-        None,
-        min_length=1,
-        description="on other axes; default: the case's own mesh, or the one axis of another "
-        "implementation",
+        None, min_length=1, description="default: the case's, or the one axis of the implementation"
     )
 
 
@@ -151,22 +146,16 @@ class Expect(Model):
         description="floating-point payload of one optimizer step, in bytes summed over ranks: a "
         "named formula, or an expression of numbers, facts, + - * / ( ) min max ceil",
     )
-    buckets: int | None = Field(
-        None, ge=1, le=100_000, description="smallest number of gradient buckets per step"
-    )
-    refuses: str | None = Field(
-        None, min_length=1, description="text that the refusal must contain"
-    )
-    relation: Relation | None = Field(
-        None, description="relation to a second run: see the check `relations`"
-    )
+    buckets: int | None = Field(None, ge=1, le=100_000, description="least gradient buckets a step")
+    refuses: str | None = Field(None, min_length=1, description="text in the refusal")
+    relation: Relation | None = Field(None, description="to a second run: see check `relations`")
 
 
 class ImplementationChoice(Model):
     """An implementation and its options; a bare name stands for `{name: ...}`."""
 
     name: _Implementation = Field(description="family/name, or package.module:Class")
-    options: Values = Field(default_factory=dict, description="passed to setup()")
+    options: Values = Field({}, description="passed to setup()")
     label: Label | None = Field(None, description="name of the options in ids and tables")
     expect: Expect | None = Field(None, description="overrides the scenario's expect")
 
@@ -208,11 +197,9 @@ class Scaler(Model):
 class OptimizerChoice(Model):
     """The optimizer as data; a bare name stands for `{name: ...}`."""
 
-    name: Literal["sgd", "adamw"] = Field(description="sgd or adamw")
+    name: Literal["sgd", "adamw"]
     label: Label | None = None
-    lr: float | None = Field(
-        None, gt=0, le=_LARGEST, description="peak learning rate; sgd 0.1, adamw 0.003"
-    )
+    lr: float | None = Field(None, gt=0, le=_LARGEST, description="peak; sgd 0.1, adamw 0.003")
     momentum: float = Field(0.9, ge=0, lt=1)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.95], min_length=2, max_length=2
@@ -220,7 +207,7 @@ class OptimizerChoice(Model):
     eps: float = Field(1e-8, gt=0, le=_LARGEST)
     weight_decay: float = Field(0.0, ge=0, le=_LARGEST)
     warmup_steps: int = Field(0, ge=0)
-    groups: list[Group] = Field(default_factory=list)
+    groups: list[Group] = Field([])
     scaler: Scaler | None = Field(None, description="loss scaling; null: none")
 
 
@@ -231,12 +218,8 @@ class PrecisionChoice(Model):
     """
 
     label: Label = Field(description="name of the policy in ids")
-    built: DtypeName | None = Field(
-        None, description="dtype of the built model; default: that of the lane"
-    )
-    parameters: DtypeName | None = Field(
-        None, description="dtype of compute and of sent parameters"
-    )
+    built: DtypeName | None = Field(None, description="dtype of the model; default: the lane's")
+    parameters: DtypeName | None = Field(None, description="dtype of compute and sent parameters")
     reduce: DtypeName | None = Field(None, description="dtype of gradient sums over ranks")
     output: DtypeName | None = Field(None, description="dtype of the model's outputs")
     buffers: DtypeName | None = Field(None, description="dtype of floating-point buffers")
@@ -246,12 +229,12 @@ class Workload(Model):
     """Model, data and batch shape; `shardproof list traits` shows the traits."""
 
     name: _Workload = Field(description="a workload of the suite")
-    traits: list[_Trait] = Field(default_factory=list, description="trigger conditions")
+    traits: list[_Trait] = Field([], description="trigger conditions")
     seed: int = Field(0, ge=0, lt=2**31)
     global_batch: int = Field(24, ge=1, le=4096, description="samples in one optimizer step")
     micro_batches: int = Field(2, ge=1, le=64, description="per data coordinate and window")
     windows: int = Field(1, ge=1, le=16, description="schedule calls in one optimizer step")
-    params: Values = Field(default_factory=dict, description="knobs of the workload")
+    params: Values = Field({}, description="knobs of the workload")
 
 
 class WorkloadChoice(Model):
@@ -273,7 +256,7 @@ class QuickSize(Model):
 
     global_batch: int | None = Field(None, ge=1, le=4096)
     steps: int | None = Field(None, ge=1, le=3000, description="optimizer steps")
-    params: Values = Field(default_factory=dict, description="knobs of the workload")
+    params: Values = Field({}, description="knobs of the workload")
 
 
 Implementations = Many[Named[ImplementationChoice]]
@@ -288,19 +271,29 @@ Precisions = Many[PrecisionChoice]
 Workloads = Many[WorkloadChoice]
 
 
-class Matrix(Model):
+class Axes(Model):
+    """The axes of cells, each of which may be left open."""
+
+    implementation: Implementations = Field([], description="systems under test")
+    backend: Backends = Field([], description="communication backend")
+    mesh: Meshes = Field([], description="axes and sizes; a list of sizes gives one mesh each")
+    optimizer: Optimizers = Field(
+        [], description="sgd, adamw or a mapping; none where the workload trains nothing"
+    )
+    clip: Clips = Field([], description="largest global gradient norm; null: no clipping")
+    lane: Lanes = Field([], description="way of comparing numbers")
+    precision: Precisions = Field([], description="mixed-precision policies; none: the built dtype")
+    workload: Workloads = Field([], description="variants of the scenario's workload")
+
+
+class Matrix(Axes):
     """The axes; every combination of their values is a case."""
 
     implementation: Implementations = Field(description="systems under test")
     backend: Backends = Field(description="communication backend")
     mesh: Meshes = Field(description="axes and sizes; a list of sizes gives one mesh each")
-    optimizer: Optimizers = Field(
-        [], description="sgd, adamw or a mapping; none where the workload trains nothing"
-    )
     clip: Clips = Field([None], description="largest global gradient norm; null: no clipping")
     lane: Lanes = Field(["fp64"], description="way of comparing numbers")
-    precision: Precisions = Field([], description="mixed-precision policies; none: the built dtype")
-    workload: Workloads = Field([], description="variants of the scenario's workload")
 
 
 class FaultExpect(Model):
@@ -310,9 +303,7 @@ class FaultExpect(Model):
         description="any of these: kill, exit, raise: crash; stop, drop: hang; swap, shape: crash "
         "or hang; corrupt: fail; delay, slow_node: pass"
     )
-    rank: int | None = Field(
-        None, ge=0, description="the rank that the sentence must blame; null: any, or none"
-    )
+    rank: int | None = Field(None, ge=0, description="the rank to blame; null: any, or none")
     says: Words = Field([], description="texts, all of which the sentence must contain")
 
 
@@ -326,9 +317,7 @@ class FaultPlan(Model):
     )
     rank: int = Field(ge=0, description="the rank in which it happens")
     step: int = Field(0, ge=0, description="optimizer step, from 0; of setup and load: 0")
-    phase: FaultPhase = Field(
-        description="setup, forward, backward, update, save (after the step) or load"
-    )
+    phase: FaultPhase = Field(description="where in the step; save: after it, load: before all")
     call: int = Field(0, ge=0, description="calls of the phase to let pass")
     seconds: float = Field(1.0, gt=0, le=60, description="of a delay, a pause or a cut")
     label: Label | None = Field(None, description="name of the plan in ids; default: its kind")
@@ -338,9 +327,7 @@ class FaultPlan(Model):
 class Into(Other):
     """The run that loads a checkpoint."""
 
-    precision: PrecisionChoice | None = Field(
-        None, description="its policy of mixed precision; null: the case's own"
-    )
+    precision: PrecisionChoice | None = Field(None, description="its policy; null: the case's own")
 
 
 class CheckpointPlan(Model):
@@ -349,29 +336,18 @@ class CheckpointPlan(Model):
     label: Label = Field(description="name of the plan in ids")
     save_at: int = Field(ge=1, description="steps that are done when the last save begins")
     saves: int = Field(1, ge=1, description="checkpoints, one after each of the steps up to there")
-    into: Into | None = Field(
-        None, description="another implementation, mesh, options or precision; null: the same"
-    )
+    into: Into | None = Field(None, description="the system that loads; null: the same")
     again_at: int | None = Field(
-        None,
-        ge=1,
-        description="steps that are done when the run that loads saves, too; those of save_at: "
-        "right after the load, into another folder; null: it saves nothing",
+        None, ge=1, description="steps done when the run that loads saves, too; null: it does not"
     )
-    trained: int = Field(
-        0,
-        ge=0,
-        description="steps the restoring run trains before it loads, from other values (0: none)",
-    )
+    trained: int = Field(0, ge=0, description="steps that the restoring run trains before it loads")
 
 
 class Change(Model):
     """Members join and leave before a step."""
 
     step: int = Field(ge=0, description="the first step of the new members, from 0")
-    members: list[Annotated[int, Field(ge=0)]] = Field(
-        description="ranks that take part from that step on, ascending"
-    )
+    members: list[Annotated[int, Field(ge=0)]] = Field(description="ranks from then on, ascending")
 
 
 class DeathPlan(Model):
@@ -386,10 +362,8 @@ class MembershipPlan(Model):
     """Members that join, leave and die; every plan gives each cell once more."""
 
     label: Label = Field(description="name of the plan in ids")
-    changes: list[Change] = Field(default_factory=list, description="between steps, in order")
-    deaths: list[DeathPlan] = Field(
-        default_factory=list, description="inside steps; no members from there on, until a change"
-    )
+    changes: list[Change] = Field([], description="between steps, in order")
+    deaths: list[DeathPlan] = Field([], description="inside steps; gone until a change")
 
 
 class Match(Model):
@@ -425,19 +399,11 @@ class KnownFailure(Rule):
     says: Words = Field([], description="texts, all of which the failure must contain")
 
 
-class Include(Model):
+class Include(Axes):
     """Cells to add: a small matrix; missing axes keep the values of the matrix."""
 
     reason: Reason
     tier: Tier | None = Field(None, description="tier of these cells")
-    implementation: Implementations = Field([], description="systems under test")
-    backend: Backends = Field([], description="communication backend")
-    mesh: Meshes = Field([], description="axes and sizes")
-    optimizer: Optimizers = Field([], description="sgd, adamw or a mapping")
-    clip: Clips = Field([], description="largest global gradient norm; null: no clipping")
-    lane: Lanes = Field([], description="way of comparing numbers")
-    precision: Precisions = Field([], description="mixed-precision policies")
-    workload: Workloads = Field([], description="variants of the scenario's workload")
 
 
 class Scenario(Model):
@@ -456,46 +422,31 @@ class Scenario(Model):
     expect: Expect = Field(
         default_factory=lambda: Expect.model_validate({}), description="costs and refusals"
     )
-    faults: list[FaultPlan] = Field(
-        default_factory=list, description="faults to make; the check `faults` judges each"
-    )
-    checkpoints: list[CheckpointPlan] = Field(
-        default_factory=list, description="saves and loads; the check `checkpoint` judges each"
-    )
-    membership: list[MembershipPlan] = Field(
-        default_factory=list, description="members that change; the check `membership` judges each"
-    )
-    include: list[Include] = Field(default_factory=list, description="cells to add")
-    exclude: list[Rule] = Field(default_factory=list, description="cells to remove")
-    xfail: list[KnownFailure] = Field(default_factory=list, description="cells known to fail")
-    skip: list[Rule] = Field(default_factory=list, description="cells that do not run")
-    quick: list[Match] = Field(
-        default_factory=list, description="cells of the quick tier; all others are `full`"
-    )
-    quick_size: QuickSize | None = Field(
-        None, description="smaller model and batch of the quick tier"
-    )
+    faults: list[FaultPlan] = Field([], description="faults to make, judged by check `faults`")
+    checkpoints: list[CheckpointPlan] = Field([], description="saves, judged by `checkpoint`")
+    membership: list[MembershipPlan] = Field([], description="changes, judged by `membership`")
+    include: list[Include] = Field([], description="cells to add")
+    exclude: list[Rule] = Field([], description="cells to remove")
+    xfail: list[KnownFailure] = Field([], description="cells known to fail")
+    skip: list[Rule] = Field([], description="cells that do not run")
+    quick: list[Match] = Field([], description="cells of the quick tier; all others are `full`")
+    quick_size: QuickSize | None = Field(None, description="a smaller form of the quick tier")
     deadline: float = Field(60.0, gt=0, le=3600, description="CPU seconds that a rank may compute")
     memory_gib: float = Field(8.0, gt=0.5, description="resident memory of one rank process")
 
     @property
     def least_steps(self) -> int:
         """Steps of its shortest cases."""
-        few = self.quick_size and self.quick_size.steps
-        return min(self.steps, few or self.steps)
+        return min(self.steps, (self.quick_size and self.quick_size.steps) or self.steps)
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
-        if len(set(self.checks)) != len(self.checks):
+        if len({*self.checks}) != len(self.checks):
             raise ValueError("a check is named twice under checks")
         return self
 
 
 def json_schema(model: type[Model] = Scenario, name: str = "scenario") -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a file of this shape, for editors and other tools."""
-    schema = model.model_json_schema(mode="validation")
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"Shardproof {name}",
-        **{key: value for key, value in schema.items() if key != "title"},
-    }
+    own = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"Shardproof {name}"}
+    return own | model.model_json_schema(mode="validation") | own

@@ -47,9 +47,9 @@ class Selection:
         :raises ScenarioError: a faulty scenario file.
         :raises SelectionError: an unknown name, a bad expression, or no match.
         """
-        ids, names = _split(self.scenarios)
-        named_by_ids = [_scenario_of(name) for name in ids]
-        files = find([*names, *dict.fromkeys(n for n in named_by_ids if n not in names)])
+        ids = [name for name in self.scenarios if _is_id(name)]
+        names = [name for name in self.scenarios if not _is_id(name)]
+        files = find([*dict.fromkeys([*names, *(re.split(r"::|\[", name)[0] for name in ids)])])
         everything = [case for file in files for case in expand(file, vocabulary)]
         selected = [resolve(name, everything) for name in ids]
         if names or not ids:
@@ -69,14 +69,10 @@ class Selection:
         expression = self.expression.strip()
         cases = self._of_scenarios(planned)
         seeds = () if self.seed is None else (self.seed,)
-        filters: tuple[tuple[str, Sequence[str | int], Names], ...] = (
-            ("--impl", self.implementations, _systems),
-            ("--backend", self.backends, lambda case: (case.backend,)),
-            ("--world", self.worlds, lambda case: (case.world,)),
-            ("--seed", seeds, lambda case: (case.workload.seed,)),
-        )
-        for option, values, names in filters:
-            cases = _narrow(cases, option, values, names)
+        cases = _narrow(cases, "--impl", self.implementations, _systems)
+        cases = _narrow(cases, "--backend", self.backends, lambda case: (case.backend,))
+        cases = _narrow(cases, "--world", self.worlds, lambda case: (case.world,))
+        cases = _narrow(cases, "--seed", seeds, lambda case: (case.workload.seed,))
         if self.tier:
             of_tier = _narrow(cases, "--tier", (self.tier,), lambda case: (case.tier,))
             cases = cases if self.tier == "full" else of_tier
@@ -88,12 +84,11 @@ class Selection:
 
     def _of_scenarios(self, planned: list[Case]) -> list[Case]:
         kept: set[str] = set()
-        ids, others = _split(self.scenarios)
-        for given in (*ids, *others):
-            names = {given}
-            if not any(given in (case.id, case.scenario) for case in planned) and not _is_id(given):
-                names = {file.name for file in find([given])}
-            named = {case.id for case in planned if names & {case.id, case.scenario}}
+        for given in self.scenarios:
+            named = {case.id for case in planned if given in (case.id, case.scenario)}
+            if not named and not _is_id(given):
+                files = {file.name for file in find([given])}
+                named = {case.id for case in planned if case.scenario in files}
             if not named:
                 there = {case.scenario for case in planned}
                 raise _unplanned("SCENARIO", given, nearest(given, there, "planned"))
@@ -117,26 +112,22 @@ class Selection:
             if backend not in vocabulary.backends:
                 remedy = nearest(backend, vocabulary.backends, "backends")
                 raise SelectionError(Problem("--backend: unknown backend", remedy, backend))
-        filters: tuple[tuple[str, Sequence[str | int], Callable[[Case], str | int]], ...] = (
-            ("--backend", self.backends, lambda case: case.backend),
-            ("--world", self.worlds, lambda case: case.world),
-        )
         over = [name for name in dict.fromkeys(self.backends) if BACKENDS[name].takes_over]
-        cases = [
-            *(case for case in cases if case.backend not in over),
-            *(case for backend in over for case in on_backend(cases, backend)),
-        ]
-        for option, values, value_of in filters:
-            there = sorted({value_of(case) for case in cases})
-            cases = [case for case in cases if not values or value_of(case) in values]
-            _some(cases, option, " ".join(map(str, values)), map(str, there))
+        moved = [case for backend in over for case in on_backend(cases, backend)]
+        cases = [*(case for case in cases if case.backend not in over), *moved]
+        filters: tuple[tuple[str, Sequence[str | int]], ...]
+        filters = ("backend", self.backends), ("world", self.worlds)
+        for name, values in filters:
+            there = sorted({getattr(case, name) for case in cases})
+            cases = [case for case in cases if not values or getattr(case, name) in values]
+            _some(cases, f"--{name}", " ".join(map(str, values)), map(str, there))
         if self.seed is not None:
             cases = reseed(cases, self.seed)
         cases = [case for case in cases if matches(case.id)]
-        shows = "`shardproof list cases` shows the ids"
+        shows = "`shardproof list cases`"
         if self.implementations:  # a system outside of all scenarios has its cells only here
-            shows = "`shardproof run --dry-run` with the same --impl and without -k shows the ids"
-        return _some(cases, "-k", expression, hint=shows)
+            shows = "`shardproof run --dry-run` with the same --impl and without -k"
+        return _some(cases, "-k", expression, hint=f"{shows} shows the ids")
 
     def _of_implementations(self, cases: list[Case], known: list[str]) -> list[Case]:
         from shardproof import registry
@@ -206,17 +197,6 @@ def _systems(case: Case) -> tuple[str, str]:
 
 def _is_id(text: str) -> bool:
     return len(text.split("::")) == _ID_PARTS and " " not in text
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Case ids, and names of scenarios, files or folders."""
-    return [name for name in arguments if _is_id(name)], [
-        name for name in arguments if not _is_id(name)
-    ]
-
-
-def _scenario_of(name: str) -> str:
-    return name.split("::", 1)[0].split("[", 1)[0]
 
 
 def _narrow(

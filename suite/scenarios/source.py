@@ -1,20 +1,20 @@
 """YAML text as plain nodes with their lines; no tag ever builds an object.
 
-The text is read as libyaml's *event stream*, with limits on size, depth, aliases and their
-expansion: an alias bomb costs nothing, because an alias is the node that it names, and a million
-``[`` are X YAML 1.2 where YAML 1.1 is surprising:
-``1e-3`` is a number, ``1:30``, ``012`` and dates are text, and a bare ``on``, ``off``, ``yes`` or
-``no`` is an error, because it may mean a word or a boolean.
+libyaml's *event stream* is held against limits on size, depth and aliases before nodes are
+composed: its own composer would follow a million ``[`` until its stack ends.  An alias bomb costs
+nothing, because an alias is the node that it names.  Scalars are those of YAML 1.2 where YAML 1.1
+is surprising: ``1e-3`` is a number, ``1:30``, ``012`` and dates are text, and a bare ``on``,
+``off``, ``yes`` or ``no`` is an error, because it may mean a word or a boolean.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -30,8 +30,6 @@ Scalar = str | int | float | bool | None
 #: The default kind of file.
 SCENARIO = "scenario"
 
-_PREFIX = "tag:yaml.org,2002:"
-_TAGS = {_PREFIX + name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
 _WORDS = re.compile(r"(?i:on|off|yes|no)\Z")
 _INT = re.compile(r"[-+]?[0-9]+\Z")
 _FLOAT = re.compile(
@@ -100,7 +98,7 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     except OSError as error:
         raise refuse("cannot be read", "check the file's permissions", error.strerror) from None
     if len(raw) > MAX_BYTES:
-        raise refuse("file is over 1 MiB", _too_large(noun))
+        raise refuse("file is over 1 MiB", "split it, or make it shorter")
     if b"\0" in raw:
         raise refuse("binary file", f"a {noun} is YAML text in UTF-8")
     try:
@@ -111,25 +109,19 @@ def read(path: Path, noun: str = SCENARIO, optional: bool = False) -> Node:
     return parse(text, shown, noun, optional)
 
 
-def _too_large(noun: str) -> str:
-    return "split it into several scenarios" if noun == SCENARIO else "make it shorter"
-
-
 def parse(text: str, file: str, noun: str = SCENARIO, optional: bool = False) -> Node:
     """The node of YAML ``text``; ``file`` and ``noun`` only serve error messages."""
     if len(text) > MAX_BYTES:
-        raise ScenarioError(Problem("text is over 1 MiB", _too_large(noun), None, file))
+        raise ScenarioError(Problem("text is over 1 MiB", "make it shorter", None, file))
     reader = _Reader(file, noun)
     node = reader.document(text)
     if node is None and optional:
         return Node(1, {}, {})
+    start = f"start with `{'about' if optional else 'name'}: ...`"
     if node is None:
-        needed = "name, about, matrix and checks" if noun == SCENARIO else "name and about"
-        raise reader.error(1, "empty file", f"a {noun} needs at least {needed}")
+        raise reader.error(1, "empty file", start)
     if not isinstance(node.value, dict):
-        start = "about" if optional else "name"
-        remedy = f"start with `{start}: ...`"
-        raise reader.error(node.line, "not a mapping", remedy, value_text(node.value))
+        raise reader.error(node.line, "not a mapping", start, value_text(node.value))
     return node
 
 
@@ -137,156 +129,129 @@ class _Reader:
     def __init__(self, file: str, noun: str) -> None:
         self.file = file
         self.noun = noun
-        self.anchors: dict[str | None, Node] = {}
-        self.aliases = self.total = 0
+        #: By the identity of PyYAML's nodes: that of an alias is the one that it names.
+        self.made: dict[int, Node] = {}
 
     def error(self, line: int, what: str, remedy: str, value: str | None = None) -> ScenarioError:
         return ScenarioError(Problem(what, remedy, value, self.file, line))
 
     def document(self, text: str) -> Node | None:
         """The only document, within every limit; ``None``: there is none."""
-        events = self._events(text)
-        first = next(events, None)
-        node = None if first is None else self._node(first, events, 1)
-        next(events, None)  # goes on to the end, where another document may begin
-        return node
-
-    def _events(self, text: str) -> Iterator[Any]:
-        """PyYAML's events, whose stubs lack anchors, tags and marks of node events."""
-        loader, documents = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
+        loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
         try:
-            for event in cast(Iterator[Any], yaml.parse(text, Loader=loader)):
-                documents += isinstance(event, yaml.DocumentStartEvent)
-                if documents > 1:
-                    line, remedy = event.start_mark.line + 1, "per file; remove `---`"
-                    raise self.error(line, "second document", f"one {self.noun} {remedy}")
-                if isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
-                    yield event
+            self._check(yaml.parse(text, Loader=loader))
+            composed = yaml.compose(text, Loader=loader)
         except yaml.MarkedYAMLError as error:
             # A bracket that nobody closes is found out later than where it stands.
             is_open = "flow" in (error.context or "") and error.context_mark
             mark = error.context_mark if is_open else error.problem_mark or error.context_mark
             what = " ".join(filter(None, (error.context, error.problem))) or "cannot be read"
             at = mark.line + 1 if mark else 1
-            remedy = "close what begins here" if is_open else self._syntax_hint(text, at)
+            hint = "check the indentation, quotes and brackets above"
+            if "\t" in "".join(text.splitlines()[at - 1 : at]):
+                hint = "indent with spaces, not tabs"
+            remedy = "close what begins here" if is_open else hint
             raise self.error(at, f"not valid YAML: {what}", remedy) from None
         except (yaml.YAMLError, UnicodeError, ValueError) as error:
             if isinstance(error, ScenarioError):
                 raise
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise self.error(1, f"not valid YAML: {first}", "remove control characters") from None
+        return None if composed is None else self._node(composed)
 
-    @staticmethod
-    def _syntax_hint(text: str, line: int) -> str:
-        lines = text.splitlines()
-        if line <= len(lines) and "\t" in lines[line - 1]:
-            return "indent with spaces, not tabs"
-        return "check the indentation, quotes and brackets above"
+    def _check(self, events: Iterable[Any]) -> None:
+        """Hold ``events`` against all limits but that of expanded aliases."""
+        documents = aliases = 0
+        opened: list[str | None] = []  # the anchors of collections that are not complete
+        anchors: set[str | None] = set()
+        for event in events:
+            line = event.start_mark.line + 1
+            documents += isinstance(event, yaml.DocumentStartEvent)
+            if documents > 1:
+                remedy = f"one {self.noun} per file; remove `---`"
+                raise self.error(line, "second document", remedy)
+            if (tag := getattr(event, "tag", None)) is not None:
+                shown = tag.replace("tag:yaml.org,2002:", "!!")
+                raise self.error(line, "YAML tag", "remove it: files hold plain data", shown)
+            if isinstance(event, yaml.AliasEvent):
+                aliases += 1
+                if aliases > MAX_ALIASES:
+                    what = f"more than {MAX_ALIASES} aliases"
+                    raise self.error(line, what, "write the values out")
+                if event.anchor not in anchors:
+                    what, remedy = "unknown or self-containing alias", "define `&name` first"
+                    raise self.error(line, what, remedy, f"*{event.anchor}")
+            elif isinstance(event, yaml.CollectionStartEvent):
+                opened.append(event.anchor)
+                if len(opened) > MAX_DEPTH:
+                    raise self.error(line, f"nested deeper than {MAX_DEPTH} levels", "flatten it")
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchors.add(opened.pop())
+            elif isinstance(event, yaml.ScalarEvent):
+                anchors.add(event.anchor)
 
-    def _count(self, nodes: int, line: int) -> None:
-        self.total += nodes
-        if self.total > MAX_NODES:
-            what = f"over {MAX_NODES:,} nodes once aliases are expanded"
-            raise self.error(line, what, "use fewer")
-
-    def _node(self, event: Any, events: Iterator[Any], depth: int) -> Node:
-        """The node that begins with ``event``; takes its rest from ``events``."""
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.AliasEvent):
-            return self._alias(event, line)
-        before, node = self.total, Node(line, None, {})
-        self._count(1, line)
-        # A repeated anchor means the new node, which is open from here on.
-        self.anchors.pop(event.anchor, None)
-        if isinstance(event, yaml.ScalarEvent):
-            self._check_tag(event.tag, _TAGS, line)
-            node.value = self._scalar(event, line)
+    def _node(self, given: Any) -> Node:
+        if id(given) in self.made:
+            return self.made[id(given)]
+        node = self.made[id(given)] = Node(given.start_mark.line + 1, None, {})
+        inner: list[Node] = []
+        if isinstance(given, yaml.ScalarNode):
+            node.value = str(given.value) if given.style else self._plain(given.value, node.line)
+        elif isinstance(given, yaml.SequenceNode):
+            node.value = inner = [self._node(child) for child in given.value]
         else:
-            if depth > MAX_DEPTH:
-                raise self.error(line, f"nested deeper than {MAX_DEPTH} levels", "flatten it")
-            inside = self._inside(events, depth + 1)
-            is_list = isinstance(event, yaml.SequenceStartEvent)
-            self._check_tag(event.tag, {_PREFIX + ("seq" if is_list else "map")}, line)
-            node.value = [child for _, child in inside] if is_list else self._mapping(inside, node)
-            inner = node.value.values() if isinstance(node.value, dict) else node.value
-            node.height = 1 + max((child.height for child in inner), default=0)
+            node.value = self._mapping(given.value, node)
+            inner = [*node.keys.values(), *node.value.values()]
+        if inner:
+            node.height = 1 + max(child.height for child in inner)
+            node.size += sum(child.size for child in inner)
         if node.height > MAX_DEPTH:
-            raise self.error(line, f"nested deeper than {MAX_DEPTH} levels", "use fewer aliases")
-        node.size = self.total - before
-        if event.anchor:
-            self.anchors[event.anchor] = node
+            what = f"nested deeper than {MAX_DEPTH} levels"
+            raise self.error(node.line, what, "use fewer aliases")
+        if node.size > MAX_NODES:
+            what = f"over {MAX_NODES:,} nodes once aliases are expanded"
+            raise self.error(node.line, what, "use fewer")
         return node
 
-    def _alias(self, event: yaml.AliasEvent, line: int) -> Node:
-        self.aliases += 1
-        if self.aliases > MAX_ALIASES:
-            raise self.error(line, f"more than {MAX_ALIASES} aliases", "write the values out")
-        node = self.anchors.get(event.anchor)
-        if node is None:
-            what, remedy = "unknown or self-containing alias", "define `&name` first"
-            raise self.error(line, what, remedy, f"*{event.anchor}")
-        self._count(node.size, line)
-        return node
-
-    def _check_tag(self, tag: str | None, valid: Collection[str], line: int) -> None:
-        if tag not in (None, "!", *valid):
-            shown = str(tag).replace(_PREFIX, "!!")
-            raise self.error(line, "YAML tag", "remove it: files hold plain data", shown)
-
-    def _inside(self, events: Iterator[Any], depth: int) -> Iterator[tuple[Any, Node]]:
-        while not isinstance(event := next(events), yaml.CollectionEndEvent):
-            yield event, self._node(event, events, depth)
-
-    def _mapping(self, inside: Iterator[tuple[Any, Node]], node: Node) -> dict[str, Node]:
+    def _mapping(self, pairs: Sequence[tuple[Any, Any]], node: Node) -> dict[str, Node]:
         value: dict[str, Node] = {}
-        merged: list[tuple[Node, Node]] = []
-        for (event, key), (_, child) in zip(inside, inside, strict=True):
+        merged: list[Node] = []
+        for given, child in pairs:
+            key = self._node(given)
             if not isinstance(key.value, str):
                 raise self.error(key.line, "key is not a word", "quote it", value_text(key.value))
-            if key.value == "<<" and isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
-                merged.append((key, child))
+            if key.value == "<<" and not given.style:
+                source = self._node(child)
+                merged += source.value if isinstance(source.value, list) else [source]
+                if not all(isinstance(part.value, dict) for part in merged):
+                    raise self.error(key.line, "`<<` needs a mapping", "give it `*an_alias`")
                 continue
             if key.value in value:
-                first = node.keys[key.value].line
-                raise self.error(
-                    key.line, f"key given twice, first on line {first}", "keep one", key.value
-                )
-            value[key.value] = child
+                what = f"key given twice, first on line {node.keys[key.value].line}"
+                raise self.error(key.line, what, "keep one", key.value)
+            value[key.value] = self._node(child)
             node.keys[key.value] = key
-        for key, source in merged:
-            for part in source.value if isinstance(source.value, list) else [source]:
-                if not isinstance(part.value, dict):
-                    raise self.error(key.line, "`<<` needs a mapping", "give it `*an_alias`")
-                for name, child in part.value.items():
-                    if name not in value:
-                        value[name] = child
-                        node.keys[name] = part.keys[name]
+        for part in merged:
+            inherited: Any = part.value
+            value |= {name: inherited[name] for name in inherited if name not in value}
+            node.keys = {**part.keys, **node.keys}
         return value
 
-    def _scalar(self, event: yaml.ScalarEvent, line: int) -> Scalar:
-        text, tag = event.value, event.tag
-        if tag in ("!", _PREFIX + "str") or (tag is None and not event.implicit[0]):
-            return str(text)
-        if tag is None and _WORDS.match(text):
-            raise self.error(
-                line,
-                "ambiguous word",
-                "write true, false or null, or quote it if it is a name",
-                text,
-            )
-        value = _resolve(text)
+    def _plain(self, text: str, line: int) -> Scalar:
+        """What ``text`` without quotes means."""
+        if _WORDS.match(text):
+            remedy = "write true, false or null, or quote it if it is a name"
+            raise self.error(line, "ambiguous word", remedy, text)
+        value = resolve(text)
         if isinstance(value, OverflowError):
             raise self.error(line, "number with too many digits", "use at most 18", text)
         if isinstance(value, float) and not math.isfinite(value):
             raise self.error(line, "number is not finite", "quote it if it is a name", text)
-        if tag is not None:
-            kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "null": (type(None),)}
-            if type(value) not in kinds.get(tag.removeprefix(_PREFIX), ()):
-                raise self.error(line, f"not a {tag.removeprefix(_PREFIX)}", "remove the tag", text)
         return value
 
 
-def _resolve(text: str) -> Any:
+def resolve(text: str) -> Any:
+    """The value of a plain scalar; an ``OverflowError`` for a number with too many digits."""
     if text in _NULL:
         return None
     if text in _BOOL:

@@ -68,7 +68,5 @@ def in_lane(lane: Lane) -> list[str]:
 
 def _check_lane(family: Family, lane: Lane) -> None:
     if lane == "dyadic" and not family.dyadic:
-        raise WorkloadError(
-            f"{family.name} has no {lane} form: its numbers are not small integers; "
-            f"workloads that have one: {', '.join(in_lane(lane))}"
-        )
+        why = f"{family.name} has no {lane} form: its numbers are not small integers"
+        raise WorkloadError(f"{why}; workloads that have one: {', '.join(in_lane(lane))}")

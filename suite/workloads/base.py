@@ -33,12 +33,8 @@ from shardproof.workloads.traits import FLAGS, SPIKES, TRAITS
 #: A part of a tensor: one ``(start, stop)`` per dimension.
 Region = tuple[tuple[int, int], ...]
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPE_NAMES = ("float64", "float32", "bfloat16", "float16")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
 
 
 @dataclass(frozen=True)
@@ -371,17 +367,14 @@ class Workload:
             chosen = MicroBatch(*(part[index] for part in parts))
             return _trimmed(chosen) if "variable_lengths" in self.traits else chosen
 
-        batches = []
+        batches: list[Batch] = []
         start = 0
         for cut in self.spec.cut(coordinates):
             size = sum(map(sum, cut))
             order = iter(self._order(step, range(start, start + size)))
             start += size
-            windows = [
-                tuple(micro(list(itertools.islice(order, length))) for length in sizes)
-                for sizes in cut
-            ]
-            batches.append(Batch(step, tuple(windows)))
+            lots = [[list(itertools.islice(order, length)) for length in sizes] for sizes in cut]
+            batches.append(Batch(step, tuple(tuple(map(micro, window)) for window in lots)))
         first = self.spec.first_share(step, coordinates)
         return batches[first:] + batches[:first]
 
@@ -410,11 +403,9 @@ class Workload:
         generator = _generator(f"{self.spec.seed}/draws/{step}")
         draws = torch.randint(1 << 30, (size,), generator=generator).tolist()
         flags = [self._flags(step, place) for place in range(size)]
-        keys = None
-        if "dropout_counter" in self.traits:
-            keys = [
-                layers.seed_number(f"{self.spec.seed}/key/{step}/{i}") >> 32 for i in range(size)
-            ]
+        seeds = (f"{self.spec.seed}/key/{step}/{i}" for i in range(size))
+        has_keys = "dropout_counter" in self.traits
+        keys = [layers.seed_number(seed) >> 32 for seed in seeds] if has_keys else None
         samples = self.family.samples(self.params, Picks(index, draws, flags, keys, self._dtype))
         valid, targets = self._mask(samples.valid), samples.targets
         if "ignore_index" in self.traits:
@@ -470,14 +461,9 @@ class Workload:
 
     def _order(self, step: int, share: range) -> list[int]:
         """The samples of a share; those for the first (last) micro-batch come first (last)."""
-        first = FLAGS["conditional_by_micro_batch"]
-        last = FLAGS["conditional_last_micro_batch"]
-
-        def key(index: int) -> int:
-            flags = self._flags(step, index)
-            return bool(flags & last) - bool(flags & first)
-
-        return sorted(share, key=key)
+        flags = {index: self._flags(step, index) for index in share}
+        first, last = (FLAGS[f"conditional_{which}_micro_batch"] for which in ("by", "last"))
+        return sorted(share, key=lambda i: bool(flags[i] & last) - bool(flags[i] & first))
 
     def _flags(self, step: int, index: int) -> int:
         wanted = {
@@ -494,20 +480,17 @@ class Workload:
 
     def _mask(self, valid: Tensor) -> Tensor:
         """``valid`` as the traits of the batch leave it; at least one target remains."""
-        valid = valid.clone()
-        size = len(valid)
-        for index in range(size):
-            if "one_rank_without_tokens" in self.traits and size > 1 and index >= (size + 1) // 2:
+        valid, size, half = valid.clone(), len(valid), (len(valid) + 1) // 2
+        for index in range(size) if "unequal_tokens" in self.traits else ():
+            if valid.dim() > 1:
+                share = ((index + 1) / size) ** 2
+                valid[index, max(1, int(share * valid.shape[1])) :] = False
+            # One target a sample: two of eight stay in the first half, among them the first
+            # samples that are flagged for the first and the last micro-batch.
+            elif index < half and index % 8 > 1:
                 valid[index] = False
-            elif "unequal_tokens" in self.traits:
-                if valid.dim() == 1:
-                    # One target a sample: two of eight stay in the first half, among them the
-                    # first samples that are flagged for the first and the last micro-batch.
-                    if index < (size + 1) // 2 and index % 8 > 1:
-                        valid[index] = False
-                else:
-                    share = ((index + 1) / size) ** 2
-                    valid[index, max(1, int(share * valid.shape[1])) :] = False
+        if "one_rank_without_tokens" in self.traits and size > 1:
+            valid[half:] = False
         return valid
 
     @cached_property

@@ -44,11 +44,9 @@ class Block(nn.Module):
     def __init__(self, channels: int, norm: str, odd: Oddities | None, place: Place) -> None:
         super().__init__()
         self.conv = Conv2d(channels, channels, 3, padding=1, bias=False, **place)
-        self.norm: nn.Module = (
-            nn.BatchNorm2d(channels, **place)
-            if norm == "batch"
-            else nn.GroupNorm(1, channels, **place)
-        )
+        self.norm: nn.Module = nn.GroupNorm(1, channels, **place)
+        if norm == "batch":
+            self.norm = nn.BatchNorm2d(channels, **place)
         self.odd = odd
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -88,27 +86,20 @@ class DigitsCNN(Family):
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """Blocks of convolutions with the layers that traits ask for."""
-        channels, layers = params["channels"], params["layers"]
-        middle, ends = layers // 2, ("tied_over_units",)
+        channels, layers, ends = params["channels"], params["layers"], ("tied_over_units",)
+        middle = oddities("inner", traits, channels, CHANNELS, place)
+        inner = [middle if index == layers // 2 else None for index in range(layers)]
         stack = self.stack_type(
-            front=oddities("front", traits, channels, CHANNELS, place, also=ends),
             embed=Pixels(1, channels, 3, padding=1, **place),
-            blocks=[
-                Block(
-                    channels,
-                    params["norm"],
-                    oddities("inner", traits, channels, CHANNELS, place)
-                    if index == middle
-                    else None,
-                    place,
-                )
-                for index in range(layers)
-            ],
+            blocks=[Block(channels, params["norm"], own, place) for own in inner],
             norm=Pool(channels, place),
-            final=oddities("final", traits, 16 * channels, -1, place),
             head=Linear(16 * channels, CLASSES, **place),
-            tail=oddities("tail", traits, channels, CHANNELS, place, also=ends),
             flags=_flags,
+            odd={
+                "front": oddities("front", traits, channels, CHANNELS, place, also=ends),
+                "final": oddities("final", traits, 16 * channels, -1, place),
+                "tail": oddities("tail", traits, channels, CHANNELS, place, also=ends),
+            },
         )
         if "tied_over_units" in traits:
             tie(stack, "front.tied_over_units.layer", "tail.tied_over_units.layer")

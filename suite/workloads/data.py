@@ -57,11 +57,9 @@ def digits() -> tuple[Tensor, Tensor]:
 
     :raises DataError: no source is there, or it holds other data.
     """
-    for path in DIGITS_FILES:
-        if path.is_file():
-            with np.load(path, allow_pickle=False) as file:
-                table = np.concatenate([file["images"].reshape(-1, 64), file["labels"][:, None]], 1)
-            break
+    if path := next((path for path in DIGITS_FILES if path.is_file()), None):
+        with np.load(path, allow_pickle=False) as file:
+            table = np.concatenate([file["images"].reshape(-1, 64), file["labels"][:, None]], 1)
     else:
         table = _scikit_learn_digits()
     table = np.ascontiguousarray(table, dtype=np.uint8)

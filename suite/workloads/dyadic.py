@@ -125,6 +125,7 @@ class DyadicMLP(Family):
             norm=Levels(-4, 4),
             head=Head(width, SYMBOLS, **place),
             flags=_flags,
+            odd={},
         )
         if "tied_over_units" in traits:
             tie(stack, "embed.token", "head")

@@ -40,7 +40,7 @@ from shardproof.workloads.layers import (
     nested,
     tie,
 )
-from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
+from shardproof.workloads.traits import KEY_SHIFT, PLACES, Oddities, oddities
 
 #: Letters end at byte 90.
 SMALLEST_VOCABULARY = 91
@@ -181,10 +181,8 @@ class CharnamesGPT(Family):
         sizes = {**params, "kv_heads": _kv_heads(params)}
         for divided, by in (("width", "heads"), ("heads", "kv_heads")):
             if sizes[divided] % sizes[by]:
-                raise WorkloadError(
-                    f"{self.name}: {divided} = {sizes[divided]} is not divisible by "
-                    f"{by} = {sizes[by]}"
-                )
+                whole = f"{divided} = {sizes[divided]}"
+                raise WorkloadError(f"{self.name}: {whole} is not divisible by {by} = {sizes[by]}")
 
     def size(self) -> int:
         """Number of names."""
@@ -192,23 +190,16 @@ class CharnamesGPT(Family):
 
     def model(self, params: Params, traits: Collection[str], place: Place) -> Stack:
         """A small GPT with the layers that traits ask for."""
-        width, layers = params["width"], params["layers"]
-        middle, keyed = layers // 2, "dropout_counter" in traits
+        width, layers, keyed = params["width"], params["layers"], "dropout_counter" in traits
+        odd: dict[str, Oddities | None]
+        odd = {at: oddities(at, traits, width, -1, place) for at in PLACES}
+        inner = [odd["inner"] if index == layers // 2 else None for index in range(layers)]
         stack = Stack(
-            front=oddities("front", traits, width, -1, place),
             embed=Embed(params["vocab"], params["seq"], width, keyed, place),
-            blocks=[
-                self.block(
-                    params,
-                    oddities("inner", traits, width, -1, place) if index == middle else None,
-                    place,
-                )
-                for index in range(layers)
-            ],
+            blocks=[self.block(params, own, place) for own in inner],
             norm=NORMS[params["norm"]](width, **place),
-            final=oddities("final", traits, width, -1, place),
             head=Linear(width, params["vocab"], **place),
-            tail=oddities("tail", traits, width, -1, place),
+            odd=odd,
             flags=partial(_flags, keyed),
             is_nested=params["passes"] == "nested",
         )

@@ -82,10 +82,8 @@ def check_traits(
     for name in traits:
         trait, able = lookup(name, TRAITS, "trait"), carriers(name)
         if workload not in able:
-            raise WorkloadError(
-                f"trait {name!r} does not apply to {workload}, only to {', '.join(able)}"
-            )
+            what = f"does not apply to {workload}, only to {', '.join(able)}"
+            raise WorkloadError(f"trait {name!r} {what}")
         if micro_batches < trait.micro_batches:
-            raise WorkloadError(
-                f"trait {name!r} needs micro_batches >= {trait.micro_batches}, not {micro_batches}"
-            )
+            what = f"needs micro_batches >= {trait.micro_batches}, not {micro_batches}"
+            raise WorkloadError(f"trait {name!r} {what}")

@@ -83,9 +83,9 @@ class StackForward(nn.Module):
 class Stack(StackForward):
     """The form of every model here.
 
-    ``front`` (registered first, applied after ``embed``), ``final`` (between ``norm`` and ``head``)
-    and ``tail`` (registered last, applied after the blocks) hold the odd modules that traits ask
-    for; without such traits they do not exist.
+    ``odd`` has the modules that traits ask for: ``front`` (registered first, applied after
+    ``embed``), ``final`` (between ``norm`` and ``head``) and ``tail`` (registered last, applied
+    after the blocks); without such traits they do not exist.
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"head": "classes"}
@@ -98,18 +98,15 @@ class Stack(StackForward):
         norm: nn.Module,
         head: nn.Module,
         flags: Callable[[Tensor], Tensor],
-        front: nn.Module | None = None,
-        final: nn.Module | None = None,
-        tail: nn.Module | None = None,
+        odd: Mapping[str, nn.Module | None],
         is_nested: bool = False,
     ) -> None:
         super().__init__()
-        self._is_nested = is_nested
-        parts = {"front": front, "embed": embed, "blocks": nn.ModuleList(blocks), "norm": norm}
-        for name, part in (parts | {"final": final, "head": head, "tail": tail}).items():
-            if part is not None:
+        self._is_nested, self._flags = is_nested, flags
+        parts = {"embed": embed, "blocks": nn.ModuleList(blocks), "norm": norm, "head": head, **odd}
+        for name in ("front", "embed", "blocks", "norm", "final", "head", "tail"):
+            if (part := parts.get(name)) is not None:
                 self.add_module(name, part)
-        self._flags = flags
 
 
 class StackPart(StackForward):

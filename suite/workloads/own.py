@@ -13,6 +13,7 @@ shapes shows, is tried in ``trial.py`` before anything runs.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import threading
 import traceback
@@ -32,7 +33,7 @@ from shardproof.contract import CrossEntropy, MicroBatch, Role
 from shardproof.workloads import layers
 from shardproof.workloads.base import Family, Found, Picks, Samples, Workload
 from shardproof.workloads.knobs import Params, WorkloadError
-from shardproof.workloads.traits import TRAITS, Trait
+from shardproof.workloads.traits import TRAITS
 
 #: Traits of the batch that need another model, loss or data than a user's.
 _NEEDS_MORE = ("variable_lengths", "ignore_index", "short_epochs")
@@ -58,12 +59,12 @@ _BUILDING = threading.Lock()
 _OTHERS = (str(Path(torch.__file__).parent), str(Path(contract.__file__).parent))
 
 
-def _can_be_had(name: str, trait: Trait) -> bool:
-    return trait.place in ("batch", "optimizer", "backend") and name not in _NEEDS_MORE
-
-
 #: Traits that any workload can carry.
-HAD = tuple(name for name, trait in TRAITS.items() if _can_be_had(name, trait))
+HAD = tuple(
+    name
+    for name, trait in TRAITS.items()
+    if trait.place in ("batch", "optimizer", "backend") and name not in _NEEDS_MORE
+)
 
 
 class OwnWorkload(Family):
@@ -130,21 +131,16 @@ class OwnWorkload(Family):
     def units(self, model: nn.Module) -> tuple[str, ...]:
         """As given, or found."""
         names = dict(model.named_modules())
-        for name in self._units:
-            if name not in names:
-                raise WorkloadError(f"{self.name}: units: the model has no module {name!r}")
+        if lacking := [name for name in self._units if name not in names]:
+            raise WorkloadError(f"{self.name}: units: the model has no module {lacking[0]!r}")
         return self._units or _repeated(model)
 
     def roles(self, model: nn.Module) -> Mapping[str, Role]:
         """As given, or by name."""
         names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
         if self._roles is None:
-            return {
-                name: role
-                for name in names
-                for pattern, role in NAMED.items()
-                if re.fullmatch(pattern, name)
-            }
+            pairs = itertools.product(names, NAMED.items())
+            return {name: role for name, (form, role) in pairs if re.fullmatch(form, name)}
         for name, role in self._roles.items():
             if name not in names:
                 raise WorkloadError(f"{self.name}: roles: the model has no {name!r}")
@@ -159,9 +155,8 @@ class OwnWorkload(Family):
             return self._stages(model, start, stop)
         units, children = self.units(model), list(model.named_children())
         at = [number for number, (name, _) in enumerate(children) if name in units]
-        first = at[start] if start else 0
-        last = at[stop] if stop < len(units) else len(children)
-        return nn.Sequential(OrderedDict(children[first:last]))
+        bounds = [0, *at[1:], len(children)]  # what is before the first unit belongs to it
+        return nn.Sequential(OrderedDict(children[bounds[start] : bounds[stop]]))
 
     def unstaged(self, params: Params) -> str:
         """A chain can be cut, anything else by ``stages`` only."""
@@ -202,10 +197,9 @@ class OwnWorkload(Family):
         if len(parts) not in (2, 3) or not all(isinstance(part, Tensor) for part in parts):
             kinds = ", ".join(type(part).__name__ for part in parts)
             raise self._wrong(size, f"({kinds})", "inputs, targets and maybe what counts, tensors")
-        for part in parts:
-            if not part.dim() or len(part) != size:
-                shape = f"a tensor of shape {tuple(part.shape)}"
-                raise self._wrong(size, shape, f"{size} samples on the first dimension of each")
+        if odd := [tuple(part.shape) for part in parts if part.shape[:1] != (size,)]:
+            asked = f"{size} samples on the first dimension of each"
+            raise self._wrong(size, f"a tensor of shape {odd[0]}", asked)
         inputs, targets, *rest = parts
         valid = rest[0] if rest else torch.ones(targets.shape, dtype=torch.bool)
         if valid.shape != targets.shape or valid.dtype != torch.bool or not bool(valid.any()):
@@ -217,26 +211,22 @@ class OwnWorkload(Family):
             targets = targets.to(picks.dtype if picks.dtype.itemsize >= 4 else torch.float32)
         return Samples(inputs.detach(), targets.detach(), valid)
 
-    def _wrong(self, size: int, given: str, wanted: str) -> WorkloadError:
-        return WorkloadError(
-            f"{self.name}: batch({size}, generator) gives {given}, asked: {wanted}"
-        )
+    def _wrong(self, size: int, given: str, asked: str) -> WorkloadError:
+        return WorkloadError(f"{self.name}: batch({size}, generator) gives {given}, asked: {asked}")
 
     def loss(self, params: Params, outputs: Tensor, micro: MicroBatch) -> Tensor:
         """The weighted sum of what ``loss`` gives."""
         if not isinstance(outputs, Tensor):
-            kind = type(outputs).__name__
-            remedy = "return the one that the loss takes"
-            raise WorkloadError(f"{self.name}: the model gives a {kind}, no tensor: {remedy}")
+            kind = f"a {type(outputs).__name__}, no tensor: return the one that the loss takes"
+            raise WorkloadError(f"{self.name}: the model gives {kind}")
         if outputs.is_floating_point():
             outputs = outputs.to(micro.weights.dtype)
         losses, weights = self._loss(outputs, micro.targets), micro.weights
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if not isinstance(losses, Tensor) or not shape or shape != weights.shape[: losses.dim()]:
-            raise WorkloadError(
-                f"{self.name}: loss(outputs, targets) gives {shape or 'one number'} for targets "
-                f"{tuple(weights.shape)}: return the loss of each target (reduction='none')"
-            )
+            what = f"gives {shape or 'one number'} for targets {tuple(weights.shape)}"
+            remedy = "return the loss of each target (reduction='none')"
+            raise WorkloadError(f"{self.name}: loss(outputs, targets) {what}: {remedy}")
         return (weights.reshape(*losses.shape, -1).sum(-1) * losses).sum()
 
     def found(self, workload: Workload) -> Found:
@@ -297,11 +287,8 @@ def _repeated(model: nn.Module) -> tuple[str, ...]:
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in lists.items()}
     whole = max(sizes, key=lambda name: (sizes[name], -len(name)), default="")
-    parent = model.get_submodule(whole)
-    prefix = f"{whole}." if whole else ""
-    return tuple(
-        f"{prefix}{name}" for name, child in parent.named_children() if list(child.parameters())
-    )
+    children = model.get_submodule(whole).named_children()
+    return tuple(f"{whole}.{name}".strip(".") for name, child in children if [*child.parameters()])
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

@@ -57,10 +57,8 @@ class DigitsPenalty(DigitsCNN):
 
     def unstaged(self, params: Params) -> str:
         """The gradient in the loss goes through all of the model."""
-        return (
-            f"{self.name} takes a gradient through the whole model in its forward, which no stage "
-            "can: take digits_cnn"
-        )
+        why = "takes a gradient through the whole model in its forward, which no stage can"
+        return f"{self.name} {why}: take digits_cnn"
 
     def cross_entropy(self, params: Params) -> CrossEntropy | None:
         """Only a part of the loss is one."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -80,81 +80,38 @@ class Trait:
 
 TRAITS: dict[str, Trait] = {
     "tied": Trait("one weight used by two layers of one unit", (5,), "inner"),
-    "tied_over_units": Trait(
-        "one weight used by two units (embedding and head, where they exist)", (5,), "model"
-    ),
-    "frozen": Trait(
-        "parameters without gradients beside trainable ones in the same unit", (7,), "front"
-    ),
+    "tied_over_units": Trait("one weight used by two units: embedding, head", (5,), "model"),
+    "frozen": Trait("parameters without gradients beside trainable ones", (7,), "front"),
     "unused": Trait("parameters that no forward uses, registered first and last", (6,), "front"),
-    "conditional_by_rank": Trait(
-        "a branch that only the first half of the global batch uses", (6, 22), "front"
-    ),
+    "conditional_by_rank": Trait("a branch for the first half of the batch", (6, 22), "front"),
     "conditional_by_micro_batch": Trait(
         "a branch that only the first micro-batch of a step uses", (6, 8), "front", micro_batches=2
     ),
     "conditional_last_micro_batch": Trait(
         "a branch that only the last micro-batch of a step uses", (6, 8), "front", micro_batches=2
     ),
-    "conditional_late_step": Trait(
-        "a branch that no rank uses in step 0 and all ranks use from step 1 on", (6, 19), "front"
-    ),
-    "conditional_early_step": Trait(
-        "a branch that all ranks use in step 0 and no rank uses from step 1 on", (6, 11), "front"
-    ),
+    "conditional_late_step": Trait("a branch that all ranks use, but in step 0", (6, 19), "front"),
+    "conditional_early_step": Trait("a branch that all ranks use in step 0 only", (6, 11), "front"),
     "module_twice": Trait("a module that runs twice in one forward", (6, 5), "inner"),
     "scalar": Trait("a parameter without dimensions", (17, 4), "final"),
     "one_element": Trait("a parameter with one element", (17, 4, 2), "final"),
     "empty": Trait("a parameter with no elements", (17, 4), "inner"),
     "prime_sized": Trait("parameters whose first dimension is 13", (4, 1), "inner"),
-    "smaller_than_world": Trait(
-        "parameters with 2 rows or 2 elements: fewer than ranks from 3 ranks on", (4, 1), "inner"
-    ),
+    "smaller_than_world": Trait("parameters with 2 rows or 2 elements", (4, 1), "inner"),
     "non_contiguous": Trait("a parameter that is a transposed view", (17,), "inner"),
-    "two_groups": Trait(
-        "biases and norms in a group with its own rate and decay, interleaved with weights",
-        (7,),
-        "optimizer",
-    ),
-    "rebound_buffer": Trait(
-        "a buffer that every forward re-binds to a new tensor", (13, 3), "front"
-    ),
-    "unequal_tokens": Trait(
-        "few valid targets in early samples, many in later ones", (9,), "batch"
-    ),
-    "one_rank_without_tokens": Trait(
-        "no valid target in the second half of the global batch", (9,), "batch"
-    ),
-    "variable_lengths": Trait(
-        "micro-batches end at their last valid target (with unequal_tokens, lengths vary)",
-        (20, 9),
-        "batch",
-        NAMES,
-    ),
+    "two_groups": Trait("biases and norms with their own rate and decay", (7,), "optimizer"),
+    "rebound_buffer": Trait("a buffer that every forward binds anew", (13, 3), "front"),
+    "unequal_tokens": Trait("few valid targets in early samples, many in later", (9,), "batch"),
+    "one_rank_without_tokens": Trait("no valid target in the batch's second half", (9,), "batch"),
+    "variable_lengths": Trait("lengths end at the last valid target", (20, 9), "batch", NAMES),
     "ignore_index": Trait("ignored targets are -100, which is not a class", (16, 9), "batch"),
-    "unequal_micro_batches": Trait(
-        "every second data coordinate runs one more micro-batch", (8, 22), "batch"
-    ),
+    "unequal_micro_batches": Trait("odd data coordinates run one more", (8, 22), "batch"),
     "incomplete_window": Trait(
-        "a last window with half as many micro-batches as the others",
-        (8, 20),
-        "batch",
-        micro_batches=2,
+        "a last window with half as many micro-batches", (8, 20), "batch", micro_batches=2
     ),
-    "rotating_shares": Trait(
-        "shares move on by one data coordinate a step: who has few micro-batches, or none, changes",
-        (8, 22),
-        "batch",
-    ),
-    "short_epochs": Trait(
-        "a data set of two and a half batches: each epoch has another order, and leaves half a "
-        "batch out",
-        (26,),
-        "batch",
-    ),
-    "dropout_counter": Trait(
-        "dropout whose mask is a function of seed, step, sample and position", (14,), "front"
-    ),
+    "rotating_shares": Trait("shares move on by a data coordinate a step", (8, 22), "batch"),
+    "short_epochs": Trait("epochs of 2.5 batches; half of one is left out", (26,), "batch"),
+    "dropout_counter": Trait("its mask depends on seed, step, sample, position", (14,), "front"),
     "dropout_stateful": Trait(
         "dropout with its own generator, seeded per data coordinate", (14,), "inner", by_cut=True
     ),
@@ -427,18 +384,20 @@ class Oddities(nn.Module):
                 hidden = hidden + odd(hidden, flags)
             elif name not in FLAGS:
                 added = odd(hidden)
-                if added is not None:
-                    hidden = hidden + added
-            elif flags is not None:
-                chosen = (flags & FLAGS[name]) != 0
-                if bool(chosen.any()):
-                    mask = chosen.to(hidden.dtype).view(-1, *[1] * (hidden.dim() - 1))
-                    hidden = hidden + mask * odd(hidden)
+                hidden = hidden if added is None else hidden + added
+            elif flags is not None and bool((chosen := flags & FLAGS[name] != 0).any()):
+                mask = chosen.to(hidden.dtype).view(-1, *[1] * (hidden.dim() - 1))
+                hidden = hidden + mask * odd(hidden)
         return hidden.movedim(-1, self.dim)
 
 
+Where = Literal["front", "inner", "tail", "final"]
+#: Where a model may have odd modules.
+PLACES: tuple[Where, ...] = get_args(Where)
+
+
 def oddities(
-    where: Literal["front", "inner", "tail", "final"],
+    where: Where,
     traits: Iterable[str],
     width: int,
     dim: int,
@@ -449,8 +408,6 @@ def oddities(
 
     ``also`` names further traits to place here.
     """
-    active, extra = set(traits), set(also)
-    if where == "tail":
-        extra.add("unused")
-    names = [n for n in _ODD if n in active and (TRAITS[n].place == where or n in extra)]
+    extra = {*also, "unused"} if where == "tail" else {*also}
+    names = [n for n in _ODD if n in {*traits} and (TRAITS[n].place == where or n in extra)]
     return Oddities(names, width, dim, place) if names else None

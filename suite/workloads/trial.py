@@ -8,9 +8,11 @@ traits of the cases and parts of their comparisons.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,26 +40,29 @@ def run(family: OwnWorkload, workload: Workload) -> Found:
     """
     _check_values(family, workload)
     first, again = (_attempt(family, workload, seed) for seed in (1, 2))
-    _check_same(family, first, again)
+    if abs(first.loss - again.loss) > _SAME * abs(first.loss):
+        raise _other_losses(family, first, again)
     module, gradients = first.module, first.gradients
     unused = {name for name, gradient in gradients.items() if gradient is None}
     if len(unused) == len(gradients):
         what = "no parameter is trained" if not gradients else "no parameter gets a gradient"
         raise WorkloadError(f"{family.name}: {what}: the loss does not depend on the model")
-    zero = _zero_regions(_double(family, workload))
+    # Round-off is told apart in fp64.
+    exact = Workload(family, workload.spec, "float64") if workload.dtype != "float64" else workload
+    zero = _zero_regions(_attempt(family, exact, 1).gradients)
     traits = tuple(_traits(module, unused, workload.units, first))
     return Found(zero, frozenset(unused), traits, _relative(module, first.calls, unused))
 
 
+@dataclass
 class _Attempt:
     """One forward and backward: the module, its gradients, its calls, and rebound buffers."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.loss = 0.0
-        self.gradients: dict[str, Tensor | None] = {}
-        self.calls: Counter[str] = Counter()
-        self.rebinds = False
+    module: nn.Module
+    loss: float = 0.0
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    rebinds: bool = False
 
 
 def _attempt(family: OwnWorkload, workload: Workload, seed: int) -> _Attempt:
@@ -91,45 +96,34 @@ def _attempt(family: OwnWorkload, workload: Workload, seed: int) -> _Attempt:
 
 @contextmanager
 def _counted(module: nn.Module, calls: Counter[str]) -> Iterator[None]:
-    hooks = [
-        part.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-        for name, part in module.named_modules()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, part in module.named_modules():
+            hook = part.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+            hooks.callback(hook.remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _check_values(family: OwnWorkload, workload: Workload) -> None:
     """The model and the first batch are the same whenever they are made."""
-    one, two = (
-        {name: tensor.detach() for name, tensor, _ in named_tensors(workload.model())}
-        for _ in range(2)
-    )
+    models = [named_tensors(workload.model()) for _ in range(2)]
+    one, two = ({name: tensor.detach() for name, tensor, _ in model} for model in models)
     for name in {*one, *two}:
         if name not in one or name not in two or not torch.equal(one[name], two[name]):
             remedy = "draw them from torch's global generator, or not at all"
             raise WorkloadError(f"{family.name}: model(...) gives {name!r} other values: {remedy}")
     batches = [workload.fresh_batch(0) for _ in range(2)]
     for what in ("inputs", "targets", "weights"):
-        a, b = (getattr(batch, what) for batch in batches)
-        if a.shape != b.shape or not torch.equal(a, b):
+        if not torch.equal(*(getattr(batch, what) for batch in batches)):
             remedy = "draw with its generator alone"
             raise WorkloadError(f"{family.name}: batch(...) gives other {what}: {remedy}")
 
 
-def _check_same(family: OwnWorkload, one: _Attempt, two: _Attempt) -> None:
-    if abs(one.loss - two.loss) <= _SAME * abs(one.loss):
-        return
-    dropouts = [
-        f"{name} ({type(part).__name__}, p={part.p})"
-        for name, part in one.module.named_modules()
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p
-    ]
+def _other_losses(family: OwnWorkload, one: _Attempt, two: _Attempt) -> WorkloadError:
+    parts = one.module.named_modules()
+    drops = [(n, p) for n, p in parts if isinstance(p, nn.modules.dropout._DropoutNd) and p.p]
+    dropouts = [f"{name} ({type(part).__name__}, p={part.p})" for name, part in drops]
     which = f": {', '.join(dropouts[:3])}" if dropouts else ""
-    raise WorkloadError(
+    return WorkloadError(
         f"{family.name}: two forwards of one batch give the losses {one.loss!r} and {two.loss!r}: "
         f"the model draws from torch's global generator{which}; no cut of the work draws the same: "
         "build it without (p=0), or draw from a torch.Generator in the module's own attribute "
@@ -137,24 +131,13 @@ def _check_same(family: OwnWorkload, one: _Attempt, two: _Attempt) -> None:
     )
 
 
-def _double(family: OwnWorkload, workload: Workload) -> dict[str, Tensor]:
-    """Gradients of the first batch in fp64."""
-    if workload.dtype != "float64":
-        workload = Workload(family, workload.spec, "float64")
-    gradients = _attempt(family, workload, 1).gradients
-    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
-
-
-def _zero_regions(gradients: Mapping[str, Tensor]) -> dict[str, list[Region]]:
+def _zero_regions(gradients: Mapping[str, Tensor | None]) -> dict[str, list[Region]]:
     """Runs of rows whose gradient is round-off; rows of true zeros are compared as they are."""
-    limit = _ROUND_OFF * max(
-        (float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0
-    )
+    some = {name: g for name, g in gradients.items() if g is not None and g.numel()}
+    limit = _ROUND_OFF * max((float(g.abs().max()) for g in some.values()), default=0.0)
     regions: dict[str, list[Region]] = {}
-    for name, gradient in gradients.items():
+    for name, gradient in some.items():
         rows = gradient.reshape(len(gradient), -1) if gradient.dim() else gradient.reshape(1, 1)
-        if not rows.numel():
-            continue
         largest = rows.abs().amax(1)
         for start, stop in _runs((largest <= limit).tolist()):
             if bool(largest[start:stop].any()):
@@ -166,13 +149,10 @@ def _zero_regions(gradients: Mapping[str, Tensor]) -> dict[str, list[Region]]:
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """``(start, stop)`` of every stretch of true ones."""
-    start = None
-    for at, flag in enumerate((*flags, False)):
-        if flag and start is None:
-            start = at
-        elif not flag and start is not None:
-            yield start, at
-            start = None
+    for is_run, group in itertools.groupby(range(len(flags)), flags.__getitem__):
+        if is_run:
+            run = [*group]
+            yield run[0], run[-1] + 1
 
 
 def _traits(
@@ -183,15 +163,15 @@ def _traits(
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    tied = [several for several in names.values() if len(several) > 1]
-    homes = [
-        {next((u for u in units if name.startswith(f"{u}.")), "") for name in several}
-        for several in tied
-    ]
+
+    def home(name: str) -> str:
+        return next((unit for unit in units if name.startswith(f"{unit}.")), "")
+
+    homes = [{*map(home, several)} for several in names.values() if len(several) > 1]
     owners = {name.rpartition(".")[0] for name in named}
     has = {
-        "tied": any(len(home) == 1 for home in homes),
-        "tied_over_units": any(len(home) > 1 for home in homes),
+        "tied": any(len(places) == 1 for places in homes),
+        "tied_over_units": any(len(places) > 1 for places in homes),
         "frozen": any(not p.requires_grad for p in named.values()),
         "unused": bool(unused),
         "module_twice": any(attempt.calls[name] > 1 for name in owners if name),

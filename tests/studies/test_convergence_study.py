@@ -20,10 +20,9 @@ from shardproof import registry, verdicts
 from shardproof.case import Case
 from shardproof.cases.runner import run_cases
 from shardproof.errors import ScenarioError, SelectionError
-from shardproof.report.drawings import bands
 from shardproof.runs.run_folder import RunFolder
+from tools.studies.convergence import bands, plan
 from tools.studies.convergence import page as pages
-from tools.studies.convergence import plan
 from tools.studies.convergence import study as convergence
 from tools.studies.convergence import training as trainings
 from tools.studies.convergence.judge import judge, soonest

@@ -60,24 +60,21 @@ def _table(title: str, verb: str, headings: Sequence[str], bars: Sequence[BarRow
 def memory_bars(results: Iterable[CaseResult]) -> list[BarRow]:
     bars = []
     for cells, figures in memory.with_figures(results):
-        if not figures["bytes_whole"]:
+        full, limit = figures["bytes_whole"], figures["bytes_promised"]
+        if not full:
             continue
         held, promised = _on_fullest_rank(figures)
-        full = figures["bytes_whole"]
-        limit = figures["bytes_promised"]
         name, optimizer, precision, world = cells[:4]
         cost_model = "not promised" if limit is None else f"{limit:,}"
         by_class = ", ".join(f"{_plain(kind)} {size:,}" for kind, size in held.items())
         measured = cells[memory.MEASURED]
-        image = svg.drawing(
-            f"Memory of {name}, {optimizer}, {precision}, {world} ranks",
+        title = f"Memory of {name}, {optimizer}, {precision}, {world} ranks"
+        text = (
             f"Held {figures['bytes_held']:,} bytes ({by_class or 'nothing'}); "
-            f"formula {cost_model}; whole copies {full:,}.",
-            (_WIDTH, _HEIGHT),
-            _pair(held, promised or ({} if limit is None else {"total": limit}), full, "k"),
-            "bar",
-            stretch=True,
+            f"formula {cost_model}; whole copies {full:,}."
         )
+        parts = _pair(held, promised or ({} if limit is None else {"total": limit}), full, "k")
+        image = svg.drawing(title, text, (_WIDTH, _HEIGHT), parts, "bar", stretch=True)
         texts = (f"{figures['bytes_held']:,}", cost_model, f"{full:,}", measured)
         red = memory.FAILS in measured
         bars.append(BarRow(name, (optimizer, precision, world, *texts), image, red))
@@ -125,16 +122,12 @@ def traffic_bars(results: Iterable[CaseResult]) -> list[BarRow]:
         if result.bytes_sent and result.bytes_expected:
             case = result.case
             groups[case.system, case.backend, case.world].append(result)
-    bars = [_traffic_bar(*key, members) for key, members in sorted(groups.items())]
-    return sorted((bar for bar in bars if bar is not None), key=lambda bar: not bar.red)
+    bars = [_traffic_bar(*key, groups[key]) for key in sorted(groups) if any(bytes_of(groups[key]))]
+    return sorted(bars, key=lambda bar: not bar.red)
 
 
-def _traffic_bar(
-    name: str, backend: str, world: int, members: Sequence[CaseResult]
-) -> BarRow | None:
+def _traffic_bar(name: str, backend: str, world: int, members: Sequence[CaseResult]) -> BarRow:
     sent, expected = bytes_of(members)
-    if not sent and not expected:
-        return None
     measured: dict[str, float] = defaultdict(float)
     formula: dict[str, float] = defaultdict(float)
     times, book = textbook(members)
@@ -144,23 +137,15 @@ def _traffic_bar(
             for row in rows or ():
                 kind = row["operation"]
                 total[kind if kind in OPERATIONS else "other"] += float(Fraction(row["bytes"]))
-    parts = _pair(
-        _scaled(measured, sent), _scaled(formula, expected), float(max(sent, expected)), "o"
-    )
-    mix = ", ".join(
-        f"{_plain(k)} {v / sum(formula.values()):.0%}" for k, v in _ordered(formula).items()
-    )
+    most = float(max(sent, expected))
+    parts = _pair(_scaled(measured, sent), _scaled(formula, expected), most, "o")
+    shares = {kind: size / sum(formula.values()) for kind, size in _ordered(formula).items()}
+    mix = ", ".join(f"{_plain(kind)} {share:.0%}" for kind, share in shares.items())
     title = f"Traffic of {name} on {backend}, {world} ranks"
-    text = f"Bytes sent {bytes_text(sent, expected)}" + (
-        f"; by the formula: {mix}." if mix else "."
-    )
+    text = f"Bytes sent {bytes_text(sent, expected)}{mix and f'; by the formula: {mix}'}."
     image = svg.drawing(title, text, (_WIDTH, _HEIGHT), parts, "bar", stretch=True)
-    red = any(
-        check.check == "traffic" and check.status == "fail"
-        for result in members
-        if verdicts.kind(result.verdict) in verdicts.RED
-        for check in result.checks
-    )
+    broken = [r for r in members if verdicts.kind(r.verdict) in verdicts.RED]
+    red = any((check := r.check("traffic")) and check.status == "fail" for r in broken)
     same = "= formula" if sent == expected else whole(expected)
     of_book = f"{times:.3g} x {book}" if book else "-"
     return BarRow(name, (backend, str(world), whole(sent), same, of_book), image, red)

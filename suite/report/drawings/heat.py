@@ -45,11 +45,8 @@ def heat_map(folder: Path, result: CaseResult) -> Map | None:
         rows = records.sections(folder / result.record, "comparison")["comparison"]
     except records.RecordError as error:
         return Map(None, "", str(error))
-    for check in failing:
-        cells = _cells(row for row in rows if row.get("check") == check)
-        if cells:
-            return _map(result.id, check, cells)
-    return None
+    found = ((check, _cells(r for r in rows if r.get("check") == check)) for check in failing)
+    return next((_map(result.id, check, cells) for check, cells in found if cells), None)
 
 
 #: Tensor -> step -> (share of the bound, error, where).
@@ -61,13 +58,11 @@ def _cells(rows: Any) -> Cells:
     for row in rows:
         if any(row.get(column) is None for column in ("error", "bound", "name", "step")):
             continue
-        used = share(row["error"], row["bound"])
-        where = f"{row.get('phase')}, {row.get('owner')}"
-        step = int(row["step"])
-        steps = worst[row["name"]]
-        if step not in steps or used > steps[step][0]:
-            steps[step] = used, row["error"], where
-    return dict(worst)
+        found = share(row["error"], row["bound"]), row["error"]
+        steps, step = worst[row["name"]], int(row["step"])
+        if step not in steps or found[0] > steps[step][0]:
+            steps[step] = *found, f"{row.get('phase')}, {row.get('owner')}"
+    return worst
 
 
 def _map(case_id: str, check: str, cells: Cells) -> Map:
@@ -86,21 +81,16 @@ def _map(case_id: str, check: str, cells: Cells) -> Map:
         parts.append(svg.text(_NAME - 8, top + 14, _short(name), "lane-label", "end"))
         for column, step in enumerate(steps):
             parts += _cell(_NAME + _CELL * column, top, name, step, cells[name])
+    told = ((name, *item) for name in beyond[:6] for item in sorted(cells[name].items()))
     listed = "; ".join(
-        f"{name}: {_number(cells[name][step][1])} at {'start' if step < 0 else f'step {step}'}, "
-        f"{cells[name][step][2]}"
-        for name in beyond[:6]
-        for step in sorted(cells[name])
-        if cells[name][step][0] > 1
+        f"{name}: {_number(error)} at {'start' if step < 0 else f'step {step}'}, {where}"
+        for name, step, (used, error, where) in told
+        if used > 1
     )
-    image = svg.drawing(
-        f"Errors against their bounds by tensor and step, check {check}: {case_id}",
-        f"Beyond their bound: {listed or 'none'}.",
-        (_NAME + _CELL * len(steps) + 4, _TOP + _ROW * len(shown) + 4),
-        parts,
-        "heat",
-        fixed=True,
-    )
+    title = f"Errors against their bounds by tensor and step, check {check}: {case_id}"
+    text = f"Beyond their bound: {listed or 'none'}."
+    size = _NAME + _CELL * len(steps) + 4, _TOP + _ROW * len(shown) + 4
+    image = svg.drawing(title, text, size, parts, "heat", fixed=True)
     note = f"Check {check}; {len(cells)} tensors compared, {len(beyond)} beyond their bound."
     if len(shown) < len(ordered):
         note += f" Shown: the {len(shown)} that are furthest."
@@ -116,10 +106,8 @@ def _cell(
     used, error, where = by_step[step]
     look = f"h-{sum(used > least for least in _SHADES)}"
     hint = f"{name}, {where}: error {_number(error)}, {_number(used)} of its bound"
-    return [
-        svg.rect(left + 1, top + 1, _CELL - 2, _ROW - 2, look, hint),
-        svg.text(left + _CELL / 2, top + 14, _number(error), f"{look}-text", "middle"),
-    ]
+    text = svg.text(left + _CELL / 2, top + 14, _number(error), f"{look}-text", "middle")
+    return [svg.rect(left + 1, top + 1, _CELL - 2, _ROW - 2, look, hint), text]
 
 
 def _number(value: float) -> str:

@@ -20,13 +20,10 @@ def element(name: str, *content: object, **attributes: Any) -> Markup:
     Attributes that are ``None`` are left out, numbers get two decimals at most, and ``content`` is
     escaped unless it is :class:`Markup`.
     """
-    written = "".join(
-        # Numbers need no escape, which takes most of the time.
-        f" {key.rstrip('_').replace('_', '-')}="
-        f'"{escape(value) if isinstance(value, str) else number(value)}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
+    # Numbers need no escape, which takes most of the time.
+    told = {k: escape(v) if isinstance(v, str) else number(v) for k, v in attributes.items()}
+    names = {k: k.rstrip("_").replace("_", "-") for k in told if told[k] is not None}
+    written = "".join(f' {shown}="{told[key]}"' for key, shown in names.items())
     inner = "".join(escape(part) for part in content)
     return Markup(f"<{name}{written}>{inner}</{name}>" if content else f"<{name}{written}/>")
 
@@ -51,19 +48,11 @@ def drawing(
     ``stretch``: the width alone follows the space; ``fixed``: a unit is a pixel.
     """
     width, height = size
-    return element(
-        "svg",
-        element("title", title),
-        element("desc", description),
-        *parts,
-        role="img",
-        aria_label=title,
-        viewBox=f"0 0 {number(width)} {number(height)}",
-        class_=class_,
-        preserveAspectRatio="none" if stretch else None,
-        width=width if fixed else None,
-        height=height if fixed else None,
-    )
+    attributes = {"viewBox": f"0 0 {number(width)} {number(height)}", "class_": class_}
+    attributes |= {"preserveAspectRatio": "none"} if stretch else {}
+    pixels = {"width": width, "height": height} if fixed else {}
+    inside = element("title", title), element("desc", description), *parts
+    return element("svg", *inside, role="img", aria_label=title, **attributes, **pixels)
 
 
 def text(x: float, y: float, label: object, class_: str = "", anchor: str = "start") -> Markup:
@@ -95,8 +84,8 @@ def marker(kind: str, x: float, y: float, class_: str, size: float = 4.5) -> Mar
         return element("circle", cx=x, cy=y, r=size, class_=class_)
     if kind == "square":
         return rect(x - size * 0.9, y - size * 0.9, size * 1.8, size * 1.8, class_)
-    corners = [(x, y - size * 1.25), (x + size * 1.25, y), (x, y + size * 1.25)]
-    return path([*corners, (x - size * 1.25, y), corners[0]], class_)
+    half = size * 1.25
+    return path([(x, y - half), (x + half, y), (x, y + half), (x - half, y), (x, y - half)], class_)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ their own but stand in the program's order, so they lie between the computations
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +62,16 @@ def _chosen(results: Iterable[CaseResult]) -> list[CaseResult]:
 
     Ranks that are processes come before threads, which take turns.
     """
-    best: dict[tuple[str, int, int], CaseResult] = {}
+    best: dict[tuple[bool, int, tuple[str, int, int]], CaseResult] = {}
+    drawn: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
     piped = (r for r in results if parts(r.case.mesh, "layers") > 1 and r.record and r.checks)
     for result in sorted(piped, key=_telling):
         case = result.case
         key = (case.system, parts(case.mesh, "layers"), case.workload.micro_batches)
-        best.setdefault(key, result)
-    turns: Counter[str] = Counter()
-    ordered = []
-    for key, result in best.items():
-        ordered.append((_telling(result)[0], turns[key[0]], key, result))
-        turns[key[0]] += 1
-    return [result for *_, result in sorted(ordered, key=lambda item: item[:3])]
+        if key not in (seen := drawn[case.system]):
+            best[_telling(result)[0], len(seen), key] = result
+            seen.add(key)
+    return [best[place] for place in sorted(best)]
 
 
 def _telling(result: CaseResult) -> tuple[bool, bool, int, int]:
@@ -90,14 +89,15 @@ def _timeline(folder: Path, result: CaseResult) -> TimelineFigure:
     shape = " x ".join(f"{axis} {n}" for axis, n in case.mesh.items())
     size = case.workload.micro_batches
     heading = f"{case.system} on {case.backend}, {shape}, {size} micro-batches"
+    undrawn = TimelineFigure(heading, result.id, None, (), "")
     try:
         sections = records.sections(folder / (result.record or ""), "action", "call")
     except records.RecordError as error:
-        return TimelineFigure(heading, result.id, None, (), "", str(error))
+        return replace(undrawn, problem=str(error))
     last = max((row["step"] for row in sections["action"]), default=None)
     if last is None:
         problem = "its record holds no computation of a stage: the ranks did not come that far"
-        return TimelineFigure(heading, result.id, None, (), "", problem)
+        return replace(undrawn, problem=problem)
     clocked = all(row.get("began") is not None for row in sections["action"])
     begin, end = ("began", "ended") if clocked else ("begin", "end")
     actions = [{**row, "from": row[begin], "to": row[end]} for row in sections["action"]]
@@ -115,10 +115,10 @@ def _timeline(folder: Path, result: CaseResult) -> TimelineFigure:
     shown = dict(sorted(lanes.items())[:LANES])
     if sum(map(len, shown.values())) > BLOCKS:
         problem = f"more than {BLOCKS} computations in a step: its record holds them"
-        return TimelineFigure(heading, result.id, None, (), "", problem)
+        return replace(undrawn, problem=problem)
     image = _draw(heading, shown, actions, sections["call"], clocked)
     rows = tuple(_row(rank, lane) for rank, lane in shown.items()) if clocked else ()
-    return TimelineFigure(heading, result.id, image, rows, " ".join(notes))
+    return replace(undrawn, image=image, rows=rows, note=" ".join(notes))
 
 
 def _row(rank: int, lane: Sequence[Action]) -> tuple[str, ...]:
@@ -155,21 +155,13 @@ def _draw(
             chunk = " odd" if stages > len(lanes) and row["stage"] // len(lanes) % 2 else ""
             parts += _block(row, x, top, chunk, clocked)
         parts += _strip(lane, every[rank], [c for c in calls if c["rank"] == rank], x, top)
-    count = sum(map(len, lanes.values()))
     took = f" in {1e3 * (final - first):.1f} ms" if clocked else ""
-    order = "; ".join(
-        f"rank {rank}: "
-        + " ".join(f"{row['op']}{row['micro']}" for row in lane[:12])
-        + (" ..." if len(lane) > 12 else "")
-        for rank, lane in lanes.items()
-    )
-    return svg.drawing(
-        f"Timeline of {heading}",
-        f"{count} computations of {len(lanes)} ranks{took}. {order}.",
-        (_WIDTH, bottom + (22 if clocked else 4)),
-        parts,
-        "timeline",
-    )
+    text = f"{sum(map(len, lanes.values()))} computations of {len(lanes)} ranks{took}."
+    for rank, lane in lanes.items():
+        order = " ".join(f"{row['op']}{row['micro']}" for row in lane[:12])
+        text += f" Rank {rank}: {order}{' ...' if len(lane) > 12 else ''}."
+    size = _WIDTH, bottom + (22 if clocked else 4)
+    return svg.drawing(f"Timeline of {heading}", text, size, parts, "timeline")
 
 
 def _block(row: Action, x: svg.PixelScale, top: float, chunk: str, clocked: bool) -> list[Markup]:
@@ -193,30 +185,20 @@ def _strip(
     top: float,
 ) -> list[Markup]:
     """``calls`` of a rank while it went through ``lane``, from issue to wait."""
-    known = sorted(
-        point for row in every for point in ((row["begin"], row["from"]), (row["end"], row["to"]))
-    )
-    numbers = [number for number, _ in known]
+    import numpy  # not above: most reports draw no pipeline
 
-    def when(number: int) -> float:
-        """The clock at an event, evenly between the events whose clock is known."""
-        at = bisect_left(numbers, number)
-        if at == 0 or at == len(known):
-            return float(known[0 if at == 0 else -1][1])
-        (low, before), (high, after) = known[at - 1], known[at]
-        return float(before + (after - before) * (number - low) / max(high - low, 1))
-
+    ends = (((row["begin"], row["from"]), (row["end"], row["to"])) for row in every)
+    numbers, clocks = zip(*sorted(itertools.chain(*ends)), strict=True)
     parts = []
     low, high = lane[0]["begin"], lane[-1]["end"]
-    beyond = min((row["begin"] for row in every if row["begin"] > high), default=None)
+    beyond = min((row["begin"] for row in every if row["begin"] > high), default=math.inf)
     for call in calls:
-        number = call["issued"]
-        if number < low or (beyond is not None and number >= beyond):
-            continue
-        if not call["floating"] or call["phase"] not in ("forward", "backward"):
+        number, is_shown = call["issued"], call["phase"] in ("forward", "backward")
+        if not low <= number < beyond or not call["floating"] or not is_shown:
             continue
         waited = number if call["waited"] is None else call["waited"]
-        start, stop = x(when(number)), x(when(waited))
+        # The clock at an event, evenly between the events whose clock is known.
+        start, stop = (x(at) for at in numpy.interp((number, waited), numbers, clocks))
         hint = f"{call['operation']} along {call['axis']}, {call['payload_bytes']:,} bytes"
         parts.append(svg.rect(start, top + _BLOCK + 2, stop - start, _STRIP, "a-wait"))
         parts.append(svg.rect(start, top + _BLOCK + 2, 2.0, _STRIP, "a-call", hint))

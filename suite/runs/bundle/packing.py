@@ -10,6 +10,7 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,7 +46,8 @@ def pack(
         meanwhile; a file that is there already (without ``force``) or cannot be written.
     """
     run = read(folder)
-    name = _plain_name(run.name)
+    # A name that any machine can have.
+    name = re.sub(r"[^A-Za-z0-9._+=@,-]+", "-", run.name)[:100].lstrip(".-") or "run"
     if output is None or output.is_dir():
         output = (output or Path()) / f"{name}{form.SUFFIX}"
     if not force and output.exists():
@@ -57,11 +59,10 @@ def pack(
             sources[file] = _plain(folder, file)
         elif file in REPORTS and reports and file in reports:
             sources[file] = reports[file].encode()
-    versions = {invocation.suite for invocation in run.header.invocations}
     listing = Listing(
         run=name,
         suite=VERSION,
-        judged_by=tuple(sorted(versions)),
+        judged_by=tuple(sorted({one.suite for one in run.header.invocations})),
         members=tuple(_member(file, source) for file, source in sources.items()),
         left_out=tuple(_left_out(folder, sources)),
     )
@@ -72,18 +73,10 @@ def pack(
         remedy = f"a bundle holds {most}: copy the folder"
         raise SelectionError(Problem("the run is too big for a bundle", remedy, extent))
     try:
-        size = _write(output, listing, sources, force)
+        return Packed(output, listing, _write(output, listing, sources, force))
     except OSError as error:
-        why = f"cannot be written: {error.strerror or error}"
-        raise SelectionError(
-            Problem(why, "name another place: --output", file=str(output))
-        ) from None
-    return Packed(output, listing, size)
-
-
-def _plain_name(text: str) -> str:
-    """``text`` as a name that any machine can have."""
-    return re.sub(r"[^A-Za-z0-9._+=@,-]+", "-", text)[:100].lstrip(".-") or "run"
+        why, remedy = f"cannot be written: {error.strerror or error}", "name another: --output"
+        raise SelectionError(Problem(why, remedy, file=str(output))) from None
 
 
 def _plain(folder: Path, name: str) -> Path:
@@ -118,19 +111,6 @@ def _open(source: Path | bytes) -> BinaryIO:
     return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
 
 
-class _Hashing:
-    """Reads a stream and keeps its digest."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream = stream
-        self.digest = hashlib.sha256()
-
-    def read(self, size: int) -> bytes:
-        data = self.stream.read(size)
-        self.digest.update(data)
-        return data
-
-
 def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], force: bool) -> int:
     """The archive at ``output``; its bytes."""
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -145,11 +125,12 @@ def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], 
                 listed = listing.text().encode()
                 archive.addfile(_header(listing.run, form.LISTING, len(listed)), io.BytesIO(listed))
                 for member in listing.members:
-                    _add(archive, listing.run, member, sources[member.name])
+                    with _open(sources[member.name]) as source, _whole(member):
+                        info = _header(listing.run, member.name, member.bytes)
+                        archive.addfile(info, source)
                 for member in listing.members:
-                    source = sources[member.name]
-                    if isinstance(source, Path) and source.stat().st_size != member.bytes:
-                        raise _moving(member)  # a line was added
+                    if _member(member.name, sources[member.name]) != member:
+                        raise _moving(member)
             stream.flush()
             os.fsync(stream.fileno())
             size = stream.tell()
@@ -159,18 +140,15 @@ def _write(output: Path, listing: Listing, sources: Mapping[str, Path | bytes], 
     return size
 
 
-def _add(archive: tarfile.TarFile, run: str, member: Member, source: Path | bytes) -> None:
-    reader = _Hashing(_open(source))
-    short = False
-    with reader.stream:
-        try:
-            archive.addfile(_header(run, member.name, member.bytes), reader)  # type: ignore[arg-type]
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            short = True  # tarfile's own: the file ended too early
-    if short or reader.digest.hexdigest() != member.sha256:
-        raise _moving(member)
+@contextmanager
+def _whole(member: Member) -> Iterator[None]:
+    """:raises SelectionError: what is inside found the end of the file of ``member`` too early."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # tarfile's own
+            raise _moving(member) from None
+        raise
 
 
 def _moving(member: Member) -> SelectionError:

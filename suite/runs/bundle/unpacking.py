@@ -88,9 +88,8 @@ def unpacked(archive: Path) -> Iterator[Unpacked]:
                 reader = _Reader(archive, zipped, size * MAX_RATIO + _GRACE)  # type: ignore[arg-type]
                 bundle = _unpack(reader, size, place)
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            raise SelectionError(
-                Problem(f"is no bundle, or damaged: {error}", "copy it again", file=str(archive))
-            ) from None
+            why = f"is no bundle, or damaged: {error}"
+            raise SelectionError(Problem(why, "copy it again", file=str(archive))) from None
         except OSError as error:
             why = f"cannot be unpacked: {error.strerror or error}"
             remedy = f"check the file, and room in {place.parent}"
@@ -280,11 +279,9 @@ def _listing(reader: _Reader, run: str, text: bytes) -> tuple[Listing, list[str]
 
 def notes(listing: Listing) -> Sequence[str]:
     """What to know of a bundle beside its verdicts."""
-    sentences = [f"contents sha256:{listing.digest}"]
     others = [one_line(version) for version in listing.judged_by if version != VERSION]
-    if others:
-        sentences.append(
-            f"judged by shardproof {', '.join(others)}, judged again by {VERSION}: "
-            "where they differ, formulas or checks may have changed between them"
-        )
-    return sentences
+    again = (
+        f"judged by shardproof {', '.join(others)}, judged again by {VERSION}: "
+        "where they differ, formulas or checks may have changed between them"
+    )
+    return [f"contents sha256:{listing.digest}", *([again] if others else [])]

@@ -23,9 +23,8 @@ from shardproof.files import DAMAGE, Stored, read_input, to_plain
 from shardproof.launch.nodes import Nodes, cap_in_words, facts_here
 from shardproof.launch.pool import Pool
 from shardproof.launch.process_control import cores
-from shardproof.report.drawings import bands
 from shardproof.runs.run_folder import RunFolder
-from tools.studies.convergence import page, plan
+from tools.studies.convergence import bands, page, plan
 from tools.studies.convergence.judge import Judged, judge
 from tools.studies.convergence.plan import Method, Study
 from tools.studies.convergence.training import Run, Trained, train

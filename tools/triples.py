@@ -18,7 +18,6 @@ from fnmatch import fnmatchcase
 from shardproof.backends import BACKENDS
 from shardproof.case import Case
 from shardproof.coverage import features, pairs, triggers
-from shardproof.table import Table
 
 #: A circumstance, a way and a strategy.
 Triple = tuple[str, str, str]
@@ -74,18 +73,6 @@ class Triples:
     def met(self) -> set[Triple]:
         """Triples that some case has."""
         return {*self.quick, *self.full}
-
-    def by_strategy(self) -> Table:
-        """A row a strategy: its possible triples, and those met."""
-        met = Counter(strategy for _, _, strategy in self.met)
-        quick = Counter(strategy for _, _, strategy in self.quick)
-        left = Counter(strategy for _, _, strategy in self.open)
-        rows = [
-            (name, *map(str, (met[name] + left[name], met[name], quick[name])))
-            for name in sorted({*met, *left})
-        ]
-        heads = ("strategy", "possible", "met", "in quick")
-        return Table("Triples of communication", heads, rows, align="lrrr")
 
     def sentence(self) -> str:
         """How many there are."""
