@@ -178,7 +178,7 @@ def received(schedule: Schedule, rank: int, action: Action) -> Action | None:
 # ------------------------------------------------------------------------------- without running it
 
 
-class Deadlock(RuntimeError):
+class ScheduleDeadlock(RuntimeError):
     """Ranks that wait for each other for ever; the message tells the cycle in words."""
 
 
@@ -207,7 +207,7 @@ def simulate(
     A stage takes the share of a rank that its chunks leave it (half of it where a rank has two);
     ``message`` is the time from send to arrival; ``took`` has a time for each computation instead.
     With ``waits`` a receive stands where its rank waits for it, which may be long before what needs
-    it.  Raises :class:`Deadlock`.
+    it.  Raises :class:`ScheduleDeadlock`.
     """
     share = schedule.ranks / schedule.stages
     times = {"F": forward, "B": input_backward, "W": weight_backward}
@@ -245,7 +245,7 @@ def simulate(
             index += 1
         at[rank], clock[rank] = index, now
     if any(index < len(order) for index, order in zip(at, orders, strict=True)):
-        raise Deadlock(_cycle(schedule, at))
+        raise ScheduleDeadlock(_cycle(schedule, at))
     spans, busy = [], []
     for order in orders:
         computed = [action for action in order if action.op in times]
@@ -292,7 +292,7 @@ def problems(schedule: Schedule) -> list[str]:
             return found
     try:
         simulate(schedule)
-    except Deadlock as error:
+    except ScheduleDeadlock as error:
         return [str(error)]
     return []
 

@@ -8,7 +8,7 @@ A vocabulary module: every room may make tables.
     table.csv()                 # headings and rows only
     table.html()                # a <table> in a box that scrolls sideways
 
-Texts are data: each writer escapes them.  Only :attr:`Cell.html` is markup.
+Texts are data: each writer escapes them.  Only :attr:`TableCell.html` is markup.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WIDE = 60
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A text that is more than a text: a link, or markup that stands for it in HTML."""
 
     text: str
@@ -54,12 +54,12 @@ class Cell:
         return self.text
 
 
-Row = Sequence[str | Cell]
+Row = Sequence[str | TableCell]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Headings and rows of texts or :class:`Cell` objects, each row as long as the headings."""
+    """Headings, and rows of texts or of :class:`TableCell`, each row as long as the headings."""
 
     title: str
     headings: Row
@@ -241,21 +241,21 @@ def some(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _markdown_cell(cell: str | Cell) -> str:
+def _markdown_cell(cell: str | TableCell) -> str:
     text = markdown_text(str(cell)) or " "
-    return f"[{text}]({cell.link})" if isinstance(cell, Cell) and cell.link else text
+    return f"[{text}]({cell.link})" if isinstance(cell, TableCell) and cell.link else text
 
 
-def _html_heading(heading: str | Cell) -> str:
-    cell = heading if isinstance(heading, Cell) else Cell(heading)
+def _html_heading(heading: str | TableCell) -> str:
+    cell = heading if isinstance(heading, TableCell) else TableCell(heading)
     return f'<th scope="col"{_class(cell.style_class)}>{cell.html or escape(cell.text)}</th>'
 
 
-def _html_cell(cell: str | Cell, header: bool) -> str:
+def _html_cell(cell: str | TableCell, header: bool) -> str:
     text = str(cell)
     # An id may be broken between its parts, and not inside of a word.
     inner, classes, key = escape(text).replace("::", "::<wbr>"), "", ""
-    if isinstance(cell, Cell):
+    if isinstance(cell, TableCell):
         inner = cell.html or (f'<a href="{escape(cell.link)}">{inner}</a>' if cell.link else inner)
         classes, key = cell.style_class, cell.sort_key
     if header and "::" in text:

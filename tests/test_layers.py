@@ -36,11 +36,6 @@ MOST_LOADED = {"naive_ddp": 15, "ddp": 20, "zero1": 30, "zero2": 30, "zero3": 30
 #: Where a function of impls/reference may import: in what ``late`` decorates, and here.  All of
 #: these are called when a system is set up, never in a step.
 AT_SET_UP = {"recompute", "emulator"}
-#: Names that several public classes of the core still have.
-STILL_SHARED = {
-    *("Call", "Cell", "CheckpointPlan", "Deadlock", "Family", "Kill", "Message"),
-    *("Mpi", "Rule", "ScenarioFile", "Sent", "Session", "Shown", "Stack", "Workload"),
-}
 
 
 def listed(intro: str) -> list[str]:
@@ -354,7 +349,7 @@ def test_public_classes_have_names_of_their_own() -> None:
             if is_public and "nn.Module" not in map(ast.unparse, node.bases):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     several = {name: where for name, where in places.items() if len(where) > 1}
-    assert not several.keys() - STILL_SHARED, several
+    assert not several, several
 
 
 def test_wings_are_found_without_the_packages_of_the_command_line() -> None:

@@ -31,7 +31,7 @@ from shardproof.costs.ddp import Single
 from shardproof.costs.layout import Flat, chunk
 from shardproof.costs.model import Bytes, CostModel, Flow, Local, NoCostModel, flow, grouped_flow
 from shardproof.costs.model_facts import TensorFacts, counter_bytes, slots, used
-from shardproof.costs.pipeline import Message, Pipeline
+from shardproof.costs.pipeline import Pipeline, StageMessage
 
 #: DeepSpeed is judged in fp32 only.
 FP32 = 4
@@ -361,7 +361,7 @@ class DeepSpeedPipeline(Pipeline):
         activations = len(list(self.messages())) // 2
         return activations * META_BYTES if self.facts.option("dynamic_shape", False) else 0
 
-    def tied_messages(self) -> Iterator[Message]:
+    def tied_messages(self) -> Iterator[StageMessage]:
         """None: they are all-reduced."""
         return iter(())
 

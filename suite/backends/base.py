@@ -62,7 +62,7 @@ class Handle(dist.Work):
         self.request = request
         #: The ledger that has this call, and its rows there.
         self.ledger: traffic.TrafficLedger | None = None
-        self.rows: list[traffic.Call] = []
+        self.rows: list[traffic.LoggedCall] = []
         #: The number under which the heartbeat knows this call.
         self.noted = 0
         self.in_background = False
@@ -231,7 +231,7 @@ class GroupBase(dist.ProcessGroup):
         if self.transform is not None:
             request = self.transform(request)
         noted = self._note(request)
-        ledger, calls = traffic.current(), list[traffic.Call]()
+        ledger, calls = traffic.current(), list[traffic.LoggedCall]()
         tensors = [t for item in (*request.inputs, *request.outputs) for t in item]
         installed.communicated(tensors)
         if ledger is not None:

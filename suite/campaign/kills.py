@@ -32,7 +32,7 @@ Judge = Callable[[Sequence[Case]], Mapping[str, CaseResult]]
 GROUP = 8
 
 
-def run(mutants: Sequence[Any], most: int, seed: int, asked: options.Session) -> int:
+def run(mutants: Sequence[Any], most: int, seed: int, asked: options.SessionOptions) -> int:
     """Plant each of ``mutants`` in up to ``most`` random cases and print how many die, by N.
 
     Returns the exit code.

@@ -10,7 +10,7 @@ from shardproof.wings import Wing
 
 if TYPE_CHECKING:
     from shardproof.case import Case
-    from shardproof.commands.options import Session
+    from shardproof.commands.options import SessionOptions
     from shardproof.coverage.pairs import Coverage
 
 
@@ -41,7 +41,7 @@ class Campaign(Wing):
 
         return draws.coverage(count, seed, impl)
 
-    def plant(self, faults: Sequence[Any], most: int, seed: int, asked: Session) -> int:
+    def plant(self, faults: Sequence[Any], most: int, seed: int, asked: SessionOptions) -> int:
         """Plant ``faults`` until each is killed, in at most so many cases."""
         from shardproof.campaign import kills
 

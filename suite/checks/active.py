@@ -26,11 +26,11 @@ from shardproof.checks import Needs, Outcome, first_problem, lacking
 from shardproof.checks.overlap import REDUCTIONS
 from shardproof.checks.traffic import axis_of, is_compressed, step_calls
 from shardproof.costs import collectives
-from shardproof.costs.families import Shown
+from shardproof.costs.families import HeldByRank
 from shardproof.costs.model_facts import ITEMSIZE
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import SHOWN_AT, RankRecord
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 from shardproof.table import some
 
 NEEDS: Needs = ()
@@ -108,7 +108,7 @@ def _sizes(evidence: Figures) -> str:
         return ""
     if evidence.family is not None and facts is not None:
         last_steps = {rank: record.steps[-1] for rank, record in evidence.ranks.items()}
-        shown = {rank: Shown(step.shown(), step.places) for rank, step in last_steps.items()}
+        shown = {rank: HeldByRank(step.shown(), step.places) for rank, step in last_steps.items()}
         # Which parameters have gradients depends on the step.
         last = replace(facts, step=evidence.steps[-1])
         return evidence.family.problem(last, shown, evidence.declaration.balance)
@@ -172,7 +172,7 @@ def _silent_accumulation(evidence: Figures) -> str:
 
     compressed = is_compressed(evidence)
 
-    def reduces(call: Call) -> bool:
+    def reduces(call: LoggedCall) -> bool:
         # Shards are gathered by such calls as well: those are not told apart.
         other = compressed and call.operation in ("all_gather", "all_to_all")
         by_other = other and not _along_shards(call, evidence)
@@ -197,7 +197,7 @@ def _over_send_recv(evidence: Figures, operation: str = "all_reduce") -> bool:
     return facts is not None and collectives.over_send_recv(facts, operation)
 
 
-def _sums_by_sending(evidence: Figures, call: Call) -> bool:
+def _sums_by_sending(evidence: Figures, call: LoggedCall) -> bool:
     """Whether ``call`` is part of an algorithm over send and recv that sums gradients.
 
     Along shards it may be a part of gathering parameters; that is not told apart.
@@ -206,7 +206,7 @@ def _sums_by_sending(evidence: Figures, call: Call) -> bool:
     return call.operation == "send" and _over_send_recv(evidence) and not gathers
 
 
-def _along_shards(call: Call, evidence: Figures) -> bool:
+def _along_shards(call: LoggedCall, evidence: Figures) -> bool:
     """Whether ranks of the group of ``call`` hold different shards."""
     mesh = evidence.case.mesh
     return not {*axes.sharded(mesh)}.isdisjoint(axis_of(call.group, mesh).split("+"))

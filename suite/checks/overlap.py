@@ -27,7 +27,7 @@ from shardproof.costs.model import Prefetch
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 
 NEEDS: Needs = ("calls",)
 
@@ -128,7 +128,7 @@ class _Reductions:
     ``exposed``: early ones that are waited for before another unit begins.
     """
 
-    def __init__(self, calls: list[Call], units: list[int]) -> None:
+    def __init__(self, calls: list[LoggedCall], units: list[int]) -> None:
         """``calls`` of a step; ``units``: where units begin their backward."""
         inside = [call for call in calls if call.phase == "backward"]
         self.calls = [call for call in inside if call.operation in REDUCTIONS]
@@ -184,11 +184,11 @@ def _begins(record: RankRecord, step: int, kinds: Collection[str]) -> list[int]:
     return [n for n, kind, _ in record.events_of(step) if kind in kinds]
 
 
-def _gathers(record: RankRecord, step: int, phases: Collection[str]) -> list[Call]:
+def _gathers(record: RankRecord, step: int, phases: Collection[str]) -> list[LoggedCall]:
     calls = step_calls(record, step)
     return [call for call in calls if call.operation == "all_gather" and call.phase in phases]
 
 
-def _computed_while_under_way(call: Call, units: list[int]) -> bool:
+def _computed_while_under_way(call: LoggedCall, units: list[int]) -> bool:
     waited = call.waited
     return any(call.issued < n and (waited is None or n < waited) for n in units)

@@ -33,7 +33,7 @@ from shardproof.evidence.records import RankRecord
 from shardproof.files import SparselyStored
 from shardproof.ledgers import places
 from shardproof.ledgers.places import Lie
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 
 NEEDS: Needs = ("calls",)
 
@@ -93,7 +93,7 @@ def decide(evidence: Figures) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentAlongAxis:
     """Calls of one operation along one axis in a step over all ranks, and their logical bytes."""
 
     axis: str
@@ -130,12 +130,12 @@ class TrafficFigures(SparselyStored):
 
     formula: str
     bytes_sent: str
-    sent: Sequence[Sent]
+    sent: Sequence[SentAlongAxis]
     calls_per_step: int
     setup_bytes: str
     control_bytes: str
     source: str | None = None
-    flows: Sequence[Sent] | None = None
+    flows: Sequence[SentAlongAxis] | None = None
     textbook: str | None = None
     textbook_bytes: str | None = None
     bytes_expected: str | None = None
@@ -165,7 +165,7 @@ def _against(
     strategy = evidence.declaration.strategy
     flows = cost_model.flows()
     figures.source = cost_model.source
-    figures.flows = [Sent(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
+    figures.flows = [SentAlongAxis(f.axis, f.operation, f.calls, str(f.bytes)) for f in flows]
     _set_textbook(figures, cost_model)
     floats, integers = ([f for f in flows if f.integers is kind] for kind in (False, True))
     # Integers that were sent by operations of which some are promised; the rest is control.
@@ -209,8 +209,8 @@ def flows_of(
     return flows
 
 
-def _rows(flows: Flows) -> list[Sent]:
-    return [Sent(*key, calls, str(size)) for key, (calls, size) in sorted(flows.items())]
+def _rows(flows: Flows) -> list[SentAlongAxis]:
+    return [SentAlongAxis(*key, calls, str(size)) for key, (calls, size) in sorted(flows.items())]
 
 
 def _between_nodes(evidence: Figures, step: int, promised: Sequence[Flow]) -> list[Between]:
@@ -391,7 +391,7 @@ def _by_how_much(total: Fraction, expected: Fraction, calls: int, as_often: bool
     return f": {ratio} times {way}"
 
 
-def step_calls(record: RankRecord, step: int, floating: bool = True) -> list[Call]:
+def step_calls(record: RankRecord, step: int, floating: bool = True) -> list[LoggedCall]:
     """Calls of a rank in ``step`` that move floats (or that do not), observation left out."""
     return [
         call
@@ -400,7 +400,7 @@ def step_calls(record: RankRecord, step: int, floating: bool = True) -> list[Cal
     ]
 
 
-def _control_calls(record: RankRecord) -> Iterator[Call]:
+def _control_calls(record: RankRecord) -> Iterator[LoggedCall]:
     return (c for c in record.traffic if not (c.floating or c.phase in _AROUND))
 
 
@@ -447,7 +447,7 @@ def _too_many_agreements(evidence: Figures) -> str:
     return ""
 
 
-def _bytes(evidence: Figures, calls: Callable[[RankRecord], Iterable[Call]]) -> Fraction:
+def _bytes(evidence: Figures, calls: Callable[[RankRecord], Iterable[LoggedCall]]) -> Fraction:
     """Logical bytes of the ``calls`` of all ranks together."""
     sizes = (
         len(record.ranks) * sum((call.logical_bytes for call in calls(record)), Fraction(0))

@@ -28,7 +28,7 @@ Host = Literal["github"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class ShownOptions:
     """How `compare` shows what it found, or the baseline that it writes in place of that."""
 
     form: Form = option("table", "--format", help="form of the output")
@@ -66,7 +66,7 @@ def compare(
         typer.Argument(metavar="RUN RUN...", help="runs, baselines, bundles; first the reference"),
     ],
     *,
-    shown: Shown,
+    shown: ShownOptions,
 ) -> None:
     """Say what differs between runs, what is not comparable, and why.
 
@@ -108,7 +108,7 @@ def _save(snapshots: list[Snapshot], path: Path) -> int:
     return verdicts.HELD
 
 
-def _compare(snapshots: list[Snapshot], shown: Shown) -> int:
+def _compare(snapshots: list[Snapshot], shown: ShownOptions) -> int:
     from shardproof.compare import formats, hardware, tables
     from shardproof.compare.compare import compare as compared
 

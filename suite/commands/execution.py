@@ -37,7 +37,7 @@ _SHOWN = 5
 
 def run_and_exit(
     cases: Sequence[Case],
-    session: options.Session,
+    session: options.SessionOptions,
     how: options.HowRun = options.WHOLE,
     kept: Sequence[CaseResult] = (),
     fit: bool = False,

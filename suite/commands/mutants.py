@@ -37,7 +37,7 @@ class HowPlanted:
 
 
 @options.grouped()
-def mutants(*, how: HowPlanted, session: options.Session) -> None:
+def mutants(*, how: HowPlanted, session: options.SessionOptions) -> None:
     """Plant every fault: its named check must fail while the parent passes the same case.
 
     Prints the kill matrix, fault x check. A survivor ends with exit code 1.

@@ -259,7 +259,7 @@ Run = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class SessionOptions:
     """How much a command runs at once and for how long, which part of it, and where results go."""
 
     budget: Budget = None

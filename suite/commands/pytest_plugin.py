@@ -63,10 +63,10 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
     if not named and kind_of(file_path):
         return None  # another command runs it
-    return ScenarioFile.from_parent(parent, path=file_path)
+    return CollectedScenario.from_parent(parent, path=file_path)
 
 
-class ScenarioFile(pytest.File):
+class CollectedScenario(pytest.File):
     """One scenario file."""
 
     def collect(self) -> Iterator[CaseItem]:

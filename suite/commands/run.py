@@ -51,7 +51,7 @@ def run(
     context: typer.Context,
     *,
     filters: options.Filters,
-    session: options.Session,
+    session: options.SessionOptions,
     others: Others,
     how: options.HowRun,
 ) -> None:

@@ -46,7 +46,7 @@ _NUMBERS = 1024
 
 
 @dataclass(frozen=True)
-class Shown:
+class HeldByRank:
     """What one rank holds: elements by kind of state and name, and where its parameters lie.
 
     Equal ``places`` are the same elements; different ones share none, as a rule.
@@ -89,7 +89,7 @@ class Family:
         most = int(plain * Fraction(overhead)) + facts.world * _NUMBERS
         return Bound(int(least), most if facts.world > 1 else 0)
 
-    def problem(self, facts: ModelFacts, shown: Mapping[int, Shown], balance: float) -> str:
+    def problem(self, facts: ModelFacts, shown: Mapping[int, HeldByRank], balance: float) -> str:
         """What is wrong with the elements that each rank holds; ``""``: nothing."""
         if facts.size(self.along(facts)) == 1:
             return ""
@@ -235,7 +235,7 @@ class HybridFamily(Family):
         """Whether a rank keeps activations of several micro-batches, as stages do."""
         return parts(axes, "layers") > 1
 
-    def problem(self, facts: ModelFacts, shown: Mapping[int, Shown], balance: float) -> str:
+    def problem(self, facts: ModelFacts, shown: Mapping[int, HeldByRank], balance: float) -> str:
         """What an axis leaves whole that it must cut, in words; empty: nothing."""
         layers, widths, data = cutting("layers"), cutting("widths"), self.data(facts)
         tensors = facts.size(widths)
@@ -282,7 +282,7 @@ class HybridFamily(Family):
         return replace(family, name=self.name)
 
 
-def _together(numels: Mapping[str, int], ranks: Iterable[Shown]) -> dict[str, int]:
+def _together(numels: Mapping[str, int], ranks: Iterable[HeldByRank]) -> dict[str, int]:
     """Elements of each parameter that the ranks of one stage and tensor coordinate have together.
 
     What some of them hold alike, as replicas do, counts once.  So it is told which axis cuts.

@@ -20,7 +20,7 @@ from shardproof.costs.fsdp import FSDP
 from shardproof.costs.model import Bound, CostModel, Flow, Local, NoCostModel, flow
 from shardproof.costs.model_facts import ModelFacts, TensorFacts
 from shardproof.costs.offload import asked
-from shardproof.costs.pipeline import Message, Pipeline, exchanged
+from shardproof.costs.pipeline import Pipeline, StageMessage, exchanged
 from shardproof.costs.stages import Stages, stages_of
 from shardproof.costs.tensor import TensorParallel
 from shardproof.costs.zero import Zero3
@@ -155,7 +155,7 @@ class Hybrid(CostModel):
             *(one for axis in facts.axes for one in flow(facts, axis, "all_reduce", norm)),
         ]
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[StageMessage]:
         """Every message between stages; of a split sequence each rank has a part."""
         facts, layers = self.facts, self.layers
         if layers.is_sequence:
@@ -166,7 +166,7 @@ class Hybrid(CostModel):
             facts = replace(facts, hidden=hidden)
         return Pipeline(facts).messages()
 
-    def tied_messages(self) -> Iterator[Message]:
+    def tied_messages(self) -> Iterator[StageMessage]:
         """The gradients of tied tensors that ranks of the pipe axis send each other."""
         facts = self.facts.without("widths")
         for tensor in range(self.facts.parts("widths")):

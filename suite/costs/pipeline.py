@@ -18,7 +18,7 @@ _SCALARS = 64
 
 
 @dataclass(frozen=True)
-class Message:
+class StageMessage:
     """``bytes`` between two places on the pipe axis, ``ends``, in either direction."""
 
     bytes: int
@@ -51,7 +51,7 @@ class Pipeline(Single):
         messages = [*self.messages(), *self.tied_messages()]
         return [*exchanged(messages), *norm_flow(self.facts, "pipe")]
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[StageMessage]:
         """Every message of the step between neighbouring stages, both directions."""
         facts, place = self.facts, self.stages.place
         #     stage 0 --activation--> stage 1 --activation--> stage 2
@@ -66,16 +66,16 @@ class Pipeline(Single):
         for shape in facts.shapes:
             hidden = facts.hidden[shape_key(shape)]
             for boundary, ends in boundaries:
-                yield from (Message(hidden[boundary] * item, ends),) * 2 * copies
+                yield from (StageMessage(hidden[boundary] * item, ends),) * 2 * copies
 
-    def tied_messages(self) -> Iterator[Message]:
+    def tied_messages(self) -> Iterator[StageMessage]:
         """The gradients that the ranks of a tied tensor send each other."""
         facts = self.facts
         for tensor in used(facts.parameters, facts.step):
             copies = facts.world // facts.size("pipe")
             # Each end sends its gradient to every other and adds up what it gets.
             for ends in permutations(self.stages.ranks(tensor), 2):
-                yield from (Message(tensor.numel * self.item(tensor), ends),) * copies
+                yield from (StageMessage(tensor.numel * self.item(tensor), ends),) * copies
 
     def held_by(self, rank: int) -> list[TensorFacts]:
         """The parameters of the stages of global ``rank``; one that is tied is held on each end."""
@@ -91,7 +91,7 @@ class Pipeline(Single):
         return _SCALARS + 8 * self.facts.rounds
 
 
-def exchanged(messages: Iterable[Message], share: int = 1) -> list[Flow]:
+def exchanged(messages: Iterable[StageMessage], share: int = 1) -> list[Flow]:
     """The flows of messages between ranks of the pipe axis; of each 1/``share`` is sent."""
     messages = [*messages]
     if not messages:

@@ -64,7 +64,7 @@ def of(case: Case) -> frozenset[Pair]:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ExcludedPair:
     """Globs on triggers and features, and why no case has both."""
 
     triggers: tuple[str, ...]
@@ -80,7 +80,7 @@ class Rule:
 
 
 @functools.cache
-def rules() -> tuple[Rule, ...]:
+def rules() -> tuple[ExcludedPair, ...]:
     """Those of ``reasons.yaml``.
 
     :raises TypeError: one has other keys than ``trigger``, ``feature`` and ``reason``.
@@ -88,10 +88,10 @@ def rules() -> tuple[Rule, ...]:
     return tuple(_rule(**given) for given in yaml.safe_load(RULES.read_text(encoding="utf-8")))
 
 
-def _rule(trigger: str | list[str], feature: str | list[str], reason: str) -> Rule:
+def _rule(trigger: str | list[str], feature: str | list[str], reason: str) -> ExcludedPair:
     both = (tuple([globs] if isinstance(globs, str) else globs) for globs in (trigger, feature))
     of_triggers, of_features = both
-    return Rule(of_triggers, of_features, reason)
+    return ExcludedPair(of_triggers, of_features, reason)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from shardproof.evidence.held import Held
 from shardproof.files import Form, SparselyStored, Stored
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.program_order import Done
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 from shardproof.oracle.exactness import Budget
 from shardproof.oracle.truth import Truth, TruthStep
 from shardproof.registry.declaration import Declaration
@@ -173,7 +173,7 @@ class RankRecord(Stored):
     final: Pieces = field(default_factory=dict)
     history: list[Event] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
-    traffic: list[Call] = field(default_factory=list)
+    traffic: list[LoggedCall] = field(default_factory=list)
     events: list[LoggedEvent] = field(default_factory=list)
     actions: list[Done] = field(default_factory=list)
     memory: list[MemoryRow] = field(default_factory=list)
@@ -192,7 +192,7 @@ class RankRecord(Stored):
         """The ranks that this record speaks for."""
         return self.stands_for or (self.rank,)
 
-    def calls_of(self, step: int) -> list[Call]:
+    def calls_of(self, step: int) -> list[LoggedCall]:
         """The calls that the rank made in ``step``."""
         start, stop = self.steps[step].calls
         return self.traffic[start:stop]

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardproof.evidence.assembled import Figures
     from shardproof.evidence.records import RankRecord, StepRecord
-    from shardproof.ledgers.traffic import Call
+    from shardproof.ledgers.traffic import LoggedCall
 
 #: Phases of a step.
 _INSIDE = ("forward", "backward", "update")
 _NARROW = ("float16", "bfloat16")
 
 
-def _calls(figures: Figures) -> Iterator[Call]:
+def _calls(figures: Figures) -> Iterator[LoggedCall]:
     for record in figures.records:
         yield from (call for call in record.traffic if call.phase in _INSIDE)
 
 
-def _of_calls(holds: Callable[[Call], bool]) -> Callable[[Figures], bool]:
+def _of_calls(holds: Callable[[LoggedCall], bool]) -> Callable[[Figures], bool]:
     return lambda figures: any(map(holds, _calls(figures)))
 
 

@@ -219,7 +219,7 @@ class _Dead:
             message=f"ended with exit code {process.exit_code}{notice}{shared} before it returned",
         )
 
-    def _hang(self, last: heartbeat.Heartbeat, stack: stacks.Stack | None) -> str:
+    def _hang(self, last: heartbeat.Heartbeat, stack: stacks.ThreadStack | None) -> str:
         process = self.process
         assert process.ended is not None
         if process.stopped and last.exit_notice:
@@ -241,7 +241,7 @@ class _Dead:
         ago = self.launch.began + process.ended - last.at
         return f"{how} {when}; its last call, {ago:.1f} s before: {last.last_call}"
 
-    def _circumstances(self, last: heartbeat.Heartbeat, stack: stacks.Stack | None) -> str:
+    def _circumstances(self, last: heartbeat.Heartbeat, stack: stacks.ThreadStack | None) -> str:
         """Where a crash struck, and what C++ printed if an exception of its own was the cause."""
         text = f" {stack.place}" if stack and stack.frames else ""
         if last.state == heartbeat.DONE:

@@ -70,7 +70,7 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class Kill:
+class EndLeader:
     """End the leader of that ticket, and all that it started."""
 
     ticket: int
@@ -208,7 +208,7 @@ class ForkServer:
 
     def kill(self, ticket: int) -> None:
         """End that leader and all that it started; its :class:`LeaderExit` still comes."""
-        self._send(Kill(ticket))
+        self._send(EndLeader(ticket))
 
     def poll(self, timeout_s: float) -> list[LeaderExit]:
         """The leaders that have ended; waits up to ``timeout_s`` seconds for the first."""
@@ -237,7 +237,7 @@ class ForkServer:
                 process.wait()
             self._log.close()
 
-    def _send(self, message: Fork | Kill | Preload) -> None:
+    def _send(self, message: Fork | EndLeader | Preload) -> None:
         try:
             self._line.send(message)
         except OSError as error:

@@ -117,12 +117,14 @@ class _Server:
         self._importing = False
         self._send(fork_server.Ready())
 
-    def _handle(self, message: fork_server.Fork | fork_server.Kill | fork_server.Preload) -> None:
+    def _handle(
+        self, message: fork_server.Fork | fork_server.EndLeader | fork_server.Preload
+    ) -> None:
         match message:
             case fork_server.Fork():
                 if message.group is None or not self._hand_over(message):
                     self._fork(message)
-            case fork_server.Kill(ticket):
+            case fork_server.EndLeader(ticket):
                 for leader in self._leaders.values():
                     if leader.ticket == ticket:
                         process_control.kill_group(leader.pid)

@@ -38,7 +38,7 @@ _WAITING_FOLDER = str(Path(__file__).parent.parent / "backends")
 
 
 @dataclass(frozen=True)
-class Stack:
+class ThreadStack:
     """Frames (file, line, function) of one thread, outermost first, ours left out."""
 
     frames: tuple[Frame, ...]
@@ -87,7 +87,7 @@ class Stack:
             source = linecache.getline(file, line).strip()
             if source:
                 lines.append(f"    {source}")
-        return "\n".join(["Stack (most recent call last):", *lines]) if lines else ""
+        return "\n".join(["ThreadStack (most recent call last):", *lines]) if lines else ""
 
 
 def arm(path: Path) -> int:
@@ -152,7 +152,7 @@ def size(path: Path) -> int | None:
         return None
 
 
-def read(path: Path) -> tuple[dict[int, Stack], int | None]:
+def read(path: Path) -> tuple[dict[int, ThreadStack], int | None]:
     """Stacks by thread identity, and the thread that a fatal error struck."""
     if not path.exists():
         return {}, None
@@ -169,7 +169,7 @@ def read(path: Path) -> tuple[dict[int, Stack], int | None]:
         elif (match := _FRAME.match(line)) and thread is not None:
             number = int(match[2]) if match[2].isdigit() else 0
             stacks[thread].append((match[1], number, match[3]))
-    return {thread: Stack(_own(stack)) for thread, stack in stacks.items()}, culprit
+    return {thread: ThreadStack(_own(stack)) for thread, stack in stacks.items()}, culprit
 
 
 def _own(stack: Collection[Frame]) -> tuple[Frame, ...]:

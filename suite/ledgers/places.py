@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Literal
 
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 
 #: How the groups along an axis lie: each on one node, no two ranks of any on one, or neither.
 Lie = Literal["inside nodes", "across nodes", "partly across nodes"]
@@ -20,7 +20,7 @@ Lie = Literal["inside nodes", "across nodes", "partly across nodes"]
 _UNSPLIT = ("all_to_all", "gather", "scatter")
 
 
-def sent_across(call: Call, rank: int, nodes: Sequence[int]) -> Fraction | None:
+def sent_across(call: LoggedCall, rank: int, nodes: Sequence[int]) -> Fraction | None:
     """The logical bytes of ``call`` by ``rank`` that go to other nodes; rank r is on ``nodes[r]``.
     ``None``: the model does not split them.
 

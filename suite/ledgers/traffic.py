@@ -18,12 +18,12 @@ from fractions import Fraction
 from shardproof.files import Exact, Stored
 from shardproof.ledgers.program_order import PerRank, Phase, RankLog, inside_backward
 
-#: What :attr:`Call.released` is of a tensor that is still there.
+#: What :attr:`LoggedCall.released` is of a tensor that is still there.
 NEVER = -1
 
 
 @dataclass(slots=True)
-class Call(Stored):
+class LoggedCall(Stored):
     """One call to a process group (a coalesced call of two dtypes makes two entries).
 
     ``payload_bytes`` is the n of the model; ``logical_bytes`` this rank's share of what is sent.
@@ -58,7 +58,7 @@ class TrafficLedger:
     """Calls of one rank in program order."""
 
     log: RankLog
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LoggedCall] = field(default_factory=list)
 
     def record(
         self,
@@ -68,11 +68,11 @@ class TrafficLedger:
         loads: list[tuple[str, bool, int, Fraction]],
         peer: int | None = None,
         strided: bool = False,
-    ) -> list[Call]:
+    ) -> list[LoggedCall]:
         """Note a call; ``loads``: ``(dtype, floating, payload bytes, share sent)`` per dtype."""
         issued, sequence = self.log.tick(), len(self.calls)
         made = [
-            Call(
+            LoggedCall(
                 sequence=sequence,
                 operation=operation,
                 group=group,
@@ -93,14 +93,14 @@ class TrafficLedger:
         self.calls.extend(made)
         return made
 
-    def waited(self, calls: list[Call]) -> None:
+    def waited(self, calls: list[LoggedCall]) -> None:
         """Note that the program waits for ``calls`` now (the first time counts)."""
         if calls and calls[0].waited is None:
             number = self.log.tick()
             for call in calls:
                 call.waited = number
 
-    def released(self, calls: list[Call], number: int | None = None) -> None:
+    def released(self, calls: list[LoggedCall], number: int | None = None) -> None:
         """Note that the storage that ``calls`` were made with is freed now, on whatever thread."""
         for call in calls:
             call.released = self.log.now if number is None else number

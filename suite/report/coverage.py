@@ -12,7 +12,7 @@ from shardproof.case import Case
 from shardproof.checks.results import CaseResult
 from shardproof.coverage import pairs, triggers
 from shardproof.evidence.seen import EVENTS
-from shardproof.table import Cell, Row, Table, number
+from shardproof.table import Row, Table, TableCell, number
 
 #: Numbers of cases from which a darker shade begins.
 _SHADES = (2, 4, 10, 32)
@@ -44,17 +44,19 @@ def coverage_map(results: Iterable[CaseResult]) -> Table:
     rows: list[Row] = []
     rows += [(name, *(_place(found, (one, name)) for one in met)) for name in found.features]
     note = f"{len(found.met):,} pairs of {len(met)} triggers and {len(rows)} features were met."
-    heads = [Cell(one, html=_hinted(one, triggers.about(one)), style_class="cap") for one in met]
+    heads = [
+        TableCell(one, html=_hinted(one, triggers.about(one)), style_class="cap") for one in met
+    ]
     return Table("Cases by feature and trigger", ("feature", *heads), rows, notes=(note,))
 
 
-def _place(found: pairs.Coverage, pair: pairs.Pair) -> Cell:
+def _place(found: pairs.Coverage, pair: pairs.Pair) -> TableCell:
     """How many cases met a pair, in one of five shades."""
     if not (count := found.cases(pair)):
-        return Cell("")
+        return TableCell("")
     hint = f"{pair[0]} with {pair[1]}: {number(count, 'case')}"
     shade = f"n{bisect_right(_SHADES, count)}"
-    return Cell(str(count), html=_hinted(str(count), hint), style_class=shade)
+    return TableCell(str(count), html=_hinted(str(count), hint), style_class=shade)
 
 
 def _hinted(text: str, hint: str) -> str:

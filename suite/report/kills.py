@@ -11,7 +11,7 @@ from shardproof.checks.results import Kill
 from shardproof.report.looks import chip
 from shardproof.runs import random_kills
 from shardproof.runs.run_folder import Run
-from shardproof.table import Cell, Mark, Row, Table
+from shardproof.table import Mark, Row, Table, TableCell
 
 #: What the marks of :func:`table` mean.
 MARKS = {
@@ -35,7 +35,7 @@ def table(kills: Sequence[Kill]) -> Table:
         name = kill.name, chip("killed" if kill.killed else "survives")
         why = [kill.why_not] if survivors else []
         rows.append((*name, *found, kill.parent, kill.lane, margin, *why))
-    upright = [Cell(c, html=f"<span>{escape(c)}</span>", style_class="cap") for c in columns]
+    upright = [TableCell(c, html=f"<span>{escape(c)}</span>", style_class="cap") for c in columns]
     headings: Row = ("fault", "verdict", *upright, "parent", "lane", "error / bound")
     headings = (*headings, "why it survives") if survivors else headings
     notes = (LEGEND, f"{kill_counts(kills)}.")
@@ -50,12 +50,12 @@ def by_n(run: Run) -> Table:
     return replace(found.table(), notes=(f"{found.sentence()}.",))
 
 
-def _mark(named: bool, fails: bool) -> Cell:
+def _mark(named: bool, fails: bool) -> TableCell:
     mark = "K" if named and fails else "!" if named else "x" if fails else ""
     looks = {"K": ("mark mark-K", "0"), "!": ("mark mark-no", "1"), "x": ("mark mark-x", "2")}
     style, key = looks.get(mark, ("mark", "-"))
     html = f'<span title="{MARKS[mark]}">{mark}</span>' if mark else ""
-    return Cell(mark, html=html, sort_key=key, style_class=style)
+    return TableCell(mark, html=html, sort_key=key, style_class=style)
 
 
 def kill_counts(kills: Sequence[Kill]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from shardproof import verdicts
-from shardproof.table import Cell
+from shardproof.table import TableCell
 
 #: Words that are no verdicts of cases, or look otherwise.
 _LOOKS = {
@@ -31,8 +31,8 @@ def look(verdict: object) -> str:
     return "fail" if kind in verdicts.RED else "open" if kind in verdicts.OPEN else kind
 
 
-def chip(verdict: str) -> Cell:
+def chip(verdict: str) -> TableCell:
     """The verdict with its sign, for a cell of a table."""
     style = look(verdict)
     sign = f'<svg class="m" aria-hidden="true" focusable="false"><use href="#m-{style}"/></svg>'
-    return Cell(verdict, html=f'<span class="v v-{style}">{sign}{escape(verdict)}</span>')
+    return TableCell(verdict, html=f'<span class="v v-{style}">{sign}{escape(verdict)}</span>')

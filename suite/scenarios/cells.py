@@ -35,7 +35,7 @@ class Cell:
     precision: schema.PrecisionChoice | None
     workload: schema.WorkloadChoice | None
     fault: schema.FaultPlan | None = None
-    checkpoint: schema.CheckpointPlan | None = None
+    checkpoint: schema.CheckpointKeys | None = None
     membership: schema.MembershipPlan | None = None
     tier: str | None = None
 

@@ -73,17 +73,17 @@ def _unfit_fault(plan: schema.FaultPlan, cell: Cell) -> Iterator[Wrong]:
 # ---------------------------------------------------------------------------------- checkpoints
 
 
-def _saves(plan: schema.CheckpointPlan) -> CheckpointPlan:
+def _saves(plan: schema.CheckpointKeys) -> CheckpointPlan:
     hidden: Any = {"precision": {"label"}}
     given = plan.into.model_dump(exclude_none=True, exclude=hidden) if plan.into else {}
     return CheckpointPlan(plan.save_at, plan.saves, given, plan.again_at or 0, plan.trained)
 
 
-def _checkpoint(plan: schema.CheckpointPlan) -> dict[str, Any]:
+def _checkpoint(plan: schema.CheckpointKeys) -> dict[str, Any]:
     return {"checkpoint": _saves(plan)}
 
 
-def _wrong_checkpoint(plan: schema.CheckpointPlan, scenario: schema.Scenario) -> Iterator[Wrong]:
+def _wrong_checkpoint(plan: schema.CheckpointKeys, scenario: schema.Scenario) -> Iterator[Wrong]:
     last, save, again = scenario.least_steps - 1, plan.save_at, plan.again_at
     if save > last:
         remedy = f"valid: 1 to {last}" if last else "give the scenario more steps"

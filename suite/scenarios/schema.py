@@ -225,7 +225,7 @@ class PrecisionChoice(Model):
     buffers: DtypeName | None = Field(None, description="dtype of floating-point buffers")
 
 
-class Workload(Model):
+class WorkloadKeys(Model):
     """Model, data and batch shape; `shardproof list traits` shows the traits."""
 
     name: _Workload = Field(description="a workload of the suite")
@@ -330,7 +330,7 @@ class Into(Other):
     precision: PrecisionChoice | None = Field(None, description="its policy; null: the case's own")
 
 
-class CheckpointPlan(Model):
+class CheckpointKeys(Model):
     """When a case saves, and which run loads; every plan gives each cell once more."""
 
     label: Label = Field(description="name of the plan in ids")
@@ -415,7 +415,7 @@ class Scenario(Model):
     about: str = Field(min_length=3, description="the purpose of this scenario")
     sees: Annotated[Words, Field(description="fault classes that it must catch")]
     tier: Tier = Field("quick", description="tier of the cells that no `quick` rule matches")
-    workload: Workload = Field(description="model, data and batch shape")
+    workload: WorkloadKeys = Field(description="model, data and batch shape")
     matrix: Matrix = Field(description="axes, multiplied into cells")
     steps: int = Field(3, ge=1, le=3000, description="optimizer steps")
     checks: Checks = Field(description="what is judged; `shardproof list checks` shows all")
@@ -423,7 +423,7 @@ class Scenario(Model):
         default_factory=lambda: Expect.model_validate({}), description="costs and refusals"
     )
     faults: list[FaultPlan] = Field([], description="faults to make, judged by check `faults`")
-    checkpoints: list[CheckpointPlan] = Field([], description="saves, judged by `checkpoint`")
+    checkpoints: list[CheckpointKeys] = Field([], description="saves, judged by `checkpoint`")
     membership: list[MembershipPlan] = Field([], description="changes, judged by `membership`")
     include: list[Include] = Field([], description="cells to add")
     exclude: list[Rule] = Field([], description="cells to remove")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardproof.case import Case, Lane, WorkloadSpec
 from shardproof.workloads import own
-from shardproof.workloads.base import Family, Workload, resolve
+from shardproof.workloads.base import Workload, WorkloadFamily, resolve
 from shardproof.workloads.cnn import DigitsCNN
 from shardproof.workloads.dyadic import DyadicMLP
 from shardproof.workloads.gpt import CharnamesGPT
@@ -14,7 +14,7 @@ from shardproof.workloads.rnn import CharnamesRNN
 from shardproof.workloads.traits import TRAITS as TRAITS
 from shardproof.workloads.traits import suggested_groups as suggested_groups
 
-WORKLOADS: dict[str, Family] = {
+WORKLOADS: dict[str, WorkloadFamily] = {
     family.name: family
     for family in (CharnamesGPT(), CharnamesRNN(), DigitsCNN(), DigitsPenalty(), DyadicMLP())
 }
@@ -57,7 +57,7 @@ def check(spec: WorkloadSpec, lane: Lane = "fp64") -> None:
     _check_lane(family, lane)
 
 
-def _family(name: str) -> Family:
+def _family(name: str) -> WorkloadFamily:
     return own.load(name) if ":" in name else lookup(name, WORKLOADS, "workload")
 
 
@@ -66,7 +66,7 @@ def in_lane(lane: Lane) -> list[str]:
     return [name for name, family in WORKLOADS.items() if lane != "dyadic" or family.dyadic]
 
 
-def _check_lane(family: Family, lane: Lane) -> None:
+def _check_lane(family: WorkloadFamily, lane: Lane) -> None:
     if lane == "dyadic" and not family.dyadic:
         why = f"{family.name} has no {lane} form: its numbers are not small integers"
         raise WorkloadError(f"{why}; workloads that have one: {', '.join(in_lane(lane))}")

@@ -72,7 +72,7 @@ class Found:
     calls: Mapping[str, int] = field(default_factory=dict)
 
 
-class Family(ABC):
+class WorkloadFamily(ABC):
     """A kind of model with its data: what distinguishes one workload from another."""
 
     name: str
@@ -220,7 +220,7 @@ class Workload:
     """
 
     def __init__(
-        self, family: Family, spec: WorkloadSpec, dtype: str, rounded_to: str | None = None
+        self, family: WorkloadFamily, spec: WorkloadSpec, dtype: str, rounded_to: str | None = None
     ) -> None:
         self.family = family
         self.spec = spec
@@ -499,7 +499,7 @@ class Workload:
         return torch.randperm(self.family.size(), generator=generator).tolist()
 
 
-def resolve(family: Family, spec: WorkloadSpec) -> Params:
+def resolve(family: WorkloadFamily, spec: WorkloadSpec) -> Params:
     """All knobs of ``family`` with the values of ``spec``; checks the whole of ``spec``."""
     params = family.resolve(spec.params)
     for name, smallest in (("global_batch", 1), ("micro_batches", 1), ("windows", 1), ("seed", 0)):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardproof.workloads import data
-from shardproof.workloads.base import Family, Picks, Samples
+from shardproof.workloads.base import Picks, Samples, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Conv2d, Linear, Place, Stack, tie
 from shardproof.workloads.traits import KEY_SHIFT, Oddities, oddities
@@ -67,7 +67,7 @@ class Pool(nn.Module):
         return self.norm(F.avg_pool2d(hidden, 2).flatten(1))
 
 
-class DigitsCNN(Family):
+class DigitsCNN(WorkloadFamily):
     """Samples are ``(1, 8, 8)`` images; outputs ``(samples, 10)`` logits."""
 
     name = "digits_cnn"

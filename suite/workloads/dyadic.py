@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from shardproof.contract import CrossEntropy, MicroBatch, Role
 from shardproof.workloads import data
-from shardproof.workloads.base import Family, Picks, Samples
+from shardproof.workloads.base import Picks, Samples, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params
 from shardproof.workloads.layers import Embedding, Linear, Place, Stack, seed_number, tie
 
@@ -103,7 +103,7 @@ class Block(nn.Module):
         return hidden + self.down(self.inner(self.up(self.enter(hidden))))
 
 
-class DyadicMLP(Family):
+class DyadicMLP(WorkloadFamily):
     """Samples are ``(positions,)`` symbols; outputs ``(samples, positions, 32)`` whole numbers."""
 
     name = "dyadic_mlp"

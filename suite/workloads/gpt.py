@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from shardproof.contract import Role
 from shardproof.workloads import data
-from shardproof.workloads.base import Family, Picks, Region, Samples
+from shardproof.workloads.base import Picks, Region, Samples, WorkloadFamily
 from shardproof.workloads.knobs import Knob, Params, WorkloadError
 from shardproof.workloads.layers import (
     Embedding,
@@ -150,7 +150,7 @@ class Block(nn.Module):
         return hidden.mT.contiguous().mT if self._in_columns else hidden
 
 
-class CharnamesGPT(Family):
+class CharnamesGPT(WorkloadFamily):
     """Samples are ``(positions,)`` tokens; outputs ``(samples, positions, vocab)`` logits."""
 
     name = "charnames_gpt"

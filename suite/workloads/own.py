@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardproof import by_path, contract
 from shardproof.contract import CrossEntropy, MicroBatch, Role
 from shardproof.workloads import layers
-from shardproof.workloads.base import Family, Found, Picks, Samples, Workload
+from shardproof.workloads.base import Found, Picks, Samples, Workload, WorkloadFamily
 from shardproof.workloads.knobs import Params, WorkloadError
 from shardproof.workloads.traits import TRAITS
 
@@ -67,7 +67,7 @@ HAD = tuple(
 )
 
 
-class OwnWorkload(Family):
+class OwnWorkload(WorkloadFamily):
     """``model(**params)`` makes an ``nn.Module``; ``params`` are those of the scenario.
 
     ``loss(outputs, targets)`` gives the loss of each target, not reduced: a tensor of the shape of

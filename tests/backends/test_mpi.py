@@ -265,7 +265,7 @@ def test_an_mpirun_on_path_is_found_and_told_apart(
         _program(tmp_path, "mpirun", f"cat <<'E'\n{text}\nE")
         mpi_found.find.cache_clear()
         found = mpi_found.find()
-        assert found == mpi_found.Mpi(str(tmp_path / "mpirun"), family, version)
+        assert found == mpi_found.MpiRuntime(str(tmp_path / "mpirun"), family, version)
         assert found.command(3)[-2:] == ["-n", "3"]
     _program(tmp_path, "mpirun", "echo something else")
     mpi_found.find.cache_clear()
@@ -278,7 +278,9 @@ def test_an_mpirun_that_ends_at_once_is_quoted(
 ) -> None:
     text = "There are not enough slots available in the system"
     script = _program(tmp_path / "bin", "mpirun", f"echo '{text}'; exit 1")
-    monkeypatch.setattr(mpi_found, "find", lambda: mpi_found.Mpi(str(script), "MPICH", "made up"))
+    monkeypatch.setattr(
+        mpi_found, "find", lambda: mpi_found.MpiRuntime(str(script), "MPICH", "made up")
+    )
     with pytest.raises(MpirunError, match=f"exit code 1 before 2 ranks had started: {text}"):
         Mpirun(range(2), tmp_path).__enter__()
 
@@ -294,6 +296,8 @@ def test_asked_for_by_name_it_is_bad_input_where_it_cannot_run(
     says = "There are not enough slots available in the system"
     script = _program(tmp_path / "bin", "mpirun", f"echo '{says}'; exit 1")
     monkeypatch.setattr(mpi_found, "problem", lambda: None)
-    monkeypatch.setattr(mpi_found, "find", lambda: mpi_found.Mpi(str(script), "MPICH", "made up"))
+    monkeypatch.setattr(
+        mpi_found, "find", lambda: mpi_found.MpiRuntime(str(script), "MPICH", "made up")
+    )
     with pytest.raises(SelectionError, match=f"{says}.* allow it 4 ranks on this machine"):
         run._require_backends(chosen, ["mpi"])

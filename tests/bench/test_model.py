@@ -292,7 +292,7 @@ def test_sizes_are_those_of_the_calls() -> None:
 
 
 def test_rows_of_the_ledger_become_calls() -> None:
-    row = traffic.Call(
+    row = traffic.LoggedCall(
         *(0, "all_reduce", (0, 1), "replicate", "float32", 64, Fraction(64)),
         *("backward", True, 0, 0),
     )

@@ -18,7 +18,7 @@ from shardproof.bench.scaling import tables as scaling_tables
 from shardproof.report import limits, looks, summary
 from shardproof.runs.header import Header
 from shardproof.runs.run_folder import Run, read
-from shardproof.table import Cell
+from shardproof.table import TableCell
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +137,12 @@ def test_comparisons_share_one_axis(full: Path) -> None:
     table = forest.table(lines.pairs(read(full)))
     assert [str(row[1]) for row in table.rows][:3] == ["faster", "same", "slower"]
     assert all(len(row) == len(table.headings) for row in table.rows)
-    images = [cell.html for _, _, cell, *_ in table.rows if isinstance(cell, Cell)]
+    images = [cell.html for _, _, cell, *_ in table.rows if isinstance(cell, TableCell)]
     assert {re.search(r'x1="([0-9.]+)"[^>]*class="one"', image)[1] for image in images} == {"150"}  # type: ignore[index]
     assert "i-bad" in images[2] and "i-good" in images[0]
     stored = {**read(full).others["bench"][0], "verdict": "crash", "reason": "it fell"}
     del stored["ratio"]
     broken = lines.PairLine.model_validate(stored)
     drawing = forest.table([broken]).rows[0][2]
-    assert isinstance(drawing, Cell) and drawing.html == "-"
+    assert isinstance(drawing, TableCell) and drawing.html == "-"
     assert forest.axis([broken]) is None

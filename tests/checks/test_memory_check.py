@@ -26,7 +26,7 @@ from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord, StepRecord, WorkloadFacts
 from shardproof.ledgers.memory.recorder import MemoryLedger
 from shardproof.ledgers.memory.summary import MemoryRow, summary
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 from shardproof.registry.declaration import Declaration
 from shardproof.report.memory import MEASURED, with_figures
 
@@ -58,9 +58,9 @@ def change(rows: list[MemoryRow], one: MemoryRow, **fields: Any) -> MemoryRow:
     return changed
 
 
-def calls(cost_model: CostModel, world: int) -> list[list[Call]]:
+def calls(cost_model: CostModel, world: int) -> list[list[LoggedCall]]:
     """Calls of one step on each rank as promised: gathers fly while their unit begins."""
-    ranks: list[list[Call]] = [[] for _ in range(world)]
+    ranks: list[list[LoggedCall]] = [[] for _ in range(world)]
     gathers = [int(cost_model.strategy == "fsdp")] * world  # its root is gathered once
     for flow in cost_model.flows():
         assert isinstance(flow.calls, int)
@@ -75,7 +75,7 @@ def calls(cost_model: CostModel, world: int) -> list[list[Call]]:
                     issued = begins - 1 if unit else begins + 1  # the root has nothing before it
                     phase, waited = ("forward", "backward")[way], issued + 2
                 ranks[rank].append(
-                    Call(
+                    LoggedCall(
                         sequence=0,
                         operation=flow.operation,
                         group=tuple(range(world)),

@@ -29,7 +29,7 @@ from shardproof.launch.rank_process import RankLaunch
 from shardproof.launch.ranks import RankHost
 from shardproof.ledgers.memory.summary import MemoryRow
 from shardproof.ledgers.program_order import Done
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 from shardproof.registry.declaration import Declaration
 from shardproof.schedules import Action, Schedule, with_messages
 
@@ -379,7 +379,7 @@ def test_messages_under_way_may_be_held_beside() -> None:
     record = found.records[0]
     issued = record.steps[1].events[0] + 9
     share = Fraction(500)
-    sent = Call(0, "send", (0, 1), "pipe", "float32", 500, share, "forward", False, 0, issued)
+    sent = LoggedCall(0, "send", (0, 1), "pipe", "float32", 500, share, "forward", False, 0, issued)
     record.traffic = [sent]
     record.steps[1].calls = (0, 1)
     assert check.decide(found).status == "pass"

@@ -14,8 +14,8 @@ from shardproof.checks.schedule import messages
 from shardproof.evidence.records import RankRecord, StepRecord
 from shardproof.impls.reference.pipeline.schedules import SCHEDULES
 from shardproof.ledgers.program_order import Done
-from shardproof.ledgers.traffic import NEVER, Call
-from shardproof.schedules import MESSAGES, Action, Deadlock, Schedule, simulate
+from shardproof.ledgers.traffic import NEVER, LoggedCall
+from shardproof.schedules import MESSAGES, Action, Schedule, ScheduleDeadlock, simulate
 
 #: Changes an order before it is logged: what stands there as a receive is waited for there.
 Change = Callable[[list[Action]], None]
@@ -30,7 +30,7 @@ def logged(schedule: Schedule, rank: int, change: Change | None = None) -> RankR
         change(order)
     events: list[tuple[int, str, str]] = []
     actions: list[Done] = []
-    calls: list[tuple[Action, Call]] = []
+    calls: list[tuple[Action, LoggedCall]] = []
     number = 0
     per_stage = len(UNITS) // schedule.stages
     for op, stage, micro in order:
@@ -72,8 +72,8 @@ def logged(schedule: Schedule, rank: int, change: Change | None = None) -> RankR
     )
 
 
-def call_to(operation: str, peer: int, number: int, ranks: int) -> Call:
-    return Call(
+def call_to(operation: str, peer: int, number: int, ranks: int) -> LoggedCall:
+    return LoggedCall(
         sequence=number,
         operation=operation,
         group=tuple(range(ranks)),
@@ -192,5 +192,5 @@ def test_waits_in_a_circle_are_a_deadlock() -> None:
     first.insert(0, first.pop(first.index(Action("RB", 0, 0))))
     waits = Schedule("1f1b", 2, schedule.place, (tuple(first), tuple(second)))
     assert simulate(waits).makespan  # posted there, it costs nothing
-    with pytest.raises(Deadlock, match="rank 0 waits in RB0@0 for SB0@1"):
+    with pytest.raises(ScheduleDeadlock, match="rank 0 waits in RB0@0 for SB0@1"):
         simulate(waits, waits=True)

@@ -312,7 +312,9 @@ def test_doctor_names_an_mpirun_that_does_not_fit(
     script.write_text("#!/bin/sh\necho 'AssertionError: each process is alone' >&2; exit 1\n")
     script.chmod(0o755)
     monkeypatch.setattr(mpi_found, "problem", lambda: None)
-    monkeypatch.setattr(mpi_found, "find", lambda: mpi_found.Mpi(str(script), "MPICH", "made up"))
+    monkeypatch.setattr(
+        mpi_found, "find", lambda: mpi_found.MpiRuntime(str(script), "MPICH", "made up")
+    )
     (finding,) = doctor._mpi()
     assert finding.state == "bad" and "each process is alone" in finding.found
     assert "one MPI only" in finding.remedy

@@ -157,8 +157,8 @@ def stale_rules(coverage: pairs.Coverage) -> list[str]:
 
 def test_a_rule_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = (
-        pairs.Rule(("mesh two-ranks",), ("backend *",), "a case has it"),
-        pairs.Rule(("no trigger",), ("*",), "nobody has it"),
+        pairs.ExcludedPair(("mesh two-ranks",), ("backend *",), "a case has it"),
+        pairs.ExcludedPair(("no trigger",), ("*",), "nobody has it"),
     )
     monkeypatch.setattr(pairs, "rules", lambda: wrong)
     told = stale_rules(pairs.table([case()]))

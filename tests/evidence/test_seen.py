@@ -14,10 +14,10 @@ from shardproof.cases.kinds.calls.workload import described
 from shardproof.contract import OptimizerSpec
 from shardproof.evidence import seen
 from shardproof.evidence.records import ComparisonRow, StepRecord
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 
 
-def call(issued: int = 0, waited: int | None = 1, **more: Any) -> Call:
+def call(issued: int = 0, waited: int | None = 1, **more: Any) -> LoggedCall:
     given: dict[str, Any] = {
         "sequence": 0,
         "operation": "all_reduce",
@@ -30,14 +30,14 @@ def call(issued: int = 0, waited: int | None = 1, **more: Any) -> Call:
         "inside_backward": False,
         "units_before": 0,
     }
-    return Call(**{**given, **more}, issued=issued, waited=waited)
+    return LoggedCall(**{**given, **more}, issued=issued, waited=waited)
 
 
-def figures(*ranks: Sequence[Sequence[Call]], steps: dict[str, Any] | None = None) -> Any:
+def figures(*ranks: Sequence[Sequence[LoggedCall]], steps: dict[str, Any] | None = None) -> Any:
     """The calls of each step of each rank; ``steps``: fields of every step."""
     records = []
     for number, of_steps in enumerate(ranks):
-        made, traffic = [], list[Call]()
+        made, traffic = [], list[LoggedCall]()
         for step, calls in enumerate(of_steps):
             span = len(traffic), len(traffic) + len(calls)
             traffic += calls
@@ -73,7 +73,7 @@ def test_usual_calls_are_no_events() -> None:
         ("a step that sends nothing", []),
     ],
 )
-def test_a_call_is_an_event(event: str, calls: list[Call]) -> None:
+def test_a_call_is_an_event(event: str, calls: list[LoggedCall]) -> None:
     assert {*seen.of(figures([calls], [calls]))} == {*USUAL, event}
 
 

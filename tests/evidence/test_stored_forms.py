@@ -31,12 +31,23 @@ from shardproof.evidence.records import (
 )
 from shardproof.files import from_plain, standard, to_plain
 from shardproof.ledgers.memory.log import MemoryLog
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 from shardproof.registry.declaration import Declaration
 from shardproof.runs.random_kills import RandomKills
 
 _CLASSES: tuple[Any, ...] = (
-    *(Account, Call, Case, CaseResult, CheckpointPlan, Declaration, Drawn, Fault, Kill, LeftOut),
+    *(
+        Account,
+        LoggedCall,
+        Case,
+        CaseResult,
+        CheckpointPlan,
+        Declaration,
+        Drawn,
+        Fault,
+        Kill,
+        LeftOut,
+    ),
     *(MemoryFigures, MemoryLog, ModelFacts, OracleFacts, Outcome, OverlapFigures, RandomKills),
     *(RankRecord, TensorDigest, TrafficFigures, Voted, WorkloadFacts),
 )

@@ -8,15 +8,15 @@ import pytest
 
 from shardproof.costs.collectives import hierarchical, ring
 from shardproof.ledgers import places
-from shardproof.ledgers.traffic import Call
+from shardproof.ledgers.traffic import LoggedCall
 
 TWO_BY_TWO = [0, 0, 1, 1]
 
 
-def _call(operation: str, group: tuple[int, ...], peer: int | None = None) -> Call:
+def _call(operation: str, group: tuple[int, ...], peer: int | None = None) -> LoggedCall:
     share = Fraction(2 * (len(group) - 1) * 100, len(group))
     given = ("axis", "float32", 100, share, "backward", True, 0, 1)
-    return Call(0, operation, group, *given, peer=peer)
+    return LoggedCall(0, operation, group, *given, peer=peer)
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3])

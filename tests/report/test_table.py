@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shardproof import verdicts
 from shardproof.report import tables
-from shardproof.table import Cell, Mark, Table, markdown_text
+from shardproof.table import Mark, Table, TableCell, markdown_text
 
 LONG = "reference/fully_sharded_data_parallel+every::option::of::all"
 MARKS: tuple[Mark, ...] = ("", "bad")
@@ -92,7 +92,7 @@ def test_html_names_rows_and_columns_and_marks_what_is_bad() -> None:
 
 
 def test_cells_may_lead_somewhere_or_be_drawn() -> None:
-    cells = (Cell("a page", link="a.html"), Cell("12", html="<svg></svg>", sort_key="12"))
+    cells = (TableCell("a page", link="a.html"), TableCell("12", html="<svg></svg>", sort_key="12"))
     table = Table("t", ("what", "drawing"), [cells])
     assert "[a page](a.html)" in table.markdown() and "| 12 |" in table.markdown()
     assert '<a href="a.html">a page</a>' in table.html()

@@ -18,7 +18,14 @@ from shardproof.impls.reference.pipeline.schedules import (
     zb_h1,
     zb_v,
 )
-from shardproof.schedules import Action, Deadlock, Schedule, problems, simulate, with_messages
+from shardproof.schedules import (
+    Action,
+    Schedule,
+    ScheduleDeadlock,
+    problems,
+    simulate,
+    with_messages,
+)
 
 #: Times of F, B and W: equal, like a transformer's, and two that are far from both.
 TIMES = [
@@ -287,7 +294,7 @@ def test_a_deadlock_is_told_as_a_cycle() -> None:
         "rank 1 waits in F1@1 for SF1@0, which rank 0 does behind BW0@0; "
         "it would take BW0@1 before F1@1 on rank 1 or F1@0 before BW0@0 on rank 0"
     )
-    with pytest.raises(Deadlock, match="rank 1 waits in F1@1"):
+    with pytest.raises(ScheduleDeadlock, match="rank 1 waits in F1@1"):
         simulate(schedule)
 
 

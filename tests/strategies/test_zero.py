@@ -193,10 +193,10 @@ def test_state_can_be_gathered_and_put_back(name: str) -> None:
     succeed(body, 3)
 
 
-def reductions(name: str, work: Workload, world: int, steps: int) -> list[list[traffic.Call]]:
+def reductions(name: str, work: Workload, world: int, steps: int) -> list[list[traffic.LoggedCall]]:
     """The reduce-scatters of each rank in its last step."""
 
-    def body(rank: int, size: int) -> list[traffic.Call]:
+    def body(rank: int, size: int) -> list[traffic.LoggedCall]:
         system = make(name, work, OptimizerSpec("sgd", 0.1), rank, size)
         ledger, log = traffic.current(), program_order.current()
         assert ledger is not None

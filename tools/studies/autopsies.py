@@ -166,4 +166,4 @@ def run(
     if not cases:
         raise SelectionError(Problem("nothing to run", "give --plans or --clean", "0"))
     with busy_cores():
-        run_and_exit(cases, options.Session(budget=budget, jobs=jobs, results=results))
+        run_and_exit(cases, options.SessionOptions(budget=budget, jobs=jobs, results=results))

@@ -17,7 +17,7 @@ def run(
     impl: options.Impl = None,
     seed: options.Seed = None,
     *,
-    session: options.Session,
+    session: options.SessionOptions,
 ) -> None:
     """Judge N random clean histories of saves and loads; one that fails is a false alarm.
 

@@ -24,7 +24,7 @@ from mpi4py import MPI
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardproof.backends import errors
-from shardproof.backends.mpi.messages import STEPS, Mail, Message, Steps
+from shardproof.backends.mpi.messages import STEPS, Mail, MpiMessage, Steps
 from shardproof.backends.request import Request
 from shardproof.errors import said
 
@@ -40,7 +40,7 @@ FAILED, ENDED = "failed", "ended"
 
 
 @dataclass(eq=False)
-class Call:
+class CallUnderWay:
     """A call of this rank; ``key`` names a collective one among all ranks."""
 
     request: Request
@@ -49,7 +49,7 @@ class Call:
     ranks: tuple[int, ...]
     steps: Steps
     key: str = ""
-    messages: list[Message] = field(default_factory=list)
+    messages: list[MpiMessage] = field(default_factory=list)
     done: bool = False
     #: Group rank of the sender, once something has come.
     source: int = -1
@@ -103,7 +103,7 @@ class Call:
             return self._misfit("more", longer[0])
         return errors.CommError(f"{self.text}: MPI says {error}")
 
-    def _misfit(self, came: str, message: Message) -> errors.CollectiveMismatch:
+    def _misfit(self, came: str, message: MpiMessage) -> errors.CollectiveMismatch:
         source = self.source if message.peer == MPI.ANY_SOURCE else message.peer
         return errors.CollectiveMismatch(
             f"rank {self.rank} calls {self.text} and expects {message.bytes} bytes, but "
@@ -123,15 +123,15 @@ class Calls:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self._open: list[Call] = []
+        self._open: list[CallUnderWay] = []
         self._failure: errors.CommError | None = None
 
     def begin(
         self, request: Request, mail: Mail, ranks: tuple[int, ...], tag: int, key: str
-    ) -> Call:
+    ) -> CallUnderWay:
         """Begin a call, and let those before it go on."""
         self._raise_failure()
-        call = Call(request, mail, ranks, STEPS[request.operation](request, mail, tag), key)
+        call = CallUnderWay(request, mail, ranks, STEPS[request.operation](request, mail, tag), key)
         self._open.append(call)
         self.advance()
         return call
@@ -147,7 +147,7 @@ class Calls:
             self._failure = error
             raise
 
-    def wait(self, call: Call, limit: float) -> None:
+    def wait(self, call: CallUnderWay, limit: float) -> None:
         """Block until ``call`` is done; raises the failure that prevents it."""
         began = looked = time.monotonic()
         polls = 0
@@ -214,7 +214,7 @@ class Calls:
         self._failure = error
         raise error
 
-    def _look(self, call: Call, waited: float) -> None:
+    def _look(self, call: CallUnderWay, waited: float) -> None:
         """Whether the store tells why this call will never be done."""
         self._see_failure()
         if waited < PATIENCE_SECONDS:
@@ -236,7 +236,7 @@ class Calls:
         text = f"{errors.name_ranks(gone)} ended without joining {call.text}"
         self._fail(errors.RankEnded(f"{text}, where rank {call.rank} waits", gone[0]))
 
-    def _compare(self, call: Call) -> None:
+    def _compare(self, call: CallUnderWay) -> None:
         """Fail if a rank that waits in the same call of the group calls something else."""
         own: list[Any] = [call.request.text(), zlib.crc32(call.request.agreed().encode())]
         if not call.told:
@@ -254,4 +254,4 @@ class Calls:
 
 
 #: Calls that ended ranks left unfinished: MPI may still write into their tensors.
-abandoned: list[Call] = []
+abandoned: list[CallUnderWay] = []

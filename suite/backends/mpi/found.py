@@ -24,7 +24,7 @@ _VERSION_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Mpi:
+class MpiRuntime:
     """An ``mpirun``; ``version`` is the first line that it says about itself."""
 
     mpirun: str
@@ -66,7 +66,7 @@ class Mpi:
 
 
 @functools.cache
-def find() -> Mpi | None:
+def find() -> MpiRuntime | None:
     """The MPI beside this Python, as its wheels bring it, or else the first on ``PATH``."""
     beside = str(Path(sys.prefix) / "bin")
     for name in ("mpirun", "mpiexec"):
@@ -77,7 +77,7 @@ def find() -> Mpi | None:
     return None
 
 
-def _ask(mpirun: str) -> Mpi | None:
+def _ask(mpirun: str) -> MpiRuntime | None:
     """What it is; ``None``: nothing that is known here."""
     try:
         command = [mpirun, "--version"]
@@ -92,7 +92,7 @@ def _ask(mpirun: str) -> Mpi | None:
     wanted = next(
         (line for line in lines if line.startswith("Version:")), lines[0] if lines else ""
     )
-    return Mpi(mpirun, family, wanted) if family else None
+    return MpiRuntime(mpirun, family, wanted) if family else None
 
 
 def problem() -> str | None:

@@ -21,7 +21,7 @@ from shardproof.backends.futures import OwnHandle, announce_delayed_reduction
 from shardproof.backends.request import Request, check
 
 if TYPE_CHECKING:
-    from shardproof.backends.mpi.calls import Call, Calls
+    from shardproof.backends.mpi.calls import Calls, CallUnderWay
 
 #: torch keeps ``mpi`` for a backend of its own, which no wheel of torch contains.
 NAME = "shardproof_mpi"
@@ -46,7 +46,9 @@ _world: _World | None = None
 
 
 class _Handle(OwnHandle):
-    def __init__(self, request: Request, calls: Calls, call: Call, timeout: timedelta) -> None:
+    def __init__(
+        self, request: Request, calls: Calls, call: CallUnderWay, timeout: timedelta
+    ) -> None:
         super().__init__(request)
         self._all, self._own, self._limit = calls, call, timeout.total_seconds()
 

@@ -40,7 +40,7 @@ _buffer = getattr(MPI, "buffer", None) or MPI.memory  # its name before mpi4py 4
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class MpiMessage:
     """One message under way; ``peer``: the other side's rank in the group, ``bytes``: expected."""
 
     request: MPI.Request
@@ -52,7 +52,7 @@ class Message:
     tensor: Tensor
 
 
-Steps = Iterator[list[Message]]
+Steps = Iterator[list[MpiMessage]]
 #: The largest tag that every MPI allows.
 LEAST_TAG_LIMIT = 32767
 
@@ -87,7 +87,7 @@ class Mail:
         tag: int,
         outgoing: Mapping[int, Sequence[Tensor]],
         incoming: Mapping[int, Sequence[Tensor]],
-    ) -> list[Message]:
+    ) -> list[MpiMessage]:
         """Begin to send and receive lists of dense tensors, by peer."""
         begun = []
         for receives, sides in ((True, incoming), (False, outgoing)):
@@ -95,7 +95,7 @@ class Mail:
             for peer, tensor in ((peer, t) for peer, tensors in sides.items() for t in tensors):
                 for part in _parts(tensor):
                     request, size = start([part, MPI.BYTE], peer, tag), part.nbytes
-                    begun.append(Message(request, MPI.Status(), peer, size, receives, tensor))
+                    begun.append(MpiMessage(request, MPI.Status(), peer, size, receives, tensor))
         return begun
 
 

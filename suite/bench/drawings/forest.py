@@ -15,7 +15,7 @@ from shardproof.bench import tables as times
 from shardproof.bench.lines import PairFigures, PairLine
 from shardproof.report.drawings import svg
 from shardproof.report.looks import chip
-from shardproof.table import Cell, Row, Table
+from shardproof.table import Row, Table, TableCell
 
 #: Beyond these ratios an arrow stands.
 _LEAST, _MOST = 0.125, 8.0
@@ -27,11 +27,11 @@ def table(lines: Sequence[PairLine]) -> Table:
     """Every comparison in the order in which they were timed, with its drawing."""
     scale = _scale(lines)
     both = "faster / slower"
-    drawn = Cell(both, html=f"{both}{axis(lines) or ''}", style_class="unsorted")
+    drawn = TableCell(both, html=f"{both}{axis(lines) or ''}", style_class="unsorted")
     body: list[Row] = []
     for line, (name, verdict, *others) in zip(lines, times.rows(lines), strict=True):
         image = "-" if line.figures is None else str(_draw(line, line.figures, scale))
-        body.append((name, chip(verdict), Cell("", html=image, style_class="image"), *others))
+        body.append((name, chip(verdict), TableCell("", html=image, style_class="image"), *others))
     return Table("Comparisons of times", (*times.HEADINGS[:2], drawn, *times.HEADINGS[2:]), body)
 
 

@@ -37,7 +37,7 @@ class Unmodelled(ValueError):
     """No prediction; the message says what is missing."""
 
 
-def seen(rows: Iterable[traffic.Call]) -> list[Call]:
+def seen(rows: Iterable[traffic.LoggedCall]) -> list[Call]:
     """The calls of one rank's step from rows of its traffic ledger; groups of one cost nothing."""
     counts = Counter(
         (row.operation, len(row.group), row.payload_bytes, row.floating, row.axis)

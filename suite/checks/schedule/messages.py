@@ -20,8 +20,8 @@ from shardproof.checks.schedule.announced import CLOCK, Bubbles, bubbles, in_wor
 from shardproof.evidence.assembled import Figures
 from shardproof.evidence.records import RankRecord
 from shardproof.ledgers.program_order import Done
-from shardproof.ledgers.traffic import NEVER, Call
-from shardproof.schedules import MESSAGES, Action, Deadlock, Schedule
+from shardproof.ledgers.traffic import NEVER, LoggedCall
+from shardproof.schedules import MESSAGES, Action, Schedule, ScheduleDeadlock
 
 
 class Message(NamedTuple):
@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
     window: int
     action: Action
-    call: Call
+    call: LoggedCall
 
 
 def messages_of(evidence: Figures, record: RankRecord, step: int) -> list[Message] | None:
@@ -110,7 +110,7 @@ def most_alive(messages: Sequence[Message], log: Sequence[Done]) -> int:
     return max((sum(_is_alive(call, row.begin) for call in received) for row in log), default=0)
 
 
-def _is_alive(call: Call, event: int) -> bool:
+def _is_alive(call: LoggedCall, event: int) -> bool:
     """Whether the tensor of ``call`` is there at ``event``."""
     return call.issued < event and (call.released == NEVER or (call.released or 0) > event)
 
@@ -174,7 +174,7 @@ def _slower(played: Schedule, plan: Schedule) -> str:
     for setting in settings_of(plan):
         try:
             found = bubbles(played, setting, waits=True)
-        except Deadlock as error:
+        except ScheduleDeadlock as error:
             return f"as logged it could not end: {error}"
         wanted = bubbles(plan, setting)
         for kind in Bubbles._fields:

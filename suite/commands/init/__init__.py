@@ -134,7 +134,7 @@ def _make_baseline(into: Path, jobs: int | None) -> int:
     with tempfile.TemporaryDirectory(prefix="shardproof-init-") as folder:
         results = Path(folder) / "run"
         try:
-            run_and_exit(cases, options.Session(jobs=jobs, results=results), is_kept=False)
+            run_and_exit(cases, options.SessionOptions(jobs=jobs, results=results), is_kept=False)
         except typer.Exit as ended:
             code = ended.exit_code
             if code not in (verdicts.HELD, verdicts.BROKEN, verdicts.NOT_DECIDED):

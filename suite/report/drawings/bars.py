@@ -19,7 +19,7 @@ from shardproof.checks.results import CaseResult
 from shardproof.report import memory
 from shardproof.report.drawings import svg
 from shardproof.report.tables import Figures, bytes_of, bytes_text, textbook, whole
-from shardproof.table import Cell, Mark, Row, Table
+from shardproof.table import Mark, Row, Table, TableCell
 
 #: Classes of state, in the order in which they are stacked.
 CLASSES = ("parameters", "masters", "gradients", "optimizer_state")
@@ -50,10 +50,11 @@ def traffic_table(results: Iterable[CaseResult]) -> Table:
 
 def _table(title: str, verb: str, headings: Sequence[str], bars: Sequence[BarRow]) -> Table:
     rows: list[Row] = [
-        (bar.name, Cell("", html=str(bar.image), style_class="image"), *bar.cells) for bar in bars
+        (bar.name, TableCell("", html=str(bar.image), style_class="image"), *bar.cells)
+        for bar in bars
     ]
     marks: list[Mark] = ["bad" if bar.red else "" for bar in bars]
-    heading = Cell(f"{verb} above, formula below", style_class="unsorted")
+    heading = TableCell(f"{verb} above, formula below", style_class="unsorted")
     return Table(title, ("implementation", heading, *headings), rows, marks)
 
 
