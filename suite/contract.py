@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from shardproof.comm import Call, Mesh
     from shardproof.schedules import Action, Schedule
+    from shardproof.strategies import Strategy
 
 #: Version of this contract.  It grows when an implementation written for the one before could be
 #: judged differently or no longer run; ``docs/architecture.md`` tells why each field exists.
@@ -350,6 +351,26 @@ BatchRule = Literal["global", "local"]
 OracleKind = Literal["plain", "emulated", "replay"]
 Emulated = Literal["step", "round", "trajectory"]
 OptimizerState = Literal["shared", "by_worker"]
+
+
+class _Profiles(Mapping[str, frozenset[str]]):
+    def __getitem__(self, strategy: str) -> frozenset[str]:
+        return self._records()[strategy].profile
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records())
+
+    def __len__(self) -> int:
+        return len(self._records())
+
+    def _records(self) -> Mapping[str, Strategy]:
+        from shardproof import strategies  # it imports the records of every adapter
+
+        return strategies.in_tree()
+
+
+#: What claiming a strategy implies, by its name: start your own ``features`` from one of these.
+PROFILES: Mapping[str, frozenset[str]] = _Profiles()
 
 
 @dataclass(frozen=True)

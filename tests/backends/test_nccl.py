@@ -171,7 +171,7 @@ def test_the_wrapper_hands_on_and_logs(wrapper: Callable[[], logged.Logged]) -> 
         group.allreduce([value]).wait()
         ledger = traffic.current()
         assert ledger is not None
-        (call,) = [call.to_dict() for call in ledger.named_calls()]
+        (call,) = [call.to_dict() for call in ledger.calls]
     finally:
         traffic.install(None, process=True)
         program_order.install(None, process=True)
@@ -258,7 +258,7 @@ def test_calls_of_a_batch_begin_together_and_end_by_one_work(
         together.wait()
         ledger = traffic.current()
         assert ledger is not None
-        calls = [call.to_dict() for call in ledger.named_calls()]
+        calls = [call.to_dict() for call in ledger.calls]
     finally:
         traffic.install(None, process=True)
         program_order.install(None, process=True)

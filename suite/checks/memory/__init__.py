@@ -282,6 +282,20 @@ def _bytes_at(record: RankRecord, moment: str) -> BytesAt:
     return sizes
 
 
+def _allocator(
+    record: RankRecord, step: int, peaks: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """Bytes that a GPU's allocator held at most, and the ledger's largest of ``peaks``, by rank."""
+    return {
+        str(record.rank): {
+            "allocated": row.bytes,
+            "ledger": max(classes.get("all", 0) for classes in peaks.values()),
+        }
+        for row in record.memory
+        if (row.moment, row.step) == ("allocator", step)
+    }
+
+
 def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -> MemoryFigures:
     last, unjudged = evidence.steps[-1], cost_model.unjudged()
     promised_bytes, resident, peaks, totals = {}, {}, {}, []
@@ -296,10 +310,7 @@ def _figures(evidence: Figures, cost_model: CostModel, accounting: Accounting) -
             for (step, phase), spaces in _bytes_at(record, "peak").items()
             if step == last
         }
-        for row in record.memory:  # a GPU's allocator
-            if (row.moment, row.step) == ("allocator", last):
-                ledger = max(classes.get("all", 0) for classes in peaks[rank].values())
-                allocator[rank] = {"allocated": row.bytes, "ledger": ledger}
+        allocator |= _allocator(record, last, peaks[rank])
         trained = (s for s in evidence.steps if not record.steps[s].skipped)
         updated = max(trained, default=evidence.updated_before)
         spaces = _promised(cost_model, record.rank, last, "after_update", updated)
