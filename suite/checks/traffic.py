@@ -6,7 +6,7 @@ wire), summed over ranks in exact rationals; and the calls, where their number i
 groups of more than one rank.  Integers count alike where they are promised: indices and signs of
 compressed gradients.  A scenario's own ``expect.traffic`` is compared with the sum over
 all axes instead.  Set-up and control traffic (integers, objects, barriers) stand in rows of their
-own; a step's control traffic is bounded, for gradients can travel disguised as integers.  For a
+own; a step's control traffic is bounded, for gradients can travel disguised as integers.  For an
 upstream system, which is held to its own formula, the textbook's bytes stand beside.
 
 On a cluster of several nodes each promised flow is also split into bytes inside nodes and bytes

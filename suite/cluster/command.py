@@ -21,7 +21,19 @@ if TYPE_CHECKING:
     from shardproof.cluster.containers.needs import Needs
     from shardproof.wings import NodeCommand, OnNodes
 
-clusters = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+clusters = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="""Run on containers of this machine as nodes: docs/containers.md.
+
+    \b
+    shardproof cluster run ddp-gpt --nodes 2                     cases, with ranks on two nodes
+    shardproof cluster bench strong --bandwidth 100mbit          times, over a slow network
+    shardproof cluster build                                     the images alone
+    shardproof cluster clean                                     remove what a killed run left
+    """,
+)
 
 
 @clusters.command("run", context_settings=head.PASSING_ON)

@@ -123,7 +123,7 @@ def list_(
 
     \b
     shardproof list impls
-    shardproof list cases --tier quick -k 'tied and gloo'
+    shardproof list cases -k 'tied and gloo'
     shardproof list cases --impl mine:MyZero1 --like 'reference/zero1*'
     shardproof list strategies
     shardproof list traits

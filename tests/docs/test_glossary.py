@@ -20,3 +20,13 @@ def test_words_are_in_order_and_files_exist() -> None:
         assert (ROOT / name).exists(), name
     for verdict in verdicts.VERDICTS:
         assert f"| `{verdict}` |" in text
+
+
+def test_names_are_defined_in_the_files_that_rows_name() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    named = set(re.findall(r"`([\w.]+)` in `((?:suite|impls|tools)/[^`]*\.py)`", text))
+    assert len(named) > 15
+    for name, file in named:
+        last = re.escape(name.split(".")[-1])
+        defined = rf"^ *(?:(?:class|def) {last}\b|{last}\b *[:=])"
+        assert re.search(defined, (ROOT / file).read_text(), re.MULTILINE), (name, file)

@@ -13,6 +13,7 @@ from shardproof.bench.sides import SEGMENT_SECONDS, WARM_SECONDS
 from shardproof.bench.subjects import ORDER, Cell, Subject
 from shardproof.runs.durations import Durations
 from shardproof.scenarios import budget
+from shardproof.table import number
 
 #: Where nothing is known of a pair or cell nor of its like: seconds of a launch besides warm-up and
 #: blocks (of a cell its calls are watched and probed, too), of the passes of a side alone, and of
@@ -43,9 +44,9 @@ class Schedule:
     def summary(self) -> str:
         """How many are measured, how long that takes, and how many are left out."""
         items = [*self.chosen, *self.left_out]
-        noun = "cells" if items and isinstance(items[0].subject, Cell) else "comparisons"
+        noun = "cell" if items and isinstance(items[0].subject, Cell) else "comparison"
         late = f", {len(self.left_out)} left out by the budget" if self.left_out else ""
-        return f"{len(self.chosen)} {noun}, about {self.seconds:.0f} s{late}"
+        return f"{number(len(self.chosen), noun)}, about {self.seconds:.0f} s{late}"
 
 
 def duration_name(subject: Subject, passes: Passes) -> str:
